@@ -18,6 +18,10 @@ from typing import NamedTuple, TypeAlias
 VALUES = ("none", "bf16", "blockwise8", "hadamard4")
 """How numbers look on the wire: codecs by themselves, and for the values that a top-k keeps."""
 
+ROUNDED = {"rounded16": 14, "rounded8": 6}
+"""What else `codec.reduce` may be, and how many bits of a block's largest sum it keeps: a number may double
+before it takes more than 16 or 8 on its way."""
+
 PPM = 1_000_000
 KNOWN = f"{', '.join(VALUES)}, topk:R, topk:R+bf16 (or {', '.join(f'+{values}' for values in VALUES[2:])})"
 """For messages. R is the part that is kept, such as 0.05."""

@@ -48,7 +48,7 @@ clip_norm = 1.0             # 0 = off
 [codec]                     # none, bf16, blockwise8, or topk:0.05 (+bf16, +blockwise8): the largest 5 %
 forward = "blockwise8"      # activations; or a list, one for each boundary between stages
 backward = "blockwise8"     # their gradients
-reduce = "none"             # weight gradients
+reduce = "none"             # weight gradients; "rounded16", "rounded8": half and a quarter of the bytes
 # adaptive = ["topk:0.1+blockwise8"]  # what slow lines may use instead: the result then depends on routes
 
 # [eval]                    # held-out text, given with --eval-data, on the way

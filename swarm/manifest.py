@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
-from swarm.codecs import KNOWN, PPM, VALUES, parse_codec
+from swarm.codecs import KNOWN, PPM, ROUNDED, VALUES, parse_codec
 from swarm.errors import SetupError, did_you_mean
 
 if sys.version_info >= (3, 11):
@@ -172,6 +172,7 @@ _CODECS = _Rule(
     lambda v: v if type(v) is str else tuple(v),
 )
 """A codec, or one for each boundary; the number of boundaries is not known here."""
+_REDUCE = _Rule(f"{', '.join(ROUNDED)}, or {_CODEC.allowed}", lambda v: v in [*ROUNDED] or _is_codec(v))
 _ADAPTIVE = _set_of(_is_codec, MAX_ADAPTIVE, f"codecs, each {_CODEC.allowed}")
 
 
@@ -626,9 +627,10 @@ class CodecSpec(_Spec, section="codec"):
     backward: str | tuple[str, ...] = _rule(_CODECS, "blockwise8")
     """Gradients of what was sent, likewise; after a top-k, the values of its positions. Not a top-k
     itself."""
-    reduce: str = _rule(_CODEC, "none")
-    """Weight gradients between the replicas of a stage. Anything else than `none` makes the result depend
-    on which peer computed what."""
+    reduce: str = _rule(_REDUCE, "none")
+    """Weight gradients between the replicas of a stage. `rounded16` and `rounded8` round those of each
+    microbatch at random, by names: half and a quarter of the bytes, and the result is still a function of the
+    manifest. With a codec it depends on which peer computed what."""
     adaptive: tuple[str, ...] = _rule(_ADAPTIVE, (), later=True)
     """What a peer may send forward instead, as its line to the next peer needs; empty = nothing. If there
     is any, the result of a microbatch depends on its route: each still counts once, but no two runs are
@@ -940,7 +942,22 @@ class Run(_Spec):
     @property
     def adds_exactly(self) -> bool:
         """Whether the sum of a step is the same to the last bit, whichever peers computed its parts."""
-        return self.exact_sums and self.dtype != "float64" and self.codec.reduce == "none"
+        return self.exact_sums and self.dtype != "float64" and self.codec.reduce in ("none", *ROUNDED)
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether gradients are rounded before they are added: `swarm.model.fixed_point`."""
+        return self.codec.reduce in ROUNDED
+
+    @property
+    def kept_bits(self) -> int:
+        """Of a block's largest sum in the step before; of a run that rounds gradients."""
+        return ROUNDED[self.codec.reduce]
+
+    @property
+    def sum_codec(self) -> str:
+        """The codec of sums between replicas; exact ones are packed as they are."""
+        return "none" if self.adds_exactly else self.codec.reduce
 
     @property
     def depends_on_routes(self) -> bool:

@@ -183,9 +183,9 @@ class Convictions(Verdicts):
         self._asking.add(accused)
         try:
             for tried in range(ASKED_TIMES):
+                await asyncio.sleep(ASK_AGAIN_S * 2 ** (tried - 1) if tried else 0.0)
                 if await self.most_have_convicted(stage, accused):
                     return True
-                await asyncio.sleep(ASK_AGAIN_S * 2**tried)
             return False
         finally:
             self._asking.discard(accused)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from peers.ports import Buffer
 from swarm.audit.projection import MODULUS, coefficients, fits, product
 from swarm.audit.screen import SAMPLE
 from swarm.digest import DIGEST_BYTES, digest_of
@@ -144,9 +143,9 @@ class SumCheck:
         """How many microbatches are in the sum of each member."""
         return {m: b.bit_count() for m, b in zip(self.plan.members, self.plan.ledgers, strict=True)}
 
-    def made(self, index: int, buffers: Sequence[Buffer]) -> ReducedProof | None:
+    def made(self, index: int, result: torch.Tensor) -> ReducedProof | None:
         """Note a result of this owner; of the last one, return what goes with it."""
-        self._made[index] = digest_of(*buffers)
+        self._made[index] = chunk_digest(result)
         if len(self._made) < len(self.parts[self._me]):
             return None
         contributions = tuple(self._taken[member][1] for member in self.plan.members)

@@ -24,6 +24,8 @@ CROWDS, UNLEVEL, STORED = 0.03, 0.02, 0.12
 """Shares of all seeds."""
 CHECKED = 0.6
 """Share of those in which sums are exact, and so are checked."""
+ROUNDED = 0.5
+"""Share of those that round gradients, where updates are not delayed."""
 BYTES_PER_S = (1e6, 1e6, 1e6, 3e4, 1e4)
 """Of a line. The slowest one carries a report or a directive in 20 to 60 ms."""
 ADMITTING = 0.25
@@ -110,6 +112,8 @@ def usual(seed: int) -> Setting:
         if dice_of(seed, "checked sums").chance(CHECKED):
             # Means of two or four whole numbers are exact in float32, too.
             run = replace(_longer(run, steps=run.steps, microbatches=2 * (run.M - 1)), dtype="float32")
+            if not run.delayed_updates and dice_of(seed, "rounded sums").chance(ROUNDED):
+                run = replace(run, codec=replace(run.codec, reduce="rounded16"))
     bad = dice.pick((0.0, 0.0, 0.01, 0.04))
     return Setting(
         seed=seed,

@@ -161,18 +161,18 @@ class AllReduce:
         transport: Transport,
         codec: str,
         sum_dtype: torch.dtype,
-        to_float: Callable[[torch.Tensor], torch.Tensor],
+        answer: Callable[[torch.Tensor], torch.Tensor],
         sqnorm: Callable[[torch.Tensor], float] = sqnorm,
         audits: SumAudits | None = None,
     ) -> None:
-        """`sum_dtype`: of the replicas' sums; `to_float` gives the value of their total, as it is applied,
-        and `sqnorm` the squared norm of that, as the stage reports it. `audits` checks results before they
-        count.
+        """`sum_dtype`: of the replicas' sums; `answer` gives what replicas are told of a part of their total,
+        and `sqnorm` the squared norm of a result, as the stage reports it. `audits` checks results before
+        they count.
         """
         self._audits = audits
         self._run, self._me, self._transport, self._codec = run, me, transport, codec
-        self._sum_dtype, self._to_float, self._sqnorm = sum_dtype, to_float, sqnorm
-        self._dtype = to_float(torch.zeros(1, dtype=sum_dtype)).dtype
+        self._sum_dtype, self._answer, self._sqnorm = sum_dtype, answer, sqnorm
+        self._dtype = answer(torch.zeros(1, dtype=sum_dtype)).dtype
         self._rounds: dict[str, _Round] = {}
         self._started = asyncio.Event()
         self._first = AdaptiveTimeout()
@@ -183,18 +183,24 @@ class AllReduce:
         """Measured upload to other replicas, with the time in which it waited for them."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
-    async def run(self, plan: Plan, t: int, total: torch.Tensor) -> tuple[torch.Tensor, Prepared]:
+    async def run(
+        self,
+        plan: Plan,
+        t: int,
+        total: torch.Tensor,
+        value: Callable[[torch.Tensor], torch.Tensor] = lambda answers: answers,
+    ) -> tuple[torch.Tensor, Prepared]:
         """Reduce `total` (flat, host memory) with the replicas of `plan`.
 
         Returns:
-            The sum over all of them, in a fresh tensor, and its description.
+            The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.
 
         Raises:
             RoundAborted: a replica failed. `total` is as it was.
         """
         if plan.members == (self._me,):
             try:
-                reduced = await asyncio.to_thread(self._alone, total)
+                reduced = await asyncio.to_thread(lambda: value(self._alone(total)))
             except SwarmError as error:
                 raise RoundAborted(error.text) from None
             return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
@@ -244,13 +250,14 @@ class AllReduce:
             self._void(plan.round, "the round ended")
             if self._audits is not None and check is not None:
                 self._audits.close(check)
-        return this.reduced, await asyncio.to_thread(holds, plan.round, this.reduced, self._sqnorm)
+        reduced = await asyncio.to_thread(value, this.reduced)
+        return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""
         reduced = torch.empty(total.numel(), dtype=self._dtype)
         for start, numel in chunks_of(0, total.numel()):
-            part = self._to_float(total[start : start + numel])
+            part = self._answer(total[start : start + numel])
             meta, buffers = encode(part, self._codec, name="a reduced gradient")
             reduced[start : start + numel] = decode(meta, buffers)
         return reduced
@@ -283,17 +290,19 @@ class AllReduce:
             this.check.sample(chunk.contributions)
         chunk.contributions.clear()
         try:
-            meta, buffers = encode(self._to_float(total), self._codec, name="a reduced gradient")
+            result = self._answer(total)
+            meta, buffers = packed(result, self._codec, name="a reduced gradient")
         except Refused as refused:
             chunk.result.set_exception(refused)
             chunk.result.exception()
             return
-        this.reduced[start : start + total.numel()] = decode(meta, buffers)
+        reduced = this.reduced[start : start + total.numel()]
+        reduced.copy_(result if self._codec == "none" else decode(meta, buffers))
         proof, crc = None, 0
         if this.check is None:
             crc = checksum(buffers)
         else:
-            proof = this.check.made(chunk.index, buffers)
+            proof = this.check.made(chunk.index, reduced)
         this.moved()
         chunk.result.set_result((PartDone(crc=crc, tensors=(meta,), proof=proof), buffers))
 
@@ -339,7 +348,7 @@ class AllReduce:
                 body: Sequence[Buffer] = ()
                 if this.plan.ledgers[this.plan.members.index(self._me)]:
                     meta, body = await asyncio.to_thread(
-                        packed_sum, this.total[start : start + numel], self._codec
+                        packed, this.total[start : start + numel], self._codec, name="a gradient sum"
                     )
                     tensors = (meta,)
                 part = Part(
@@ -367,7 +376,7 @@ class AllReduce:
     async def _call_until_ready(
         self, owner: PeerId, part: Part, body: Sequence[Buffer], limit_s: float
     ) -> Answer:
-        most = part.numel * 8 + part.numel // 8 + 64
+        most = part.numel * 8 + part.numel // 8 + 9 * whole_numbers.BLOCK  # the last block is a whole one
         for attempt in range(NOT_READY_RETRIES):
             fault_point("reduce")
             try:
@@ -472,12 +481,12 @@ def read_part(
         raise BadAnswer(peer, refused.text) from None
 
 
-def packed_sum(total: torch.Tensor, codec: str) -> Encoded:
-    """A chunk of a replica's sum, as it is sent."""
+def packed(total: torch.Tensor, codec: str, *, name: str) -> Encoded:
+    """A chunk of a sum, as it is sent."""
     if total.dtype == torch.int64:
         meta = TensorMeta((total.numel(),), dtype_name(total.dtype), codec)
         return Encoded(meta, whole_numbers.pack(total))
-    return encode(total, codec, name="a gradient sum")
+    return encode(total, codec, name=name)
 
 
 def fits(meta: TensorMeta, sizes: Sequence[int], dtype: torch.dtype) -> bool:

@@ -123,8 +123,8 @@ class StagePeer:
             core, transport, self.convictions, kept_work, sums, backoff
         )
         all_reduce = self.all_reduce = AllReduce(
-            run.id, core.me, transport, run.codec.reduce,
-            compute.sums.dtype, compute.sums.value, compute.shared.sqnorm,
+            run.id, core.me, transport, run.sum_codec,
+            compute.sums.dtype, compute.sums.answer, compute.shared.sqnorm,
             sums,
         )  # fmt: skip
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)

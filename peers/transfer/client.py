@@ -36,6 +36,7 @@ from swarm.model.layout import empty_state
 from swarm.protocol.rollback import check_generation
 from swarm.protocol.rounds import NO_VOICE, Commit
 from swarm.protocol.voice import heard, weight
+from swarm.wire import whole_numbers
 from swarm.wire.codec import TensorMeta, chunk_digest, decode, dtype_name
 from swarm.wire.messages import (
     Ack,
@@ -565,7 +566,8 @@ class _Pull:
 
     async def _ask(self, source: PeerId, lease: str, index: int) -> Answer:
         header = pack(FetchChunk(run=self._of.wanted.question.run, lease=lease, index=index))
-        most = self._partial.chunks[index].nbytes
+        chunk = self._partial.chunks[index]
+        most = sum(whole_numbers.most_bytes(chunk.numel())) if chunk.dtype == torch.int64 else chunk.nbytes
         for attempt in range(BUSY_TRIES):
             try:
                 return await self._of.transport.call(

@@ -3,7 +3,7 @@
 Each thing is opened by a question of its own (`state`, `held`, `sum`), whose answer is a *lease* of it and
 the digest of each chunk. From there on all are read in the same way, by `peers.transfer.client`:
 
-    chunk   FetchChunk → Ack + the chunk's bytes
+    chunk   FetchChunk → Ack + the chunk's bytes; those of an exact sum packed (`swarm.wire.whole_numbers`)
     close   CloseLease → Ack                       so that the next one need not wait
 """
 
@@ -22,6 +22,7 @@ from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
 from swarm.policy.pace import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
+from swarm.wire import whole_numbers
 from swarm.wire.codec import bytes_of, chunk_digest, dtype_name
 from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, check_run, pack, unpack
 
@@ -195,7 +196,8 @@ class Leases:
         lease.read_at = now
         chunk = lease.chunks[wanted.index]
         lease.readers.setdefault(request.peer, _Reader(now)).reads(wanted.index, chunk.nbytes, now)
-        return Answer(pack(Ack()), [bytes_of(chunk)])
+        is_sum = chunk.dtype == torch.int64
+        return Answer(pack(Ack()), whole_numbers.pack(chunk) if is_sum else [bytes_of(chunk)])
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""

@@ -115,7 +115,10 @@ class Peer:
         self.compute.sums.begin(0)
         B, T, H = run.batch.microbatch_size, run.data.sequence_length, run.built_in.hidden
         hidden = torch.randn((B, T, H)).to(torch.bfloat16)
-        self.inputs = [encode(hidden, "blockwise8"), encode(torch.zeros((B, T), dtype=torch.uint8), "none")]
+        self.inputs = [
+            encode(hidden, "blockwise8"),
+            encode(torch.zeros((B, T + 1), dtype=torch.uint8), "none"),
+        ]
         self.grads = [encode(torch.randn((B, T, H)).mul_(1e-4).to(torch.bfloat16), "blockwise8")]
 
     def microbatches(self, count: int, window: int) -> None:

@@ -4,10 +4,10 @@
     python scripts/bench/wire.py --codec none bf16 blockwise8 topk:0.05 --hidden 256 --steps 2
     python scripts/bench/wire.py --speed              # of the codecs alone, on one core; half a minute
 
-Counted by the peers themselves on their streams, in both directions: activations and labels forward,
+Counted by the peers themselves on their streams, in both directions: activations and tokens forward,
 gradients back, and all that goes along with them (frames, headers, heartbeats, the reports and directives of
 a step). The least is the payload alone: for blockwise8 a byte a number and a float32 scale a block of 256,
-for a top-k its values and its places by the formula, and the labels at a byte each. What libp2p adds below
+for a top-k its values and its places by the formula, and the tokens at a byte each. What libp2p adds below
 (encryption, multiplexing, TCP) is its own and not counted.
 
 `activations` and `gradients` are what a boundary carried for each microbatch; 1 each is all that is needed.

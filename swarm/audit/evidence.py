@@ -35,7 +35,7 @@ def proves(signer: Signer, run: Run, evidence: Evidence, body: Sequence[Buffer])
         return False
     match evidence:
         case WrongSum():
-            return _wrong_sum(evidence, body)
+            return _wrong_sum(evidence, body, rounded=run.rounds_sums)
         case FalseContribution():
             return _false_contribution(signer, run, evidence)
         case WrongProduct():
@@ -44,7 +44,7 @@ def proves(signer: Signer, run: Run, evidence: Evidence, body: Sequence[Buffer])
             return False  # that takes weights
 
 
-def _wrong_sum(evidence: WrongSum, body: Sequence[Buffer]) -> bool:
+def _wrong_sum(evidence: WrongSum, body: Sequence[Buffer], *, rounded: bool) -> bool:
     said = evidence.statement
     claimed = nth_digest(said.chunks, evidence.index)
     if not claimed or len(evidence.lists) != len(said.contributions):
@@ -62,7 +62,7 @@ def _wrong_sum(evidence: WrongSum, body: Sequence[Buffer]) -> bool:
         parts.append(part)
     if left or not parts or len({part.numel() for part in parts}) != 1:
         return False
-    return chunk_digest(reduced_of(parts, torch.float32)) != claimed
+    return chunk_digest(reduced_of(parts, rounded=rounded)) != claimed
 
 
 def _false_contribution(signer: Signer, run: Run, evidence: FalseContribution) -> bool:

@@ -2,9 +2,10 @@
 differs from theirs.
 
 Coefficients are odd whole numbers from -32767 to 32767. Contributions are whole numbers
-(`swarm.model.fixed_point`), and their products are exact, modulo 2^64. A result is rounded to float32:
-its product may differ from theirs by that of the rounding errors, each at most 2^-24 of its element. By
-Hoeffding's inequality that is more than `DEVIATIONS` times 32767 · 2^-24 · |result| with a probability of
+(`swarm.model.fixed_point`), and their products are exact, modulo 2^64. Where gradients are rounded, a result
+is of whole numbers, too, and its product is theirs. Otherwise it is rounded to float32: its product may
+differ from theirs by that of the rounding errors, each at most 2^-24 of its element. By Hoeffding's
+inequality that is more than `DEVIATIONS` times 32767 · 2^-24 · |result| with a probability of
 2 exp(-DEVIATIONS² / 2) = 5e-56.
 
 What an owner adds of length d, relative to the chunk, is missed with a probability of about 3e-6 / d: a
@@ -52,9 +53,11 @@ def product(contribution: torch.Tensor, r: npt.NDArray[np.int16]) -> int:
 
 
 def fits(result: torch.Tensor, r: npt.NDArray[np.int16], expected: int) -> bool:
-    """Whether a result (floats, 1-D, host) can be that of contributions whose products add up to `expected`,
-    modulo 2^64.
+    """Whether a result (1-D, host; floats, or whole numbers where sums are rounded) can be that of
+    contributions whose products add up to `expected`, modulo 2^64.
     """
+    if result.dtype == torch.int64:
+        return product(result, r) == expected
     values, value, square = result.numpy(), 0.0, 0.0
     for start in range(0, len(values), _SLICE):
         part = values[start : start + _SLICE]
@@ -67,9 +70,9 @@ def fits(result: torch.Tensor, r: npt.NDArray[np.int16], expected: int) -> bool:
     return min(differs, MODULUS - differs) <= most
 
 
-def reduced_of(contributions: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """What an owner makes of these contributions, all of one length: the value of their sum."""
+def reduced_of(contributions: Sequence[torch.Tensor], *, rounded: bool) -> torch.Tensor:
+    """What an owner makes of these contributions, all of one length: the value of their sum, or the sum."""
     total = torch.zeros_like(contributions[0])
     for contribution in contributions:
         total += contribution
-    return to_float(total, dtype)
+    return total if rounded else to_float(total, torch.float32)

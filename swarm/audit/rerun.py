@@ -44,7 +44,8 @@ class Said(NamedTuple):
 
 def referee_of(run: Run) -> Run:
     """The run as the referee computes it. What a custom model does in another dtype is not known."""
-    return run if run.brings_model else replace(run, dtype="float64")
+    codec = replace(run.codec, reduce="none") if run.rounds_sums else run.codec
+    return run if run.brings_model else replace(run, dtype="float64", codec=codec)
 
 
 def rerun_step(

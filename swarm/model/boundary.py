@@ -163,14 +163,13 @@ class Boundary:
         return aligned(tensor)
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
-        passing = self._function.enter(taken)
         values: list[torch.Tensor | None] = []
-        for entry, value in zip(self._function.entries, passing, strict=True):
+        for entry, value in zip(self._function.entries, taken, strict=True):
             if entry.dtype is None:
                 values.append(None)
             else:
                 values.append(value if entry.graded else to_device(value.to(entry.dtype), self._device))
-        return Entered(values, passing)
+        return Entered(values, taken)
 
 
 def dtype_of(what: StageInput) -> torch.dtype:

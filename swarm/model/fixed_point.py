@@ -7,19 +7,97 @@ bit in any order, and retracting a microbatch leaves no trace. (The idea of a fi
 Kulisch's; here one 64-bit word suffices, since gradients of a mean loss are bounded.)
 
 2^-44 = 6e-14: Adam's eps is 1e-8, so what is rounded away is five orders below what Adam can tell from zero.
+
+With `codec.reduce = "rounded16"` a gradient is rounded further, so that less of a sum travels. Of each
+block of 256 numbers of a weight so many low bits are dropped that the largest sum of the step before, which
+every replica has, keeps 14 (`rounded8`: 6): while it does not double, two bytes (one) are enough. What is
+dropped is rounded up or down at random, drawn from run, step, microbatch, weight and place, so that on
+average nothing is lost, and it does not matter which peer does it. Nothing saturates: where a gradient is
+larger than before, its sum has more bits (`swarm.wire.whole_numbers`). A block without a step before drops
+nothing.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
+
+from swarm.codecs import ROUNDED
+from swarm.ids import Microbatch
+from swarm.manifest import Run
+from swarm.model.seeded_random import fractions, seed_of
 
 BITS = 44
 """Bits of the fraction. 63 - 44 = 19 bits are left for whole numbers without a sign: sums up to 524 288."""
 SCALE = 2.0**BITS
 _DEVICE_SLICE = 1 << 26
 """Elements: 800 MB on a GPU, of which a launch is long enough to hide the next."""
-_SLICE = 1 << 15
-"""Elements: a float32 and two int64 slices of this are 640 kB and stay in an L2 cache."""
+_SLICE = 1 << 17
+"""Elements: few calls, and what is computed with them nearly stays in an L2 cache."""
+BLOCK = 256
+"""Numbers of a weight, in their order, of which the same bits are dropped; its last block may be shorter."""
+MOST_DROPPED = 63 - min(ROUNDED.values())
+_UNITS = np.ldexp(1.0, np.arange(MOST_DROPPED + 1) - BITS)
+"""What a sum of gradients of which so many bits are dropped is a multiple of."""
+
+
+class Rounded(NamedTuple):
+    """How the gradient of a weight is rounded."""
+
+    dropped: torch.Tensor
+    """The bits that each of its blocks is without, uint8."""
+    seed: int
+    """Of what is drawn for this microbatch."""
+
+    @classmethod
+    def of(cls, run: Run, mb: Microbatch, name: str, dropped: torch.Tensor) -> Rounded:
+        """That of one microbatch and one weight, by its full name."""
+        return cls(dropped, seed_of("rounding", run.seed, mb.t, mb.m, name))
+
+    def part(self, term: torch.Tensor, start: int) -> torch.Tensor:
+        """Numbers of the gradient from `start` on, the first of a block, as they are added (still floats).
+
+        Towards zero and away from it by the number's sign: what is subtracted was added.
+        """
+        first = start // BLOCK
+        units = _units(self.dropped[first : first + blocks_of(len(term))], term.dtype)
+        scaled = _by_block(term, 1.0 / units)
+        return scaled.add_(torch.copysign(fractions(self.seed, start, len(term), term.device), scaled))
+
+
+def blocks_of(numel: int) -> int:
+    """How many blocks the gradient of a weight has."""
+    return -(-numel // BLOCK)
+
+
+def _units(dropped: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`_UNITS` of blocks."""
+    return torch.from_numpy(_UNITS).to(dtype).to(dropped.device)[dropped.long()]
+
+
+def _by_block(numbers: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Numbers from the first of a block on, each times the factor of its block."""
+    found, blocks = torch.empty_like(numbers), len(numbers) // BLOCK
+    whole = slice(blocks * BLOCK)
+    torch.mul(numbers[whole].view(-1, BLOCK), factors[:blocks, None], out=found[whole].view(-1, BLOCK))
+    found[whole.stop :] = numbers[whole.stop :] * factors[blocks:]
+    return found
+
+
+def dropped_after(total: torch.Tensor, dropped: torch.Tensor, kept_bits: int) -> torch.Tensor:
+    """The bits that the blocks of a weight drop in the next step.
+
+    Args:
+        total: the value of the sum of this step, floats.
+        dropped: what they drop in this step. Where the sum is zero they drop the same in the next one.
+    """
+    filled = torch.nn.functional.pad(total.reshape(-1), (0, -total.numel() % BLOCK))
+    largest = torch.linalg.vector_norm(filled.view(-1, BLOCK), ord=torch.inf, dim=1).cpu()
+    _, exponents = torch.frexp(largest)
+    wanted = (exponents + (BITS - kept_bits)).clamp(0, MOST_DROPPED).to(torch.uint8)
+    return torch.where(largest > 0, wanted, dropped.cpu()).to(dropped.device)
 
 
 def largest_term(microbatches: int) -> float:
@@ -29,24 +107,31 @@ def largest_term(microbatches: int) -> float:
     return 2.0 ** (62 - BITS) / microbatches
 
 
-def add_exact(total: torch.Tensor, term: torch.Tensor) -> None:
+def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None = None) -> None:
     """Add `term` (float32, any shape, within `largest_term`) to `total` (int64, 1-D, as many elements)."""
     flat = term.detach().reshape(-1)
-    if flat.device.type != "cpu":
-        # A matrix of GPT-3's would take 7 GB at once.
-        for sum_part, term_part in zip(total.split(_DEVICE_SLICE), flat.split(_DEVICE_SLICE), strict=True):
-            sum_part.add_((term_part * SCALE).to(torch.int64))
-        return
-    # numpy converts float32 to int64 in 2/3 of torch's time on the CPU (9 against 13 ms for 6.3 M elements).
-    source, target = flat.numpy(), total.numpy()
-    for start in range(0, len(source), _SLICE):
-        part = slice(start, start + _SLICE)
-        target[part] += (source[part] * source.dtype.type(SCALE)).astype("int64")
+    on_host = flat.device.type == "cpu"
+    size = _SLICE if on_host else _DEVICE_SLICE  # a matrix of GPT-3's would take 7 GB at once
+    for start in range(0, len(flat), size):
+        part = flat[start : start + size]
+        scaled = part * SCALE if rounded is None else rounded.part(part, start)
+        if on_host:
+            # numpy converts float32 to int64 in 2/3 of torch's time.
+            target = total[start : start + size].numpy()
+            target += scaled.numpy().astype(np.int64)
+        else:
+            total[start : start + size].add_(scaled.to(torch.int64))
 
 
-def to_float(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The value of a sum, in `dtype`: two roundings, the same everywhere. Where `in_float64` is."""
-    return (in_float64(total) / SCALE).to(dtype)
+def to_float(total: torch.Tensor, dtype: torch.dtype, dropped: torch.Tensor | None = None) -> torch.Tensor:
+    """The value of a sum, in `dtype`: two roundings, the same everywhere. Where `in_float64` is.
+
+    `dropped`: as `Rounded` has them, if it is that of a weight whose gradients were rounded.
+    """
+    found = in_float64(total)
+    if dropped is None:
+        return (found / SCALE).to(dtype)
+    return _by_block(found, _units(dropped.to(found.device), torch.float64)).to(dtype)
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ batch norms. Called by one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,11 @@ import torch
 from swarm.errors import NotReady, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.fixed_point import add_exact, largest_term, to_float
+from swarm.model.fixed_point import Rounded, add_exact, largest_term, to_float
 from swarm.model.gpt import weights_dtype
 from swarm.model.layout import Layout, shared_terms
 from swarm.model.reductions import sqnorm
+from swarm.model.state import StageState
 from swarm.wire.codec import Encoded
 
 
@@ -60,8 +61,12 @@ class Gradients:
 class GradientSums:
     """The sums of one stage, by step."""
 
-    def __init__(self, run: Run, stage: Stage, layout: Layout, device: torch.device) -> None:
-        self._run, self._stage, self._layout, self._device = run, stage, layout, device
+    def __init__(
+        self, run: Run, stage: Stage, layout: Layout, state: StageState, *, on_host: bool = False
+    ) -> None:
+        """`state`: of the weights that gradients are computed with. `on_host`: sums are not on its device."""
+        self._run, self._stage, self._layout, self._state = run, stage, layout, state
+        self._device, self._blocks = torch.device("cpu") if on_host else state.device, layout.blocks
         self.dtype = torch.int64 if run.adds_exactly else weights_dtype(run)
         self.version = 0
         """Steps before it are over."""
@@ -95,8 +100,32 @@ class GradientSums:
         raise NotReady(f"step {t} has not begun at stage {self._stage}", version=self.version)
 
     def value(self, total: torch.Tensor) -> torch.Tensor:
-        """The value of a sum in the dtype of the weights: what `StageCompute.apply` takes."""
-        return to_float(total, weights_dtype(self._run)) if self._run.adds_exactly else total
+        """The value of the sum of the step that is open, in the dtype of the weights: what
+        `StageCompute.apply` takes.
+        """
+        return self.value_of_answer()(self.answer(total))
+
+    def answer(self, total: torch.Tensor) -> torch.Tensor:
+        """What replicas are told of a part of the sum of them all: its value; or, where gradients are
+        rounded, the whole numbers, which are shorter.
+        """
+        as_it_is = self._run.rounds_sums or not self._run.adds_exactly
+        return total if as_it_is else to_float(total, weights_dtype(self._run))
+
+    def value_of_answer(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The function from a whole answer to its value: in any thread, whatever becomes of the weights."""
+        if not self._run.rounds_sums:
+            return lambda answer: answer
+        dropped = self._state.dropped.clone()
+
+        def value(answer: torch.Tensor) -> torch.Tensor:
+            found = to_float(answer, weights_dtype(self._run))  # statistics of batch norms are not rounded
+            for name, blocks in self._blocks.items():
+                start, end, _ = self._layout.spans[name]
+                found[start:end] = to_float(answer[start:end], found.dtype, dropped[blocks])
+            return found
+
+        return value
 
     def add(self, found: Gradients) -> None:
         """Add a microbatch to the sum of its step, which must have begun.
@@ -112,13 +141,21 @@ class GradientSums:
         try:
             for name, term in found.terms.items():
                 start, end, _ = self._layout.terms[name]
+                term = term.to(self._device)
                 if self._run.adds_exactly:
-                    add_exact(total[start:end], term)
+                    add_exact(total[start:end], term, self._rounded(found.mb, name))
                 else:
                     total[start:end].add_(term.reshape(-1))
         except BaseException as error:  # no memory, perhaps: some parameters have it and some do not
             total.zero_()
             raise SumLost(f"adding {found.mb} broke ({error}): the sum of step {t} is lost", t=t) from error
+
+    def _rounded(self, mb: Microbatch, name: str) -> Rounded | None:
+        """How a term is rounded; the statistics of batch norms are not."""
+        if not self._run.rounds_sums or name not in self._blocks:
+            return None
+        dropped = self._state.dropped[self._blocks[name]].to(self._device)
+        return Rounded.of(self._run, mb, name, dropped)
 
     def add_sum(self, t: int, other: torch.Tensor) -> None:
         """Add another replica's sum of step `t`, of `dtype`; raises as `of`."""

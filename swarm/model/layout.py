@@ -18,6 +18,7 @@ from swarm.errors import Refused, SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.custom import custom_model
+from swarm.model.fixed_point import blocks_of
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import parts_of, vector_layout
 from swarm.model.reductions import add_tensor
@@ -26,6 +27,8 @@ from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
 
 LINE = CACHE_LINE_BYTES // 4
 """Numbers of float32 in a cache line; parameters begin at multiples of it."""
+ROUNDED_BYTES = {"rounded16": 2.1, "rounded8": 1.1}
+"""Of a number of a rounded sum on its way, and of the answer to it."""
 SUM_BYTES = 5.25
 """Of a number of an exact sum on its way (`swarm.wire.whole_numbers`): 5.6 to 4.9 in a decoder's first steps
 (3.3 million weights)."""
@@ -62,6 +65,21 @@ class Layout(NamedTuple):
     @property
     def statistics_numel(self) -> int:
         return sum(span.end - span.start for span, _ in self.statistics.values())
+
+    @property
+    def blocks(self) -> dict[str, slice]:
+        """Where the blocks of each weight lie in `dropped_bits`, if a run rounds gradients."""
+        found: dict[str, slice] = {}
+        end = 0
+        for name, span in self.spans.items():
+            start, end = end, end + blocks_of(span.end - span.start)
+            found[name] = slice(start, end)
+        return found
+
+    @property
+    def blocks_numel(self) -> int:
+        """Blocks of all weights."""
+        return sum(blocks_of(end - start) for start, end, _ in self.spans.values())
 
     @property
     def sum_numel(self) -> int:
@@ -134,6 +152,8 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     }
     if layout.statistics:
         vectors["statistics"] = (layout.statistics_numel, dtype)
+    if run.rounds_sums:
+        vectors["dropped_bits"] = (layout.blocks_numel, torch.uint8)
     if run.delayed_updates:
         vectors["weights_previous"] = vectors["weights"]
     return {name: torch.empty(n, dtype=kind, device="meta") for name, (n, kind) in vectors.items()}

@@ -39,8 +39,8 @@ def add_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
     digest.update(bytes_of(tensor) if tensor.numel() else b"")
 
 
-WEIGHTS = ("weights", "statistics")
-"""What a digest of weights is of."""
+WEIGHTS = ("weights", "statistics", "dropped_bits")
+"""What a digest of weights is of: the last one decides what the next sum of a run that rounds means."""
 
 
 def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:

@@ -18,7 +18,7 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run, Terms
 from swarm.model.custom import model_inputs
-from swarm.model.fixed_point import add_exact, to_float
+from swarm.model.fixed_point import Rounded, add_exact, blocks_of, dropped_after, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import empty_state, initial_vectors, stage_layout
 from swarm.model.optimizer import muon_update
@@ -64,7 +64,13 @@ class SingleProcess:
             name: weights.detach().clone() if run.delayed_updates else weights.detach()
             for name, weights in self.parameters.items()
         }
-        self._stages = [_Stage(run, stage, self._held, self._device) for stage in range(run.S)]
+        self._dropped = {
+            name: torch.zeros(blocks_of(weights.numel()), dtype=torch.uint8, device=self._device)
+            for name, weights in self.parameters.items()
+            if run.rounds_sums
+        }
+        """Of a run that rounds gradients, the bits that those of each weight drop in the next step."""
+        self._stages = [_Stage(run, stage, self._held, self._dropped, self._device) for stage in range(run.S)]
         self.sums: list[torch.Tensor] = []
         """What each stage alone found, when `totals` was last called: flat, not divided by M."""
         terms = {name: run.optimizer.terms_of(name, w.dim()) for name, w in self.parameters.items()}
@@ -88,7 +94,7 @@ class SingleProcess:
             back = [torch.ones_like(loss)]
             before = [None, *passed[:-1]]
             for stage, own, sender in zip(self._stages[::-1], passed[::-1], before[::-1], strict=True):
-                back = stage.backward(own, back, sender.places if sender else [])
+                back = stage.backward(own, back, sender.places if sender else [], mb)
         return float(loss.item())
 
     @torch.no_grad()
@@ -136,6 +142,8 @@ class SingleProcess:
         }.items():
             mean = totals[name] * (1.0 / run.M)
             self._statistics[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
+        for name, dropped in self._dropped.items():
+            dropped.copy_(dropped_after(totals[name], dropped, run.kept_bits))
         lr = spec.lr_at(t, run.steps)
         for name, parameter in self.parameters.items():
             if run.delayed_updates:
@@ -223,10 +231,15 @@ class _Stage:
     """One stage: its module, and the sums of the present step by name, as whole numbers or as floats."""
 
     def __init__(
-        self, run: Run, stage: Stage, weights: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        run: Run,
+        stage: Stage,
+        weights: Mapping[str, torch.Tensor],
+        dropped: Mapping[str, torch.Tensor],
+        device: torch.device,
     ) -> None:
-        """`weights`: those of all stages by full name; not copied."""
-        self._run, self._number, self._device = run, stage, device
+        """`weights`, and the bits that their gradients drop: those of all stages by full name; not copied."""
+        self._run, self._number, self._dropped, self._device = run, stage, dropped, device
         self.layout = stage_layout(run, stage)
         self._function = stage_function(run, stage)
         self._module = self._function.module()
@@ -267,7 +280,11 @@ class _Stage:
         return passed
 
     def backward(
-        self, passed: _Passed, gradients: Sequence[torch.Tensor], places: Sequence[torch.Tensor | None]
+        self,
+        passed: _Passed,
+        gradients: Sequence[torch.Tensor],
+        places: Sequence[torch.Tensor | None],
+        mb: Microbatch,
     ) -> list[torch.Tensor]:
         """Add to the sums; return the gradients of the inputs as the stage before gets them.
 
@@ -277,10 +294,10 @@ class _Stage:
         torch.autograd.backward([y for y, _ in roots], [g for _, g in roots])
         for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
-                self._add(name, parameter.grad)
+                self._add(name, parameter.grad, mb)
                 parameter.grad = None
         for name, told in passed.statistics.items():
-            self._add(name, told)
+            self._add(name, told, mb)
         if not passed.leaves:
             return []
         codec = self._run.codec
@@ -298,16 +315,18 @@ class _Stage:
             total = self._sums.pop(name, None)
             if total is not None:
                 exact = total.dtype == torch.int64
-                flat[start:end].copy_((to_float(total, dtype) if exact else total).view(-1))
+                value = to_float(total, dtype, self._dropped.get(name)) if exact else total
+                flat[start:end].copy_(value.view(-1))
         return flat
 
-    def _add(self, name: str, term: torch.Tensor) -> None:
+    def _add(self, name: str, term: torch.Tensor, mb: Microbatch) -> None:
         """`term` keeps its memory to itself."""
         total = self._sums.get(name)
         if self._run.adds_exactly:
             if total is None:
                 total = self._sums[name] = torch.zeros(term.numel(), dtype=torch.int64, device=term.device)
-            add_exact(total, term)
+            dropped = self._dropped.get(name)
+            add_exact(total, term, None if dropped is None else Rounded.of(self._run, mb, name, dropped))
         elif total is None:
             self._sums[name] = term.detach().clone()
         else:

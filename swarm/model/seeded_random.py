@@ -1,4 +1,4 @@
-"""Random numbers that are functions of names: initial weights and dropout masks.
+"""Random numbers that are functions of names: initial weights, dropout masks, and what rounds gradients.
 
 Nothing here has state, so a recomputed or retracted microbatch gets the same numbers, and so does another
 split of the model into stages.
@@ -37,6 +37,42 @@ def initial_normal(seed: int, name: str, shape: Sequence[int], std: float) -> to
     return torch.from_numpy(total - 2 * 65535).to(torch.float32).mul_(scale).view(*shape)
 
 
+def words(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """`count` words of 32 bits, from the one at place `start` on, as int64; `seed`: of 63 bits.
+
+    A 32-bit integer hash of the place (two multiply-xorshift rounds). All factors are below 2^31, so that no
+    product leaves the 63 bits of int64: an overflow would be undefined.
+    """
+    word = torch.arange(start, start + count, device=device, dtype=torch.int64)
+    word = (word * (seed & 0x7FFFFFFF | 1) + (seed >> 31)) & _MASK32
+    word = ((word ^ (word >> 15)) * 0x2C1B3C6D) & _MASK32
+    word = ((word ^ (word >> 12)) * 0x297A2D39) & _MASK32
+    return word ^ (word >> 15)
+
+
+def fractions(seed: int, start: int, count: int, device: torch.device) -> torch.Tensor:
+    """Numbers of 16 bits from 0 to below 1, from the one at place `start` (even) on: float32.
+
+    One is drawn for each gradient that is rounded, so the host does without words of 64 bits.
+    """
+    assert not start % 2
+    pairs = -(-count // 2)
+    if device.type != "cpu":
+        word = words(seed, start // 2, pairs, device)
+        halves = torch.stack((word & 0xFFFF, word >> 16), dim=1).view(-1)[:count].to(torch.float32)
+    else:
+        word = np.arange(pairs, dtype=np.uint32)
+        factor = seed & 0x7FFFFFFF | 1
+        word *= np.uint32(factor)
+        word += np.uint32((start // 2 * factor + (seed >> 31)) & _MASK32)
+        for shift, by in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+            word ^= word >> np.uint32(shift)
+            word *= np.uint32(by)
+        word ^= word >> np.uint32(15)
+        halves = torch.from_numpy(word.astype("<u4", copy=False).view("<u2")[:count].astype(np.float32))
+    return halves.mul_(2.0**-16)
+
+
 class Dropout:
     """The dropout of one microbatch. Whole-number arithmetic, so the masks are the same on every device.
 
@@ -55,13 +91,6 @@ class Dropout:
         """
         if not self._p:
             return x
-        bits = seed_of(*self._key, site)
-        word = torch.arange(x.numel(), device=x.device, dtype=torch.int64)
-        word = (word * (bits & 0x7FFFFFFF | 1) + (bits >> 31)) & _MASK32
-        # A 32-bit integer hash (two multiply-xorshift rounds). Both factors are below 2^31, so that no
-        # product leaves the 63 bits of int64: an overflow would be undefined.
-        word = ((word ^ (word >> 15)) * 0x2C1B3C6D) & _MASK32
-        word = ((word ^ (word >> 12)) * 0x297A2D39) & _MASK32
-        word = word ^ (word >> 15)
+        word = words(seed_of(*self._key, site), 0, x.numel(), x.device)
         keep = (word >= int(self._p * 2**32)).view(x.shape)
         return x * (keep.to(x.dtype) * (1.0 / (1.0 - self._p)))

@@ -83,7 +83,7 @@ class StageCompute:
         self.numel = self.layout.sum_numel
         """Numbers in the sum of a step."""
         self.state = StageState(run, stage, self.layout, self.device)
-        self.sums = GradientSums(run, stage, self.layout, self.device)
+        self.sums = GradientSums(run, stage, self.layout, self.state)
         self.shared = SharedWeights(run, stage, self.layout)
         self._saved_bytes = 0
         self._bind()
@@ -257,7 +257,7 @@ class StageCompute:
         version = self._held_version(Microbatch(t, 0))
         other = copy(self)
         other.state = self.state.snapshot(version)
-        other.sums = GradientSums(self.run, self.stage, self.layout, self.device)
+        other.sums = GradientSums(self.run, self.stage, self.layout, other.state)
         other._bind()
         other.sums.begin(t)
         return other

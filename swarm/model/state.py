@@ -17,10 +17,11 @@ from torch import nn
 from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Stage
 from swarm.manifest import Run
+from swarm.model.fixed_point import MOST_DROPPED, dropped_after
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import Layout, initial_vectors
 from swarm.model.optimizer import FlatOptimizer, parts_of
-from swarm.model.reductions import vectors_digest
+from swarm.model.reductions import WEIGHTS, vectors_digest
 from swarm.model.same_bits import use_threads_of
 
 
@@ -49,6 +50,9 @@ class StageState:
         low = layout.decayed if run.dtype == "bfloat16" and not run.brings_model else 0
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
         self._storages = {v.untyped_storage().data_ptr() for v in (*self._weights, *self._low)}
+        blocks = layout.blocks_numel if run.rounds_sums else 0
+        self.dropped = torch.zeros(blocks, dtype=torch.uint8, device=device)
+        """Where gradients are rounded, the bits that their blocks drop in the step of the newest version."""
 
     @property
     def versions(self) -> int:
@@ -79,6 +83,7 @@ class StageState:
         copied, held = copy(self), version % len(self._weights)
         copied.version = version
         copied._weights, copied._low = [self._weights[held].clone()], [self._low[held].clone()]
+        copied.dropped = self.dropped.clone()
         copied._storages = {v.untyped_storage().data_ptr() for v in (*copied._weights, *copied._low)}
         return copied
 
@@ -113,6 +118,12 @@ class StageState:
         means = told * (1.0 / M)
         for (start, end, _), momentum in self._layout.statistics.values():
             self._statistics[start:end].mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
+        if self._run.rounds_sums:
+            for name, blocks in self._layout.blocks.items():
+                start, end, _ = self._layout.spans[name]
+                self.dropped[blocks] = dropped_after(
+                    gradient[start:end], self.dropped[blocks], self._run.kept_bits
+                )
         self._round(t + 1)
         self.version = t + 1
 
@@ -138,6 +149,8 @@ class StageState:
                 low, high = (bound.item() for bound in torch.aminmax(other))
                 if not -math.inf < low <= high < math.inf:
                     raise Refused(f"state {name} is not finite")
+            if name == "dropped_bits" and int(other.max()) > MOST_DROPPED:
+                raise Refused(f"state {name} has numbers beyond {MOST_DROPPED}")
         for name, vector in mine.items():
             vector.copy_(tensors[name])
         for held in range(version, version + self.versions):
@@ -166,7 +179,8 @@ class StageState:
         Not `canonical`: comparable among devices of one kind only, and on a GPU computed there, since
         bringing gigabytes to the host at every step would cost more than the step.
         """
-        vectors = [self.weights(self.version), *([self._statistics] if self._statistics.numel() else [])]
+        held = self._vectors(self.version)
+        vectors = [held[name] for name in WEIGHTS if name in held]
         return vectors_digest(vectors, on_device=not canonical and self.device.type != "cpu")
 
     @property
@@ -188,6 +202,8 @@ class StageState:
         vectors = {"weights": self.weights(version), **self._optimizer.vectors}
         if self._statistics.numel():
             vectors["statistics"] = self._statistics
+        if self._run.rounds_sums:
+            vectors["dropped_bits"] = self.dropped
         if self._run.delayed_updates:
             vectors["weights_previous"] = self.weights(version + 1)
         return vectors

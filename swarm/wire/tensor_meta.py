@@ -91,9 +91,9 @@ def kept_of(shape: tuple[int, ...], keep_ppm: int) -> tuple[int, int]:
 def encoded_sizes(meta: TensorMeta) -> list[int]:
     """Bytes of each buffer of an honest tensor with this meta.
 
-    One buffer for `none` and `bf16`, two (a byte a number, then the scales) for `blockwise8`. A top-k has
-    one more in front, of `index_layout(...).nbytes`; the others are those of a vector of the values that it
-    keeps.
+    One buffer for `none` and `bf16`, two (the numbers, then the scales) for `blockwise8` and `hadamard4`, the
+    latter of whole blocks. A top-k has one more in front, of `index_layout(...).nbytes`; the others are those
+    of a vector of the values that it keeps.
 
     Raises:
         Refused: unknown dtype or codec, a codec that does not fit the dtype, an impossible shape.
@@ -114,7 +114,7 @@ def encoded_sizes(meta: TensorMeta) -> list[int]:
         extent *= size or 1  # torch's strides overflow in an empty tensor too
     if extent * item > MAX_TENSOR_BYTES:
         raise Refused(f"a tensor of {extent * item} bytes; at most {MAX_TENSOR_BYTES} are allowed")
-    carried = {"none": ITEM_BYTES, "bf16": _FLOATS, "blockwise8": _BLOCKWISE}[codec.values]
+    carried = {"none": ITEM_BYTES, "bf16": _FLOATS}.get(codec.values, _BLOCKWISE)
     if meta.dtype not in carried or (codec.keep_ppm < PPM and meta.dtype not in _FLOATS):
         raise Refused(f"codec {meta.codec} does not carry {meta.dtype}")
     if codec.keep_ppm == PPM:
@@ -128,4 +128,5 @@ def _value_sizes(numel: int, item: int, values: str) -> list[int]:
         return [numel * item]
     if values == "bf16":
         return [numel * 2]
-    return [numel, -(-numel // BLOCK) * 4]
+    blocks = -(-numel // BLOCK)
+    return [numel if values == "blockwise8" else blocks * BLOCK // 2, blocks * 4]

@@ -14,7 +14,7 @@ from peers.sim.network import SimSigner
 from swarm.audit.evidence import numbers, proves
 from swarm.audit.projection import coefficients, product, reduced_of
 from swarm.digest import digest_of
-from swarm.manifest import audit_run
+from swarm.manifest import Run, audit_run
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import (
     SUM_BYTES,
@@ -40,6 +40,7 @@ class Round:
     """One round of three honest members, of whom each owns a part of two chunks; c has computed nothing."""
 
     seed: int
+    run: Run = RUN
     chunks: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
     """By member, owner's place and index."""
     lists: dict[tuple[str, int], bytes] = field(default_factory=dict)
@@ -66,15 +67,16 @@ class Round:
             one = Contribution(
                 name, digest_of(self.lists[name, place]), digest_of(self.nonces[MEMBERS.index(name)]), b""
             )
-            signature = sign(SIGNERS[name], RUN.id, contributed(1, 4, "round", owner, one))
+            signature = sign(SIGNERS[name], self.run.id, contributed(1, 4, "round", owner, one))
             said.append(msgspec.structs.replace(one, signature=signature))
         results = [
-            reduced_of([self.chunks[name, place, index] for name in "ab"], torch.float32)
+            reduced_of([self.chunks[name, place, index] for name in "ab"], rounded=self.run.rounds_sums)
             for index in range(CHUNKS)
         ]
         statement = Reduced(1, 4, "round", tuple(said), b"".join(map(chunk_digest, results)))
+        signature = sign(SIGNERS[owner], self.run.id, statement)
         return WrongSum(
-            accused=owner, statement=statement, signature=sign(SIGNERS[owner], RUN.id, statement), index=0,
+            accused=owner, statement=statement, signature=signature, index=0,
             lists=tuple(self.lists[name, place] for name in MEMBERS),
         )  # fmt: skip
 
@@ -87,7 +89,7 @@ class Round:
         lists = tuple(digest_of(self.lists[name, place]) for place in range(3))
         statement = Projected(1, 4, "round", self.nonces, lists, tuple(sums))
         return WrongProduct(
-            accused=name, statement=statement, signature=sign(SIGNERS[name], RUN.id, statement), place=0,
+            accused=name, statement=statement, signature=sign(SIGNERS[name], self.run.id, statement), place=0,
             index=0, digests=self.lists[name, 0],
         )  # fmt: skip
 
@@ -95,10 +97,10 @@ class Round:
         return [bytes(self.chunks[name, place, index].numpy().data.cast("B")) for name in names]
 
 
-def shown(evidence: Evidence, body: list[Buffer]) -> bool:
+def shown(evidence: Evidence, body: list[Buffer], run: Run = RUN) -> bool:
     """Whether a peer that got it believes it."""
-    came = unpack(pack(ShowEvidence(run=RUN.id, evidence=evidence)), ShowEvidence)
-    return proves(SIGNERS["a"], RUN, came.evidence, body)
+    came = unpack(pack(ShowEvidence(run=run.id, evidence=evidence)), ShowEvidence)
+    return proves(SIGNERS["a"], run, came.evidence, body)
 
 
 def test_what_honest_members_signed_accuses_none_of_them() -> None:
@@ -179,6 +181,19 @@ def test_a_wrong_sum_a_wrong_product_and_a_forged_contribution_are_shown() -> No
     )
     assert shown(evidence, [])
     assert not shown(msgspec.structs.replace(evidence, place=1), [])
+
+
+def test_a_rounded_sum_is_shown_to_be_wrong_if_it_is_one_off() -> None:
+    run = replace(RUN, codec=replace(RUN.codec, reduce="rounded16"))
+    told = Round(3, run)
+    fair = told.reduced[0]
+    assert not shown(fair, told.body(0, 0), run)
+    result = told.chunks["a", 0, 0] + told.chunks["b", 0, 0]
+    for wrong in (result + 1, result.double().float(), result * 2):
+        chunks = chunk_digest(wrong) + fair.statement.chunks[len(chunk_digest(wrong)) :]
+        lie = msgspec.structs.replace(fair.statement, chunks=chunks)
+        evidence = msgspec.structs.replace(fair, statement=lie, signature=sign(SIGNERS["a"], run.id, lie))
+        assert shown(evidence, told.body(0, 0), run)
 
 
 def test_numbers_travel_as_whole_numbers_of_eight_bytes() -> None:

@@ -41,8 +41,19 @@ def expected_of(parts: list[torch.Tensor], numel: int) -> int:
 def test_an_honest_result_fits(kind: str, numel: int) -> None:
     for seed in range(40):
         parts = contributions(kind, numel, 3, seed)
-        result = reduced_of(parts, torch.float32)
+        result = reduced_of(parts, rounded=False)
         assert fits(result, coefficients(SEED, 0, 0, numel), expected_of(parts, numel))
+
+
+@pytest.mark.parametrize("kind", ["gradients", "wide", "largest"])
+def test_a_rounded_sum_fits_to_the_last_bit_or_not(kind: str) -> None:
+    parts = contributions(kind, 1000, 3, 1)
+    result, r = reduced_of(parts, rounded=True), coefficients(SEED, 0, 0, 1000)
+    assert result.dtype == torch.int64 and fits(result, r, expected_of(parts, 1000))
+    for at in range(1000):
+        lie = result.clone()
+        lie[at] += 1
+        assert not fits(lie, r, expected_of(parts, 1000))
 
 
 @pytest.mark.parametrize("numel", [1, 7, 1000, 40_000])
@@ -53,7 +64,7 @@ def test_another_result_does_not(lie: str, numel: int) -> None:
     missed = 0
     for seed in range(40):
         parts = contributions("gradients", numel, 3, seed)
-        result = reduced_of(parts, torch.float32)
+        result = reduced_of(parts, rounded=False)
         match lie:
             case "sign":
                 result = -result

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -59,7 +60,7 @@ from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport
 from swarm.records import PeerRecord
-from swarm.wire import frames, tensor_meta
+from swarm.wire import frames, tensor_meta, whole_numbers
 from swarm.wire import messages as wire_messages
 from swarm.wire.codec import decode, encode
 from swarm.wire.frames import FrameError, Kind
@@ -423,11 +424,10 @@ _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 def _tensors() -> list[bytes]:
     seeds = []
     torch.manual_seed(0)
-    for number in range(len(_SHAPES) * len(_CODECS) * 2):
-        shape, codec = _SHAPES[number % 6], _CODECS[number // 6 % 6]
-        dtype = _TYPES[number // 36]
+    for kinds in itertools.product(range(len(_SHAPES)), range(len(_CODECS)), range(2)):
+        shape, codec, dtype = _SHAPES[kinds[0]], _CODECS[kinds[1]], _TYPES[kinds[2]]
         _, buffers = encode(torch.randn(shape).to(dtype), codec)
-        seeds.append(bytes([number % 6, number // 6 % 6, number // 36]) + b"".join(buffers))
+        seeds.append(bytes(kinds) + b"".join(buffers))
     return seeds
 
 
@@ -436,7 +436,7 @@ def _(data: bytes) -> None:
     """Three bytes say shape, codec and dtype; buffers of the right sizes follow."""
     if len(data) < 3:
         return
-    shape, codec, dtype = _SHAPES[data[0] % 6], _CODECS[data[1] % 6], _TYPES[data[2] % 4]
+    shape, codec, dtype = _SHAPES[data[0] % 6], _CODECS[data[1] % len(_CODECS)], _TYPES[data[2] % 4]
     meta = TensorMeta(shape, str(dtype).removeprefix("torch."), codec)
     try:
         sizes = tensor_meta.encoded_sizes(meta)
@@ -451,6 +451,25 @@ def _(data: bytes) -> None:
     assert tensor.shape == shape
     assert tensor.dtype == dtype
     assert bool(torch.isfinite(tensor).all())
+
+
+def _sums() -> list[bytes]:
+    widths = [torch.arange(600) << bits for bits in (0, 8, 16, 24, 32, 40, 50)]
+    return [bytes([200]) + b"".join(whole_numbers.pack(values)) for values in widths]
+
+
+@target("sums", _sums)
+def _(data: bytes) -> None:
+    """The first byte says how many numbers; the widths of their blocks and the numbers follow."""
+    numel = 3 * data[0] if data else 0
+    end = 1 + whole_numbers.most_bytes(numel)[0]
+    try:
+        values = whole_numbers.unpack([data[1:end], data[end:]], numel)
+    except Refused:
+        return
+    packed = whole_numbers.pack(values)
+    assert sum(map(len, packed)) <= len(data)
+    assert torch.equal(whole_numbers.unpack(packed, numel), values)
 
 
 @target(

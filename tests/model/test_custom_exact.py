@@ -87,6 +87,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "encoder_decoder",
         {"codec": CodecSpec(forward="topk:0.3+blockwise8", backward="blockwise8")},
     ),
+    "tied, rounded": ("gpt2", {"codec": CodecSpec(forward="none", backward="none", reduce="rounded16")}),
+    "batch norm, rounded": (
+        "resnet",
+        {"codec": CodecSpec(forward="none", backward="none", reduce="rounded16"), "steps": 4},
+    ),
     "batch norm": ("resnet", {"codec": CodecSpec(forward="blockwise8", backward="bf16")}),
 }
 

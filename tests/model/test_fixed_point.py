@@ -8,9 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import SetupError
+from swarm.ids import Microbatch
 from swarm.manifest import audit_run
-from swarm.model.fixed_point import BITS, add_exact, in_float64, largest_term, to_float
+from swarm.model.fixed_point import (
+    BITS,
+    BLOCK,
+    MOST_DROPPED,
+    Rounded,
+    add_exact,
+    blocks_of,
+    dropped_after,
+    in_float64,
+    largest_term,
+    to_float,
+)
+from swarm.model.seeded_random import fractions, words
 from swarm.model.stage import StageCompute
+
+RUN = audit_run()
+CPU = torch.device("cpu")
 
 
 def summed(terms: list[torch.Tensor]) -> torch.Tensor:
@@ -18,6 +34,10 @@ def summed(terms: list[torch.Tensor]) -> torch.Tensor:
     for term in terms:
         add_exact(total, term)
     return total
+
+
+def rounded(m: int, dropped: torch.Tensor, *, t: int = 0, name: str = "layers.0.up") -> Rounded:
+    return Rounded.of(RUN, Microbatch(t, m), name, dropped)
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 40), spread=st.integers(0, 12))
@@ -50,6 +70,84 @@ def test_a_whole_step_of_the_largest_terms_fits(microbatches: int) -> None:
     for _ in range(microbatches):
         add_exact(total, largest)
     assert to_float(total, torch.float64).item() == largest.item() * microbatches
+
+
+@given(seed=st.integers(0, 2**32), numel=st.integers(1, 3 * BLOCK), numbers=st.integers(1, 12))
+def test_rounded_sums_have_no_order_and_what_is_taken_out_leaves_no_trace(
+    seed: int, numel: int, numbers: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    terms = [torch.randn(numel, generator=draw) * 10.0 ** -(i % 5) for i in range(numbers)]
+    dropped = torch.randint(0, MOST_DROPPED + 1, (blocks_of(numel),), generator=draw, dtype=torch.uint8)
+    there, back = torch.zeros(numel, dtype=torch.int64), torch.zeros(numel, dtype=torch.int64)
+    for m, term in enumerate(terms):
+        add_exact(there, term, rounded(m, dropped))
+    for m in torch.randperm(numbers, generator=draw).tolist():
+        add_exact(back, terms[m], rounded(m, dropped))
+    assert torch.equal(there, back)
+    for m, term in enumerate(terms):
+        add_exact(there, -term, rounded(m, dropped))
+    assert not there.any()
+
+
+def test_rounding_is_right_on_average_and_never_off_by_a_whole_unit() -> None:
+    """Over microbatches, steps and weights: none of them has the draws of another."""
+    terms = torch.linspace(-3.0, 3.0, BLOCK + 7).repeat(400, 1)
+    dropped = torch.full((2,), BITS, dtype=torch.uint8)  # whole numbers are left
+    for index in range(3):
+        total, most = torch.zeros(BLOCK + 7, dtype=torch.int64), 0.0
+        for i, term in enumerate(terms):
+            t, m, name = [(0, i, "a"), (i, 0, "a"), (0, 0, f"a{i}")][index]
+            alone = torch.zeros_like(total)
+            add_exact(alone, term, rounded(m, dropped, t=t, name=name))
+            most = max(most, (alone - term).abs().max().item())
+            total += alone
+        mean = total / len(terms)
+        assert 0.9 < most < 1.0
+        assert (mean - terms[0]).abs().max().item() < 0.12, "five times what 400 draws leave"
+        assert (mean - terms[0]).abs().mean().item() < 0.03
+
+
+def test_what_is_drawn_for_a_place_does_not_depend_on_how_much_is_drawn() -> None:
+    whole = fractions(123456789123456789, 0, 10_001, CPU)
+    assert torch.equal(fractions(123456789123456789, 4096, 777, CPU), whole[4096 : 4096 + 777])
+    by_word = words(123456789123456789, 0, 5001, CPU)
+    pairs = torch.stack((by_word & 0xFFFF, by_word >> 16), dim=1).view(-1)[:10_001]
+    assert torch.equal(whole, pairs.float() / 2**16), "what other devices draw"
+    assert whole.min() >= 0.0 and whole.max() < 1.0 and abs(whole.mean().item() - 0.5) < 0.01
+    term, dropped = torch.full((3 << 17,), 0.3), torch.full((blocks_of(3 << 17),), BITS, dtype=torch.uint8)
+    total = torch.zeros(term.numel(), dtype=torch.int64)
+    add_exact(total, term, rounded(0, dropped))
+    parts = total.split(1 << 17)
+    assert not torch.equal(parts[0], parts[1]) and not torch.equal(parts[1], parts[2])
+
+
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-60, 17), kept=st.sampled_from([14, 6]))
+def test_the_largest_sum_of_a_block_keeps_so_many_bits(seed: int, exponent: int, kept: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    total = torch.randn(2 * BLOCK + 9, generator=draw).clamp(-2, 2) * 2.0 ** (exponent - 1)
+    total[BLOCK : 2 * BLOCK] = 0.0
+    before = torch.tensor([0, 17, 40], dtype=torch.uint8)
+    dropped = dropped_after(total, before, kept)
+    assert dropped[1] == 17, "nothing is known of it"
+    whole = torch.zeros(total.numel(), dtype=torch.int64)
+    add_exact(whole, total, rounded(0, dropped))
+    for block in (0, 2):
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        largest = whole[part].abs().max().item()
+        assert largest <= 1 << kept
+        assert largest >= 1 << (kept - 1) or not dropped[block]
+        unit = 2.0 ** (int(dropped[block]) - BITS)
+        value = to_float(whole, torch.float64, dropped)[part]
+        assert (value - total[part]).abs().max().item() < unit
+
+
+def test_without_a_step_before_nothing_is_dropped() -> None:
+    """The first step of a run, or of a weight, is rounded as all runs round."""
+    term = torch.randn(1000) * 1e-3
+    total = torch.zeros(1000, dtype=torch.int64)
+    add_exact(total, term, rounded(0, torch.zeros(4, dtype=torch.uint8)))
+    assert (total - summed([term])).abs().max() <= 1
 
 
 def test_a_device_without_float64_has_its_host_compute_that() -> None:

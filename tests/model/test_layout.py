@@ -9,7 +9,7 @@ import torch
 
 from swarm.errors import Refused
 from swarm.manifest import OptimizerSpec, Run, audit_run, demo_run
-from swarm.model.layout import empty_state, initial_state, named_weights
+from swarm.model.layout import empty_state, initial_state, named_weights, reduce_bytes
 from swarm.model.same_bits import CACHE_LINE_BYTES
 from swarm.model.stage import StageCompute
 
@@ -24,6 +24,7 @@ SMALL = replace(demo_run(stages=2), model=replace(demo_run(stages=2).model, laye
         replace(SMALL, dtype="float64", model=replace(SMALL.model, norm="layernorm", positions="learned")),
         replace(SMALL, optimizer=OptimizerSpec(name="sgd", lr=0.1)),
         replace(SMALL, optimizer=OptimizerSpec(name="sgd", lr=0.1, momentum=0.9)),
+        replace(SMALL, codec=replace(SMALL.codec, reduce="rounded16")),
         audit_run(stages=2),
     ],
 )
@@ -42,6 +43,14 @@ def test_the_empty_and_the_initial_state_are_like_the_real_one(run: Run) -> None
         expected = compute.state.named_weights()
         assert list(named) == list(expected)
         assert all(torch.equal(named[name], expected[name]) for name in named)
+
+
+def test_planners_know_that_a_rounded_reduce_takes_less_than_half_of_the_bytes() -> None:
+    by_codec = [
+        reduce_bytes(replace(SMALL, codec=replace(SMALL.codec, reduce=reduce)), 0)
+        for reduce in ("none", "rounded16", "rounded8")
+    ]
+    assert by_codec[0] > 2 * by_codec[1] > 3.5 * by_codec[2]
 
 
 def test_the_eight_bit_optimizer_counts_the_blocks_of_both_parts() -> None:

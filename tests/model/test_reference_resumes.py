@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.05}},
     "sgd without momentum": {"optimizer": {"name": "sgd", "momentum": 0.0}},
     "bfloat16": {"dtype": "bfloat16"},
+    "rounded16": {"codec": {"forward": "blockwise8", "backward": "blockwise8", "reduce": "rounded16"}},
     "muon, groups": {
         "optimizer": {"name": "muon", "muon": ("layers.*",), "groups": ("*.up.* lr=0.5", "head.* lr=2.0")},
     },

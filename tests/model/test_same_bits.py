@@ -102,12 +102,12 @@ def test_a_stage_gives_the_same_bits_wherever_what_came_lies(dtype: str) -> None
     chain.begin(0)
     stage = chain.stages[1]
     hidden = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1), dtype=stage.state.dtype)
-    labels = encode(torch.zeros((1, 5), dtype=torch.uint8), "none")
+    tokens = encode(torch.zeros((1, 6), dtype=torch.uint8), "none")
     found: set[tuple[bytes, ...]] = set()
     for offset in (0, 4, 8, 16, 32, 61):
         stage.sums.drop(0)
         stage.sums.begin(0)
-        fwd = stage.forward(MB, [lying_at(encode(hidden, "none"), offset), labels])
+        fwd = stage.forward(MB, [lying_at(encode(hidden, "none"), offset), tokens])
         (grad,) = backward(stage, fwd, [lying_at(encode(hidden, "none"), offset)], add=True)
         found.add(
             (bytes(fwd.outputs[0].buffers[0]), bytes(grad.buffers[0]), stage.sums.of(0).numpy().tobytes())

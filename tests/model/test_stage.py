@@ -12,11 +12,12 @@ from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model import gradient_sum
-from swarm.model.fixed_point import SCALE, add_exact
+from swarm.model.fixed_point import MOST_DROPPED, SCALE, add_exact
 from swarm.model.gpt import boundary_dtype
 from swarm.model.gradient_sum import SumLost
 from swarm.model.reductions import sqnorm
 from swarm.model.stage import StageCompute
+from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, encode
 from tests.model.chain import Chain, backward, loss_backward, state_digest, tiny_run, tokens_of
 
@@ -396,7 +397,7 @@ def test_an_addition_that_breaks_part_way_voids_an_exact_sum(monkeypatch: pytest
     assert grad is not None
     done: list[int] = []
 
-    def broken(total: torch.Tensor, term: torch.Tensor) -> None:
+    def broken(total: torch.Tensor, term: torch.Tensor, rounded: None) -> None:
         if len(done) == 2:
             raise RuntimeError("out of memory")
         done.append(total.numel())
@@ -463,7 +464,7 @@ def test_inputs_that_are_not_what_the_run_prescribes_are_refused() -> None:
     run = tiny_run(dtype="float32", codec={"forward": "blockwise8"}, model={"vocab_size": 300})
     chain = Chain(run)
     tokens = torch.zeros((2, 17), dtype=torch.uint16)
-    hidden, labels = encode(torch.zeros(2, 16, 32), "blockwise8"), encode(tokens[:, 1:], "none")
+    hidden, ids = encode(torch.zeros(2, 16, 32), "blockwise8"), encode(tokens, "none")
     first, middle = chain.stages[:2]
 
     def refused(stage: StageCompute, inputs: list[Encoded], text: str) -> None:
@@ -471,22 +472,20 @@ def test_inputs_that_are_not_what_the_run_prescribes_are_refused() -> None:
             stage.forward(MB, inputs)
 
     refused(first, [], "0 tensors for stage 0; expected 1")
-    refused(first, [hidden, labels], "2 tensors for stage 0; expected 1")
+    refused(first, [hidden, ids], "2 tensors for stage 0; expected 1")
     refused(first, [encode(tokens[:, 1:], "none")], r"tokens has shape \[2, 16\]; expected \[2, 17\]")
     refused(first, [encode(tokens.to(torch.int64), "none")], "tokens is int64; expected uint16")
     large = tokens.clone().to(torch.int64)
     large[1, 3] = 300
     refused(first, [encode(large.to(torch.uint16), "none")], "tokens hold 300; the vocabulary has 300")
     refused(middle, [hidden], "1 tensors for stage 1; expected 2")
-    refused(
-        middle, [hidden, encode(large[:, 1:].to(torch.uint16), "none")], "labels hold 300; the vocabulary"
-    )
-    refused(middle, [encode(torch.zeros(2, 16, 32), "none"), labels], "hidden came as 'none'; this run sends")
-    refused(middle, [encode(torch.zeros(2, 32, 16), "blockwise8"), labels], "hidden has shape")
+    refused(middle, [hidden, encode(large.to(torch.uint16), "none")], "tokens hold 300; the vocabulary")
+    refused(middle, [encode(torch.zeros(2, 16, 32), "none"), ids], "hidden came as 'none'; this run sends")
+    refused(middle, [encode(torch.zeros(2, 32, 16), "blockwise8"), ids], "hidden has shape")
     wide = encode(torch.zeros(2, 16, 32, dtype=torch.float64), "blockwise8")
-    refused(middle, [wide, labels], "hidden is float64; expected float32")
+    refused(middle, [wide, ids], "hidden is float64; expected float32")
     cut = Encoded(hidden.meta, [bytes(7), hidden.buffers[1]])
-    refused(middle, [cut, labels], "hidden came in buffers of")
+    refused(middle, [cut, ids], "hidden came in buffers of")
 
 
 def test_a_gradient_that_is_not_what_the_run_prescribes_is_refused_and_the_graph_kept() -> None:
@@ -613,6 +612,68 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
             stage.load_state(1, {**state, **change})
     with pytest.raises(Refused, match="a state of version -1"):
         stage.load_state(-1, state)
+    assert stage.state.digest() == before and stage.version == 0
+
+
+def rounded_after(steps: int) -> Chain:
+    """Stages that round gradients, with the first microbatch of the step after so many in their sums."""
+    chain = Chain(tiny_run(dtype="float32", steps=4, codec={"reduce": "rounded16"}))
+    for t in range(steps):
+        chain.step(t)
+    chain.begin(steps)
+    chain.microbatch(Microbatch(steps, 0))
+    return chain
+
+
+def test_what_a_rounded_sum_means_comes_with_the_state() -> None:
+    """A newcomer adds in the units of the others, and finds their value."""
+    chain = rounded_after(2)
+    for stage in chain.stages:
+        assert stage.state.dropped.max() > 0
+        newcomer, total = StageCompute(chain.run, stage.stage), stage.sums.of(2)
+        newcomer.load_state(2, stage.state.copy())
+        assert newcomer.state.digest() == stage.state.digest()
+        assert torch.equal(newcomer.sums.value(total), stage.sums.value(total))
+        snapshot = stage.snapshot(2)
+        assert torch.equal(snapshot.sums.value(total), stage.sums.value(total))
+        newcomer.state.dropped[0] ^= 1
+        assert newcomer.state.digest() != stage.state.digest(), "replicas would tell"
+
+
+def test_the_value_of_a_rounded_sum_is_the_same_after_the_next_step() -> None:
+    chain = rounded_after(1)
+    stage = chain.stages[1]
+    total = stage.sums.of(1).clone()
+    read, value = stage.sums.value_of_answer(), stage.sums.value(total)
+    before = stage.state.dropped.clone()
+    chain.apply(1)
+    assert not torch.equal(stage.state.dropped, before)
+    assert torch.equal(read(total), value)
+
+
+def test_a_rounded_gradient_keeps_its_large_numbers_and_most_of_the_sum_takes_two_bytes() -> None:
+    exact, rounded = (
+        Chain(tiny_run(dtype="float32", steps=4, codec={"reduce": reduce}))
+        for reduce in ("none", "rounded16")
+    )
+    for chain in (exact, rounded):
+        chain.step(0)
+        chain.begin(1)
+        chain.microbatch(Microbatch(1, 0))
+    for ours, theirs in zip(exact.stages, rounded.stages, strict=True):
+        one, other = (stage.sums.value(stage.sums.of(1)) for stage in (ours, theirs))
+        assert torch.linalg.vector_norm(one - other) < 0.005 * torch.linalg.vector_norm(one)
+        assert not torch.equal(one, other)
+        packed = sum(len(memoryview(buffer)) for buffer in whole_numbers.pack(theirs.sums.of(1)))
+        assert packed < 2.2 * theirs.numel
+
+
+def test_dropped_bits_that_cannot_be_are_refused() -> None:
+    stage = StageCompute(tiny_run(dtype="float32", codec={"reduce": "rounded16"}), 1)
+    state, before = stage.state.copy(), stage.state.digest()
+    state["dropped_bits"][3] = MOST_DROPPED + 1
+    with pytest.raises(Refused, match=f"dropped_bits has numbers beyond {MOST_DROPPED}"):
+        stage.load_state(1, state)
     assert stage.state.digest() == before and stage.version == 0
 
 

@@ -75,7 +75,7 @@ async def add_liar(
 ) -> None:
     """A stranger that says it serves a stage at a version, and offers a made-up state of that."""
     end = s.network.join(name)
-    StateLeases(s.run.id, end.transport, {stage: MadeUp(s.run, stage, saved or (version,))})
+    StateLeases(s.run, end.transport, {stage: MadeUp(s.run, stage, saved or (version,))})
 
     async def status(request: Request) -> Answer:
         unpack(request.header, AskStatus)

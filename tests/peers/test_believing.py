@@ -307,7 +307,7 @@ async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
     """What became of the offer, the gift and the taking of a sum that nobody computed: 1 for each refused."""
     done, refused = Bitmap(0b11), []
     end = s.network.peers["liar"]
-    leases = Leases(RUN.id, end.transport)
+    leases = Leases(RUN, end.transport)
     vector = torch.full((s.peers[f"s{stage}p0"].core.compute.numel,), 7, dtype=torch.float64)
 
     async def give(request: Request) -> Answer:
@@ -373,7 +373,7 @@ async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others
         for number in range(9):
             name = f"a{number}"
             end = s.network.join(name)
-            StateLeases(run.id, end.transport, {stage: MadeUp(run, stage, (4,)) for stage in range(2)})
+            StateLeases(run, end.transport, {stage: MadeUp(run, stage, (4,)) for stage in range(2)})
             await end.directory.announce(
                 PeerRecord(peer=name, run=run.id, stage=NO_STAGE, state="keeping", version=4)
             )

@@ -85,7 +85,7 @@ class Net(CalmNetwork):
         self.chunks: Counter[str] = Counter()
 
     def give(self, name: str, saved: Saved) -> Saved:
-        StateLeases(RUN.id, self.join(name).transport, {0: saved})
+        StateLeases(RUN, self.join(name).transport, {0: saved})
         return saved
 
     def when(self, name: str, nth: int, act: Callable[[], None]) -> None:
@@ -608,7 +608,7 @@ async def test_the_order_of_the_tensors_does_not_matter() -> None:
 
     network = CalmNetwork()
     for name, order in {"a": ("weights", "momentum"), "b": ("momentum", "weights")}.items():
-        StateLeases(RUN.id, network.join(name).transport, {0: Ordered(*order)})
+        StateLeases(RUN, network.join(name).transport, {0: Ordered(*order)})
     me = network.join("me").transport
     got = await download(me, replace(state_of(RUN, 0), like=like), ["a", "b"])
     assert all(torch.equal(got.tensors[name], values[name]) for name in values)

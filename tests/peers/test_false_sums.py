@@ -39,9 +39,16 @@ def checked_run(**changes: int) -> Run:
     return replace(run, dtype="float32", admission=replace(run.admission, trainers=(TRAINER,)), **changes)
 
 
-async def play(lie: Callable[[Swarm, StagePeer], None] | None, *, replicas: int = 3) -> tuple[Swarm, float]:
+def rounding(run: Run) -> Run:
+    """The same run, whose gradients are rounded."""
+    return replace(run, codec=replace(run.codec, reduce="rounded16"))
+
+
+async def play(
+    lie: Callable[[Swarm, StagePeer], None] | None, *, replicas: int = 3, run: Run | None = None
+) -> tuple[Swarm, float]:
     """Run to the end beside a liar; the swarm, and how long it took, s."""
-    async with swarm(checked_run(), replicas=replicas) as s:
+    async with swarm(run or checked_run(), replicas=replicas) as s:
         await s.until_serving()
         if lie is not None:
             lie(s, s.peers[LIAR])
@@ -72,8 +79,8 @@ def value(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Swarm, St
 
     def lie(s: Swarm, liar: StagePeer) -> None:
         reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
-        honest = reducer._to_float  # pyright: ignore[reportPrivateUsage]
-        reducer._to_float = lambda total: change(honest(total))  # pyright: ignore[reportPrivateUsage]
+        honest = reducer._answer  # pyright: ignore[reportPrivateUsage]
+        reducer._answer = lambda total: change(honest(total))  # pyright: ignore[reportPrivateUsage]
 
     return lie
 
@@ -99,11 +106,24 @@ async def test_an_owner_that_adds_wrongly_is_found_in_the_same_round(
     assert f"peer {LIAR} is left out: its signed reduced of step 0 is false" in texts
 
 
+@pytest.mark.parametrize(
+    "change",
+    [torch.neg, torch.zeros_like, lambda result: result * 100, lambda result: result + 1],
+    ids=["sign flip", "zero", "times 100", "the least there is"],
+)
+async def test_an_owner_that_adds_rounded_sums_wrongly_is_found_whatever_it_adds(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    s, _ = await play(value(change), run=rounding(checked_run()))
+    assert_only_the_liar_is_left_out(s)
+
+
+@pytest.mark.parametrize("terms", [lambda run: run, rounding], ids=["exact", "rounded"])
 async def test_without_a_liar_nobody_is_accused_and_each_round_is_checked(
-    monkeypatch: pytest.MonkeyPatch,
+    terms: Callable[[Run], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audits, "SPOT_CHECKS", 1.0)
-    s, _ = await play(None)
+    s, _ = await play(None, run=terms(checked_run()))
     assert not any(convicted(s).values())
     assert not s.seen(Trouble) and not s.voids()
     assert len(s.seen(Stepped)) == STEPS * len(s.peers)

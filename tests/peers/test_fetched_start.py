@@ -52,7 +52,7 @@ def source(network: CalmNetwork, name: str, value: float | None, stage: Stage = 
             raise SetupError("the weights are not here")
         return tensors_of(RUN, asked, value)
 
-    StateLeases(RUN.id, network.join(name).transport, {}, start=given)
+    StateLeases(RUN, network.join(name).transport, {}, start=given)
     network.announce(
         PeerRecord(run=RUN.id, peer=name, stage=stage, state="serving", version=0, addresses=("a",))
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from peers.events import HandedOver, StageLost, Stepped
 from peers.ports import Buffer
 from peers.stage import handoff
 from swarm.errors import NotNow, Refused
-from swarm.manifest import Run, audit_run
+from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, OpenSum, TakeSum
 from tests.peers.loops import Stranger, Swarm, swarm
@@ -56,10 +58,14 @@ async def leaves(built: Swarm, name: str) -> None:
     await built.tasks[name]
 
 
+ROUNDED = CodecSpec(forward="none", backward="none", reduce="rounded16")
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_a_sum_that_is_handed_over_is_not_run_again(stage: int) -> None:
-    run = a_run()
+@pytest.mark.parametrize("terms", [{}, {"dtype": "float32"}, {"dtype": "float32", "codec": ROUNDED}])
+async def test_a_sum_that_is_handed_over_is_not_run_again(stage: int, terms: dict[str, Any]) -> None:
+    run = replace(a_run(), **terms)
     async with swarm(run) as built:
         await built.until_serving()
         name = f"s{stage}p0"  # also the coordinator of its stage

@@ -59,13 +59,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def copied(source: Path, folder: Path) -> Path:
+    """A new folder with the files of another one."""
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
 @pytest.fixture
 def server(made: Path, tmp_path: Path) -> Iterator[Server]:
-    folder = tmp_path / "served"
-    folder.mkdir()
-    for path in made.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    server = Server(folder)
+    server = Server(copied(made, tmp_path / "served"))
     yield server
     server.close()
 
@@ -124,10 +129,7 @@ def test_what_was_verified_is_not_fetched_again_at_the_next_start(server: Server
 
 
 def test_a_server_that_has_no_ranges_will_do(server: Server, tmp_path: Path) -> None:
-    whole = server.folder / "whole"
-    whole.mkdir()
-    for path in server.folder.glob("*.*"):
-        (whole / path.name).write_bytes(path.read_bytes())
+    copied(server.folder, server.folder / "whole")
     assert_right(opened(f"{server.url}/whole/index.json", tmp_path)[1], EVERYWHERE)
 
 
@@ -153,10 +155,7 @@ def test_a_corrupt_shard_and_one_that_is_gone_are_named_and_another_address_is_t
 def test_a_good_shard_that_was_tried_beside_a_corrupt_one_is_not_called_corrupt(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    half = server.folder / "half"
-    half.mkdir()
-    for path in server.folder.glob("*.tokens"):
-        (half / path.name).write_bytes(path.read_bytes())
+    half = copied(server.folder, server.folder / "half")
     (half / "0.tokens").write_bytes(bytes(2 * CUTS[1]))
     _, data = opened(addressed(server, f"{server.url}/half/{{}}", f"{server.url}/{{}}"), tmp_path)
     assert_right(data, EVERYWHERE)
@@ -232,13 +231,9 @@ def test_what_fsspec_reads_is_read(server: Server, tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_hub_are_read(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = list(server.folder.iterdir())
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     for kind, name, revision in (("datasets/", "me/tales", "main"), ("", "me/tales@v2", "v2")):
-        there = server.folder / kind / "me" / "tales" / "resolve" / revision / "a"
-        there.mkdir(parents=True)
-        for path in files:
-            (there / path.name).write_bytes(path.read_bytes())
+        copied(server.folder, server.folder / kind / "me" / "tales" / "resolve" / revision / "a")
         assert_right(opened(f"hf://{kind}{name}/a/index.json", tmp_path / revision)[1], EVERYWHERE)
     with pytest.raises(SetupError, match=r"hf://nobody/index\.json is no hf://\[datasets/\]OWNER/NAME"):
         opened("hf://nobody/index.json", tmp_path)

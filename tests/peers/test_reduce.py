@@ -88,7 +88,12 @@ def group(
 ) -> Group:
     names = "abcdef"[: len(parts)]
     torch.manual_seed(1)
-    totals = {name: torch.randn(sum(parts), dtype=dtype) for name in names}
+    totals = {
+        name: torch.randn(sum(parts), dtype=dtype)
+        if dtype.is_floating_point
+        else torch.randint(-8000, 8000, (sum(parts),))
+        for name in names
+    }
     plan = Plan("round", 0, tuple(names), tuple(ledgers or [1 << i for i in range(len(parts))]), tuple(parts))
     built = Group(CalmNetwork(silence_s=0.1), plan, totals)
     for name in names:
@@ -111,6 +116,31 @@ async def open_group() -> AsyncIterator[Group]:
 
 
 # --- adding up ----------------------------------------------------------------------------------------------
+
+
+async def test_rounded_sums_are_answered_in_two_bytes_and_valued_once_all_is_there() -> None:
+    numel = 1 << 12
+    built = group((numel // 2, numel // 2), dtype=torch.int64)
+    sent: list[int] = []
+    transport = built.sides["a"]._transport
+    honest = transport.call
+
+    async def call(*call: Any, **limits: Any) -> Answer:
+        answer = await honest(*call, **limits)
+        sent.extend(sum(map(len, buffers)) for buffers in (call[-1], answer.body))
+        return answer
+
+    transport.call = call  # type: ignore[method-assign]
+    results = await asyncio.gather(
+        *(
+            side.run(built.plan, 3, built.totals[name], lambda answer: answer.float() / 4)
+            for name, side in built.sides.items()
+        )
+    )
+    for reduced, held in results:
+        assert torch.equal(reduced, (built.totals["a"] + built.totals["b"]).float() / 4)
+        assert held.sqnorm == sqnorm(reduced)
+    assert sent == [numel + numel // 512] * 2, "two bytes a number, and the width of each block"
 
 
 @pytest.mark.parametrize("parts", [(10,), (4, 6), (0, 10), (10, 0, 0), (3, 3, 4), (1, 2, 3, 4)])
@@ -357,7 +387,7 @@ async def test_a_sum_is_not_opened_again_before_its_reduce_has_ended(monkeypatch
             for m in range(4):
                 step.ledger.record(m)
 
-        async def reluctant(self: AllReduce, plan: Plan, t: int, total: torch.Tensor) -> None:
+        async def reluctant(*_: object) -> None:
             try:
                 await asyncio.get_running_loop().create_future()
             finally:

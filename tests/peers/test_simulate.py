@@ -94,7 +94,8 @@ def test_the_job_of_a_run_is_what_its_stages_do_and_send() -> None:
     tokens = run.batch.microbatch_size * run.data.sequence_length
     block, head = layer_flops(run.model, run.data.sequence_length)
     assert sum(job.forward_flops) == pytest.approx(2 * tokens * (run.built_in.layers * block + head))
-    assert job.forward_bytes == (tokens * (run.built_in.hidden * 4 + 1),) * 2
+    ids = tokens + run.batch.microbatch_size  # one more of each sample, for the last label
+    assert job.forward_bytes == (tokens * run.built_in.hidden * 4 + ids,) * 2
     assert job.backward_bytes == (tokens * run.built_in.hidden * 4,) * 2
     assert run.adds_exactly  # 5.25 bytes of an int64 go, a float32 comes back
     assert job.gradient_bytes[1] == (5.25 + 4) / 2 * stage_layout(run, 1).numel

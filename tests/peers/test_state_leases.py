@@ -15,7 +15,7 @@ from peers.sim.network import SimTransport
 from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
-from peers.transfer.leases import Snapshot
+from peers.transfer.leases import Leases, Snapshot
 from peers.transfer.server import MAX_LEASES, SavedStates, StateLeases, StateServer
 from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
@@ -24,6 +24,7 @@ from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
 from swarm.policy import pace
 from swarm.sim.dice import Dice
+from swarm.wire import whole_numbers
 from swarm.wire.messages import (
     AskSaved,
     CloseLease,
@@ -291,6 +292,18 @@ async def test_the_body_of_an_answer_has_the_hash_of_each_chunk(
     assert b"".join(answer.body) == expected
 
 
+async def test_an_exact_sum_is_given_out_in_as_many_bytes_as_it_needs() -> None:
+    network = CalmNetwork()
+    giver, taker = network.join("giver").transport, network.join("taker").transport
+    total = torch.arange(-3000, 3000)
+    lease = await Leases(RUN, giver).add("sum", None, Snapshot(version=0, tensors={"sum": total}))
+    ask = pack(FetchChunk(run=RUN.id, lease=lease.opened.lease, index=0))
+    answer = await taker.call("giver", "chunk", ask, max_answer_bytes=1 << 20)
+    assert sum(len(memoryview(buffer)) for buffer in answer.body) < 2.1 * len(total)
+    assert torch.equal(whole_numbers.unpack(answer.body, len(total)), total)
+    await network.close()
+
+
 # --- saved versions -----------------------------------------------------------------------------------------
 
 
@@ -307,7 +320,7 @@ async def test_saved_versions_are_told_and_given_out(saving: Source) -> None:
 
 async def test_of_many_saved_versions_the_newest_are_told() -> None:
     network = CalmNetwork()
-    StateLeases(RUN.id, network.join("source").transport, {0: SavedHere(*range(100))})
+    StateLeases(RUN, network.join("source").transport, {0: SavedHere(*range(100))})
     answer = await network.join("asker").transport.call("source", "saved", pack(AskSaved(run=RUN.id)))
     assert unpack(answer.header, Saved) == Saved(
         stages=(SavedStage(stage=0, versions=tuple(range(36, 100))),)
@@ -353,7 +366,7 @@ async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out
             return Snapshot(version=5, tensors=StageCompute(RUN, 0).state.copy())
 
     network = CalmNetwork()
-    StateLeases(RUN.id, network.join("source").transport, {0: SavedHere()}, live=Stepping())
+    StateLeases(RUN, network.join("source").transport, {0: SavedHere()}, live=Stepping())
     asker = network.join("asker").transport
     with pytest.raises(Refused) as caught:
         await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0, version=4)))
@@ -410,7 +423,7 @@ async def test_copies_of_saved_versions_do_not_take_the_room_of_live_ones(
 async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
     network = CalmNetwork()
     shelves = {0: SavedHere(2, 4), 1: SavedHere()}
-    StateLeases(RUN.id, network.join("source").transport, shelves, most_saved=1)
+    StateLeases(RUN, network.join("source").transport, shelves, most_saved=1)
     asker = network.join("asker").transport
     got = await download(asker, state_of(RUN, 0), ["source"])
     assert (got.opened.version, got.opened.last_commit) == (4, None)

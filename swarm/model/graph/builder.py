@@ -22,6 +22,8 @@ from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.kernels import write_through
 
 aten = torch.ops.aten
+CONSTANT = "constant:"
+"""What the names of tensors begin with that the model reads and has no name for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,7 +107,7 @@ class Builder:
             name, differentiable = captured.buffers[node.name], False
             self._buffers[name] = self._all_buffers[name]
         elif node.name in captured.constants:
-            name, differentiable = f"constant:{node.name}", False
+            name, differentiable = f"{CONSTANT}{node.name}", False
             self._buffers[name] = captured.constants[node.name].detach()
         else:
             return  # a number of the sample: it is in the trace
