@@ -44,6 +44,13 @@ MAX_FOUNDERS = 40
 MAX_ADAPTIVE = 16
 """Codecs that links may choose from: the header of a call is checked against each."""
 
+MAX_CODE_WIDTH = 64
+"""Of the table of tokens that each stage behind a bottleneck has: as wide as `hidden` it would be the largest
+part of a stage. Part of what a manifest means."""
+
+NO_ISLAND = -1
+"""The number of a run that is no island of another."""
+
 ID_HEX = 32
 """Hex digits of a run id: 128 bits, too many to make two manifests that share one on purpose."""
 
@@ -326,13 +333,19 @@ class ModelSpec(_Spec, section="model"):
     )  # fmt: skip
     """How rotary positions are stretched for longer texts than before: all by a factor, or, as Llama 3.1,
     those that turn slowly: fewer than LOW times in TOKENS all, more than HIGH times none."""
+    bottleneck: int = _rule(_integer(0, 65_536), 0, later=True)
+    """Channels that cross a stage boundary per token, instead of `hidden`: what narrows and widens the
+    residual stream there is trained with the model, which so depends on `stages`. 0: all."""
 
     def _cross_check(self) -> None:
         if self.kind == "counting":
             return
+        if self.bottleneck >= self.hidden or (self.bottleneck and self.stages == 1):
+            least = "0 when model.stages is 1" if self.stages == 1 else f"less than hidden ({self.hidden})"
+            raise self.wrong("bottleneck", least)
         if self.hidden % self.heads:
             raise self.wrong("heads", f"a divisor of model.hidden ({self.hidden})")
-        if self.heads % (self.kv_heads or self.heads):
+        if self.heads % self.key_heads:
             raise self.wrong("kv_heads", f"a divisor of model.heads ({self.heads})")
         if self.rotary_scaling and not self._scales():
             raise self.wrong("rotary_scaling", "of factors of at least 1, LOW below HIGH, and TOKENS above 0")
@@ -348,6 +361,21 @@ class ModelSpec(_Spec, section="model"):
         factor, *of_llama = self.scaling
         low, high, tokens = of_llama or (1.0, 2.0, 1.0)
         return factor >= 1.0 and 0.0 < low < high and tokens > 0
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def boundary_width(self) -> int:
+        """Channels of a token at a stage boundary."""
+        return self.bottleneck or self.hidden
+
+    @property
+    def code_width(self) -> int:
+        """Width of the table of tokens behind a bottleneck."""
+        return min(MAX_CODE_WIDTH, self.hidden)
 
     @property
     def scaling(self) -> tuple[float, ...]:

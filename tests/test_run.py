@@ -55,6 +55,7 @@ FULL = replace(
         qk_norm=True,
         rotary_base=5e5,
         rotary_scaling="llama3 8 1 4 8192",
+        bottleneck=40,
     ),
     batch=replace(example_run().batch, microbatch_threads=2),
     optimizer=replace(
@@ -215,7 +216,7 @@ def test_every_value_is_in_the_hash() -> None:
         }
         | {"positions": "learned", "dropout": 0.1, "stages": 2, "kind": "counting", "z_loss": 0.0}
         | {"kv_heads": 5, "mlp": "gelu", "head": "free", "qk_norm": False, "rotary_base": 1e4}
-        | {"rotary_scaling": "linear 2"},
+        | {"rotary_scaling": "linear 2", "bottleneck": 39},
         "data": {"source": "files", "tokens": 1000, "tokenizer": "file", "sequence_length": 5},
         "batch": {"microbatch_size": 1, "microbatches_per_step": 1, "microbatch_threads": 3},
         "optimizer": {"lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
@@ -525,6 +526,8 @@ def test_missing_sizes_can_also_come_from_a_preset() -> None:
         ({"model": {"rotary_scaling": "llama3 8 4 1 64"}}, r"rotary_scaling = .* LOW below HIGH"),
         ({"model": {"hidden": 15, "heads": 5}}, r"model\.heads = 5 .* \(15\) / heads is even, which rotary"),
         ({"model": {"stages": 9}}, r"model\.stages = 9 .* at most model\.layers \(8\)"),
+        ({"model": {"bottleneck": 320}}, r"model\.bottleneck = 320 .* less than hidden \(320\)"),
+        ({"model": {"bottleneck": 8, "stages": 1}}, r"model\.bottleneck = 8 .* 0 when model\.stages is 1"),
         ({"model": {"vocab_size": 255}}, r"model\.vocab_size = 255 .* at least 256"),
         ({"data": {"sha256": "a" * 64}}, r"data\.tokens = 0 .* when data\.sha256 is set"),
         ({"data": {"root": "a" * 64}}, r"data\.tokens = 0 .* when data\.root is set"),

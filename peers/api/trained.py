@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from swarm.errors import SetupError
-from swarm.model.gpt import given_stage
+from swarm.model.gpt import given_decoder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +39,7 @@ def trained_module(run: Run, weights: Mapping[str, torch.Tensor], steps: int) ->
         return FullModel(terms, weights, steps=steps).module
     if terms.model.kind != "gpt":
         raise SetupError(f'model.kind = "{terms.model.kind}" is there to count microbatches: it is no model')
-    whole = replace(terms, model=replace(terms.model, stages=1), codec=type(terms.codec)())
-    return given_stage(whole, 0, weights, torch.device("cpu"))
+    return given_decoder(terms, weights, torch.device("cpu"))
 
 
 @torch.no_grad()

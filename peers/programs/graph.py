@@ -76,7 +76,7 @@ def built_in(run: Run) -> CustomModel:
     """The decoder of a manifest, as one module."""
     if run.model.kind == "counting":
         raise SetupError("the audit model has no operators worth a look; take a manifest of a decoder")
-    module = GptStage(run, range(run.built_in.layers), first=True, last=True)
+    module = GptStage(run, range(run.built_in.layers))
     # Not `module.to`: the table of rotary positions is complex.
     replace_parameters(module, lambda _, old: old.detach().to(weights_dtype(run)))
     tokens = torch.zeros((run.batch.microbatch_size, run.data.sequence_length), dtype=torch.int64)

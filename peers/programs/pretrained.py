@@ -27,8 +27,8 @@ from swarm.model.graph.full_model import FullModel
 from swarm.model.graph.lora import is_adapter, is_transposed, merge
 
 WHY_NOT = {
-    "gpt": 'transformers has the built-in decoder only with model.mlp = "swiglu", model.norm = "rmsnorm" and '
-    'model.positions = "rotary"',
+    "gpt": 'transformers has the built-in decoder only with model.mlp = "swiglu", model.norm = "rmsnorm", '
+    'model.positions = "rotary" and no model.bottleneck',
     "counting": "the audit model is of no use outside its audit",
     "code": "it is a model of your own code, whose load_state_dict takes the names in a file of --out",
 }
@@ -101,7 +101,7 @@ def write(
 
 def is_llama(model: ModelSpec | CustomModelSpec) -> bool:
     """Whether it is the built-in decoder, and one of transformers: Llama, or Qwen 3 if it has `qk_norm`."""
-    if not isinstance(model, ModelSpec):
+    if not isinstance(model, ModelSpec) or model.bottleneck:
         return False
     return (model.kind, model.mlp, model.norm, model.positions) == ("gpt", "swiglu", "rmsnorm", "rotary")
 
@@ -109,7 +109,7 @@ def is_llama(model: ModelSpec | CustomModelSpec) -> bool:
 def as_llama(run: Run, model: ModelSpec, weights: Mapping[str, torch.Tensor]) -> Any:
     """The built-in decoder with these weights, by full name, as transformers has it."""
     transformers: Any = importlib.import_module("transformers")
-    N, K, D = model.heads, model.kv_heads or model.heads, model.hidden // model.heads
+    N, K, D = model.heads, model.key_heads, model.hidden // model.heads
     kind = "Qwen3" if model.qk_norm else "Llama"
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.rotary_scaling:
@@ -129,8 +129,8 @@ def as_llama(run: Run, model: ModelSpec, weights: Mapping[str, torch.Tensor]) ->
     found = {
         "model.embed_tokens.weight": weights["tokens.weight"],
         "model.norm.weight": weights["norm.weight"],
+        "lm_head.weight": weights["tokens.weight" if model.head == "tied" else "head.weight"],
     }
-    found["lm_head.weight"] = weights["tokens.weight" if model.head == "tied" else "head.weight"]
     for layer in range(model.layers):
         own = {
             name: weights[f"layers.{layer}.{name}.weight"]

@@ -1,19 +1,17 @@
 """Tickets: a trainer's word for a microbatch, without which no stage computes it.
 
-In a run whose manifest names trainers. A ticket names what stage 0 is sent by its digest, and the labels,
-which go on from there to all stages. So a peer in between may spoil what it computes, but feeds the stages
-behind it nothing that no trainer asked for, and cannot exchange the labels. Of a custom model only what
-enters stage 0 is compared.
+In a run whose manifest names trainers. A ticket names what stage 0 is sent by its digest: of a built-in model
+the tokens, which go on from there to all stages. So a peer in between may spoil what it computes, but feeds
+the stages behind it nothing that no trainer asked for, and cannot exchange the labels. Of a custom model only
+what enters stage 0 is compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from peers.ports import Buffer
-from swarm.data import check_samples, token_dtype
+from swarm.data import check_samples
 from swarm.errors import Refused
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
@@ -21,21 +19,13 @@ from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Signer, is_signed, sign
 from swarm.wire.messages import Ticket, Work
 from swarm.wire.receipts import Asked, tensors_digest
-from swarm.wire.tensor_meta import TensorMeta
-
-NO_LABELS = b""
 
 
 def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer]) -> Ticket:
     """The signer's ticket for a microbatch. `body`: as stage 0 is sent it."""
-    inputs, labels = tensors_digest(input_metas(run, 0), body), NO_LABELS
-    if not run.brings_model:
-        rows, length = run.batch.microbatch_size, run.data.sequence_length
-        tokens = np.frombuffer(body[0], dtype=token_dtype(run.model.vocab_size)).reshape(rows, length + 1)
-        labels = tensors_digest([_labels_meta(run)], [np.ascontiguousarray(tokens[:, 1:]).data.cast("B")])
-    asked = Asked(*mb, inputs, labels)
-    signature = sign(signer, run.id, asked)
-    return Ticket(trainer=signer.peer_id, inputs=inputs, labels=labels, signature=signature)
+    inputs = tensors_digest(input_metas(run, 0), body)
+    signature = sign(signer, run.id, Asked(*mb, inputs))
+    return Ticket(trainer=signer.peer_id, inputs=inputs, signature=signature)
 
 
 def check_ticket(signer: Signer, run: Run, work: Work) -> None:
@@ -48,7 +38,7 @@ def check_ticket(signer: Signer, run: Run, work: Work) -> None:
         return
     ticket = work.ticket
     if ticket is not None and ticket.trainer in run.admission.trainers:
-        asked = Asked(work.t, work.m, ticket.inputs, ticket.labels)
+        asked = Asked(work.t, work.m, ticket.inputs)
         if is_signed(signer, ticket.trainer, run.id, asked, ticket.signature):
             return
     raise Refused(
@@ -58,7 +48,7 @@ def check_ticket(signer: Signer, run: Run, work: Work) -> None:
 
 
 def check_inputs(run: Run, stage: Stage, work: Work, body: Sequence[Buffer]) -> None:
-    """Check that what came is what the ticket names, all of it at stage 0, the labels at the others; and that
+    """Check that what came is what the ticket names, all of it at stage 0, the tokens at the others; and that
     it is of the run's data, if the manifest has their root.
 
     Raises:
@@ -68,15 +58,8 @@ def check_inputs(run: Run, stage: Stage, work: Work, body: Sequence[Buffer]) -> 
         *body, proof = body
         check_samples(run, work.t, work.m, memoryview(body[0]).cast("B"), memoryview(proof))
     ticket = work.ticket
-    if ticket is None or not run.admission.trainers:
+    if ticket is None or not run.admission.trainers or (stage > 0 and run.brings_model):
         return
-    if stage == 0 and tensors_digest(work.tensors, body) != ticket.inputs:
+    named = len(input_metas(run, 0))  # of what enters a later stage the last one, the tokens
+    if tensors_digest(work.tensors[-named:], body[-named:]) != ticket.inputs:
         raise Refused(f"what came for ({work.t}, {work.m}) is not what its ticket names")
-    if stage > 0 and not run.brings_model and tensors_digest([_labels_meta(run)], body[-1:]) != ticket.labels:
-        raise Refused(f"the labels of ({work.t}, {work.m}) are not those that its ticket names")
-
-
-def _labels_meta(run: Run) -> TensorMeta:
-    """Those of a built-in model: the last tensor that enters a stage."""
-    shape = (run.batch.microbatch_size, run.data.sequence_length)
-    return TensorMeta(shape, token_dtype(run.model.vocab_size), "none")

@@ -49,11 +49,11 @@ def loss_of(
     def loss(rows: np.ndarray) -> float:
         use_threads_of(run)
         tokens = torch.from_numpy(rows.astype(np.int64)).to(device)
-        x, labels = tokens[:, :-1], tokens[:, 1:]
+        x = ids = tokens[:, :-1]
         for number, stage in enumerate(stages):
             last = number == run.S - 1
             with torch.autocast(device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
-                x = stage(x, labels if last else None)
+                x = stage(x, tokens[:, 1:] if last else None, ids_BT=ids)
             if not last:
                 x = round_trip(x.to(boundary_dtype(run)), run.codec.forward_at(number))
         return float(x.item())

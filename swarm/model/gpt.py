@@ -1,6 +1,7 @@
-"""The decoder and its cut into stages.
+"""The decoder and its cut into stages; and the audit model, which counts.
 
-Shapes: B samples, T tokens, H hidden, N heads, K of keys and values, D = H / N, V vocabulary.
+Shapes: B samples, T tokens, H hidden, N heads, K of keys and values, D = H / N, V vocabulary, C channels that
+cross a bottleneck.
 
 A block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)), without biases; rotary or learned
 positions; K heads of keys and values; an MLP of two matrices, or a gated one (SwiGLU, arXiv 2002.05202). A
@@ -9,14 +10,14 @@ the attention weights (fused kernels draw it from a generator of their own), onl
 stream.
 
 Parameters have the same full name in every split (`layers.3.qkv.weight`), and their initial values are
-functions of that name: any split trains the same model.
+functions of that name: any split trains the same model. With a bottleneck the cuts are part of the model: its
+parameters are named after the layer behind the cut, also in a module of all layers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import accumulate
 from typing import cast
 
@@ -26,8 +27,7 @@ from torch.nn import functional
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
-from swarm.manifest import CodecSpec, ModelSpec, Run
-from swarm.model.audit_model import AuditStage
+from swarm.manifest import ModelSpec, Run
 from swarm.model.same_bits import aligned
 from swarm.model.seeded_random import Dropout, initial_normal
 
@@ -56,7 +56,7 @@ def boundary_dtype(run: Run) -> torch.dtype:
 def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, float]:
     """Multiply-adds per token of the forward of (one block, the head)."""
     H = model.hidden
-    own, matrices = (model.kv_heads or model.heads) / model.heads, 3 if model.mlp == "swiglu" else 2
+    own, matrices = model.key_heads / model.heads, 3 if model.mlp == "swiglu" else 2
     # Causal attention looks at T / 2 tokens on average, once for the scores and once for the values.
     block = 2 * (1 + own) * H * H + matrices * H * model.ffn_hidden + H * sequence_length
     return float(block), float(H * model.vocab_size)
@@ -91,7 +91,7 @@ class Block(nn.Module):
     def __init__(self, model: ModelSpec, name: str) -> None:
         super().__init__()
         H, D = model.hidden, model.hidden // model.heads
-        self.name, self.heads, self.kv_heads = name, model.heads, model.kv_heads or model.heads
+        self.name, self.heads, self.kv_heads = name, model.heads, model.key_heads
         self.gated, self.normed = model.mlp == "swiglu", model.qk_norm
         self.norm1, self.norm2 = _norm(model, H), _norm(model, H)
         self.qkv = nn.Linear(H, (self.heads + 2 * self.kv_heads) * D, bias=False)
@@ -135,13 +135,43 @@ class Embedding(nn.Embedding):
         pass
 
 
+class Narrow(nn.Module):
+    """What of the residual stream crosses a cut, [B, T, H] -> [B, T, C]: its first channels, so that
+    gradients have a way that needs no learning, and what is learned beside them.
+    """
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.encode = nn.Linear(model.hidden, model.bottleneck, bias=False)
+
+    def forward(self, x_BTH: torch.Tensor) -> torch.Tensor:
+        return x_BTH[..., : self.encode.out_features] + self.encode(x_BTH)
+
+
+class Widen(nn.Module):
+    """The residual stream behind a cut, [B, T, C] -> [B, T, H]: what came, and what the tokens are, from a
+    table that is narrower than the embedding.
+    """
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.decode = nn.Linear(model.bottleneck, model.hidden, bias=False)
+        self.codes = Embedding(model.vocab_size, model.code_width)
+        self.lift = nn.Linear(model.code_width, model.hidden, bias=False)
+
+    def forward(self, x_BTC: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
+        more = self.decode.out_features - self.decode.in_features
+        return functional.pad(x_BTC, (0, more)) + self.decode(x_BTC) + self.lift(self.codes(ids_BT))
+
+
 class GptStage(nn.Module):
     """Some layers, with the embedding if they are the first and the head if they are the last."""
 
-    def __init__(self, run: Run, layers: range, *, first: bool, last: bool) -> None:
+    def __init__(self, run: Run, layers: range) -> None:
         super().__init__()
         model = run.built_in
-        self.first, self.last = first, last
+        first, last = layers.start == 0, layers.stop == model.layers
+        self.first, self.last, self.end = first, last, str(layers.stop)
         self._seed, self._p, self._z_loss = run.seed, model.dropout, model.z_loss
         self.learned = model.positions == "learned"
         tied = model.head == "tied"
@@ -150,6 +180,9 @@ class GptStage(nn.Module):
         if first and self.learned:
             self.places = Embedding(run.data.sequence_length, model.hidden)
         self.layers = nn.ModuleDict({str(i): Block(model, f"layers.{i}") for i in layers})
+        cuts = [behind.start for behind in layer_split(run)[1:]] if model.bottleneck else []
+        self.narrow = nn.ModuleDict({str(i): Narrow(model) for i in cuts if layers.start < i <= layers.stop})
+        self.widen = nn.ModuleDict({str(i): Widen(model) for i in cuts if i in layers})
         if last:
             self.norm = _norm(model, model.hidden)
             self.head = None if tied else nn.Linear(model.hidden, model.vocab_size, bias=False)
@@ -158,15 +191,22 @@ class GptStage(nn.Module):
         self.register_buffer("turn", turn, persistent=False)
 
     def forward(
-        self, x: torch.Tensor, labels_BT: torch.Tensor | None = None, *, mb: Microbatch | None = None
+        self,
+        x: torch.Tensor,
+        labels_BT: torch.Tensor | None = None,
+        *,
+        ids_BT: torch.Tensor | None = None,
+        mb: Microbatch | None = None,
     ) -> torch.Tensor:
-        """Tokens [B, T] int64 (first stage) or hidden [B, T, H] -> hidden, or the mean loss (last stage).
+        """Tokens [B, T] int64 (first stage) or what crosses the cut before it -> what crosses that behind it,
+        or the mean loss (last stage).
 
-        `mb` decides the dropout; without it there is none, and no `z_loss`. Without labels the last stage
-        gives logits [B, T, V].
+        `ids_BT`: the tokens, for a stage behind a bottleneck. `mb` decides the dropout; without it there is
+        none, and no `z_loss`. Without labels the last stage gives logits [B, T, V].
         """
         dropout = Dropout(self._seed, mb, self._p) if mb is not None and self._p else None
         if self.first:
+            ids_BT = x
             x = self.tokens(x)
             if self.learned:
                 x = x + self.places.weight[: x.shape[1]]
@@ -174,10 +214,13 @@ class GptStage(nn.Module):
         elif x.dtype == torch.bfloat16:
             x = x.float()  # the residual stream, see `boundary_dtype`
         turn = None if self.learned else cast(torch.Tensor, self.turn)[: x.shape[1]]
-        for block in self.layers.values():
+        for layer, block in self.layers.items():
+            if layer in self.widen:
+                assert ids_BT is not None, "behind a bottleneck the tokens are added again"
+                x = self.widen[layer](self.narrow[layer](x) if layer in self.narrow else x, ids_BT)
             x = block(x, turn, dropout)
         if not self.last:
-            return x
+            return self.narrow[self.end](x) if self.narrow else x
         x = self.norm(x)
         logits_BTV = functional.linear(x, self.tokens.weight) if self.head is None else self.head(x)
         if labels_BT is None:
@@ -191,6 +234,40 @@ class GptStage(nn.Module):
         return loss
 
 
+class AuditStage(nn.Module):
+    """A stage of the audit model, whose weights count how often each microbatch entered a step.
+
+    It has one weight per microbatch of a step and adds w[m] to the single number that passes through, so the
+    gradient of microbatch m is 1 at w[m] and 0 elsewhere, exactly, whatever the codec. With SGD, learning
+    rate 1 and no clipping a stage's weights fall by count[m] / M in a step: a lost or a doubled microbatch
+    shows by name. Anything [..] -> [1, 1, 1]; the last stage gives its mean.
+    """
+
+    def __init__(self, microbatches: int, *, name: str, last: bool) -> None:
+        super().__init__()
+        self.last = last
+        # Stages need different names for their weights, as the layers of the decoder have.
+        self.count = nn.ParameterDict({name: nn.Parameter(torch.zeros(microbatches))})
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels_BT: torch.Tensor | None = None,
+        *,
+        ids_BT: torch.Tensor | None = None,
+        mb: Microbatch | None = None,
+    ) -> torch.Tensor:
+        """Add this microbatch's weight to the tokens (first stage; only their presence matters) or to the
+        number so far.
+        """
+        if mb is None:
+            raise ValueError("the audit model needs to know which microbatch it computes")
+        (weights,) = self.count.values()
+        added = weights[mb.m].view(1, 1, 1)
+        y = x + added if x.is_floating_point() else added
+        return y.mean() if self.last else y
+
+
 def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
     """The module of a stage whose parameters are on the meta device: shapes without memory."""
     if not 0 <= stage < run.S:
@@ -199,7 +276,7 @@ def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
         if run.model.kind == "counting":
             module = AuditStage(run.M, name=f"stage{stage}", last=stage == run.S - 1)
         else:
-            module = GptStage(run, layer_split(run)[stage], first=stage == 0, last=stage == run.S - 1)
+            module = GptStage(run, layer_split(run)[stage])
     return module
 
 
@@ -209,8 +286,12 @@ def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    if name.endswith((".encode.weight", ".decode.weight")):
+        return torch.zeros(shape)  # first the channels that cross as they are carry all
     depth = math.sqrt(2 * run.built_in.layers) if name.endswith((".out.weight", ".down.weight")) else 1.0
-    return initial_normal(run.seed, name, shape, INIT_STD / depth)
+    # What the codes of tokens add behind a cut is as large as what an embedding adds.
+    std = 1.0 / math.sqrt(shape[1]) if name.endswith(".lift.weight") else INIT_STD / depth
+    return initial_normal(run.seed, name, shape, std)
 
 
 def given_stage(
@@ -221,6 +302,21 @@ def given_stage(
     Raises:
         SetupError: weights are missing or have another shape.
     """
+    return _given(run, stage_skeleton(run, stage), weights, device)
+
+
+def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+    """All layers as one module without codecs, with these weights: tokens [B, T] -> logits [B, T, V]; raises
+    as `given_stage`.
+    """
+    with torch.device("meta"):
+        module = GptStage(run, range(run.built_in.layers))
+    return _given(run, module, weights, device)
+
+
+def _given(
+    run: Run, module: nn.Module, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Module:
 
     def found(name: str, empty: nn.Parameter) -> torch.Tensor:
         tensor = weights.get(name)
@@ -230,17 +326,8 @@ def given_stage(
             raise SetupError(f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}")
         return aligned(tensor.to(device=device, dtype=weights_dtype(run)))
 
-    module = stage_skeleton(run, stage)
     replace_parameters(module, found)
     return module.to(device).eval()
-
-
-def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
-    """All stages as one module without codecs, with these weights: tokens [B, T] -> logits [B, T, V]; raises
-    as `given_stage`.
-    """
-    whole = replace(run, model=replace(run.model, stages=1), codec=CodecSpec())
-    return given_stage(whole, 0, weights, device)
 
 
 def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:

@@ -250,11 +250,10 @@ class _Stage:
     def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> _Passed:
         """Compute the stage, and what its outputs are for the next one."""
         run, function = self._run, self._function
-        entering = function.enter(arriving)
         leaves: list[torch.Tensor] = []
         values: list[torch.Tensor | None] = []
         with torch.set_grad_enabled(grad):
-            for entry, value in zip(function.entries, entering, strict=True):
+            for entry, value in zip(function.entries, arriving, strict=True):
                 if entry.graded:
                     leaves.append(value.requires_grad_(grad))
                 values.append(None if entry.dtype is None else value.to(entry.dtype))
@@ -275,7 +274,7 @@ class _Stage:
                 arrived = decode(*sent, device=self._device)
                 passed.places.append(places_of(sent))
             else:
-                arrived = entering[function.passes[number]] if number in function.passes else made[number]
+                arrived = arriving[function.passes[number]] if number in function.passes else made[number]
             passed.arriving.append(arrived.detach().clone(memory_format=torch.contiguous_format))
         return passed
 

@@ -1,6 +1,6 @@
 """What a stage computes, apart from where its weights are: tensors in, tensors out.
 
-The decoder and the audit model have one tensor with a gradient at each boundary, and carry the labels beside
+The decoder and the audit model have one tensor with a gradient at each boundary, and carry the tokens beside
 it; a custom model has the values that its cut needs.
 """
 
@@ -47,16 +47,14 @@ class StageFunction:
     gives: tuple[StageInput, ...]
     """The inputs of the next stage; empty at the last one, which has a loss."""
     entries: tuple[Entry, ...]
-    """The values that it computes with: what `enter` makes of `takes`."""
+    """How it computes with each of `takes`."""
     passes: Mapping[int, int] = field(default_factory=dict)
-    """Output without a gradient -> the value that it is, unchanged."""
+    """Output without a gradient -> the input that it is, unchanged."""
     module: Callable[[], nn.Module]
     """A new one each time. Its parameters have shapes; their numbers do not count."""
     compute: Callable[[nn.Module, Values, Microbatch | None], Output]
     """Outputs as `gives` has them (what passes is not looked at), or the loss; in the module's dtypes.
     Without a microbatch it evaluates: nothing is dropped, nor added to the loss."""
-    enter: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
-    """What came without a gradient (on the host), and hidden, as entries."""
 
 
 def stage_function(run: Run, stage: Stage) -> StageFunction:
@@ -66,25 +64,22 @@ def stage_function(run: Run, stage: Stage) -> StageFunction:
 
 def _built_in(run: Run, stage: Stage) -> StageFunction:
     first, last = stage == 0, stage == run.S - 1
-    hidden = Entry(torch.int64, False) if first else Entry(boundary_dtype(run), True)
-    labels = Entry(torch.int64 if last else None, False)
+    hidden = () if first else (Entry(boundary_dtype(run), True),)
+    reads = first or last or run.built_in.bottleneck
+    tokens = Entry(torch.int64 if reads else None, False)
 
     def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:
-        x, y = values
-        return Output((module(x, y, mb=mb),), {})
-
-    def split(taken: list[torch.Tensor]) -> list[torch.Tensor]:
-        (tokens,) = taken
-        return [tokens[:, :-1], tokens[:, 1:]]
+        *hidden, tokens = values
+        ids, labels = (None, None) if tokens is None else (tokens[:, :-1], tokens[:, 1:])
+        return Output((module(*hidden or (ids,), labels, ids_BT=ids, mb=mb),), {})
 
     return StageFunction(
         takes=stage_inputs(run, stage),
         gives=() if last else stage_inputs(run, stage + 1),
-        entries=(hidden, labels),
-        passes={} if last else {1: 1},
+        entries=(*hidden, tokens),
+        passes={} if last else {1: len(hidden)},
         module=lambda: stage_skeleton(run, stage),
         compute=compute,
-        enter=split if first else list,
     )
 
 

@@ -32,18 +32,18 @@ class StageInput(NamedTuple):
 def stage_inputs(run: Run, stage: Stage) -> tuple[StageInput, ...]:
     """What enters `stage`, in order.
 
-    The decoder: tokens [B, T+1] into stage 0, hidden [B, T, H] and labels [B, T] into the others. The audit
-    model: one number instead of hidden. A custom model: its inputs into stage 0, then what its cut has.
+    The decoder: tokens [B, T+1], into all stages but the first after hidden [B, T, H], or what a bottleneck
+    leaves of it. The audit model: one number instead of hidden. A custom model: its inputs into stage 0, then
+    what its cut has.
     """
     if run.brings_model:
         return custom_inputs(run, stage)
     rows, length, vocab = run.batch.microbatch_size, run.data.sequence_length, run.model.vocab_size
-    narrow = token_dtype(vocab)
+    tokens = StageInput("tokens", (rows, length + 1), token_dtype(vocab), False, vocab)
     if stage == 0:
-        return (StageInput("tokens", (rows, length + 1), narrow, False, vocab),)
-    shape = (1, 1, 1) if run.model.kind == "counting" else (rows, length, run.built_in.hidden)
-    labels = StageInput("labels", (rows, length), narrow, False, vocab)
-    return (StageInput("hidden", shape, run.dtype, True), labels)
+        return (tokens,)
+    shape = (1, 1, 1) if run.model.kind == "counting" else (rows, length, run.built_in.boundary_width)
+    return (StageInput("hidden", shape, run.dtype, True), tokens)
 
 
 def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ...]:

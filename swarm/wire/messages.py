@@ -73,8 +73,6 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     trainer: PeerId
     inputs: Digest
-    labels: Digest
-    """Of those that a built-in model's stages pass on; of a custom model empty."""
     signature: Signature
 
 

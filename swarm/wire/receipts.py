@@ -46,7 +46,6 @@ class Asked(Statement, frozen=True, array_like=True):
     t: int
     m: int
     inputs: Digest
-    labels: Digest
 
 
 class Fed(Statement, frozen=True, array_like=True):

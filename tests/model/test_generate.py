@@ -38,6 +38,15 @@ def test_codecs_of_single_boundaries_are_of_the_training_only(trained: dict[str,
     assert run.codec.forward == codecs and generate(run, trained, text[:4], 8, 0.0) == text[4:12]
 
 
+def test_a_model_with_bottlenecks_says_what_it_knows_by_heart() -> None:
+    run = tiny_run(dtype="float32", steps=60, model={"bottleneck": 4})
+    reference = SingleProcess(run, lambda _: batch_of(run)([0, 0]))
+    for t in range(run.steps):
+        reference.step(t)
+    text = batch_of(run)([0])[0].tolist()
+    assert generate(run, reference.named_weights(), text[:4], 12, temperature=0.0) == text[4:16]
+
+
 def test_the_same_seed_says_the_same_and_the_weights_may_come_from_stages() -> None:
     weights = Chain(RUN).named_weights()
     a, b, c = (generate(RUN, weights, [1, 2, 3], 30, temperature=1.0, seed=s) for s in (5, 5, 6))

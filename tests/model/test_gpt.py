@@ -15,9 +15,17 @@ from hypothesis import strategies as st
 from peers.programs.manifest import parameter_count
 from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run
-from swarm.model.gpt import _rotate, _rotations, layer_flops, layer_split  # pyright: ignore[reportPrivateUsage]
+from swarm.model.gpt import (
+    _rotate,  # pyright: ignore[reportPrivateUsage]
+    _rotations,  # pyright: ignore[reportPrivateUsage]
+    given_decoder,
+    given_stage,
+    layer_flops,
+    layer_split,
+)
 from swarm.model.layout import shared_terms
 from swarm.model.seeded_random import Dropout, initial_normal, seed_of
+from swarm.model.stage_io import boundary_bytes
 from tests.model.chain import build_stage, tiny_run
 
 
@@ -93,6 +101,41 @@ def test_a_tied_head_is_the_matrix_of_the_embedding_on_the_first_and_the_last_st
     names = {2: ("tokens.weight",)}, {}, {0: ("tokens.weight",)}
     assert tuple(shared_terms(run, stage) for stage in range(3)) == names
     assert sum(w.numel() for w in {**first, **middle, **last}.values()) == parameter_count(run.built_in)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_crosses_a_bottleneck_is_narrow_and_of_all_stages_comes_one_decoder(dtype: str) -> None:
+    run = tiny_run(model={"bottleneck": 4}, dtype=dtype)
+    weights = {name: w.detach() for s in range(3) for name, w in build_stage(run, s).named_parameters()}
+    assert sum(w.numel() for w in weights.values()) == parameter_count(run.built_in)
+    stages = [given_stage(run, stage, weights, torch.device("cpu")) for stage in range(3)]
+    ids_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    x = ids_BT
+    with torch.no_grad():
+        for stage, takes in zip(stages, [(2, 9), (2, 9, 4), (2, 9, 4)], strict=True):
+            assert x.shape == takes
+            x = stage(x, ids_BT=ids_BT)
+        assert torch.equal(given_decoder(run, weights, torch.device("cpu"))(ids_BT), x)
+        # What the tokens are is known behind a cut, whatever crosses it.
+        other_BT = ids_BT.roll(1, 0)
+        nothing = torch.zeros(2, 9, 4)
+        assert not torch.equal(stages[2](nothing, ids_BT=ids_BT), stages[2](nothing, ids_BT=other_BT))
+
+
+def test_a_run_begins_with_the_first_channels_crossing_as_they_are() -> None:
+    wide, narrow = tiny_run(), tiny_run(model={"bottleneck": 4})
+    ids_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(build_stage(wide, 0)(ids_BT)[..., :4], build_stage(narrow, 0)(ids_BT))
+
+
+def test_a_bottleneck_64_times_narrower_sends_64_times_less() -> None:
+    run = tiny_run(model={"hidden": 256}, dtype="float32", codec={"backward": "blockwise8"})
+    narrow = replace(run, model=replace(run.built_in, bottleneck=4))
+    wide_bytes, _ = boundary_bytes(run, 0, "none")
+    narrow_bytes, _ = boundary_bytes(narrow, 0, "none")
+    assert wide_bytes == 64 * narrow_bytes == 4 * 2 * 16 * 256
+    assert boundary_bytes(narrow, 1, "blockwise8") == (2 * 16 * 4 + 4,) * 2, "and a scale"
 
 
 def test_rotary_positions_are_scaled_as_llama_does_it() -> None:

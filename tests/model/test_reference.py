@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": {"name": "muon", "muon": ("layers.*",), "groups": ("*.up.* lr=0.5",)}, "steps": 4},
     "z-loss": {"model": {"z_loss": 0.01}},
     "llama": {"model": {"mlp": "swiglu", "kv_heads": 2, "head": "tied", "rotary_scaling": "linear 2"}},
+    "bottleneck": {"model": {"bottleneck": 4, "dropout": 0.2, "head": "tied"}},
     "norms of queries and keys": {"model": {"mlp": "swiglu", "qk_norm": True, "dropout": 0.2}},
 }
 
@@ -70,24 +71,35 @@ def test_the_terms_of_a_run_mean_the_same_in_the_chain_and_in_a_single_process(c
     assert differs(ours, theirs) < 1e-12 and distance < 1e-12
 
 
-EXACT = {
-    f"{dtype}, {codec}": {"dtype": dtype, "codec": {"forward": codec, "backward": codec}}
-    for dtype in ("float32", "bfloat16")
-    for codec in ("none", "bf16", "blockwise8")
-} | {
-    f"{dtype}, topk": {
-        "dtype": dtype,
-        "codec": {"forward": ("topk:0.3+blockwise8", "none"), "backward": ("blockwise8", "topk:0.4")},
+EXACT = (
+    {
+        f"{dtype}, {codec}": {"dtype": dtype, "codec": {"forward": codec, "backward": codec}}
+        for dtype in ("float32", "bfloat16")
+        for codec in ("none", "bf16", "blockwise8", "hadamard4")
     }
-    for dtype in ("float32", "bfloat16")
-}
+    | {
+        f"{dtype}, topk": {
+            "dtype": dtype,
+            "codec": {"forward": ("topk:0.3+blockwise8", "none"), "backward": ("blockwise8", "topk:0.4")},
+        }
+        for dtype in ("float32", "bfloat16")
+    }
+    | {
+        f"{dtype}, rounded16": {
+            "dtype": dtype,
+            "codec": {"forward": "blockwise8", "backward": "blockwise8", "reduce": "rounded16"},
+        }
+        for dtype in ("float32", "bfloat16")
+    }
+    | {"float32, rounded8": {"dtype": "float32", "codec": {"reduce": "rounded8"}}}
+)
 """Runs that add exactly."""
 
 
 @pytest.mark.parametrize(
     ("precision", "case"),
     [("float32, blockwise8", case) for case in CASES]
-    + [("bfloat16, blockwise8", case) for case in ("dropout", "delayed", "clipped")],
+    + [("bfloat16, blockwise8", case) for case in ("dropout", "delayed", "clipped", "bottleneck")],
 )
 def test_sums_that_are_exact_leave_no_difference_at_all(precision: str, case: str) -> None:
     """Every loss and every weight, to the last bit, also across an 8-bit boundary."""
@@ -203,7 +215,7 @@ def replicated_step(replicas: list[Chain], t: int, draw: random.Random) -> list[
 
 @pytest.mark.parametrize(
     ("precision", "changes"),
-    [(precision, {"steps": 2}) for precision in EXACT]
+    [(precision, {"steps": 3 if "rounded" in precision else 2}) for precision in EXACT]
     + [("float32, blockwise8", {"delayed_updates": True}), ("bfloat16, bf16", {"model": {"dropout": 0.1}})],
 )
 def test_any_replica_in_any_order_with_undone_doubles_equals_one_process(

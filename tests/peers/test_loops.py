@@ -1,6 +1,6 @@
 """Whole swarms in memory, with faults: whatever happens, each microbatch counts once.
 
-The audit model's weights *are* the count (`swarm.model.audit_model`), in float64 and exactly.
+The audit model's weights *are* the count (`swarm.model.gpt.AuditStage`), in float64 and exactly.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def test_a_language_model_is_read_without_missing_or_unexpected_names_and_genera
     text = "def naïve(日本):\n\treturn '\x00' # …  "
     assert words(text)["input_ids"] == list(text.encode())
     assert words.decode(words(text)["input_ids"]) == text
-    more = found.generate(**words("The ", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    more = found.generate(
+        **words("The ", return_tensors="pt"), max_new_tokens=5, min_new_tokens=5, do_sample=False
+    )
     assert more.shape == (1, 9)
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
@@ -130,6 +132,9 @@ def test_only_models_of_transformers_and_only_into_a_new_folder(tmp_path: Path) 
         SetupError, match=r'model.kind = "gpt", and transformers has the .* model.mlp = "swiglu".* --out'
     ):
         pretrained.check(tmp_path / "new", demo_run())
+    narrow = replace(demo_run(), model=replace(demo_run().built_in, mlp="swiglu", bottleneck=8))
+    with pytest.raises(SetupError, match=r"transformers has the .* and no model.bottleneck. Export it with"):
+        pretrained.check(tmp_path / "new", narrow)
     code = replace(demo_run(), model=CustomModelSpec(kind="code", source="a.b:c", stages=3))
     with pytest.raises(SetupError, match=r'has model\.kind = "code", and it is a model of your own code'):
         pretrained.check(tmp_path / "new", code)

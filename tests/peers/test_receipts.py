@@ -136,13 +136,13 @@ async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
         await s.until_serving()
         feeder = s.add_stranger("s0x")
         s.network.announce(PeerRecord(peer="s0x", run=RUN.id, stage=0, state="serving", version=0))
-        hidden, labels = bytes(8), bytes(8)
+        hidden, tokens = bytes(8), bytes(9)
         metas = input_metas(RUN, 1)
-        named = tensors_digest(metas, [bytes(len(hidden)) if lie != "other bytes" else b"\1" * 8, labels])
+        named = tensors_digest(metas, [bytes(len(hidden)) if lie != "other bytes" else b"\1" * 8, tokens])
         fed = sign(SimSigner("s0p0" if lie == "another's" else "s0x"), RUN.id, Fed(1, 0, 0, named))
         work = work_of(RUN, tensors=metas, fed=b"" if lie == "nobody's" else fed)
         with pytest.raises(Refused, match="takes what a peer of stage 0 signed"):
-            await feeder.ask("s1p0", "work", work, WorkDone, [hidden, labels])
+            await feeder.ask("s1p0", "work", work, WorkDone, [hidden, tokens])
 
 
 async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those_and_counts_the_first() -> None:
@@ -151,15 +151,15 @@ async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those_and_co
     """
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        metas, labels, callee = input_metas(RUN, 1), bytes(8), s.peers["s1p0"]
+        metas, tokens, callee = input_metas(RUN, 1), bytes(9), s.peers["s1p0"]
         step, feeders = callee.core.steps[0], {name: s.add_stranger(name) for name in ("s0x", "s0y")}
         for name in feeders:
             s.network.announce(PeerRecord(peer=name, run=RUN.id, stage=0, state="serving", version=0))
 
         async def feed(name: str, hidden: bytes) -> bytes:
-            named = tensors_digest(metas, [hidden, labels])
+            named = tensors_digest(metas, [hidden, tokens])
             work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
-            done = await feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, labels])
+            done = await feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
             receipt = done.hops[0].receipt
             assert receipt is not None and receipt.inputs == named and step.ledger.done == 1
             return named

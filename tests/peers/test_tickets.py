@@ -24,8 +24,7 @@ pytestmark = pytest.mark.virtual_time
 
 RUN = admitting(audit_run(stages=2, steps=2, microbatches_per_step=4))
 TOKENS = bytes(range(9))
-LABELS = TOKENS[1:]
-FORGED = [struct.pack("<d", 1e6), LABELS]
+FORGED = [struct.pack("<d", 1e6), TOKENS]
 
 
 def ticket(
@@ -56,7 +55,6 @@ BAD: dict[str, Ticket | None] = {
     "of another step": ticket((1, 0)),
     "of another run": ticket(run=replace(RUN, seed=9)),
     "with other inputs": msgspec.structs.replace(TRUE, inputs=bytes(32)),
-    "with other labels": msgspec.structs.replace(TRUE, labels=bytes(32)),
     "of nobody": msgspec.structs.replace(TRUE, trainer="", signature=b""),
 }
 
@@ -86,8 +84,8 @@ async def test_other_inputs_than_the_trainer_signed_are_refused() -> None:
         await s.until_serving()
         with pytest.raises(Refused, match=r"what came for \(0, 0\) is not what its ticket names"):
             await s.add_stranger(TRAINER).send("s0p0", "work", work(0), [bytes(9)])
-        with pytest.raises(Refused, match=r"the labels of \(0, 0\) are not those that its ticket names"):
-            await announced(s).send("s1p0", "work", work(1), [FORGED[0], bytes(8)])
+        with pytest.raises(Refused, match=r"what came for \(0, 0\) is not what its ticket names"):
+            await announced(s).send("s1p0", "work", work(1), [FORGED[0], bytes(9)])
         for peer in ("s0p0", "s1p0"):
             assert (s.step(peer).ledger.done, s.step(peer).ledger.in_progress) == (0, 0)
             assert s.peers[peer].microbatches.inflight == 0

@@ -56,8 +56,8 @@ def undo(bitmap: int) -> Directive:
 
 
 def hidden(value: float = 0.0) -> list[Any]:
-    """The body of a request to stage 1: one float64, and 8 labels."""
-    return [struct.pack("<d", value), bytes(8)]
+    """The body of a request to stage 1: one float64, and 9 tokens."""
+    return [struct.pack("<d", value), bytes(9)]
 
 
 def announced(s: Swarm, name: str, stage: int, state: State = "serving") -> Stranger:
@@ -111,13 +111,13 @@ async def test_a_codec_that_the_manifest_does_not_allow_is_refused_with_those_th
     run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
     async with swarm(run, replicas=1) as s:
         await s.until_serving()
-        takes, labels = input_metas(run, 1)
-        offered = (msgspec.structs.replace(takes, codec="topk:0.25"), labels)
+        takes, tokens = input_metas(run, 1)
+        offered = (msgspec.structs.replace(takes, codec="topk:0.25"), tokens)
         work = first(run, tensors=offered)
         text = await refusal(s.add_stranger(), "s1p0", work, [bytes(8)])
         assert text == (
-            "stage 1 takes float64[1, 1, 1] as none, uint8[1, 8] as none (the first also as bf16, topk:0.5); "
-            "offered were float64[1, 1, 1] as topk:0.25, uint8[1, 8] as none"
+            "stage 1 takes float64[1, 1, 1] as none, uint8[1, 9] as none (the first also as bf16, topk:0.5); "
+            "offered were float64[1, 1, 1] as topk:0.25, uint8[1, 9] as none"
         )
 
 
@@ -516,7 +516,7 @@ async def test_a_body_that_trickles_makes_way_for_one_that_waits() -> None:
         await s.until_serving()
         server = s.peers["s1p0"].microbatches
         held = [
-            asyncio.ensure_future(server._serve_work(Trickle(second(run=run.id, m=m), [8, 8])))
+            asyncio.ensure_future(server._serve_work(Trickle(second(run=run.id, m=m), [8, 9])))
             for m in range(server.max_inflight)
         ]
         began = s.network.loop.now_s
@@ -537,7 +537,7 @@ async def test_who_offers_a_microbatch_whose_body_trickles_has_it_computed() -> 
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         sender, server = announced(s, "sender", 0, "joining"), s.peers["s1p0"].microbatches
-        slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 8])))
+        slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 9])))
         await s.until(lambda: server.inflight == 1)
         waiting = [sender.send("s1p0", "work", second(), hidden(1.0)) for _ in range(2)]
         first, other = await asyncio.wait_for(asyncio.gather(*waiting), 7.0)
@@ -550,7 +550,7 @@ async def test_a_body_that_comes_slowly_keeps_its_place_while_no_other_waits() -
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         server = s.peers["s1p0"].microbatches
-        slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 8])))
+        slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 9])))
         await s.until(lambda: s.step("s1p0").ledger.in_progress)
         assert s.step("s1p0").ledger.promised, "it may come in time"
         await asyncio.sleep(600.0)

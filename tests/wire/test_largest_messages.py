@@ -141,7 +141,7 @@ LARGEST: dict[type, msgspec.Struct] = {
     Watched: Watched(generation=GENERATION, version=T, revision=HUGE, status=RUN_STATUS),
     Work: Work(
         run=RUN, t=T, m=M, version=T, attempt=1 << 30, deepest=S, route=PEERS[:MAX_HOPS], tensors=metas(400),
-        ticket=Ticket(trainer=PEERS[0], inputs=DIGEST, labels=DIGEST, signature=bytes(SIGNATURE_BYTES)),
+        ticket=Ticket(trainer=PEERS[0], inputs=DIGEST, signature=bytes(SIGNATURE_BYTES)),
     ),
     Evaluate: Evaluate(run=RUN, t=T, e=HUGE, route=PEERS[:MAX_HOPS], tensors=metas(400)),
     WorkDone: WorkDone(
