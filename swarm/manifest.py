@@ -598,8 +598,13 @@ class OptimizerSpec(_Spec, section="optimizer"):
     first that matches a weight counts."""
     muon: tuple[str, ...] = _rule(_NAMES, (), later=True)
     """For `muon`: weights of two dimensions, in which * and ? stand for other characters, such as layers.*"""
+    moments: Literal["float32", "bfloat16"] = _rule(_choice("float32", "bfloat16"), "float32", later=True)
+    """What the means of gradients and of their squares are kept in: 8 bytes a weight, or 4. bfloat16 is
+    rounded at random, drawn from run, step, weight and place, so that on average nothing is lost."""
 
     def _cross_check(self) -> None:
+        if self.name == "adamw8bit" and self.moments != "float32":
+            raise self.wrong("moments", '"float32", or left out, when optimizer.name is "adamw8bit"')
         if self.name != "sgd" and self.momentum:
             raise self.wrong("momentum", f'0 when optimizer.name is "{self.name}"')
         if (self.name == "muon") != bool(self.muon):
@@ -861,6 +866,12 @@ class Run(_Spec):
             raise self.optimizer.wrong("decay_steps", f"at most steps - warmup_steps (of {self.steps} steps)")
         if self.optimizer.name == "adamw8bit" and self.dtype == "float64":
             raise self.optimizer.wrong("name", 'adamw or sgd when dtype is "float64"')
+        if self.optimizer.moments == "bfloat16" and self.dtype == "float64":
+            raise self.optimizer.wrong("moments", '"float32", or left out, when dtype is "float64"')
+        if self.rounds_sums and (self.delayed_updates or not self.adds_exactly):
+            # The step before is not over when the sum of a delayed one begins.
+            allowed = 'exact_sums is false, delayed_updates is true, or dtype is "float64"'
+            raise self.codec.wrong("reduce", f"another than {' and '.join(ROUNDED)} when {allowed}")
         if self.data.source == "code":
             if isinstance(self.model, ModelSpec):
                 raise self.data.wrong("source", f'"tales" or "files" when model.kind is "{self.model.kind}"')

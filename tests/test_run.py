@@ -65,6 +65,7 @@ FULL = replace(
         schedule="wsd",
         decay_steps=9,
         groups=("tokens.* lr=0.5",),
+        moments="bfloat16",
     ),
     codec=CodecSpec(adaptive=("bf16",)),
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
@@ -227,6 +228,7 @@ def test_every_value_is_in_the_hash() -> None:
             "decay_steps": 8,
             "muon": ("*",),
             "groups": (),
+            "moments": "float32",
         },
         "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
         "admission": {"owner": BOB, "trainers": (), "founders": ()},
@@ -543,6 +545,14 @@ def test_missing_sizes_can_also_come_from_a_preset() -> None:
         (
             {"optimizer": {"warmup_steps": 1000}},
             r"optimizer\.warmup_steps = 1000 .* less than steps \(1000\)",
+        ),
+        (
+            {"optimizer": {"moments": "bfloat16"}, "dtype": "float64"},
+            r'optimizer\.moments = "bfloat16" .* left out, when dtype is "float64"',
+        ),
+        (
+            {"optimizer": {"name": "adamw8bit", "moments": "bfloat16"}},
+            r'optimizer\.moments = "bfloat16" .* left out, when optimizer\.name is "adamw8bit"',
         ),
         (
             {"optimizer": {"name": "adamw8bit"}, "dtype": "float64"},

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from swarm.errors import SetupError
 from swarm.ids import Stage
-from swarm.manifest import Run
+from swarm.manifest import OptimizerSpec, Run
 from swarm.model.custom import custom_model
 from swarm.model.layout import empty_state, stage_layout
+from swarm.model.optimizer import vector_layout
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
 
 GIB = 1 << 30
@@ -73,13 +76,14 @@ class Needs:
         return 1 + int(max(0, GRADIENTS_SHARE * left // max(1, self.gradients)))
 
 
-def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
-    """From the manifest alone; builds no stage."""
+def needs_of(run: Run, stage: Stage, *, microbatch: int = 0, host_sums: bool = False) -> Needs:
+    """From the manifest alone; builds no stage. `host_sums`: the sums are elsewhere."""
     layout, versions = stage_layout(run, stage), 2 if run.delayed_updates else 1
     number_bytes = 8 if run.dtype == "float64" else 4
     gradients = layout.numel * number_bytes
     sums = versions * layout.sum_numel * (8 if run.adds_exactly else number_bytes)
-    fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + sums + gradients
+    fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + gradients
+    fixed += 0 if host_sums else sums
     if run.dtype == "bfloat16":
         fixed += versions * layout.decayed * 2
     if run.brings_model:
@@ -94,6 +98,14 @@ def needs_of(run: Run, stage: Stage, *, microbatch: int = 0) -> Needs:
         stage=stage, fixed=fixed, gradients=gradients, microbatch=microbatch, boundary=boundary,
         open=versions * run.M,
     )  # fmt: skip
+
+
+def weight_bytes(optimizer: OptimizerSpec, *, host_sums: bool = False) -> int:
+    """Of a stage's state for each of its weights in a float32 run that adds exactly: weight, optimizer, sum
+    and gradient.
+    """
+    kept = vector_layout(optimizer, 1, (), torch.float32).values()
+    return 8 + sum(numel * dtype.itemsize for numel, dtype in kept) + (0 if host_sums else 8)
 
 
 def _gib(nbytes: int) -> str:

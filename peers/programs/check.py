@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -85,9 +86,24 @@ def check_device(name: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
     except (RuntimeError, ImportError) as error:  # the CUDA driver has many ways to be broken
         return Finding("device", str(error).splitlines()[0], "try --device cpu, then nvidia-smi")
     words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
+    words += f"; {_fitting(device.free_bytes, on_gpu=device.name != 'cpu')}"
     words += f"; {missing}" if missing else ""
     fix = f"free at least {gb(least_bytes)}: stop other programs"
     return Finding("device", words, fix if device.free_bytes < least_bytes else "")
+
+
+def _fitting(free_bytes: int, *, on_gpu: bool) -> str:
+    """How large a stage may be, before its microbatches take anything."""
+    from peers.owner.memory_limit import weight_bytes
+    from swarm.manifest import OptimizerSpec
+
+    def millions(host_sums: bool, moments: Literal["float32", "bfloat16"]) -> str:
+        each = weight_bytes(OptimizerSpec(lr=1.0, moments=moments), host_sums=host_sums)
+        return f"{free_bytes / each / 1e6:,.0f} million weights ({each} bytes each)"
+
+    words = f"fits stages of up to {millions(False, 'float32')}"
+    words += f", with bfloat16 moments {millions(False, 'bfloat16')}"
+    return words + (f", with --host-sums too {millions(True, 'bfloat16')}" if on_gpu else "")
 
 
 def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:

@@ -388,14 +388,16 @@ class Peer(Networked[PeerOptions]):
         from peers.owner.memory_limit import needs_of
         from swarm.model.stage import StageCompute
 
-        options, most, needs = self.options, self.options.max_vram, needs_of(run, stage)
+        options, most = self.options, self.options.max_vram
+        host_sums = options.host_sums and device != "cpu"
+        needs = needs_of(run, stage, host_sums=host_sums)
         needs.check(most)
         limit_memory(device, most)
         admits = options.max_inflight
         try:
-            compute = StageCompute(run, stage, device, recompute=options.recompute)
+            compute = StageCompute(run, stage, device, recompute=options.recompute, host_sums=host_sums)
             if admits == "auto" or most is not None:
-                measured = needs_of(run, stage, microbatch=compute.saved_bytes())
+                measured = needs_of(run, stage, microbatch=compute.saved_bytes(), host_sums=host_sums)
                 measured.check(most)
                 fits = measured.inflight(free_bytes(device), most, host_free=free_bytes("cpu"))
                 admits = fits if admits == "auto" else min(fits, admits)

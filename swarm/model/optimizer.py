@@ -14,6 +14,7 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import OptimizerSpec, Terms
+from swarm.model.seeded_random import fractions, seed_of
 
 _SLICE_CPU = 1 << 16
 """Elements: five float32 slices of this are 1.3 MB, less than an L2 cache of a server core."""
@@ -31,6 +32,8 @@ class Part(NamedTuple):
     terms: Terms
     shape: torch.Size | None = None
     """Of a matrix of Muon's, which is a part of its own."""
+    name: str = ""
+    """Of a weight that is a part of its own."""
 
 
 def parts_of(spec: OptimizerSpec, spans: Mapping[str, tuple[int, int, torch.Size]]) -> tuple[Part, ...]:
@@ -38,8 +41,8 @@ def parts_of(spec: OptimizerSpec, spans: Mapping[str, tuple[int, int, torch.Size
     parts: list[Part] = []
     for name, (start, end, shape) in spans.items():
         terms, last = spec.terms_of(name, len(shape)), parts[-1] if parts else None
-        if terms.is_muon:
-            parts.append(Part(start, end, terms, shape))
+        if terms.is_muon or spec.moments == "bfloat16":
+            parts.append(Part(start, end, terms, shape if terms.is_muon else None, name))
         elif last is not None and last.terms == terms:
             parts[-1] = last._replace(end=end)
         else:
@@ -51,6 +54,8 @@ def vector_layout(
     spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype
 ) -> dict[str, tuple[int, torch.dtype]]:
     """The optimizer's vectors: name -> (length, dtype)."""
+    if spec.moments == "bfloat16":
+        dtype = torch.bfloat16
     if spec.name in ("adamw", "muon"):
         return {"exp_avg": (numel, dtype), "exp_avg_sq": (numel, dtype)}
     if spec.name == "sgd":
@@ -92,17 +97,39 @@ def muon_update(mean: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return found.mul_(_RMS * math.sqrt(max(rows, columns)))
 
 
+def moment_seed(seed: int, t: int, vector: str, weight: str) -> int:
+    """Of how a moment of a weight, by its full name, is rounded after step `t` of the run with that seed."""
+    return seed_of("moments", seed, t, vector, weight)
+
+
+def to_bfloat16(numbers: torch.Tensor, seed: int, start: int) -> torch.Tensor:
+    """float32 to bfloat16, rounded up or down in size at random, by how near it is to either: on average
+    the number itself. `start` (even): the place of the first in its weight.
+
+    To the nearest, a mean that a step changes by less than 1/256 of itself would never change.
+    """
+    drawn = fractions(seed, start, numbers.numel(), numbers.device).mul_(65536.0).to(torch.int32)
+    return drawn.add_(numbers.view(torch.int32)).bitwise_and_(-65536).view(torch.float32).to(torch.bfloat16)
+
+
 class FlatOptimizer:
     """The moments of one stage, and the step. `vectors` is its whole state, by name."""
 
     def __init__(
-        self, spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype, device: torch.device
+        self,
+        spec: OptimizerSpec,
+        numel: int,
+        parts: Sequence[Part],
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
     ) -> None:
-        """
+        """`seed`: the run's.
+
         Raises:
             SetupError: adamw8bit without CUDA.
         """
-        self._spec, self._parts, self._device = spec, parts, device
+        self._spec, self._parts, self._device, self._seed = spec, parts, device, seed
         if spec.name == "adamw8bit":
             if device.type != "cuda":
                 raise SetupError(
@@ -130,7 +157,7 @@ class FlatOptimizer:
         for whole in self._parts:
             lr, decay = rate * whole.terms.lr, whole.terms.decay
             if whole.shape is not None:
-                self._muon(lr, whole, old, new, grad, scale)
+                self._muon(t, lr, whole, old, new, grad, scale)
                 continue
             for start in range(whole.start, whole.end, length):
                 part = slice(start, min(start + length, whole.end))
@@ -142,29 +169,55 @@ class FlatOptimizer:
                     self._adamw_8bit(t, lr, part, blocks, new[part], grad[part], scale, decay)
                     continue
                 torch.mul(old[part], 1.0 - lr * decay, out=new[part])
-                update(t, lr, part, new[part], grad[part] * scale)
+                update(t, lr, whole, part, new[part], grad[part] * scale)
 
-    def _adamw(self, t: int, lr: float, part: slice, weights: torch.Tensor, grad: torch.Tensor) -> None:
+    def _moment(self, vector: str, part: slice) -> torch.Tensor:
+        """What is computed with: the moment itself, or its numbers."""
+        kept = self.vectors[vector][part]
+        return kept.float() if kept.dtype == torch.bfloat16 else kept
+
+    def _keep(self, t: int, vector: str, whole: Part, part: slice, moment: torch.Tensor) -> None:
+        kept = self.vectors[vector][part]
+        if kept.dtype == torch.bfloat16:
+            seed = moment_seed(self._seed, t, vector, whole.name)
+            kept.copy_(to_bfloat16(moment.view(-1), seed, part.start - whole.start))
+
+    def _adamw(
+        self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
+    ) -> None:
         spec = self._spec
-        mean, square = self.vectors["exp_avg"][part], self.vectors["exp_avg_sq"][part]
+        mean, square = self._moment("exp_avg", part), self._moment("exp_avg_sq", part)
         mean.lerp_(grad, 1.0 - spec.beta1)
         square.mul_(spec.beta2).addcmul_(grad, grad, value=1.0 - spec.beta2)
         correction1, correction2 = 1.0 - spec.beta1 ** (t + 1), 1.0 - spec.beta2 ** (t + 1)
         root = square.sqrt().div_(math.sqrt(correction2)).add_(spec.eps)
         weights.addcdiv_(mean, root, value=-lr / correction1)
+        self._keep(t, "exp_avg", whole, part, mean)
+        self._keep(t, "exp_avg_sq", whole, part, square)
 
     def _muon(
-        self, lr: float, whole: Part, old: torch.Tensor, new: torch.Tensor, grad: torch.Tensor, scale: float
+        self,
+        t: int,
+        lr: float,
+        whole: Part,
+        old: torch.Tensor,
+        new: torch.Tensor,
+        grad: torch.Tensor,
+        scale: float,
     ) -> None:
         part, shape = slice(whole.start, whole.end), whole.shape
         assert shape is not None
         torch.mul(old[part], 1.0 - lr * whole.terms.decay, out=new[part])
-        mean = self.vectors["exp_avg"][part].view(shape)
+        mean = self._moment("exp_avg", part).view(shape)
         new[part].view(shape).add_(muon_update(mean, grad[part].view(shape) * scale), alpha=-lr)
+        self._keep(t, "exp_avg", whole, part, mean)
 
-    def _sgd(self, t: int, lr: float, part: slice, weights: torch.Tensor, grad: torch.Tensor) -> None:
+    def _sgd(
+        self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
+    ) -> None:
         if self._spec.momentum:
-            grad = self.vectors["momentum"][part].mul_(self._spec.momentum).add_(grad)
+            grad = self._moment("momentum", part).mul_(self._spec.momentum).add_(grad)
+            self._keep(t, "momentum", whole, part, grad)
         weights.add_(grad, alpha=-lr)
 
     def _adamw_8bit(

@@ -63,16 +63,25 @@ class Forward:
 class StageCompute:
     """One stage's maths, with its `state` and its `sums`; see above for threads."""
 
-    def __init__(self, run: Run, stage: Stage, device: str = "cpu", *, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        stage: Stage,
+        device: str = "cpu",
+        *,
+        recompute: bool = False,
+        host_sums: bool = False,
+    ) -> None:
         """Hold weights of version 0, a function of the run alone.
 
         `recompute`: keep only the input of a microbatch in flight and run its forward again in the backward:
-        a third more compute for a fraction of the memory.
+        a third more compute for a fraction of the memory. `host_sums`: the sums of steps are in the machine's
+        memory; they are the same numbers there, and each microbatch's gradients are brought to it.
 
         Raises:
             SetupError: this device cannot compute this run.
         """
-        self.run, self.stage, self.recompute = run, stage, recompute
+        self.run, self.stage, self.recompute, self._host_sums = run, stage, recompute, host_sums
         self.device = torch.device(device)
         if self.device.type == "mps" and run.dtype == "float64":
             raise SetupError('dtype = "float64" cannot be computed on --device mps: take --device cpu')
@@ -83,7 +92,7 @@ class StageCompute:
         self.numel = self.layout.sum_numel
         """Numbers in the sum of a step."""
         self.state = StageState(run, stage, self.layout, self.device)
-        self.sums = GradientSums(run, stage, self.layout, self.state)
+        self.sums = GradientSums(run, stage, self.layout, self.state, on_host=host_sums)
         self.shared = SharedWeights(run, stage, self.layout)
         self._saved_bytes = 0
         self._bind()
@@ -257,7 +266,7 @@ class StageCompute:
         version = self._held_version(Microbatch(t, 0))
         other = copy(self)
         other.state = self.state.snapshot(version)
-        other.sums = GradientSums(self.run, self.stage, self.layout, other.state)
+        other.sums = GradientSums(self.run, self.stage, self.layout, other.state, on_host=self._host_sums)
         other._bind()
         other.sums.begin(t)
         return other

@@ -39,7 +39,7 @@ class StageState:
         """`loads`: how many states were loaded."""
         self.dtype = weights_dtype(run)
         parts = parts_of(run.optimizer, layout.spans)
-        self._optimizer = FlatOptimizer(run.optimizer, layout.numel, parts, self.dtype, device)
+        self._optimizer = FlatOptimizer(run.optimizer, layout.numel, parts, self.dtype, device, run.seed)
         # Version v lives in number v % len.
         weights, self._statistics = initial_vectors(run, stage, layout, device)
         """`_statistics`: of batch norms, of the newest version only, since training does not read them."""

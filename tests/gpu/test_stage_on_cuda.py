@@ -11,7 +11,9 @@ import torch
 from swarm.codecs import VALUES
 from swarm.errors import Refused
 from swarm.ids import Microbatch
+from swarm.model.gradient_sum import Gradients
 from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, decode, encode
 from tests.model.chain import (
     Chain,
@@ -51,7 +53,7 @@ def test_a_tensor_of_the_device_travels(codec: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "topk:0.05+bf16", "topk:0.4", "hadamard4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_top_k_has_the_bytes_that_it_has_on_the_cpu(codec: str, dtype: torch.dtype) -> None:
+def test_these_codecs_give_the_bytes_that_they_give_on_the_cpu(codec: str, dtype: torch.dtype) -> None:
     x = torch.randn(5, 1000).mul(4).round().div(4).to(dtype)  # with ties
     here, there = encode(x.to("cuda"), codec), encode(x, codec)
     assert [bytes(buffer) for buffer in here.buffers] == [bytes(buffer) for buffer in there.buffers]
@@ -127,3 +129,21 @@ def test_the_measured_memory_is_what_a_microbatch_takes() -> None:
     held = torch.cuda.memory_allocated() - before
     assert isinstance(fwd.outputs[0], Encoded)
     assert stage.saved_bytes() == pytest.approx(held, rel=0.3)
+
+
+def test_sums_on_the_host_are_those_on_the_device() -> None:
+    run = tiny_run(dtype="float32", codec={"reduce": "rounded16"})
+    found = []
+    for host_sums in (False, True):
+        stage = StageCompute(run, run.S - 1, "cuda", host_sums=host_sums)
+        stage.sums.begin(0)
+        stage.sums.add(
+            Gradients(
+                mb=MB,
+                loads=0,
+                terms={name: p.detach() * 0.1 for name, p in stage._parameters[0].items()},
+            )
+        )
+        found.append(stage.sums.of(0))
+    assert [one.device.type for one in found] == ["cuda", "cpu"] and found[1].any()
+    assert torch.equal(found[0].cpu(), found[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import OptimizerSpec
-from swarm.model.optimizer import FlatOptimizer, muon_update, parts_of
+from swarm.model.optimizer import FlatOptimizer, muon_update, parts_of, to_bfloat16
 
 CPU = torch.device("cpu")
 NUMEL, DECAYED = 200_000, 150_001
@@ -102,6 +103,54 @@ def test_the_8_bit_optimizer_needs_cuda_and_says_what_to_do() -> None:
         SetupError, match='"adamw8bit" needs a CUDA device, and this peer computes on cpu: join'
     ):
         flat_optimizer(spec, 8, 4, torch.float32)
+
+
+# --- moments in two bytes
+
+
+def test_a_number_is_rounded_to_a_neighbour_and_on_average_to_itself() -> None:
+    for value in (1.0 + 1 / 512, -3.1e-5, 0.0, 1.0, 7e-39):
+        found = to_bfloat16(torch.full((200_000,), value), seed=7, start=0).double()
+        number = torch.tensor(value).double().item()
+        spacing = max(abs(number), 1.2e-38) / 128
+        assert (found - number).abs().max() < spacing
+        assert abs(found.mean().item() - number) < spacing / 100
+    numbers = gradient(0, torch.float32)
+    at_once = to_bfloat16(numbers, 3, 0)
+    in_parts = torch.cat([to_bfloat16(part, 3, 70_000 * n) for n, part in enumerate(numbers.split(70_000))])
+    assert torch.equal(at_once, in_parts) and not torch.equal(at_once, to_bfloat16(numbers, 4, 0))
+
+
+def test_moments_in_bfloat16_follow_those_in_float32_however_slowly_they_change() -> None:
+    """To the nearest, a mean of squares with beta2 = 0.9999 would stay as it is for ever."""
+    spec = OptimizerSpec(lr=1e-3, beta2=0.9999, weight_decay=0.0)
+    weights, squares = [], []
+    for moments in ("float32", "bfloat16"):
+        ours = flat_optimizer(replace(spec, moments=moments), 4000, 4000, torch.float32)  # type: ignore[arg-type]
+        flat = torch.zeros(4000)
+        ours.vectors["exp_avg_sq"].fill_(1.0)
+        for t in range(300):
+            ours.step(t, spec.lr, flat, flat, torch.full((4000,), 0.01), 1.0)
+        weights.append(flat)
+        squares.append(ours.vectors["exp_avg_sq"].double().mean().item())
+    assert squares[0] == pytest.approx(0.9999**300, rel=1e-3)
+    assert squares[1] == pytest.approx(squares[0], rel=1e-3)
+    torch.testing.assert_close(weights[1].mean(), weights[0].mean(), rtol=2e-3, atol=0)
+
+
+def test_a_weight_is_rounded_alike_whatever_lies_beside_it() -> None:
+    spec = OptimizerSpec(lr=1e-2, moments="bfloat16")
+    grad, found = gradient(1, torch.float32)[:96], []
+    for start in (0, 32):
+        spans = {"x": (0, 32, torch.Size([4, 8])), "y": (start, start + 96, torch.Size([12, 8]))}
+        spans = dict(list(spans.items())[start == 0 :])
+        ours = FlatOptimizer(spec, start + 96, parts_of(spec, spans), torch.float32, CPU, seed=5)
+        flat = torch.ones(start + 96)
+        for t in range(3):
+            ours.step(t, 0.01, flat, flat, torch.cat([torch.ones(start), grad]), 1.0)
+        found.append((flat[start:], ours.vectors["exp_avg"][start:], ours.vectors["exp_avg_sq"][start:]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert all(vector.dtype == torch.bfloat16 for vector in found[0][1:])
 
 
 # --- groups and Muon

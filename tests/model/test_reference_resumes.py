@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.ids import Microbatch
-from swarm.model.reductions import vectors_digest
+from swarm.model.reductions import WEIGHTS, vectors_digest
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
 from tests.model.test_custom_exact import CASES as CUSTOM
@@ -25,6 +25,12 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "muon", "muon": ("layers.*",), "groups": ("*.up.* lr=0.5", "head.* lr=2.0")},
     },
     "muon, delayed": {"optimizer": {"name": "muon", "muon": ("*",)}, "delayed_updates": True},
+    "bfloat16 moments": {"optimizer": {"moments": "bfloat16", "groups": ("*.up.* lr=0.5",)}},
+    "bfloat16 moments, delayed": {"optimizer": {"moments": "bfloat16"}, "delayed_updates": True},
+    "bfloat16 moments, sgd": {"optimizer": {"name": "sgd", "momentum": 0.9, "moments": "bfloat16"}},
+    "bfloat16 moments, muon": {
+        "optimizer": {"name": "muon", "muon": ("layers.*",), "moments": "bfloat16"},
+    },
     "z-loss, wsd": {"model": {"z_loss": 0.01}, "optimizer": {"schedule": "wsd", "decay_steps": 2}},
     "warm-up, clipped": {"optimizer": {"warmup_steps": 2, "schedule": "cosine", "clip_norm": 0.01}},
 }
@@ -43,7 +49,7 @@ def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, s
             ours, theirs = reference.state_of(stage), compute.state.copy()
             assert ours.keys() == theirs.keys()
             assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), (t, stage)
-            weights = reference.state_of(stage, "weights", "statistics")
+            weights = reference.state_of(stage, *WEIGHTS)
             assert vectors_digest(weights.values(), on_device=False) == compute.state.digest()
         assert chain.step(t) == reference.step(t)
         assert len(reference.sums) == run.S and all(sum.abs().max() > 0 for sum in reference.sums)

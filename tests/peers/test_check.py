@@ -62,6 +62,11 @@ def test_torch_that_computes_nonsense_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_a_device_is_there_and_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     good(check.check_device("cpu", least_bytes=1))
     wrong(check.check_device("cpu", least_bytes=10**15), "free", "free at least 1000000.0 GB")
+    assert check._fitting(24 * 10**9, on_gpu=True) == (
+        "fits stages of up to 1,000 million weights (24 bytes each), with bfloat16 moments 1,200 million "
+        "weights (20 bytes each), with --host-sums too 2,000 million weights (12 bytes each)"
+    )
+    assert "host-sums" not in check.check_device("cpu").found
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = check.check_device("auto", least_bytes=1)
