@@ -417,7 +417,11 @@ class CustomModelSpec(_Spec, section="model"):
     graph: str = _rule(_DIGEST, "")
     """SHA-256 of the operators as traced."""
     weights: str = _rule(_DIGEST, "")
-    """SHA-256 of version 0: parameters and buffers, as the code initialises them."""
+    """Of manifests of before, which have no `digests`: SHA-256 of version 0, parameters and buffers, as the
+    code draws them one after the other."""
+    digests: tuple[str, ...] = _rule(_DIGESTS, (), later=True)
+    """SHA-256 of what each stage begins with: the code initialises it, and each of its draws has a seed of
+    its own, so that nobody has to make the weights of other stages."""
     cut: str = _rule(_CUT, "")
     """The stage of each operator."""
 
@@ -428,11 +432,14 @@ class CustomModelSpec(_Spec, section="model"):
             raise self.wrong(given, f'{what} when model.kind is "{self.kind}"')
         if getattr(self, other):
             raise self.wrong(other, f'empty when model.kind is "{self.kind}"')
+        if self.digests and (self.weights or len(self.digests) != self.stages):
+            allowed = f"a list of {self.stages}, one for each stage, without model.weights; or empty"
+            raise self.wrong("digests", allowed)
 
     @property
     def pinned(self) -> bool:
         """Whether the manifest says exactly which model it is, so that peers can compare."""
-        return bool(self.version and self.graph and self.weights and self.cut)
+        return bool(self.version and self.graph and (self.weights or self.digests) and self.cut)
 
 
 AnyModel: TypeAlias = ModelSpec | CustomModelSpec

@@ -83,7 +83,7 @@ BROUGHT = replace(
         frozen=("embed.*",),
         version="transformers 5.1.0",
         graph="a" * 64,
-        weights="b" * 64,
+        digests=("b" * 64, "c" * 64),
         cut="0*7 1*5 0*1 1*2",
     ),
     data=DataSpec(source="code", code="pictures.of_cats:samples", sequence_length=1),
@@ -289,6 +289,14 @@ def test_a_model_that_is_brought_has_one_text_however_its_config_is_written() ->
     assert (BROUGHT.S, BROUGHT.model.vocab_size, BROUGHT.model.pinned) == (2, 256, True)
 
 
+def test_weights_are_pinned_by_stage_or_as_a_manifest_of_before_has_them() -> None:
+    assert replace(BROUGHT.model, weights="a" * 64, digests=()).pinned  # type: ignore[call-arg]
+    assert not replace(BROUGHT.model, digests=()).pinned  # type: ignore[call-arg]
+    for values in ({"weights": "a" * 64}, {"digests": ("b" * 64,)}, {"stages": 3}):
+        with pytest.raises(SetupError, match=r"model\.digests = .*: it must be a list of [23], one for each"):
+            replace(BROUGHT.model, **values)
+
+
 def test_no_config_breaks_the_text_of_its_manifest() -> None:
     config = '{"a": "it\'s \\"é\\" \\n"}'
     quoted = replace(BROUGHT, model=replace(BROUGHT.model, config=config))
@@ -298,7 +306,9 @@ def test_no_config_breaks_the_text_of_its_manifest() -> None:
 def test_every_value_of_a_brought_model_is_in_the_hash() -> None:
     changes: dict[str, Any] = {"config": '{"model_type":"llama"}', "stages": 3, "vocab_size": 300}
     changes |= {"version": "transformers 5.1.1", "graph": "c" * 64, "weights": "c" * 64, "cut": "0*7 1*8"}
-    runs = [replace(BROUGHT, model=replace(BROUGHT.model, **{key: value})) for key, value in changes.items()]
+    changes["digests"] = ("b" * 64, "d" * 64)
+    brought = replace(BROUGHT, model=replace(BROUGHT.model, digests=()))  # which are of as many stages
+    runs = [replace(brought, model=replace(brought.model, **{key: value})) for key, value in changes.items()]
     code = CustomModelSpec(kind="code", source="cats.models:build", stages=2)
     runs += [replace(BROUGHT, model=model) for model in (code, replace(code, source="cats:build"))]
     runs += [BROUGHT, replace(BROUGHT, data=replace(BROUGHT.data, code="pictures:of_dogs"))]

@@ -6,23 +6,26 @@ import contextlib
 import io
 import json
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from peers.owner.memory_limit import weight_bytes
 from peers.programs.descriptions import shown_bytes
 from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
-from swarm.manifest import Run, load_run
+from swarm.manifest import OptimizerSpec, Run, load_run
 from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
 from swarm.model.graph.builder import Traced
 from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf
 from swarm.model.graph.partition import StagePlan, plan_stages
 from swarm.model.same_bits import threads_as_before
@@ -39,7 +42,7 @@ ROUNDS = 5
 def run_graph(options: GraphOptions) -> None:
     """Trace, cut, and print. Raises SetupError: the model cannot be had, traced or cut."""
     with _quiet():
-        traced, own_cut = _traced(options)
+        traced, own_cut, optimizer = _traced(options)
     graph = traced.graph
     costs = timed_s(traced) if options.calibrate else reckoned_s(traced)
     assignment = own_cut or find_cut(graph, costs, options.stages)
@@ -50,26 +53,35 @@ def run_graph(options: GraphOptions) -> None:
         print(json.dumps(as_json(traced, assignment, costs, plans)))
     else:
         print(render(traced, assignment, costs, plans))
+        print(_state(traced, plans, optimizer))
 
 
-def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None]:
-    """The model that the command line names, and the cut of a manifest that has one, unless another number of
-    stages is asked for.
+def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None, OptimizerSpec]:
+    """The model that the command line names; the cut of a manifest that has one, unless another number of
+    stages is asked for; and its optimizer.
     """
+    usual = OptimizerSpec(lr=1.0)
     if options.model.endswith(".toml"):
         run = load_run(Path(options.model))
         if not run.brings_model:
-            return built_in(run).trace(), None
+            return _without_numbers(lambda: built_in(run)).trace(), None, run.optimizer
         own = custom_model(run)
-        return own.traced, own.assignment if options.stages in (1, run.S) else None
+        return own.traced, own.assignment if options.stages in (1, run.S) else None, run.optimizer
     if not options.model.startswith("hf:"):
-        return from_code(options.model).trace(), None
+        return _without_numbers(lambda: from_code(options.model)).trace(), None, usual
     path = Path(options.model.removeprefix("hf:"))
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SetupError(f"{path} cannot be read: {error}") from None
-    return from_hf(config, rows=options.rows, length=options.length).trace(), None
+    rows, length = options.rows, options.length
+    return _without_numbers(lambda: from_hf(config, rows=rows, length=length)).trace(), None, usual
+
+
+def _without_numbers(make: Callable[[], CustomModel]) -> CustomModel:
+    """A model whose weights take no memory: what is shown here needs their forms only."""
+    with seeded(0), LazyTensors(0).noted():
+        return make()
 
 
 def built_in(run: Run) -> CustomModel:
@@ -131,6 +143,17 @@ def render(
             f"{shown_bytes(plan.bytes_out):>9}  {sends}{more}"
         )
     return "\n".join(lines)
+
+
+def _state(traced: Traced, plans: Sequence[StagePlan], optimizer: OptimizerSpec) -> str:
+    """What the peers of a stage have to hold, besides microbatches."""
+    values, each = traced.graph.values, weight_bytes(optimizer)
+    sizes = [sum(math.prod(values[name].shape) for name in plan.parameters) for plan in plans]
+    words = f"\na peer holds {each} bytes a weight ({optimizer.name}), {each - 8} on a GPU with --host-sums"
+    if optimizer.moments == "float32" and optimizer.name != "adamw8bit":
+        narrow = weight_bytes(replace(optimizer, moments="bfloat16"))
+        words += f"; with moments in bfloat16 {narrow}, {narrow - 8}"
+    return f"{words}: of the largest stage {shown_bytes(each * max(sizes))}"
 
 
 def as_json(

@@ -20,10 +20,10 @@ def _lazy(name: str) -> Callable[..., Any]:
 
 
 if TYPE_CHECKING:
-    from swarm.model.graph.custom_model import custom_model, model_inputs, pin_model, stage_module
+    from swarm.model.graph.custom_model import custom_model, drawn, model_inputs, pin_model, stage_module
     from swarm.model.graph.custom_model import stage_inputs as custom_inputs
 else:
-    custom_inputs, custom_model = _lazy("stage_inputs"), _lazy("custom_model")
+    custom_inputs, custom_model, drawn = map(_lazy, ("stage_inputs", "custom_model", "drawn"))
     model_inputs, pin_model, stage_module = map(_lazy, ("model_inputs", "pin_model", "stage_module"))
 
-__all__ = ("custom_inputs", "custom_model", "model_inputs", "pin_model", "stage_module")
+__all__ = ("custom_inputs", "custom_model", "drawn", "model_inputs", "pin_model", "stage_module")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from swarm.errors import Refused, SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
-from swarm.model.custom import custom_model
+from swarm.model.custom import custom_model, drawn
 from swarm.model.fixed_point import blocks_of
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import parts_of, vector_layout
@@ -232,18 +233,14 @@ def initial_vectors(
     """
     weights = torch.zeros(layout.numel, dtype=weights_dtype(run), device=device)
     statistics = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
-    traced = custom_model(run).traced if run.brings_model else None
+    places = {**dict(layout.views(weights)), **dict(layout.statistics_views(statistics))}
     given = start_tensors(run, stage) if run.start.weights else {}
-    for name, view in layout.views(weights):
-        if name in given:
-            view.copy_(given[name])
-        else:
-            view.copy_(
-                initial_value(run, name, view.shape) if traced is None else traced.parameters[name].detach()
-            )
-    for name, view in layout.statistics_views(statistics):
-        assert traced is not None
-        view.copy_(given.get(name, traced.buffers[name]))
+    others = drawn(run, stage) if run.brings_model else (
+        (name, initial_value(run, name, view.shape)) for name, view in places.items() if name not in given
+    )  # fmt: skip
+    for name, value in chain(given.items(), others):
+        if name in places:
+            places[name].copy_(value)
     return weights, statistics
 
 

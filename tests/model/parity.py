@@ -17,6 +17,7 @@ from torch import nn
 from swarm.ids import Microbatch
 from swarm.model.graph.capture import find_loss
 from swarm.model.graph.ir import OpGraph, Value
+from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.stage_module import StageModule, cut
 from swarm.model.graph.trace import Traced, trace
 from swarm.model.stage_function import Output
@@ -44,8 +45,10 @@ def compute(model: nn.Module, traced: Traced, inputs: dict[str, torch.Tensor]) -
 
 @cache
 def whole(name: str) -> FullModel:
-    torch.manual_seed(0)
-    model, sample = zoo.MODELS[name]()
+    lazy = LazyTensors(0)  # as runs with seed 0 begin
+    with seeded(0), lazy.noted():
+        model, sample = zoo.MODELS[name]()
+    lazy.fill_all(model.modules(), sample)
     model = model.double().train()
     args = tuple(x.double() if x.is_floating_point() else x for x in sample)
     traced = trace(model, args)

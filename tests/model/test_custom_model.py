@@ -15,7 +15,7 @@ import torch
 
 from swarm.errors import Refused, SetupError
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run, write_cut
-from swarm.model.graph.custom_model import custom_model, model_inputs, pin_model
+from swarm.model.graph.custom_model import build, custom_model, model_inputs, pin_model
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import stage_inputs
 from swarm.wire.codec import encode
@@ -72,27 +72,39 @@ def test_every_number_in_the_code_is_in_the_digest_of_the_graph() -> None:
     names = ("bag", "twice", "thrice", "by_tensor_two", "by_tensor_three")
     models = [pin_model(of(name)).model for name in names]
     assert len({model.graph for model in models if isinstance(model, CustomModelSpec)}) == len(names)
-    assert len({model.weights for model in models if isinstance(model, CustomModelSpec)}) == 1
+    assert len({model.digests for model in models if isinstance(model, CustomModelSpec)}) == 1
 
 
 def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
     before = torch.get_rng_state()
     one, other = pin_model(of("bag")), pin_model(replace(of("bag"), seed=2))
     assert torch.equal(before, torch.get_rng_state())
-    assert one.model.weights != other.model.weights and one.model.graph == other.model.graph  # type: ignore[union-attr]
-    torch.manual_seed(1)
+    assert one.model.digests != other.model.digests and one.model.graph == other.model.graph  # type: ignore[union-attr]
+    assert all(first != second for first, second in zip(one.model.digests, other.model.digests, strict=True))  # type: ignore[union-attr]
+    mine = dict(build(one).module.named_parameters())
+    for name in custom_model(one).traced.parameters:
+        assert torch.equal(custom_model(one).value(name), mine[name])
+
+
+def test_a_manifest_of_before_has_the_weights_as_the_code_draws_them_in_a_row() -> None:
     from tests.model.custom_models import Bag
 
-    mine = dict(Bag().named_parameters())
-    for name, parameter in custom_model(one).traced.parameters.items():
-        assert torch.equal(parameter, mine[name])
+    torch.manual_seed(1)
+    mine, run = dict(Bag().named_parameters()), of("bag")
+    new = pin_model(run)
+    digest = "4755ee496bf90b3a155cea6c11b4f2903699dff759a21cd568de77215b7dfc3b"
+    old = changed(run, weights=digest)
+    for found in (custom_model(old).value, lambda name: build(old).module.get_parameter(name)):
+        assert all(torch.equal(found(name), parameter) for name, parameter in mine.items())
+    assert not torch.equal(custom_model(new).value("embed.weight"), mine["embed.weight"])
+    assert pin_model(old).model == changed(new, weights=digest, digests=()).model
 
 
 def test_a_float64_run_has_the_same_weights_in_float64() -> None:
     single, double = custom_model(of("bag")), custom_model(replace(of("bag"), dtype="float64"))
-    for name, parameter in double.traced.parameters.items():
-        assert parameter.dtype == torch.float64
-        assert torch.equal(parameter, single.traced.parameters[name].double())
+    for name in double.traced.parameters:
+        assert double.value(name).dtype == torch.float64
+        assert torch.equal(double.value(name), single.value(name).double())
 
 
 def test_the_graph_is_of_the_run_s_microbatch_and_labels_are_the_tokens_after() -> None:
@@ -154,7 +166,7 @@ def test_samples_that_do_not_fit_the_model_are_refused(name: str, text: str) -> 
         model_inputs(run, [np.stack(arrays) for arrays in zip(*made[:4], strict=True)])
 
 
-PINNED: dict[str, tuple[dict[str, str], str]] = {
+PINNED: dict[str, tuple[dict[str, Any], str]] = {
     "file": (
         {"version": "sha256 " + "0" * 64},
         r"model\.version: the run's model is of a source file with sha256 000.*, here is a source file",
@@ -167,6 +179,11 @@ PINNED: dict[str, tuple[dict[str, str], str]] = {
         {"weights": "0" * 64},
         r"model\.weights: the model begins with other weights here \(.*\) than in the run \(000000000000…\): "
         r"another version of torch \(this is 2\..*\) .* rounds differently; use what",
+    ),
+    "digests": (
+        {"digests": ("0" * 64, "1" * 64)},
+        r"model\.digests: stage 1 of the model begins with other weights here \(.*\) than in the run "
+        r"\(111111111111…\): another version of torch .* use what",
     ),
     "graph": ({"graph": "0" * 64}, r"model\.graph: the model is made of other operators here .* use what"),
     "count": ({"cut": "0*1 1*1"}, r"model\.cut is not of the \d+ operators of this model: leave it out"),
@@ -184,9 +201,11 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
     values, text = PINNED[key]
     run = of("bag")
     n = len(custom_model(run).assignment)
-    given = {k: v.replace("{n-1}", str(n - 1)).replace("{n}", str(n)) for k, v in values.items()}
+    given = dict(values)
+    if "cut" in given:
+        given["cut"] = given["cut"].replace("{n-1}", str(n - 1)).replace("{n}", str(n))
     with pytest.raises(SetupError, match=text):
-        custom_model(changed(run, **given))
+        StageCompute(changed(run, **given), 1)
 
 
 @pytest.mark.parametrize(

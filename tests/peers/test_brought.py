@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.errors import SetupError
 from swarm.manifest import (
     BatchSpec,
     CodecSpec,
@@ -22,9 +23,10 @@ from swarm.manifest import (
     write_cut,
 )
 from swarm.model.gradient_sum import SharedWeights
-from swarm.model.graph.custom_model import custom_model
+from swarm.model.graph.custom_model import custom_model, pin_model
 from swarm.model.layout import shared_terms
 from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -109,17 +111,19 @@ def llama_run(**changes: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("run_of", "name", "dtype", "delayed"),
+    ("run_of", "name", "dtype", "delayed", "moments"),
     [
-        (gpt2_run, "transformer.wte.weight", "float32", False),
-        (llama_run, "tokens.weight", "float32", False),
-        (gpt2_run, "transformer.wte.weight", "float64", True),
+        (gpt2_run, "transformer.wte.weight", "float32", False, "float32"),
+        (llama_run, "tokens.weight", "float32", False, "float32"),
+        (gpt2_run, "transformer.wte.weight", "float64", True, "float32"),
+        (llama_run, "tokens.weight", "float32", True, "bfloat16"),
     ],
 )
 async def test_tied_weights_with_a_death_are_those_of_one_process(
-    run_of: Callable[..., Run], name: str, dtype: str, delayed: bool
+    run_of: Callable[..., Run], name: str, dtype: str, delayed: bool, moments: Any
 ) -> None:
     run = run_of(dtype=dtype, delayed_updates=delayed, codec=CodecSpec(forward="bf16", backward="none"))
+    run = replace(run, optimizer=replace(run.optimizer, moments=moments))
     assert name in shared_terms(run, 0)[2]
     data = Text(run)
     async with swarm(run, batches=data) as built:
@@ -192,3 +196,14 @@ async def test_a_member_that_has_no_memory_for_its_result_says_so_and_the_round_
         await built.until_finished()
         assert broken
         check(built, one_process(run, data), tolerance=0.0)
+
+
+def test_a_peer_that_would_begin_with_other_weights_serves_no_stage() -> None:
+    """As one whose processor rounds differently than the owner's."""
+    run = pin_model(gpt2_run())
+    assert isinstance(run.model, CustomModelSpec)
+    first, *others = run.model.digests
+    pinned = replace(run, model=replace(run.model, digests=(first, *("0" * 64 for _ in others))))
+    StageCompute(pinned, 0)
+    with pytest.raises(SetupError, match=r"model\.digests: stage 1 of the model begins with other weights"):
+        StageCompute(pinned, 1)

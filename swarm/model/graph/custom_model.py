@@ -2,15 +2,17 @@
 
 Nothing of the model travels: each peer builds it from code that is installed there. So that all have the
 same, the manifest pins the code's version, the operators that it traces to, and the weights of version 0.
+What is built has forms only; the numbers of a stage are made where it is served
+(`swarm.model.graph.lazy_tensors`). Manifests of before that pin all weights at once, as the code draws them
+one after the other: `model.weights`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -35,14 +37,16 @@ from swarm.manifest import (
     write_cut,
 )
 from swarm.model.gpt import weights_dtype
-from swarm.model.graph.builder import Traced
+from swarm.model.graph.builder import CONSTANT, Traced
 from swarm.model.graph.calls import Call, Ref, refs
+from swarm.model.graph.capture import WithLoss
 from swarm.model.graph.ir import Operator, Value
+from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
-from swarm.model.layout import start_tensors
+from swarm.model.layout import stage_layout, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
@@ -98,7 +102,9 @@ class Model:
     """A custom model, ready to be computed stage by stage."""
 
     traced: Traced
-    """For the microbatches of the run, with the weights of version 0."""
+    """For the microbatches of the run. Its tensors have forms; `value` gives their numbers."""
+    lazy: LazyTensors | None
+    """None: the numbers are there."""
     assignment: tuple[int, ...]
     """The stage of each operator."""
     plans: tuple[StagePlan, ...]
@@ -112,8 +118,12 @@ class Model:
         """The parameters that several stages hold, each with its stages."""
         return shared_parameters(self.plans)
 
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of version 0, by its full name."""
+        tensor = (self.traced.parameters if name in self.traced.parameters else self.traced.buffers)[name]
+        return tensor.detach() if self.lazy is None else self.lazy.value(tensor)
 
-@lru_cache(maxsize=4)
+
 def custom_model(run: Run) -> Model:
     """The model of a run. The first call builds and traces it: seconds. Not from several threads at once.
 
@@ -130,15 +140,18 @@ def custom_model(run: Run) -> Model:
             f"model.version: the run's model is of {_called(spec.version)}, here is {_called(version)}: "
             "install the run's"
         )
-    built = _built(_open(run))
-    _compare("weights", spec.weights, built.weights, "begins with other weights", _ROUNDS)
-    _compare("graph", spec.graph, built.graph, "is made of other operators", "")
+    built = _built(_open(run), bool(spec.weights))
+    _compare("weights", spec.weights, built.weights, "the model begins with other weights", _ROUNDS)
+    _compare("graph", spec.graph, built.graph, "the model is made of other operators", "")
     assignment = _assignment(run, spec, built.traced)
     plans = plan_stages(built.traced.graph, assignment)
     inputs = _inputs(run, built.traced)
     _check_cut(run, built.traced, plans)
     bounds = _bounds(built.traced, inputs)
-    return Model(traced=built.traced, assignment=assignment, plans=plans, inputs=inputs, bounds=bounds)
+    return Model(
+        traced=built.traced, lazy=built.lazy, assignment=assignment, plans=plans, inputs=inputs,
+        bounds=bounds,
+    )  # fmt: skip
 
 
 def pin_model(run: Run) -> Run:
@@ -147,20 +160,62 @@ def pin_model(run: Run) -> Run:
     Raises:
         SetupError: as `custom_model`; or the code draws its weights by something else than torch's generator.
     """
-    spec, model, built = _spec(run), custom_model(run), _built(_open(run))
-    if _weights_digest(build(run).module) != built.weights:
-        raise SetupError(
-            "the model begins with other weights each time that it is built: its code has to draw them by "
-            "torch's own generator, which the run seeds"
-        )
+    spec, model = _spec(run), custom_model(run)
+    digests: tuple[str, ...] = ()
+    if not spec.weights:
+        digests = _digests(run, model.value)
+        made, lazy = _made(run)
+        again = WithLoss(made.module, made.loss)
+        tensors = {**again.weights(), **again.tensors()}
+        if digests != _digests(run, lambda name: lazy.value(tensors[name])):
+            raise SetupError(
+                "the model begins with other weights each time that it is built: its code has to draw them "
+                "by torch's own generator, which the run seeds"
+            )
     pinned = replace(
         spec,
         version=_version(spec),
-        graph=built.graph,
-        weights=built.weights,
+        graph=_built(_open(run), bool(spec.weights)).graph,
+        digests=digests,
         cut=write_cut(model.assignment),
     )
     return replace(run, model=pinned)
+
+
+def drawn(run: Run, stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a stage begins with and does not read elsewhere, by full name: one after the other, so that no
+    more than one has to be held.
+
+    Raises:
+        SetupError: after the last one: they are not what the manifest pins.
+    """
+    model, pinned, digest = custom_model(run), _spec(run).digests, hashlib.sha256()
+    for name in _drawn_names(run, stage):
+        value = model.value(name)
+        if pinned:
+            add_tensor(digest, name, value)
+        yield name, value
+    if pinned:
+        what = f"stage {stage} of the model begins with other weights"
+        _compare("digests", pinned[stage], digest.hexdigest(), what, _ROUNDS)
+
+
+def _digests(run: Run, value: Callable[[str], torch.Tensor]) -> tuple[str, ...]:
+    """Of what `drawn` gives for each stage."""
+    found = []
+    for stage in range(run.S):
+        digest = hashlib.sha256()
+        for name in _drawn_names(run, stage):
+            add_tensor(digest, name, value(name))
+        found.append(digest.hexdigest())
+    return tuple(found)
+
+
+def _drawn_names(run: Run, stage: Stage) -> list[str]:
+    plan = custom_model(run).plans[stage]
+    held = {name for name in plan.buffers if not name.startswith(CONSTANT)}
+    there = start_shapes(run, stage).keys() if run.start.weights else set[str]()
+    return sorted((stage_layout(run, stage).terms.keys() | held) - there)
 
 
 def model_inputs(run: Run, rows: np.ndarray | Sequence[np.ndarray]) -> list[torch.Tensor]:
@@ -233,6 +288,9 @@ def stage_module(run: Run, stage: Stage) -> StageModule:
     """
     model = custom_model(run)
     traced, plan = model.traced, model.plans[stage]
+    if model.lazy is not None:
+        for name in plan.buffers:
+            model.lazy.fill(traced.buffers[name])
     if run.start.weights and traced.parameters.keys() & set(plan.buffers):
         traced = replace(traced, buffers={**traced.buffers, **frozen_weights(run, stage)})
     return StageModule(traced, plan, seed=run.seed)
@@ -254,19 +312,28 @@ def frozen_weights(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
 
 class _Built(NamedTuple):
     traced: Traced
+    lazy: LazyTensors | None
     weights: str
-    """Digest."""
+    """Digest of all of them, where they are drawn one after the other."""
     graph: str
     """Digest."""
 
 
 @lru_cache(maxsize=2)
-def _built(run: Run) -> _Built:
-    """`run`: as `_open` leaves it, so that pinning or cutting it anew builds nothing anew."""
-    sample = build(run)
-    weights = _weights_digest(sample.module)  # before it is traced: that runs it
+def _built(run: Run, in_a_row: bool) -> _Built:
+    """`run`: as `_open` leaves it, so that pinning or cutting it anew builds nothing anew. `in_a_row`: as
+    manifests with `model.weights` have it.
+    """
+    if in_a_row:
+        sample, lazy = build(run, in_a_row=True), None
+        weights = _weights_digest(sample.module)  # before it is traced: that runs it
+    else:
+        (sample, lazy), weights = _made(run), ""
     traced = sample.trace()
-    return _Built(traced, weights, _graph_digest(traced))
+    for name, tensor in traced.buffers.items():
+        if lazy is not None and name.startswith(CONSTANT):
+            lazy.fill(tensor)
+    return _Built(traced, lazy, weights, _graph_digest(traced))
 
 
 def _spec(run: Run) -> CustomModelSpec:
@@ -280,7 +347,7 @@ def _open(run: Run) -> Run:
         run,
         steps=1,
         dtype="float64" if weights_dtype(run) == torch.float64 else "float32",
-        model=replace(_spec(run), version="", graph="", weights="", cut="", stages=1),
+        model=replace(_spec(run), version="", graph="", weights="", digests=(), cut="", stages=1),
         batch=BatchSpec(microbatch_size=run.batch.microbatch_size, microbatches_per_step=1),
         optimizer=OptimizerSpec(lr=1.0),
         codec=CodecSpec(),
@@ -294,28 +361,47 @@ _ROUNDS = " or a kind of processor that rounds differently;"
 def _compare(key: str, pinned: str, found: str, what: str, more: str) -> None:
     if pinned not in ("", found):
         raise SetupError(
-            f"model.{key}: the model {what} here ({found[:12]}…) than in the run ({pinned[:12]}…): another "
+            f"model.{key}: {what} here ({found[:12]}…) than in the run ({pinned[:12]}…): another "
             f"version of torch (this is {torch.__version__}) or of what the code imports;{more} use what the "
             "run's owner has"
         )
 
 
-def build(run: Run) -> CustomModel:
-    """The model of version 0, a new one each time, with a sample microbatch of the run's size.
+def build(run: Run, *, in_a_row: bool | None = None) -> CustomModel:
+    """The model of version 0 with all of its weights, a new one each time, with a sample microbatch of the
+    run's size.
 
-    Not compared with what the manifest pins: see `custom_model`.
+    Not compared with what the manifest pins: see `custom_model`. `in_a_row`: the weights are drawn one after
+    the other; None: if the manifest pins such.
 
     Raises:
         SetupError: it cannot be built here.
     """
+    if in_a_row or (in_a_row is None and _spec(run).weights):
+        with seeded(run.seed):
+            return _sized(run)
+    made, lazy = _made(run)
+    losses = made.loss.modules() if isinstance(made.loss, nn.Module) else ()
+    lazy.fill_all((*made.module.modules(), *losses), made.args, made.kwargs, made.targets)
+    return made
+
+
+def _made(run: Run) -> tuple[CustomModel, LazyTensors]:
+    """The model without numbers, and how they are had."""
+    lazy = LazyTensors(run.seed)
+    with seeded(run.seed), lazy.noted():
+        return _sized(run), lazy
+
+
+def _sized(run: Run) -> CustomModel:
+    """What the code makes, in the dtype and for the microbatches of the run."""
     spec = _spec(run)
     use_threads_of(run)  # an orthogonal initialisation has sums in it
     rows, length = run.batch.microbatch_size, run.data.sequence_length
-    with _seeded(run.seed):
-        if spec.kind == "hf":
-            made = from_hf(json.loads(spec.config), rows=rows, length=length)
-        else:
-            made = from_code(spec.source)
+    if spec.kind == "hf":
+        made = from_hf(json.loads(spec.config), rows=rows, length=length)
+    else:
+        made = from_code(spec.source)
     dtype = weights_dtype(run)
     freeze(made.module, spec.frozen)
     if run.lora.rank:
@@ -349,19 +435,6 @@ def build(run: Run) -> CustomModel:
     )
 
 
-@contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """What is drawn inside by torch's generator is a function of the seed; it goes on as before, after."""
-    dtype = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-
-
 # --- what is pinned -----------------------------------------------------------------------------------------
 
 
@@ -393,7 +466,7 @@ def _graph_digest(traced: Traced) -> str:
         lines.append(f"{traced.statistics.get(op.index, ())}")
     digest.update("\n".join(lines).encode())
     for name, tensor in traced.buffers.items():
-        if name.startswith("constant:"):
+        if name.startswith(CONSTANT):
             add_tensor(digest, name, tensor)
     return digest.hexdigest()
 
@@ -470,7 +543,7 @@ def _shared_statistics(traced: Traced, plans: Sequence[StagePlan]) -> dict[str, 
 
 def _must_change(run: Run) -> str:
     """Why copies that several stages have of a weight would drift apart, and what to do; "" if not."""
-    if not ((run.exact_sums or run.dtype == "float64") and run.codec.reduce == "none"):
+    if not (run.adds_exactly or (run.dtype == "float64" and run.codec.reduce == "none")):
         return 'their sums of its gradient must be exact. Set exact_sums = true and codec.reduce = "none"'
     if run.depends_on_routes:
         return (
