@@ -22,6 +22,7 @@ from peers.audit.verdicts import TrustedDirectory, Verdicts
 from peers.clock import now_s
 from peers.evaluation.asking import Evaluations, reader
 from peers.fault_points import fault_point
+from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
 from peers.locator import Locator
 from peers.ports import Directory, Transport
@@ -147,6 +148,7 @@ class Trainer:
     ) -> None:
         """`held_out`: what the run is evaluated on, if it is and this trainer has it."""
         self._run, self._batches, self._emit = run, batches, emit
+        directory = own_directory(run, directory)
         self._verdicts = Verdicts(run, transport, directory, emit)
         directory = TrustedDirectory(directory, self._verdicts.convicted)
         self._transport, self._directory, self._settings = transport, directory, settings
@@ -161,7 +163,7 @@ class Trainer:
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
         self._pace = Pace()
-        self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.M), run.M)
+        self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.microbatches(t)), run.M)
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
@@ -173,7 +175,6 @@ class Trainer:
         self._version = 0
         self._startable = -1
         """The newest step that a microbatch could be started of, were one due."""
-        """As many microbatches of open steps are in flight as the window allows."""
         self._held_by_all = -1
         """The version that every stage has: until it is the last one, some stage may be lost and need this
         trainer."""
@@ -187,6 +188,8 @@ class Trainer:
         self._attempts: dict[Microbatch, int] = {}
         self._refusals: dict[Microbatch, set[PeerId]] = {}
         self._failure: SwarmError | None = None
+        self.may_end: Callable[[], bool] = lambda: True
+        """Whether this trainer is needed no more once its own steps are taken."""
         self.losses: dict[Microbatch, float] = {}
         """Of every microbatch that this trainer got an answer for."""
         self.step_losses: dict[int, float] = {}
@@ -202,6 +205,11 @@ class Trainer:
     def replayed(self) -> int:
         """Microbatches run again because a peer died with them."""
         return self._todo.replayed
+
+    @property
+    def is_done(self) -> bool:
+        """Whether each stage has all steps that this trainer is for."""
+        return self._held_by_all >= self._last_step
 
     @property
     def _last_step(self) -> int:
@@ -225,7 +233,7 @@ class Trainer:
         watching = asyncio.create_task(self._watch())
         probing = asyncio.create_task(self._prober.run())
         try:
-            while self._held_by_all < self._last_step and not self._leaving:
+            while not (self._leaving or (self.is_done and self.may_end())):
                 if self._failure is not None:
                     raise self._failure
                 if (failure := self._evaluations.failure) is not None:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from swarm import merkle
 from swarm.errors import Refused, SetupError
-from swarm.ids import PeerId
+from swarm.ids import Microbatch, PeerId
 from swarm.manifest import Run
 
 CHUNK_TOKENS = 1 << 21
@@ -47,8 +47,8 @@ def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     """
     if not run.data.tokens:
         raise SetupError("data.tokens is not set in the run's manifest: pin the run to its token file first")
-    size = run.batch.microbatch_size
-    first = (t * run.M + m) * size
+    size, (t, m) = run.batch.microbatch_size, run.named(Microbatch(t, m))
+    first = (t * run.whole.M + m) * size
     return [_offset(run, number) for number in range(first, first + size)]
 
 

@@ -19,6 +19,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -27,6 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from swarm.codecs import KNOWN, PPM, ROUNDED, VALUES, parse_codec
 from swarm.errors import SetupError, did_you_mean
+from swarm.ids import Microbatch, Stage
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -389,7 +391,7 @@ _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomModelSpec(_Spec, section="model"):
     """A custom model, and how it is cut. `swarm.model.graph.custom_model` builds it, and fills in the last
-    four.
+    ones.
     """
 
     kind: Literal["code", "hf"] = _rule(_choice("code", "hf", told=MODEL_KINDS))
@@ -743,6 +745,33 @@ class AdmissionSpec(_Spec, section="admission"):
         return peer in self.trainers or peer == self.owner != ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandsSpec(_Spec, section="islands"):
+    """Virtual workers that train by themselves, and meet every few steps (DiLoCo, arXiv 2311.08105).
+
+    A meeting leaves all of them with the same state of each stage: the optimizer of their steps begins anew.
+    So an island that has lost a stage gets it from any other, and goes on from the last meeting.
+    """
+
+    count: int = _rule(_integer(1, 4096), 1, later=True)
+    """How many; each takes an equal share of the microbatches of a step. 1 = none: replicas add up their
+    gradients in each step."""
+    local_steps: int = _rule(_integer(1, 1_000_000), 32, later=True)
+    """Steps between two meetings. A meeting is a step, too, of no microbatch."""
+    outer_lr: float = _rule(_number(0.0, 10.0, above=True), 0.7, later=True)
+    """How far the weights go, at a meeting, towards where the islands are on average."""
+    outer_momentum: float = _rule(_number(0.0, 1.0), 0.9, later=True)
+    """Nesterov's, of the meetings."""
+    codec: str = _rule(_CODEC, "none", later=True)
+    """How what an island has changed travels."""
+
+    def _cross_check(self) -> None:
+        if self.count == 1 and _values(self):
+            raise self.wrong("count", "at least 2 when there are other values in [islands]")
+        if _sparse(self.codec):
+            raise self.wrong("codec", f"{_VALUES}: what a top-k leaves out would never arrive")
+
+
 _HUB_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
 
@@ -862,9 +891,13 @@ class Run(_Spec):
     start: StartSpec = field(default_factory=StartSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)
     eval: EvalSpec = field(default_factory=EvalSpec)
+    islands: IslandsSpec = field(default_factory=IslandsSpec)
     id: str = field(init=False, repr=False, compare=False)
     """The first 32 hex digits of the SHA-256 of the canonical text; stored, since every message carries
-    it."""
+    it. That of an island has its number besides."""
+    number: int = field(init=False, repr=False, default=NO_ISLAND)
+    """Of this island, where the run has several: see `island`."""
+    _whole: Run | None = field(init=False, repr=False, compare=False, default=None)
 
     def _cross_check(self) -> None:
         if self.optimizer.warmup_steps >= self.steps:
@@ -899,6 +932,8 @@ class Run(_Spec):
             )
         if self.eval.every:
             self._check_eval()
+        if self.islands.count > 1:
+            self._check_islands()
         if self.start.digests and len(self.start.digests) != self.S:
             raise self.start.wrong("digests", f"a list of {self.S}, one for each stage; or empty")
         object.__setattr__(self, "codec", self._codec_of_each_boundary())
@@ -920,6 +955,29 @@ class Run(_Spec):
         if (source == "code") == (self.eval.data == "files"):
             some = "package.module:function" if source == "code" else '"files"'
             raise self.eval.wrong("data", f'{some} when data.source is "{source}"')
+
+    def _check_islands(self) -> None:
+        count, window = self.islands.count, self.islands.local_steps + 1
+        if self.M % count:
+            raise self.islands.wrong("count", f"a divisor of batch.microbatches_per_step ({self.M})")
+        if self.delayed_updates:
+            raise self.islands.wrong("count", "1 when delayed_updates is true: islands hardly wait")
+        if self.optimizer.name == "adamw8bit":
+            raise self.islands.wrong("count", '1 when optimizer.name is "adamw8bit"')
+        if self.rounds_sums:
+            raise self.islands.wrong("count", f'1 when codec.reduce is "{self.codec.reduce}"')
+        if self.optimizer.moments != "float32":
+            raise self.islands.wrong("count", f'1 when optimizer.moments is "{self.optimizer.moments}"')
+        for name, steps in (
+            ("steps", self.steps),
+            ("checkpoint_every", self.checkpoint_every),
+            ("eval.every", self.eval.every),
+        ):
+            if steps % window:
+                raise wrong(
+                    name, steps, f"a multiple of islands.local_steps + 1 ({window}): so many steps end with "
+                    "a meeting"
+                )  # fmt: skip
 
     def _codec_of_each_boundary(self) -> CodecSpec:
         """`codec` with lists that fit the model, and no list where all boundaries are alike."""
@@ -1012,6 +1070,69 @@ class Run(_Spec):
         """
         return any(len(self.codec.allowed_at(boundary)) > 1 for boundary in range(self.S - 1))
 
+    # -- islands --------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> Run:
+        """The run that this island is one of; or the run itself."""
+        return self._whole or self
+
+    @property
+    def cells(self) -> int:
+        """Stages of all islands together: the cell of stage s and island k is number k * S + s."""
+        return self.whole.islands.count * self.S
+
+    def cell(self, stage: Stage) -> Stage:
+        """The cell of a stage of this island; of a run without islands the stage itself."""
+        return max(0, self.number) * self.S + stage
+
+    def island(self, number: int) -> Run:
+        """The terms of one island, under an id of its own: its M are its share of the microbatches.
+
+        Where there are none, the run itself.
+        """
+        count = self.whole.islands.count
+        assert 0 <= number < count
+        if count == 1:
+            return self
+        found = copy(self.whole)
+        batch = replace(self.whole.batch, microbatches_per_step=self.whole.M // count)
+        for name, value in (
+            ("batch", batch), ("number", number), ("_whole", self.whole), ("id", f"{self.whole.id}.{number}")
+        ):  # fmt: skip
+            object.__setattr__(found, name, value)
+        return found
+
+    def meets_at(self, t: int) -> bool:
+        """Whether step `t` is a meeting of islands."""
+        window = self.islands.local_steps + 1
+        return self.islands.count > 1 and t % window == window - 1
+
+    def is_common(self, version: int) -> bool:
+        """Whether all islands have the same state of that version: after a meeting."""
+        return self.islands.count == 1 or version == 0 or self.meets_at(version - 1)
+
+    def is_saved(self, version: int) -> bool:
+        """Whether peers save that version: of several islands, what each meeting leaves."""
+        every = self.checkpoint_every
+        return (bool(every) and version % every == 0) or (version > 0 and self.meets_at(version - 1))
+
+    def microbatches(self, t: int) -> int:
+        """How many step `t` has."""
+        return 0 if self.meets_at(t) else self.M
+
+    def trained(self, t: int) -> int:
+        """Steps before `t` that are no meetings."""
+        return t - t // (self.islands.local_steps + 1) if self.islands.count > 1 else t
+
+    def moments_age(self, t: int) -> int:
+        """Steps since the optimizer began whose state step `t` finds."""
+        return t % (self.islands.local_steps + 1) if self.islands.count > 1 else t
+
+    def named(self, mb: Microbatch) -> Microbatch:
+        """What data and chance call a microbatch of this island: its number among those of all."""
+        return Microbatch(self.trained(mb.t), max(0, self.number) * self.M + mb.m)
+
     def weight_version(self, t: int) -> int:
         """The version of the weights that step `t` is computed with."""
         return max(0, t - 1) if self.delayed_updates else t
@@ -1030,7 +1151,7 @@ _TABLES: dict[str, type[_Spec]] = {
     spec.section: spec
     for spec in (
         *(ModelSpec, DataSpec, BatchSpec, OptimizerSpec, CodecSpec, AdmissionSpec, StartSpec),
-        *(LoraSpec, EvalSpec),
+        *(LoraSpec, EvalSpec, IslandsSpec),
     )
 }
 

@@ -339,7 +339,7 @@ class NetDirectory:
         """From the run's manifest: its stages, and whose charter holds."""
         if run_id == self.run_id:
             run = parse_run(text)
-            self.reader.stages = run.S
+            self.reader.stages = run.cells
             self.charters.follow_manifest(run)
             if self.charters.charter is None:
                 await self.charters.ask_now()

@@ -48,8 +48,8 @@ from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.audit.auditor import Auditor
+    from peers.islands.trainers import IslandTrainers
     from peers.stage.server import StagePeer
-    from peers.trainer import Trainer
     from peers.transfer.keeper import CheckpointKeeper
     from peers.transfer.leases import Snapshot
     from swarm.model.stage import StageCompute
@@ -318,8 +318,9 @@ class Peer(Networked[PeerOptions]):
             device = choose_device(options.device)
 
         def accepts(run: Run) -> None:
-            if options.stage != "auto" and options.stage >= run.S:
-                raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
+            if options.stage != "auto" and options.stage >= run.cells:
+                of = "cells" if run.cells > run.S else "stages"
+                raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
 
         async with contextlib.AsyncExitStack() as stack:
             node, run = await stack.enter_async_context(self._joined("peer", options, prepare, accepts))
@@ -370,7 +371,7 @@ class Peer(Networked[PeerOptions]):
         if self.options.stage != "auto":
             (stage,) = allowed_stages(node, [self.options.stage])
             return stage
-        allowed = allowed_stages(node, range(run.S))
+        allowed = allowed_stages(node, range(run.cells))
         stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, allowed)
         self._emit(Note(text=f"joins stage {stage}, which needs a peer most"))
         return stage
@@ -408,15 +409,17 @@ class Peer(Networked[PeerOptions]):
         by_cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
         return compute, admits, max(1, min(by_cores, needs.workers(free_bytes(device), most)))
 
-    def _fits_anywhere(self, run: Run) -> bool:
+    def _fits_anywhere(self, run: Run, device: str) -> bool:
         """Whether it may be sent to any stage: one that did not fit there would be lost to the run."""
         from peers.owner.memory_limit import needs_of
 
-        most = self.options.max_vram
-        return most is None or all(needs_of(run, stage).least <= most for stage in range(run.S))
+        most, host_sums = self.options.max_vram, self.options.host_sums and device != "cpu"
+        needs = (needs_of(run, stage, host_sums=host_sums) for stage in range(run.S))
+        return most is None or all(one.least <= most for one in needs)
 
     async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
         """Serve a stage, and others if they need this device more, until the owner has it leave."""
+        from peers.islands.directory import split_cell
         from peers.stage import pause as paused
         from peers.stage.server import StagePeer
         from peers.stage.settings import Checkpoints, StageSettings
@@ -430,8 +433,8 @@ class Peer(Networked[PeerOptions]):
         elif (folder := results_folder()) is not None:
             checkpoints = Checkpoints(folder=folder, keep=1, only_last=True)
 
-        movable = options.stage == "auto" and len(allowed_stages(node, range(run.S))) == run.S
-        movable = movable and await asyncio.to_thread(self._fits_anywhere, run)
+        movable = options.stage == "auto" and len(allowed_stages(node, range(run.cells))) == run.cells
+        movable = movable and await asyncio.to_thread(self._fits_anywhere, run, device)
         key, started_at = options.identity, now_s()
         voucher = OwnVoucher(None if key is None else key.with_name(f"{key.name}.voucher"))
 
@@ -446,18 +449,21 @@ class Peer(Networked[PeerOptions]):
 
         fetched = FetchedStart(run)
 
-        async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
+        async def build(cell: Stage, kept: Snapshot | None) -> StagePeer:
+            island, stage = split_cell(run, cell)
             await fetched.prepare(stage, node.transport, node.directory, emit)
-            compute, *room = await asyncio.to_thread(self._build, run, stage, device)
+            compute, *room = await asyncio.to_thread(self._build, island, stage, device)
             mine = settings(*room)
-            node.door.stage = stage
-            peer = StagePeer(run, stage, compute, node.transport, node.directory, mine, emit, kept=kept)
+            node.door.stage = cell
+            peer = StagePeer(island, stage, compute, node.transport, node.directory, mine, emit, kept=kept)
             node.transport.on_gone = peer.peer_gone
             return peer
 
-        def hold(stage: Stage, kept: Snapshot | None) -> paused.PausedPeer:
+        def hold(cell: Stage, kept: Snapshot | None) -> paused.PausedPeer:
             node.transport.on_gone = None
-            return paused.PausedPeer(run, stage, kept, node.transport, node.directory, settings(1), owner)
+            return paused.PausedPeer(
+                *split_cell(run, cell), kept, node.transport, node.directory, settings(1), owner
+            )
 
         await paused.serve(stage, owner, build, hold, device=device, emit=emit)
 
@@ -466,9 +472,9 @@ class _Looping(Networked[OptionsT]):
     """A program whose loop can be told to leave, perhaps before it has begun."""
 
     _left = False
-    loop: Trainer | CheckpointKeeper | Auditor | None = None
+    loop: IslandTrainers | CheckpointKeeper | Auditor | None = None
 
-    async def _run(self, loop: Trainer | CheckpointKeeper | Auditor) -> None:
+    async def _run(self, loop: IslandTrainers | CheckpointKeeper | Auditor) -> None:
         self.loop = loop
         if self._left:
             loop.leave()
@@ -487,8 +493,9 @@ class Train(_Looping[TrainOptions]):
         options = self.options
         async with self._joined("train", options, lambda: None) as (node, run):
             from peers.evaluation.data import fetch_eval, open_eval
+            from peers.islands.trainers import IslandTrainers
             from peers.storage.samples import open_data
-            from peers.trainer import Trainer, TrainerSettings
+            from peers.trainer import TrainerSettings
 
             batches = await asyncio.to_thread(
                 open_data, run, options.data, options.tokenizer, options.cache_size
@@ -502,9 +509,10 @@ class Train(_Looping[TrainOptions]):
             await self._tell_missing(options, node, run)
             window = None if options.window == "auto" else options.window
             settings = TrainerSettings(window=window, steps=options.steps)
-            await self._run(
-                Trainer(run, batches, node.transport, node.directory, settings, self._emit, held_out=held_out)
+            trainers = IslandTrainers(
+                run, batches, node.transport, node.directory, settings, self._emit, held_out=held_out
             )
+            await self._run(trainers)
 
 
 class Keeper(_Looping[KeeperOptions]):

@@ -46,7 +46,7 @@ async def choose_stage(
     await asyncio.sleep(OTHERS_S)
     records = await directory.lookup_all()
     others = sorted(r.peer for r in records if r.state == "choosing" and r.peer != me)[:MAX_OTHERS]
-    stage = choose_stages(records, [me, *others], stages=run.S, now_s=time.time())[me]
+    stage = choose_stages(records, [me, *others], stages=run.cells, now_s=time.time())[me]
     if allowed and stage not in allowed:
         stage = min(allowed, key=Counter(record.stage for record in records).__getitem__)
     await announce(stage)  # peers that choose after this count us there
@@ -56,4 +56,4 @@ async def choose_stage(
 def unserved(records: Sequence[PeerRecord], run: Run, mine: Sequence[Stage] = ()) -> list[Stage]:
     """Stages that no peer serves, or is about to. `mine`: that of the one that asks."""
     there = {record.stage for record in records if record.state in ("joining", "serving", "paused")}
-    return [stage for stage in range(run.S) if stage not in there and stage not in mine]
+    return [stage for stage in range(run.cells) if stage not in there and stage not in mine]

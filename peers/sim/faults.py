@@ -243,7 +243,7 @@ def rush(swarm: Swarm, fault: Fault) -> None:
 @_kind(6)
 def join(swarm: Swarm, fault: Fault) -> None:
     """A newcomer downloads the state of a stage and serves."""
-    member = swarm.add_peer(int(fault.which * swarm.run.S))
+    member = swarm.add_peer(int(fault.which * swarm.run.cells))
     swarm.say(f"*** {member.name} joins stage {member.stage}")
 
 
@@ -277,7 +277,7 @@ def storm(swarm: Swarm, fault: Fault) -> None:
 @_kind(3)
 def lose_stage(swarm: Swarm, fault: Fault) -> None:
     """All peers of a stage die at once; others come from a checkpoint, or from nothing."""
-    _lose(swarm, int(fault.which * swarm.run.S), fault.lasts_s / 2)
+    _lose(swarm, int(fault.which * swarm.run.cells), fault.lasts_s / 2)
 
 
 def _lose(swarm: Swarm, stage: Stage, after_s: float) -> None:
@@ -332,10 +332,10 @@ def pause(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     swarm.loop.call_later(fault.lasts_s, resume)
 
 
-@_kind(4, lambda swarm: _steady(swarm) if swarm.run.S > 1 else ())
+@_kind(4, lambda swarm: _steady(swarm) if swarm.run.cells > 1 else ())
 def move(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """A peer that has a replica goes to another stage."""
-    to = (member.stage + 1 + int(fault.which * 97) % (swarm.run.S - 1)) % swarm.run.S
+    to = (member.stage + 1 + int(fault.which * 97) % (swarm.run.cells - 1)) % swarm.run.cells
     swarm.say(f"*** {member.name} moves from stage {member.stage} to {to}")
     member.process.spawn(swarm.loop, member.served.peer.moving.move(to, why="a fault", going=set()))
 

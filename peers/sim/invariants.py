@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from swarm.manifest import Run
+from swarm.manifest import NO_ISLAND, Run
 from swarm.model.stage import StageCompute
 
 INVARIANTS = {
@@ -39,54 +39,72 @@ class Invariants:
         """The first stage that holds the same weights."""
         self._counts = [2 if tied and stage in (0, run.S - 1) else 1 for stage in range(run.S)]
         self.looked: Counter[str] = Counter()
-        self._bits: dict[tuple[int, int], tuple[str, bytes]] = {}
-        """(stage, version) -> the peer that had it first, and its bytes."""
+        self._bits: dict[tuple[int, int, int], tuple[str, bytes]] = {}
+        """(island, stage, version) -> the peer that had it first, and its bytes. After a meeting all islands
+        are alike."""
         self._prepared: set[tuple[int, int]] = set()
-        """(stage, step) of each gradient that a replica had."""
+        """(cell, step) of each gradient that a replica had."""
 
     def holds(self, peer: str, compute: StageCompute) -> None:
         """`peer` has new weights: it took a step, or a whole state from somewhere."""
         self.looked["I1"] += 1
         self.looked["I2"] += 1
         weights = torch.cat(list(compute.state.named_weights().values()))
-        self._are_due(peer, compute.stage, compute.version, weights)
+        self._are_due(peer, compute.run.number, compute.stage, compute.version, weights)
 
     def saved(self, disk: str, stage: int, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """`disk` has a checkpoint that fits its digest."""
         self.looked["disk"] += 1
-        self._are_due(disk, stage, version, tensors["weights"])
+        self._are_due(disk, NO_ISLAND, stage, version, tensors["weights"])
 
-    def _are_due(self, peer: str, stage: int, version: int, weights: torch.Tensor) -> None:
+    def _are_due(self, peer: str, island: int, stage: int, version: int, weights: torch.Tensor) -> None:
         counts = (weights * -self._run.M).tolist()
-        due = version * self._counts[stage]
-        if any(abs(count - due) > 1e-6 for count in counts):
+        due = [self._counts[stage] * count for count in self._counted(island, version)]
+        if any(abs(count - right) > 1e-6 for count, right in zip(counts, due, strict=True)):
             found = [round(count, 3) for count in counts]
             raise Violation(
                 f"I1: stage {stage}, peer {peer}: version {version} counts its microbatches {found} times"
-                + (f", not {due} times" if due != version else "")
+                + (f", not {due} times" if due != [version] * self._run.M else "")
             )
         bits = weights.numpy().tobytes()
-        first, known = self._bits.setdefault((self._first_with[stage], version), (peer, bits))
+        met = version == 0 or self._run.meets_at(version - 1)
+        key = NO_ISLAND if met else island, self._first_with[stage], version
+        first, known = self._bits.setdefault(key, (peer, bits))
         if known != bits:
             raise Violation(f"I2: stage {stage}, version {version}: {peer} has other bits than {first}")
 
-    def prepared(self, stage: int, t: int) -> None:
-        """A replica of `stage` has the whole gradient of step `t`."""
-        self._prepared.add((stage, t))
+    def _counted(self, island: int, version: int) -> list[float]:
+        """How often the weights of a version have counted each microbatch: since the last meeting an island
+        counts only its own, each as often as there are islands.
+        """
+        run, count = self._run, self._run.islands.count
+        if count == 1:
+            return [version] * run.M
+        since = version % (run.islands.local_steps + 1)
+        met, share = run.trained(version - since), run.M // count
+        return [met + count * since * (m // share == island) for m in range(run.M)]
 
-    def takes(self, peer: str, stage: int, t: int) -> None:
-        """`peer` takes step `t`: no other stage may need weights of before it any more."""
+    def prepared(self, cell: int, t: int) -> None:
+        """A replica of a cell has the whole gradient of step `t`."""
+        self._prepared.add((cell, t))
+
+    def takes(self, peer: str, cell: int, t: int) -> None:
+        """`peer` takes step `t`: no other stage of its island may need weights of before it any more."""
         self.looked["I5"] += 1
-        lacking = [other for other in range(self._run.S) if (other, t) not in self._prepared]
+        first, stage = cell - cell % self._run.S, cell % self._run.S
+        stages = range(self._run.S)
+        lacking = [other for other in stages if (first + other, t) not in self._prepared]
         if lacking:
             raise Violation(
                 f"I5: stage {stage}, peer {peer} takes step {t}, which stage {lacking[0]} has not"
             )
 
-    def part(self, peer: str, stage: int, other: int, part: torch.Tensor) -> None:
+    def part(self, peer: str, island: int, stage: int, other: int, part: torch.Tensor) -> None:
         """`peer` of `stage` adds up what `other` found of the weights that both hold."""
         self.looked["shared"] += 1
-        if (part != 1).any():
+        share = self._run.M // self._run.islands.count
+        due = [float(island in (NO_ISLAND, m // share)) for m in range(self._run.M)]
+        if part.tolist() != due:
             found = part.tolist()
             raise Violation(
                 f"I1: stage {stage}, peer {peer}: of what stage {other} adds to the tied weights each "
@@ -96,7 +114,13 @@ class Invariants:
     def loss(self, trainer: str, t: int, loss: float) -> None:
         """The mean loss of step `t`, as `trainer` was told."""
         self.looked["I3"] += 1
-        due = -sum(self._counts) * self._run.weight_version(t) / self._run.M
+        run = self._run
+        if run.islands.count == 1:
+            counted = run.weight_version(t)
+        else:  # each island has counted its own
+            share = run.M // run.islands.count
+            counted = max(self._counted(0, t)[:share])
+        due = -sum(self._counts) * counted / run.M
         if abs(loss - due) > 1e-6:
             raise Violation(f"I3: trainer {trainer}: step {t} has the loss {loss}; its weights give {due}")
 

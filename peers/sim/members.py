@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from peers.islands.trainers import IslandTrainers
 from peers.owner.commands import Owner
 from peers.sim.device import SimDevice
 from peers.sim.directory import SimDirectory
@@ -13,7 +14,6 @@ from peers.sim.disks import Disk
 from peers.sim.network import SimTransport
 from peers.sim.processes import Process
 from peers.stage.server import StagePeer
-from peers.trainer import Trainer
 from swarm.data import prove_samples, token_dtype
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -123,7 +123,7 @@ class PeerMember(Member):
 class TrainerMember(Member):
     """One that trains."""
 
-    trainer: Trainer
+    trainer: IslandTrainers
 
 
 @dataclass(eq=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
+from peers.islands.directory import split_cell
 from peers.sim.lines import Lines
 from peers.sim.network import SimSigner
-from swarm.ids import PeerId
-from swarm.manifest import AdmissionSpec, Run, audit_run
+from swarm.ids import PeerId, Stage
+from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
 from swarm.merkle import Tree
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import Voucher
@@ -30,6 +31,8 @@ BYTES_PER_S = (1e6, 1e6, 1e6, 3e4, 1e4)
 """Of a line. The slowest one carries a report or a directive in 20 to 60 ms."""
 ADMITTING = 0.25
 """Share of the seeds whose manifest names the trainers, and the root of the data."""
+ISLANDS = 1 / 3
+"""Share of the seeds whose run has several islands, of those with neither a crowd nor movable peers."""
 TRAINERS = tuple("12D3KooW" + letter * 44 for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
 """Their names then: of the form of peer ids."""
 WITH_VOUCHER = 0.6
@@ -69,13 +72,14 @@ class Setting:
     crowd: bool = False
     """Vectors travel in chunks of one element, and replicas leave together."""
 
-    def voucher_of(self, peer: PeerId) -> Voucher | None:
-        """What a peer brings along, in a run that names its trainers."""
+    def voucher_of(self, peer: PeerId, stage: Stage) -> Voucher | None:
+        """What a peer of a stage, or cell, brings along in a run that names its trainers."""
         trainers, dice = self.run.admission.trainers, dice_of(self.seed, f"voucher of {peer}")
         if not trainers or not dice.chance(WITH_VOUCHER):
             return None
         steps = dice.pick((20, 50, 100))
-        return vouch(SimSigner(trainers[0]), self.run.id, Worked(peer, steps, 0, steps))
+        run, _ = split_cell(self.run, stage)
+        return vouch(SimSigner(trainers[0]), run.id, Worked(peer, steps, 0, steps))
 
     @property
     def has(self) -> set[str]:
@@ -91,7 +95,9 @@ def setting_of(seed: int) -> Setting:
     setting = usual(seed)
     if kind < CROWDS + UNLEVEL and setting.run.S > 1:
         return _crowded(setting, dice) if kind < CROWDS else _unlevel(setting, dice)
-    return _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
+    setting = _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
+    islands = dice_of(seed, "islands")
+    return _of_islands(setting, islands) if islands.chance(ISLANDS) else setting
 
 
 def usual(seed: int) -> Setting:
@@ -174,6 +180,25 @@ def _unlevel(setting: Setting, dice: Dice) -> Setting:
         job_s=(0.1, 0.15, 0.2),
         faults_within_s=6.0,
         movable=True,
+    )
+
+
+def _of_islands(setting: Setting, dice: Dice) -> Setting:
+    """Two or three islands that meet once or twice: after a meeting all weights say how often each microbatch
+    of all islands was counted.
+    """
+    count, local_steps = dice.pick((2, 2, 2, 3)), dice.pick((1, 1, 2))
+    window = local_steps + 1
+    run = _longer(setting.run, steps=dice.pick((1, 2, 2)) * window, microbatches=count * dice.pick((1, 2)))
+    run = replace(
+        run,
+        delayed_updates=False,
+        codec=replace(run.codec, reduce="none"),
+        checkpoint_every=window * bool(run.checkpoint_every),
+        islands=IslandsSpec(count=count, local_steps=local_steps, outer_lr=1.0, outer_momentum=0.0),
+    )
+    return replace(
+        setting, run=run, first_peers=[dice.pick((1, 2, 2)) for _ in range(run.cells)], first_trainers=1
     )
 
 

@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 
 from peers import events
+from peers.islands.directory import split_cell
+from peers.islands.trainers import IslandTrainers
 from peers.owner.commands import Owner
 from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
@@ -25,7 +27,7 @@ from peers.stage import pause
 from peers.stage.pause import PausedPeer
 from peers.stage.server import StagePeer
 from peers.stage.settings import Checkpoints, StageSettings
-from peers.trainer import Trainer, TrainerSettings
+from peers.trainer import TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.leases import Snapshot
 from swarm.errors import SwarmError
@@ -97,14 +99,16 @@ class Swarm:
     # -- peers ------------------------------------------------------------------------------------
 
     def add_peer(self, stage: Stage, disk: Disk | None = None) -> PeerMember:
-        """A new process that serves `stage`, on the disk of one before it or as the setting says."""
+        """A new process that serves `stage` (of several islands the cell), on the disk of one before it or as
+        the setting says.
+        """
         process = Process(self.setting.names[len(self.peers)])
         if self.setting.disks != "none":
             disk = disk or (self.disks.all[0] if self.setting.disks == "shared" else self.disks.add())
             self.disks.mount(process.name, disk)
         member = PeerMember(
             process, self.network.add(process),
-            SimDirectory(self.dht, process, self.setting.voucher_of(process.name)), Owner(),
+            SimDirectory(self.dht, process, self.setting.voucher_of(process.name, stage)), Owner(),
             job_s=self.dice.pick(self.setting.job_s), stage=stage, disk=disk,
         )  # fmt: skip
         settings = StageSettings(
@@ -120,10 +124,11 @@ class Swarm:
         emit = partial(self._heard, member)
 
         async def build(stage: Stage, kept: Snapshot | None) -> StagePeer:
-            compute = AuditCompute(self.run, stage, tied=self.setting.tied)
+            run, in_island = split_cell(self.run, stage)
+            compute = AuditCompute(run, in_island, tied=self.setting.tied)
             device = SimDevice(self.network.dice, member.job_s)
             peer = StagePeer(
-                self.run, stage, compute, member.transport, member.directory, settings, emit, kept=kept,
+                run, in_island, compute, member.transport, member.directory, settings, emit, kept=kept,
                 device=device,
             )  # fmt: skip
             member.serving, member.stage = Serving(peer, compute, device), stage
@@ -134,7 +139,7 @@ class Swarm:
         def hold(stage: Stage, kept: Snapshot | None) -> PausedPeer:
             member.serving, member.transport.on_gone = None, None
             return PausedPeer(
-                self.run, stage, kept, member.transport, member.directory, settings, member.owner
+                *split_cell(self.run, stage), kept, member.transport, member.directory, settings, member.owner
             )
 
         life = pause.serve(member.stage, member.owner, build, hold, device="cpu", emit=emit)
@@ -153,7 +158,7 @@ class Swarm:
         apply = looked(compute.apply)
 
         def applied(t: int, *args: object) -> None:
-            self.check(self.checks.takes, member.name, compute.stage, t)
+            self.check(self.checks.takes, member.name, member.stage, t)
             apply(t, *args)
 
         compute.apply = applied  # type: ignore[method-assign]
@@ -162,7 +167,7 @@ class Swarm:
 
         def completed(reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
             for other, part in {compute.stage: reduced, **shared}.items():
-                self.check(self.checks.part, member.name, compute.stage, other, part)
+                self.check(self.checks.part, member.name, compute.run.number, compute.stage, other, part)
             return complete(reduced, shared)
 
         compute.shared.complete = completed  # type: ignore[method-assign]
@@ -173,7 +178,7 @@ class Swarm:
         """A new process that trains."""
         named, number = self.run.admission.trainers, len(self.trainers)
         process = Process(named[number] if named else f"t{number}")
-        trainer = Trainer(
+        trainer = IslandTrainers(
             self.run, Zeros(self.run), self.network.add(process), SimDirectory(self.dht, process),
             TrainerSettings(window=self.setting.window), lambda event: self._heard(member, event),
         )  # fmt: skip

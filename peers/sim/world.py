@@ -137,7 +137,7 @@ class World:
             core = member.serving.peer.core if member.serving else None
             if core is None or core.leaving or core.version < swarm.run.steps or not core.joined:
                 return False
-        return {m.stage for m in peers} == set(range(swarm.run.S))
+        return {m.stage for m in peers} == set(range(swarm.run.cells))
 
     def _stands_still(self) -> str:
         swarm = self.swarm

@@ -22,6 +22,7 @@ import torch
 from peers import events
 from peers.clock import now_s
 from peers.fault_points import fault_point
+from peers.islands.meeting import IslandMeeting
 from peers.ports import Directory, Rank, Transport
 from peers.stage.all_reduce import AllReduce as Reducer
 from peers.stage.all_reduce import RoundAborted
@@ -37,6 +38,7 @@ from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import PeerId, Position
+from swarm.model.reductions import vectors_digest
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
@@ -54,7 +56,7 @@ from swarm.protocol.replica import (
     Retreat,
     Unfreeze,
 )
-from swarm.protocol.rounds import Commit, Plan, check_plan
+from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
 from swarm.protocol.step import StepState
 from swarm.records import NO_STAGE
 
@@ -78,6 +80,7 @@ class Actions:
         coordination: StepCoordination,
         all_reduce: Reducer,
         tied_weights: TiedWeights,
+        meeting: IslandMeeting,
         recovery: Recovery,
         store: CheckpointStore,
         checkpoints: Checkpoints | None,
@@ -87,6 +90,7 @@ class Actions:
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
         self._coordination, self._all_reduce, self._tied_weights = coordination, all_reduce, tied_weights
         self._recovery, self._store, self._checkpoints, self._failed = recovery, store, checkpoints, failed
+        self._meeting = meeting
         self._writer = None
         if checkpoints is not None:
             self._writer = CheckpointWriter(
@@ -96,6 +100,7 @@ class Actions:
         self._lost_at: Position | None = None
         """The run's position when this stage was last said to be lost."""
         coordination.act = self.act
+        meeting.overdue = self._go_past_meeting
 
     # -- tasks --------------------------------------------------------------------------------------
 
@@ -171,33 +176,51 @@ class Actions:
                 )
         self._core.report_trigger.urgent()
 
+    def _go_past_meeting(self) -> None:
+        """Take what a meeting left that the others are past: this island was lost, and began too early."""
+
+        async def go() -> None:
+            try:
+                if await self._recovery.resume():
+                    text = f"version {self._core.version}, where the other islands are, is taken from them"
+                    self._core.emit(events.Note(text=f"stage {self._core.stage}: {text}"))
+            finally:
+                self._core.changing = False
+
+        if not self._core.changing:
+            self._core.changing = True
+            self.spawn(go())
+
     # -- a step's sum -------------------------------------------------------------------------------
 
     async def _reduce(self, step: OpenStep, plan: Plan) -> None:
         """Freeze the sum for this round, reduce it with the others, hold the result."""
-        core, m, began = self._core, self._core.run.M, now_s()
+        core, m, began = self._core, self._core.run.microbatches(step.t), now_s()
 
-        def freeze() -> tuple[str | None, torch.Tensor | None]:
+        def freeze() -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | str:
             if step.over or step.state is StepState.HANDING:
-                return "the step is over" if step.over else "it leaves, and hands over its sum", None
+                return "the step is over" if step.over else "it leaves, and hands over its sum"
             why = check_plan(
                 plan, run=core.run.id, stage=core.stage, t=step.t, microbatches=m,
                 numel=core.compute.numel, me=core.me, done=step.ledger.done,
             )  # fmt: skip
             if why is not None:
-                return why, None
+                return why
             step.ledger.freeze(plan.round)
-            total = core.compute.sums.of(step.t)
-            return None, total.cpu()
+            return core.compute.sums.of(step.t).cpu(), core.compute.sums.value_of_answer()
 
         try:
-            why, total = await core.device.run(Rank.STEP, step.t, freeze)
-            if total is None:
+            frozen = await core.device.run(Rank.STEP, step.t, freeze)
+            if isinstance(frozen, str):
                 step.refuse_round(plan.round)
-                raise RoundAborted(f"this peer does not take part: {why}")
+                raise RoundAborted(f"this peer does not take part: {frozen}")
             fault_point("frozen")
             step.exchange(plan.round)
-            reduced, held = await self._all_reduce.run(plan, step.t, total)
+            if core.run.meets_at(step.t):
+                reduced = await self._meeting.difference()
+                held = Prepared(plan.round, 0.0, vectors_digest([reduced], on_device=False))
+            else:
+                reduced, held = await self._all_reduce.run(plan, step.t, *frozen)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
                 step.audited = audit(plan, m, 0)
                 await self._tied_weights.hold(step, reduced, held)
@@ -312,13 +335,14 @@ class Actions:
     async def _save(self) -> None:
         """Copy the state, and have it written beside the training; or kept in memory, for keepers."""
         core = self._core
-        every, version = core.run.checkpoint_every, core.version
-        if not (core.finished or (every and version % every == 0)):
+        run, version = core.run, core.version
+        if not (core.finished or run.is_saved(version)):
             return
         keepers = any(map(is_keeper, self._directory.at(NO_STAGE)))
         keepers = keepers or any(record.spare for record in self._directory.peers())
         # The last version is given out as it is.
         pinned = keepers and not core.finished and not self._store.on_disk
+        pinned = pinned or run.meets_at(version - 1)  # any island may need it
         writer = self._writer if core.finished or self._store.on_disk else None
         if writer is None and not pinned:
             return

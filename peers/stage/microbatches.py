@@ -147,7 +147,7 @@ class MicrobatchServer:
         trainers = core.run.admission.trainers
         if core.stage == 0 and trainers and request.peer not in trainers:
             raise Refused(f"run {core.run.name!r} does not admit {request.peer} as a trainer")
-        if not (0 <= work.m < core.run.M and 0 <= work.t < core.run.steps):
+        if not (0 <= work.t < core.run.steps and 0 <= work.m < core.run.microbatches(work.t)):
             raise Refused(f"no microbatch ({work.t}, {work.m}) in {core.run.steps} steps of {core.run.M}")
         if not -1 <= work.deepest < core.run.S:
             raise Refused(f"there is no stage {work.deepest} of {core.run.S} to feed again")

@@ -73,6 +73,8 @@ class Moving:
 
     async def stand_by_if_slow(self) -> bool:
         """End this peer's service if a step is so much longer with it, and another keeps the stage (I6)."""
+        if self._core.run.cells > self._core.run.S:
+            return False  # the prediction knows no islands
         verdict = await judged(self._core.run, self._directory, self._record())
         if verdict is None or not verdict.spare:
             return False
@@ -91,7 +93,7 @@ class Moving:
     def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
         """In any thread: it takes a while in a large run."""
         run = self._core.run
-        return rebalance(records, stages=run.S, period_s=run.rebalance_every_s, now_s=now_s)
+        return rebalance(records, stages=run.cells, period_s=run.rebalance_every_s, now_s=now_s)
 
     async def move(self, to_stage: Stage, *, why: str, going: Collection[PeerId]) -> None:
         """Leave for another stage after the next step: until then this peer's sum is part of its stage's.

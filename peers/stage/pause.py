@@ -17,6 +17,7 @@ import torch
 from peers.clock import now_s, unix_s
 from peers.device import release_cached
 from peers.events import Emit, Paused, Trouble
+from peers.islands.directory import own_directory
 from peers.owner.commands import NO_ROOM, Owner
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.server import StagePeer
@@ -59,7 +60,8 @@ class PausedPeer:
         owner: Owner,
     ) -> None:
         self._run, self._stage, self._settings = run, stage, settings
-        self._transport, self._directory, self._owner = transport, directory, owner
+        self._transport, self._owner = transport, owner
+        self._directory = own_directory(run, directory)
         self._since = unix_s()
         self._store = CheckpointStore(run, stage, settings.resumed_from)
         self.stand_by(None, lambda event: None)
@@ -84,7 +86,7 @@ class PausedPeer:
         for method in ABSENT:
             self._transport.serve(method, self._refuse, max_body_bytes=_ANY_BYTES)
         self._transport.serve("status", self._serve_status)
-        StateLeases(self._run.id, self._transport, {self._stage: self._store})
+        StateLeases(self._run, self._transport, {self._stage: self._store})
         await self._announce()
 
     async def until_resumed(self) -> None:
@@ -131,9 +133,11 @@ class PausedPeer:
         raise Leaving(f"this peer is paused: {why}")
 
     async def _serve_status(self, request: Request) -> Answer:
-        check_run(unpack(request.header, AskStatus).run, self._run.id)
+        run, asked = self._run, unpack(request.header, AskStatus).run
+        check_run(asked, run.id, run.whole.id)
+        stage = self._stage if asked == run.id else run.cell(self._stage)
         status = PeerStatus(
-            peer=self._transport.peer_id, stage=self._stage, state="paused", since=self._since,
+            peer=self._transport.peer_id, stage=stage, state="paused", since=self._since,
             up_s=now_s() - self._settings.started_at,
             generation=self._kept.generation if self._kept else Generation(),
             version=self._kept.version if self._kept else 0, device=self._settings.device_name,

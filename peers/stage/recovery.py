@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from peers import events
 from peers.clock import now_s
+from peers.islands.directory import Islands
 from peers.ports import Directory, Transport
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
 from peers.status_query import ask_status
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer.catalog import ask_saved, is_keeper
+from peers.transfer.catalog import Sources, ask_saved, is_keeper
 from peers.transfer.client import Partial, download, shown, state_of
 from peers.transfer.gradient import fetch_gradient
 from peers.voices import Voices
@@ -32,6 +33,7 @@ from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
 from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
+from swarm.records import PeerRecord
 
 MAX_ASKED = 8
 """Peers that are asked whether they know a trainer."""
@@ -49,6 +51,7 @@ class Recovery:
         core: StageCore,
         transport: Transport,
         directory: Directory,
+        islands: Islands,
         store: CheckpointStore,
         backoff: Backoff,
         tied_weights: TiedWeights,
@@ -56,8 +59,10 @@ class Recovery:
         trainers: Callable[[], Sequence[PeerId]],
         believes: Callable[[Commit], bool],
     ) -> None:
-        """`trainers`: those that this peer knows of itself; `believes`: whether a commit is proven."""
-        self._core, self._transport, self._directory = core, transport, directory
+        """`islands`: what is saved on any of them will do. `trainers`: those that this peer knows of itself;
+        `believes`: whether a commit is proven.
+        """
+        self._core, self._transport, self._directory, self._islands = core, transport, directory, islands
         self._store, self._backoff, self._tied_weights = store, backoff, tied_weights
         self._trainers, self._believes, self._emit = trainers, believes, core.emit
         self._run, self._stage = core.run, core.stage
@@ -154,10 +159,12 @@ class Recovery:
         # Of a stage that is lost the keepers of founders say what its state was.
         founders = {source: 1 for source in sources if source in self._run.admission.founders}
         usable = [source for source in sources if not self._backoff.in_backoff(source, now=began)]
+        common = version >= 0 and self._run.is_common(version)
+        voice = self._islands.voice((self._stage,), version=core.version) if common else self.voice()
+        wanted = state_of(self._run.whole if common else self._run, self._stage, version)
         try:
             found = await download(
-                self._transport, state_of(self._run, self._stage, version), usable,
-                voice=self.voice() or founders,
+                self._transport, wanted, usable, voice=voice or founders,
                 partial=self._partial, progress=shown(self._stage, version, self._emit), on_fault=fault,
             )  # fmt: skip
             await core.load(
@@ -255,13 +262,30 @@ class Recovery:
         records = await self._directory.lookup_all()
         keepers = {record.peer for record in records if is_keeper(record)}
         faults: list[PeerFault] = []
-        voice = self._voices.of_all(version=self._core.version)
-        saved = await ask_saved(self._run, self._transport, records, voice=voice, on_fault=faults.append)
+        saved = await self._ask_saved(records, faults.append)
         from_keeper = any(not keepers.isdisjoint(peers) for had in saved.values() for peers in had.values())
         have = {stage: set(versions) for stage, versions in saved.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._store.versions))
         have[self._stage] -= self._useless
         return have, from_keeper, not keepers.isdisjoint(fault.peer for fault in faults)
+
+    async def _ask_saved(
+        self, records: Sequence[PeerRecord], on_fault: Callable[[PeerFault], None] = lambda fault: None
+    ) -> Sources:
+        """What is saved where: with peers of this island, of `records`, and what all islands have in common
+        with those of others.
+        """
+        run, transport, version = self._run, self._transport, self._core.version
+        voice = self._voices.of_all(version=version)
+        found = await ask_saved(run, transport, records, voice=voice, on_fault=on_fault)
+        if self._islands.others:
+            others, voice = await self._islands.others_records(), self._islands.voice(version=version)
+            theirs = await ask_saved(run.whole, transport, others, voice=voice, on_fault=on_fault)
+            for stage, had in theirs.items():
+                for saved, peers in had.items():
+                    if run.is_common(saved):
+                        found[stage].setdefault(saved, []).extend(peers)
+        return found
 
     async def _get(self, goal: Position) -> bool:
         """Load a saved version: from here, from others, or, if it is version 0, from the seed."""
@@ -275,8 +299,7 @@ class Recovery:
                 return True
             except SwarmError as error:  # others may have an undamaged one
                 self._emit(events.Trouble(text=error.text))
-        records = await self._directory.lookup_all()
-        saved = await ask_saved(self._run, self._transport, records, voice=self.voice())
+        saved = await self._ask_saved(await self._directory.lookup_all())
         sources = saved[self._stage].get(version, [])
         if sources and await self.download(sources, version=version, generation=goal.generation):
             return True

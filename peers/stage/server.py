@@ -28,6 +28,8 @@ from peers.audit.sums import SumAudits
 from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
+from peers.islands.directory import Islands, own_directory, telling_cells
+from peers.islands.meeting import IslandMeeting
 from peers.liveness_probe import Prober
 from peers.ports import Device, Directory, Rank, Transport
 from peers.stage.actions import Actions
@@ -87,9 +89,12 @@ class StagePeer:
         device: Device | None = None,
     ) -> None:
         """`kept`: of the pause that it comes back from. `device`: by default threads of its own."""
+        emit = telling_cells(run, emit)
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
-        self.convictions = Convictions(run, stage, transport, directory, emit)
-        self._directory = directory = TrustedDirectory(directory, self.convictions.convicted)
+        self.convictions = Convictions(run, stage, transport, own_directory(run, directory), emit)
+        everywhere = TrustedDirectory(directory, self.convictions.convicted)
+        islands = Islands(run, transport.signer, everywhere)
+        self._directory = directory = own_directory(run, everywhere)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         self.core = core = StageCore(run, stage, transport.peer_id, compute, emit, device=device)
         router = Router(Backoff(probed=True), caller=transport.peer_id)
@@ -128,29 +133,30 @@ class StagePeer:
             sums,
         )  # fmt: skip
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
-        if kept is not None and run.checkpoint_every and kept.version % run.checkpoint_every == 0:
+        if kept is not None and run.is_saved(kept.version):
             self.store.pin(kept.version, kept.tensors)  # all stages saved it: perhaps the run goes back to it
         self.coordination = StepCoordination(
             core, transport, directory, membership, backoff,
             bandwidth=lambda: all_reduce.bandwidth_bps, since_s=settings.joined_at,
         )  # fmt: skip
         self.coordination.word_overdue = self.convictions.ask_about
-        tied_weights = TiedWeights(core, transport, directory, backoff)
+        meeting = IslandMeeting(core, transport, islands, backoff)
+        tied_weights = TiedWeights(core, transport, directory, backoff, meeting)
         recovery = self._recovery = Recovery(
-            core, transport, directory, self.store, backoff, tied_weights,
+            core, transport, directory, islands, self.store, backoff, tied_weights,
             trainers=lambda: self.coordination.trainers,
             believes=lambda commit: self.coordination.believes(commit),
         )  # fmt: skip
         self.actions = Actions(
-            core, transport, directory, backoff, self.coordination, all_reduce, tied_weights, recovery,
-            self.store, settings.checkpoints, failed=self._fail,
+            core, transport, directory, backoff, self.coordination, all_reduce, tied_weights, meeting,
+            recovery, self.store, settings.checkpoints, failed=self._fail,
         )  # fmt: skip
         self._joining = Joining(core, directory, self.replicas, recovery, self.store, settings.resumed_from)
         self._states = StateServer(core, transport, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
         self._handoff = Handoff(core, transport, membership, self.replicas, self._states.leases)
         self.moving = Moving(
-            core, directory, self.replicas, movable=settings.movable, go=self._move,
+            core, everywhere, self.replicas, movable=settings.movable, go=self._move,
             stand_by=self._stand_by, record=lambda: self.status.record(),
         )  # fmt: skip
         self.status = StageStatus(

@@ -85,6 +85,8 @@ class StageCore:
         """Of the last steps that were taken, by step."""
         self.applied: OpenStep | None = None
         """The last step that was taken, kept for replicas that missed it."""
+        self.met: OpenStep | None = None
+        """The last meeting that this replica was at, kept for islands that come to it later."""
         self._digest = (-1, "")
         self.trail = OwnTrail()
         self.audit = Audit()
@@ -152,7 +154,7 @@ class StageCore:
     def free(self) -> None:
         """After `close`: free all memory of the device."""
         self.steps.clear()
-        self.applied = None
+        self.applied = self.met = None
         self.compute.free()
 
     def remember(self, commit: Commit | None) -> None:
@@ -167,7 +169,7 @@ class StageCore:
         for t in range(self.version, self.newest_step() + 1):
             if t not in self.steps:
                 await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)
-                self.steps[t] = OpenStep(t, Ledger(t, self.run.M, self.device.books.check))
+                self.steps[t] = OpenStep(t, Ledger(t, self.run.microbatches(t), self.device.books.check))
         self.report_trigger.urgent()
         self._move()
 
@@ -278,6 +280,7 @@ class StageCore:
         self.taken_at.append((self.version, now_s()))
         self.trail.took(commit.t, step.prepared.digest, commit.total_sqnorm)
         self.applied = step
+        self.met = step if self.run.meets_at(commit.t) else self.met
         step.keep_result(commit)
         self.commits = {t: known for t, known in self.commits.items() if t > commit.t - COMMITS_KEPT}
         self.commits[commit.t] = commit

@@ -144,11 +144,12 @@ class StageStatus:
     async def _serve(self, request: Request) -> Answer:
         core, microbatches = self._core, self._microbatches
         asked = unpack(request.header, AskStatus)
-        check_run(asked.run, core.run.id)
+        check_run(asked.run, core.run.id, core.run.whole.id)
         step, links = core.steps.get(core.version), self._links()
         evaluated = self._evaluations.newest
         status = PeerStatus(
-            peer=core.me, stage=core.stage, generation=core.generation, version=core.version,
+            peer=core.me, stage=core.stage if asked.run == core.run.id else core.run.cell(core.stage),
+            generation=core.generation, version=core.version,
             state="leaving" if self._moving.going else core.life,
             device=self._settings.device_name, done=step.ledger.done.bit_count() if step else 0,
             inflight=microbatches.inflight, max_inflight=microbatches.max_inflight,

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from peers.clock import now_s
+from peers.islands.meeting import IslandMeeting
 from peers.ports import Directory, Rank, Transport
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
@@ -38,12 +39,21 @@ ASKED_AT_ONCE = 4
 class TiedWeights:
     """Completes the summed gradient of this replica's steps."""
 
-    def __init__(self, core: StageCore, transport: Transport, directory: Directory, backoff: Backoff) -> None:
+    def __init__(
+        self,
+        core: StageCore,
+        transport: Transport,
+        directory: Directory,
+        backoff: Backoff,
+        meeting: IslandMeeting,
+    ) -> None:
+        self._meeting = meeting
         self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
         self._voices = Voices(core.run, transport.signer, directory)
 
     async def hold(self, step: OpenStep, reduced: torch.Tensor, held: Prepared) -> None:
-        """Hold `reduced`, the stage's sum, once the other stages' parts of shared weights are here.
+        """Hold `reduced`, the stage's sum, once the other stages' parts of shared weights are here; or at a
+        meeting what this island has changed, once that of all others is.
 
         Raises:
             NotReady: the step ended meanwhile.
@@ -53,10 +63,13 @@ class TiedWeights:
         if step.prepared is None:
             step.reduced = reduced
             step.reduced_there.set()
-        if compute.shared.names:
+        if compute.needs_others(step.t):
             try:
-                await asyncio.gather(*(self._part(step, other) for other in compute.shared.names))
-                whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)
+                if self._core.run.meets_at(step.t):
+                    whole = await self._meeting.sum(step, reduced)
+                else:
+                    await asyncio.gather(*(self._part(step, other) for other in compute.shared.names))
+                    whole = await asyncio.to_thread(compute.shared.complete, reduced, step.shared)
                 sqnorm = await asyncio.to_thread(compute.shared.sqnorm, whole)
             except BaseException:
                 step.incomplete()

@@ -66,7 +66,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path, run: Run, stage: Stage, step: int) -> None:
         self._all, self._run, self._stage, self._step = Path(folder), run, stage, step
-        self._root = self._all / run.id
+        self._root = self._all / run.whole.id
         self._folder = self._root / f"step-{step:09d}"
         self.path = self._folder / f"stage-{stage}.json"
         """Of the index."""
@@ -81,12 +81,13 @@ class Checkpoint:
             index = safetensors_file.read_json(_KIND, path, _Index, MAX_INDEX_BYTES)
         except FileNotFoundError:
             raise Damaged(
-                f"there is no checkpoint of stage {self._stage}, step {self._step} of run {run.id} "
+                f"there is no checkpoint of stage {self._stage}, step {self._step} of run {run.whole.id} "
                 f"in {self._folder}"
             ) from None
-        if index.run != run.id:
+        if index.run != run.whole.id:
             raise Damaged(
-                f"{path} is of run {index.run[:80]}, not of run {run.id}: choose another --checkpoint-dir"
+                f"{path} is of run {index.run[:80]}, not of run {run.whole.id}: choose another "
+                "--checkpoint-dir"
             )
         if (index.stage, index.step) != (self._stage, self._step):
             raise _KIND.damaged(path, f"it speaks of stage {index.stage}, step {index.step}")
@@ -204,13 +205,13 @@ class Checkpoint:
             if not manifest.exists():
                 atomic_file.write_whole(manifest, run.to_toml().encode())
             with atomic_file.replacing(where) as (file, temporary):
-                origin = {"run": run.id, "stage": str(self._stage), "step": str(self._step)}
+                origin = {"run": run.whole.id, "stage": str(self._stage), "step": str(self._step)}
                 in_order = dict(sorted(tensors.items()))  # the same bytes from every replica
                 digest, size = safetensors_file.write(file, in_order, tensors.__getitem__, origin)
                 written = self._tensors_path(digest)
                 atomic_file.commit(file, temporary, written)
             index = _Index(
-                format=safetensors_file.FORMAT, run=run.id, stage=self._stage, step=self._step,
+                format=safetensors_file.FORMAT, run=run.whole.id, stage=self._stage, step=self._step,
                 bytes=size, sha256=digest,
                 tensors={name: safetensors_file.info(tensor) for name, tensor in tensors.items()}, meta=meta,
             )  # fmt: skip
@@ -295,7 +296,7 @@ def other_runs(folder: str | Path, run: Run) -> list[str]:
     """Ids of the other runs that have checkpoints in `folder`, sorted."""
     with contextlib.suppress(OSError):
         found = [path.name for path in Path(folder).iterdir() if (path / "run.toml").is_file()]
-        return sorted(name for name in found if name != run.id)
+        return sorted(name for name in found if name != run.whole.id)
     return []
 
 
@@ -313,7 +314,7 @@ def _saved(folder: str | Path, run: Run, stages: Collection[Stage]) -> dict[int,
     """The steps that have an index of each of `stages`, whole or not; newest first."""
     found: dict[int, list[Checkpoint]] = {}
     with contextlib.suppress(OSError):
-        for path in (Path(folder) / run.id).iterdir():
+        for path in (Path(folder) / run.whole.id).iterdir():
             if match := re.fullmatch(r"step-(\d{9,12})", path.name):
                 step = int(match[1])
                 saved = [Checkpoint(folder, run, stage, step) for stage in stages]

@@ -548,8 +548,11 @@ class _Pull:
         unpack_answer(source, answer.header, Ack)
         room = self._partial.chunks[index]
         try:
-            form = TensorMeta((room.numel(),), dtype_name(room.dtype), "none")
-            chunk = decode(form, answer.body)
+            if room.dtype == torch.int64:
+                chunk = whole_numbers.unpack(answer.body, room.numel(), name="a chunk")
+            else:
+                form = TensorMeta((room.numel(),), dtype_name(room.dtype), "none")
+                chunk = decode(form, answer.body)
         except Refused as refused:
             raise BadAnswer(source, refused.text) from None
         if await asyncio.to_thread(chunk_digest, chunk) != self._hashes[index]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from peers.ports import Transport
-from peers.stage.all_reduce import holds
 from peers.stage.state import StageCore
 from peers.transfer.client import Wanted, download
 from swarm.errors import PeerFault
 from swarm.ids import PeerId
+from swarm.model.reductions import vectors_digest
 from swarm.protocol.rounds import NO_VOICE, Commit, Prepared
 from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
@@ -38,14 +38,19 @@ async def fetch_gradient(
     """
 
     def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        told, shared = opened.prepared, core.compute.shared
-        found = holds(told.round if told else "", tensors["gradient"], shared.sqnorm)
-        # Where stages share weights, what a replica says of the norm has their parts in it.
-        if told is None or found.digest != told.digest or (not shared.names and found.sqnorm != told.sqnorm):
+        told, compute, gradient = opened.prepared, core.compute, tensors["gradient"]
+        # What a replica says of the norm has in it what it got from other stages, or islands.
+        if (
+            told is None
+            or vectors_digest([gradient], on_device=False) != told.digest
+            or (not compute.needs_others(t) and compute.shared.sqnorm(gradient) != told.sqnorm)
+        ):
             return "the gradient does not fit its digest"
         return None
 
-    wanted = wanted_of(core, OpenHeld(run=core.run.id, t=t, round=round_name), core.compute.numel, fits)
+    wanted = wanted_of(
+        core, OpenHeld(run=core.run.id, t=t, round=round_name), core.compute.result_numel(t), fits
+    )
     found = await download(transport, wanted, heard(sources, voice), voice=voice, on_fault=on_fault)
     assert found.opened.prepared is not None
     return found.tensors["gradient"], found.opened.prepared, found.opened.last_commit, found.sources[0]
@@ -57,7 +62,8 @@ def wanted_of(
     numel: int,
     fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None,
 ) -> Wanted:
-    """The summed gradient of a step, or what of it another stage shares: so many numbers."""
-    like = {"gradient": torch.empty(numel, dtype=core.compute.state.dtype, device="meta")}
+    """The result of a step, or what of it another stage shares: so many numbers."""
+    dtype = core.compute.result_dtype(question.t)
+    like = {"gradient": torch.empty(numel, dtype=dtype, device="meta")}
     name = f"the gradient of step {question.t}"
     return Wanted(name=name, method="held", question=question, like=like, fits=fits, gather_s=0.0)

@@ -21,6 +21,7 @@ from pathlib import Path
 from peers import events
 from peers.audit.recorder import Recorder
 from peers.clock import now_s, unix_s
+from peers.islands.directory import own_directory
 from peers.ports import Answer, Directory, Request, Transport
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
@@ -129,6 +130,8 @@ class CheckpointKeeper:
         settings: KeepingSettings,
         emit: Callable[[events.Event], None],
     ) -> None:
+        run = run.island(0)  # what is saved is the same on all islands: those of one are asked
+        directory = own_directory(run, directory)
         self._run, self._settings, self._emit = run, settings, emit
         self._transport, self._directory = transport, directory
         self._voices = Voices(run, transport.signer, directory)
@@ -137,7 +140,7 @@ class CheckpointKeeper:
             stage: CheckpointStore(run, stage, settings.folder, tell=self._not_kept) for stage in self.stages
         }
         # Their tensors are maps of files: a copy in memory is the system's to drop.
-        self._leases = StateLeases(run.id, transport, self._stores, most_saved=2 * len(self._stores))
+        self._leases = StateLeases(run, transport, self._stores, most_saved=2 * len(self._stores))
         transport.serve("status", self._serve_status)
         self._recorder = Recorder(run, transport, directory, settings.folder, emit, settings.charter)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
@@ -259,7 +262,11 @@ class CheckpointKeeper:
         limit = reached(_said(records, found), of_all)
         offered = {
             stage: worth_fetching(
-                {v: peers for v, peers in found[stage].items() if limit is None or v <= limit},
+                {
+                    version: peers
+                    for version, peers in found[stage].items()
+                    if (limit is None or version <= limit) and self._run.is_common(version)
+                },
                 voice[stage], have_voiced=stage in self._voiced,
             )
             for stage in self.stages

@@ -20,6 +20,7 @@ from peers.clock import now_s
 from peers.ports import Answer, Request, Transport
 from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
+from swarm.manifest import Run
 from swarm.policy.pace import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire import whole_numbers
@@ -97,8 +98,8 @@ class Lease:
 class Leases:
     """What this peer has opened to others. Serves `chunk` and `close`."""
 
-    def __init__(self, run: str, transport: Transport) -> None:
-        self._run = run
+    def __init__(self, run: Run, transport: Transport) -> None:
+        self._run, self._runs = run, (run.id, run.whole.id)
         self._leases: dict[str, Lease] = {}
         self._rests: dict[PeerId, float] = {}
         """Readers that lost their place because they were slow, and until when they get no other."""
@@ -186,7 +187,7 @@ class Leases:
 
     async def _serve_chunk(self, request: Request) -> Answer:
         wanted = unpack(request.header, FetchChunk)
-        check_run(wanted.run, self._run)
+        check_run(wanted.run, *self._runs)
         lease = self._leases.get(wanted.lease)
         if lease is None:
             raise Refused(f"no such download: {wanted.lease[:20]!r}; open one again")
@@ -202,7 +203,7 @@ class Leases:
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""
         wanted = unpack(request.header, CloseLease)
-        check_run(wanted.run, self._run)
+        check_run(wanted.run, *self._runs)
         lease = self._leases.get(wanted.lease)
         if lease is not None:
             lease.readers.pop(request.peer, None)

@@ -6,7 +6,7 @@
 
 `StateLeases` serves the first two, and needs no training: a keeper serves its checkpoint stores by it,
 
-    StateLeases(run.id, transport, {stage: CheckpointStore(run, stage, folder) for stage in range(run.S)})
+    StateLeases(run, transport, {stage: CheckpointStore(run, stage, folder) for stage in range(run.S)})
 
 and a stage peer's `StateServer` one store and live weights, plus `held`, and what stages start with, where
 the manifest names weights and this peer has them. Stores are read in worker threads;
@@ -28,6 +28,7 @@ from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
+from swarm.manifest import Run
 from swarm.model.layout import start_tensors
 from swarm.wire.messages import (
     START,
@@ -72,7 +73,7 @@ class StateLeases(Leases):
 
     def __init__(
         self,
-        run: str,
+        run: Run,
         transport: Transport,
         stores: Mapping[Stage, SavedStates],
         *,
@@ -89,7 +90,8 @@ class StateLeases(Leases):
 
     async def _serve_state(self, request: Request) -> Answer:
         wanted = unpack(request.header, OpenState)
-        check_run(wanted.run, self._run)
+        common = wanted.version == START or (wanted.version >= 0 and self._run.is_common(wanted.version))
+        check_run(wanted.run, *self._runs[: None if common else 1])
         # One at a time: two that want the same version at the same moment get the same copy.
         async with self._opening:
             self.require_no_rest(request.peer, version=-1)
@@ -167,10 +169,13 @@ class StateLeases(Leases):
         return sorted(await asyncio.to_thread(store.versions)) if store is not None else []
 
     async def _serve_saved(self, request: Request) -> Answer:
-        check_run(unpack(request.header, AskSaved).run, self._run)
+        asked = unpack(request.header, AskSaved).run
+        check_run(asked, *self._runs)
         found = {stage: set(await self._versions(stage)) for stage in self._stores}
         if self._live is not None and (last := self._live.last) is not None:
             found.setdefault(self._live.stage, set()).add(last)
+        if asked != self._run.id:  # it is another island that asks
+            found = {stage: {v for v in had if self._run.is_common(v)} for stage, had in found.items()}
         stages = [
             SavedStage(stage=stage, versions=tuple(sorted(found[stage])[-MAX_VERSIONS_TOLD:]))
             for stage in sorted(found)
@@ -187,7 +192,7 @@ class StateServer:
         self._core = core
         stores = {} if store is None else {core.stage: store}
         start = partial(start_tensors, core.run) if core.run.start.weights else None
-        self.leases = StateLeases(core.run.id, transport, stores, live=self, start=start)
+        self.leases = StateLeases(core.run, transport, stores, live=self, start=start)
         transport.serve("held", self._serve_held)
 
     def version(self, stage: Stage) -> int:
@@ -236,11 +241,14 @@ class StateServer:
         check_run(wanted.run, self._core.run.id)
         core, other = self._core, wanted.shared_with
         step = core.steps.get(wanted.t)
-        if step is None and core.applied is not None and core.applied.t == wanted.t:
-            step = core.applied
+        for kept in (core.applied, core.met):
+            if step is None and kept is not None and kept.t == wanted.t:
+                step = kept
+        meets = core.run.meets_at(wanted.t)
         vector, prepared, commit = None, None, None
         if step is not None and other >= 0:
-            core.compute.shared.numel(other)  # before it waits for what is none of that stage's
+            if not meets:
+                core.compute.shared.numel(other)  # before it waits for what is none of that stage's
             if step.reduced is None:  # held back while it is being averaged
                 await happens(step.reduced_there, SHARED_WAIT_S)
             vector = step.reduced
@@ -254,7 +262,7 @@ class StateServer:
             vector, prepared, commit = step.reduced, step.prepared, step.commit
         if vector is None:
             raise NotReady(f"no such sum of step {wanted.t} is held here", version=core.version)
-        part = vector if other < 0 else core.compute.shared.part(vector, other)
+        part = vector if other < 0 or meets else core.compute.shared.part(vector, other)
         content = Snapshot(
             version=wanted.t, tensors={"gradient": part}, generation=core.generation,
             last_commit=commit, prepared=prepared,

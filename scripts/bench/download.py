@@ -55,7 +55,7 @@ class OneVersion:
 async def give(ip: str, size: int) -> None:
     """A source: says where it is, and serves until standard input ends."""
     async with Node(options=DaemonOptions(host=ip)) as node:
-        StateLeases(RUN.id, node.transport, {0: OneVersion(size)})
+        StateLeases(RUN, node.transport, {0: OneVersion(size)})
         print(json.dumps([node.peer_id, list(node.addresses)]), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -274,7 +274,7 @@ def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
         raise ValueError(f"no stage {stage} in a run of {run.S}")
     with torch.device("meta"):
         if run.model.kind == "counting":
-            module = AuditStage(run.M, name=f"stage{stage}", last=stage == run.S - 1)
+            module = AuditStage(run.whole.M, name=f"stage{stage}", last=stage == run.S - 1)
         else:
             module = GptStage(run, layer_split(run)[stage])
     return module

@@ -144,12 +144,25 @@ def shared_terms(run: Run, stage: Stage) -> dict[Stage, tuple[str, ...]]:
     return {other: tuple(sorted(names)) for other, names in common.items() if names}
 
 
+MET_WEIGHTS, MET_MOMENTUM = "met_weights", "met_momentum"
+"""Names of vectors in a stage's state: how they were after the last meeting of islands, with statistics."""
+
+
+def met_vectors(run: Run, layout: Layout, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
+    """The vectors that a stage's state has for meetings: name -> (length, dtype)."""
+    if run.islands.count == 1:
+        return {}
+    momentum = {MET_MOMENTUM: (layout.numel, dtype)} if run.islands.outer_momentum else {}
+    return {MET_WEIGHTS: (layout.sum_numel, dtype), **momentum}
+
+
 def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """The names, shapes and dtypes of `StageCompute.state()`, as tensors of the meta device."""
     layout, dtype = stage_layout(run, stage), weights_dtype(run)
     vectors = {
         "weights": (layout.numel, dtype),
         **vector_layout(run.optimizer, layout.numel, parts_of(run.optimizer, layout.spans), dtype),
+        **met_vectors(run, layout, dtype),
     }
     if layout.statistics:
         vectors["statistics"] = (layout.statistics_numel, dtype)
@@ -171,12 +184,12 @@ matter of the machine, and what is read is compared with what the manifest pins.
 
 def start_from(run: Run, reader: Reader) -> None:
     """Have this process read the weights of the run's version 0 there."""
-    _readers[run.id] = reader
+    _readers[run.whole.id] = reader
 
 
 def can_start(run: Run) -> bool:
     """Whether version 0 can be made here."""
-    return not run.start.weights or run.id in _readers
+    return not run.start.weights or run.whole.id in _readers
 
 
 def start_shapes(run: Run, stage: Stage) -> dict[str, torch.Size]:
@@ -199,10 +212,10 @@ def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """
     if not can_start(run):
         raise SetupError(
-            f"the weights that run {run.id} starts from are not here: give their folder with --start"
+            f"the weights that run {run.whole.id} starts from are not here: give their folder with --start"
         )
     aliases = {names[0]: names for names in custom_model(run).traced.graph.tied} if run.brings_model else {}
-    read, dtype = _readers[run.id], weights_dtype(run)
+    read, dtype = _readers[run.whole.id], weights_dtype(run)
     found = {
         name: read(aliases.get(name, (name,)), shape).to(dtype)
         for name, shape in start_shapes(run, stage).items()
@@ -255,6 +268,8 @@ def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     state |= {name: weights for name in state if name.startswith("weights")}
     if "statistics" in state:
         state["statistics"] = statistics
+    if MET_WEIGHTS in state:
+        state[MET_WEIGHTS] = torch.cat([weights, statistics])
     return state
 
 
@@ -283,7 +298,8 @@ def named_weights(
 def reduce_bytes(run: Run, stage: Stage) -> float:
     """Of a stage's sum and of the settled answer to it, the mean: a reduce sends as many of either."""
     settled = "float64" if run.dtype == "float64" else "float32"
-    codec = "none" if run.adds_exactly else run.codec.reduce
     numel = stage_layout(run, stage).sum_numel
-    settled_bytes = sum(encoded_sizes(TensorMeta((numel,), settled, codec)))
+    if run.rounds_sums:
+        return ROUNDED_BYTES[run.codec.reduce] * numel
+    settled_bytes = sum(encoded_sizes(TensorMeta((numel,), settled, run.sum_codec)))
     return ((SUM_BYTES * numel if run.adds_exactly else settled_bytes) + settled_bytes) / 2

@@ -16,12 +16,12 @@ import torch
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
-from swarm.manifest import Run, Terms
+from swarm.manifest import NO_ISLAND, Run, Terms
 from swarm.model.custom import model_inputs
 from swarm.model.fixed_point import Rounded, add_exact, blocks_of, dropped_after, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import empty_state, initial_vectors, stage_layout
-from swarm.model.optimizer import muon_update
+from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, empty_state, initial_vectors, stage_layout
+from swarm.model.optimizer import moment_seed, muon_update, to_bfloat16
 from swarm.model.reductions import sqnorm
 from swarm.model.same_bits import aligned, use_threads_of
 from swarm.model.stage_function import stage_function
@@ -48,6 +48,10 @@ class SingleProcess:
             raise SetupError(
                 "a run with codec.adaptive cannot be verified: what it arrives at depends on its routes"
             )
+        others = range(1, run.islands.count if run.number == NO_ISLAND else 1)
+        self._others = [SingleProcess(run.island(number), batch, device) for number in others]
+        """The other islands, where the run has several: this is the first of them then."""
+        run = run.island(0) if others else run
         self.run, self.version, self._batch, self._device = run, 0, batch, torch.device(device)
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """The newest weights by full name. One that several stages hold is one tensor here."""
@@ -70,6 +74,7 @@ class SingleProcess:
             if run.rounds_sums
         }
         """Of a run that rounds gradients, the bits that those of each weight drop in the next step."""
+        self._met = _Met(run, {**self.parameters, **self._statistics}, self._statistics)
         self._stages = [_Stage(run, stage, self._held, self._dropped, self._device) for stage in range(run.S)]
         self.sums: list[torch.Tensor] = []
         """What each stage alone found, when `totals` was last called: flat, not divided by M."""
@@ -124,10 +129,24 @@ class SingleProcess:
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; return the losses of its microbatches in order."""
         assert t == self.version, "steps are done in order"
+        if self.run.meets_at(t):
+            self._meet()
+            return []
         losses = [self.loss(Microbatch(t, m)) for m in range(self.run.M)]
         totals, squares = self.totals()
         self.take(totals, squares)
-        return losses
+        return losses + [loss for other in self._others for loss in other.step(t)]
+
+    @torch.no_grad()
+    def _meet(self) -> None:
+        """The meeting of all islands."""
+        islands = [self, *self._others]
+        changes = [island._met.changes() for island in islands]
+        means = {name: sum(change[name] for change in changes) * (1.0 / len(islands)) for name in changes[0]}
+        for island in islands:
+            island._met.step(means)
+            island._optimizer.state.clear()
+            island.version += 1
 
     @torch.no_grad()
     def take(self, totals: Mapping[str, torch.Tensor], squares: float) -> None:
@@ -162,16 +181,21 @@ class SingleProcess:
             assert parameter.grad is not None
             parameter.mul_(1.0 - rate * terms.decay)
             parameter.add_(muon_update(state["exp_avg"], parameter.grad), alpha=-rate)
-        for parameter in self.parameters.values():
+        for name, parameter in self.parameters.items():
             parameter.grad = None
+            for vector, torch_name in _MOMENTS.items() if spec.moments == "bfloat16" else ():
+                if (moment := self._optimizer.state[parameter].get(torch_name)) is not None:
+                    kept = to_bfloat16(moment.view(-1), moment_seed(run.seed, t, vector, name), 0)
+                    moment.copy_(kept.view_as(moment))
         self.version = t + 1
 
     @torch.no_grad()
     def load(self, version: int, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Become a version: of each stage, what `StageState.copy` gives."""
+        age = float(self.run.moments_age(version))
         for parameter in self.parameters.values():
             moments = {torch_name: torch.zeros_like(parameter) for torch_name in _MOMENTS.values()}
-            self._optimizer.state[parameter] = {"step": torch.tensor(float(version)), **moments}
+            self._optimizer.state[parameter] = {"step": torch.tensor(age), **moments}
         for stage, vectors in enumerate(states):
             for vector, flat in vectors.items():
                 for view, value in self._values(stage, vector, flat):
@@ -200,6 +224,15 @@ class SingleProcess:
         if vector == "statistics":
             yield from ((view, self._statistics[name]) for name, view in layout.statistics_views(flat))
             return
+        if vector == "dropped_bits":
+            for name, blocks in layout.blocks.items() if self._dropped else ():
+                yield flat[blocks], self._dropped[name]
+            return
+        if vector in (MET_WEIGHTS, MET_MOMENTUM):
+            for name, (start, end, shape) in layout.terms.items():
+                if end <= flat.numel():
+                    yield flat[start:end].view(shape), self._met.value(vector, name)
+            return
         for name, view in layout.views(flat):
             parameter = self.parameters[name]
             if vector in _MOMENTS:
@@ -211,6 +244,49 @@ class SingleProcess:
         """The newest weights of all stages by full name, on the CPU."""
         found = {**self.parameters, **self._statistics}
         return {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+
+
+class _Met:
+    """The weights and statistics after the last meeting of islands, and the optimizer of meetings."""
+
+    def __init__(self, run: Run, now: Mapping[str, torch.Tensor], statistics: Mapping[str, object]) -> None:
+        """`now`: those of an island, by full name, which change; `statistics`: which of them are averaged."""
+        self._now, self._statistics, self._codec = now, statistics, run.islands.codec
+        self._then: dict[str, torch.nn.Parameter] = {}
+        if run.islands.count > 1:
+            self._then = {name: torch.nn.Parameter(value.detach().clone()) for name, value in now.items()}
+        spec = run.islands
+        self._optimizer = torch.optim.SGD(
+            [value for name, value in self._then.items() if name not in statistics]
+            or [torch.nn.Parameter(torch.zeros(0))],
+            lr=spec.outer_lr, momentum=spec.outer_momentum, nesterov=spec.outer_momentum > 0, foreach=False,
+        )  # fmt: skip
+
+    def changes(self) -> dict[str, torch.Tensor]:
+        """What the island has changed, as others get it."""
+        return {
+            name: round_trip((then - self._now[name]).detach().flatten(), self._codec).view(then.shape)
+            for name, then in self._then.items()
+        }
+
+    def step(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Have the island go on from where the meeting says."""
+        for name, then in self._then.items():
+            if name in self._statistics:
+                then.sub_(means[name])
+            else:
+                then.grad = means[name]
+        self._optimizer.step()
+        for name, then in self._then.items():
+            then.grad = None
+            self._now[name].copy_(then)
+
+    def value(self, vector: str, name: str) -> torch.Tensor:
+        """What a vector of a stage's state has of a weight."""
+        then = self._then[name]
+        if vector == MET_WEIGHTS:
+            return then.detach()
+        return self._optimizer.state[then].setdefault("momentum_buffer", torch.zeros_like(then))
 
 
 class _Passed(NamedTuple):
@@ -258,7 +334,7 @@ class _Stage:
                     leaves.append(value.requires_grad_(grad))
                 values.append(None if entry.dtype is None else value.to(entry.dtype))
             with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
-                made, statistics = function.compute(self._module, values, mb)
+                made, statistics = function.compute(self._module, values, run.named(mb))
             if not function.gives:
                 return _Passed(leaves, [made[0]], statistics, [], [])
             outputs = [

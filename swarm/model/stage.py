@@ -36,6 +36,7 @@ from swarm.model.boundary import Boundary, Computed, Entered, Wire, dtype_of
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
 from swarm.model.kept import kept_bytes
 from swarm.model.layout import stage_layout
+from swarm.model.meeting import difference_bytes
 from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_function import stage_function
@@ -116,7 +117,7 @@ class StageCompute:
         """Compute a microbatch up to the hand-over to the next stage.
 
         `inputs`: as `swarm.model.stage_io` has them, such as [tokens [B, T+1]] for the decoder's first stage
-        and [hidden [B, T, H], labels [B, T]] for its others; what has a gradient with the forward codec.
+        and [hidden [B, T, H], tokens] for its others; what has a gradient with the forward codec.
         `outputs` are those of the next stage. `grad=False`: no graph is kept, for a replay that only feeds a
         deeper stage; its backward would recompute. `codec`: of the outputs, one that `codec.adaptive` allows;
         None: the manifest's.
@@ -277,6 +278,18 @@ class StageCompute:
         self.sums.free()
         self._modules, self._parameters = [], []
 
+    def result_numel(self, t: int) -> int:
+        """Length of what this stage finds in step `t`: of its sum, or at a meeting of what it has changed."""
+        return difference_bytes(self.run, self.layout) if self.run.meets_at(t) else self.numel
+
+    def result_dtype(self, t: int) -> torch.dtype:
+        """The dtype of that."""
+        return torch.uint8 if self.run.meets_at(t) else self.state.dtype
+
+    def needs_others(self, t: int) -> bool:
+        """Whether step `t` also takes what other stages, or islands, have found."""
+        return self.run.meets_at(t) or bool(self.shared.names)
+
     # --- measured ---------------------------------------------------------------------------------------
 
     def saved_bytes(self) -> int:
@@ -328,7 +341,7 @@ class StageCompute:
             values.append(value)
         try:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.dtype == "bfloat16"):
-                made, statistics = function.compute(module, values, mb if drops else None)
+                made, statistics = function.compute(module, values, self.run.named(mb) if drops else None)
         except (IndexError, RuntimeError) as error:
             # A whole number from another peer with unknown bounds.
             if isinstance(error, IndexError) or "index" in str(error):

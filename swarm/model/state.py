@@ -20,6 +20,7 @@ from swarm.manifest import Run
 from swarm.model.fixed_point import MOST_DROPPED, dropped_after
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import Layout, initial_vectors
+from swarm.model.meeting import Meetings
 from swarm.model.optimizer import FlatOptimizer, parts_of
 from swarm.model.reductions import WEIGHTS, vectors_digest
 from swarm.model.same_bits import use_threads_of
@@ -43,6 +44,7 @@ class StageState:
         # Version v lives in number v % len.
         weights, self._statistics = initial_vectors(run, stage, layout, device)
         """`_statistics`: of batch norms, of the newest version only, since training does not read them."""
+        self._meetings = Meetings(run, layout, weights, self._statistics)
         self._weights = [weights]
         if run.delayed_updates:
             self._weights.append(self._weights[0].clone())
@@ -108,13 +110,17 @@ class StageState:
                 "start it again with a lower optimizer.lr"
             )
         use_threads_of(self._run)
+        if self._run.meets_at(t):
+            self._meet(t, reduced)
+            return
         spec, M = self._run.optimizer, self._run.M
         scale = 1.0 / M
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))
         old, new = self.weights(t), self.weights(t + 1)
         gradient, told = reduced.to(self.device).split([self._layout.numel, self._layout.statistics_numel])
-        self._optimizer.step(t, spec.lr_at(t, self._run.steps), old, new, gradient, scale)
+        age = self._run.moments_age(t)
+        self._optimizer.step(age, spec.lr_at(t, self._run.steps), old, new, gradient, scale)
         means = told * (1.0 / M)
         for (start, end, _), momentum in self._layout.statistics.values():
             self._statistics[start:end].mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
@@ -126,6 +132,17 @@ class StageState:
                 )
         self._round(t + 1)
         self.version = t + 1
+
+    def _meet(self, t: int, total: torch.Tensor) -> None:
+        self._meetings.step(total, self.weights(t), self._statistics)
+        for moment in self._optimizer.vectors.values():
+            moment.zero_()
+        self._round(t + 1)
+        self.version = t + 1
+
+    def difference(self) -> torch.Tensor:
+        """What this island has changed of the stage since the last meeting, as it travels."""
+        return self._meetings.difference(self.weights(self.version), self._statistics)
 
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Become version `version`.
@@ -192,6 +209,7 @@ class StageState:
         """Release every tensor; nothing works after it."""
         self._weights, self._low, self._statistics = [], [], self._statistics[:0].clone()
         self._optimizer.vectors = {}
+        self._meetings.free()
 
     def _round(self, version: int) -> None:
         """The weights of a version changed: so do their low-precision copies."""
@@ -199,7 +217,7 @@ class StageState:
         low.copy_(self.weights(version)[: low.numel()])
 
     def _vectors(self, version: int) -> dict[str, torch.Tensor]:
-        vectors = {"weights": self.weights(version), **self._optimizer.vectors}
+        vectors = {"weights": self.weights(version), **self._optimizer.vectors, **self._meetings.vectors}
         if self._statistics.numel():
             vectors["statistics"] = self._statistics
         if self._run.rounds_sums:

@@ -146,8 +146,8 @@ class Aggregator:
         self._history = History()
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
-        self._most_serving = [0] * run.S
-        self._served = [False] * run.S
+        self._most_serving = [0] * run.cells
+        self._served = [False] * run.cells
         self._trainers: dict[PeerId, float] = {}
         self._trainer_at: float | None = None
         self._digests: dict[tuple[Stage, Position], dict[PeerId, tuple[str, str]]] = {}
@@ -194,7 +194,7 @@ class Aggregator:
         self._happenings.append(Happening(at=at, kind=kind, text=text, stage=stage, peer=peer))
 
     def _take_record(self, record: PeerRecord, now: float) -> None:
-        if record.run != self.run.id or record.stage >= self.run.S or record.state == "choosing":
+        if record.run != self.run.id or record.stage >= self.run.cells or record.state == "choosing":
             return
         seen, new = self._peers.get(record.peer), _Seen(record, now, self.run.steps)
         if record.state == "left":
@@ -309,7 +309,7 @@ class Aggregator:
             self._stepped.clear()
             self._history.back_to(position.version)
         self._stepped.append((now, position.version))
-        for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.S]:
+        for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.cells]:
             del self._digests[key]
 
     def _heard(self, peers: Iterable[_Seen]) -> list[_Seen]:
@@ -362,7 +362,7 @@ class Aggregator:
         if self._cut_off_s(now) is not None:
             return  # unseen peers may well be there
         serving = Counter(seen.record.stage for seen in self._peers.values() if seen.serves)
-        for stage in range(self.run.S):
+        for stage in range(self.run.cells):
             self._most_serving[stage] = max(self._most_serving[stage], serving[stage])
             if self._served[stage] and not serving[stage]:
                 self._happened(now, "stage lost", f"stage {stage} has no peer", stage=stage)
@@ -374,7 +374,7 @@ class Aggregator:
 
     def health(self, *, now: float) -> SwarmHealth:
         """The picture at `now`."""
-        stages = tuple(self._stage(stage, now) for stage in range(self.run.S))
+        stages = tuple(self._stage(stage, now) for stage in range(self.run.cells))
         keepers = [seen for seen in self._peers.values() if seen.record.stage == NO_STAGE]
         tokens_per_s, step_s = self._tokens_per_s(now), self._step_s(now)
         left = self.run.steps - self._position.version

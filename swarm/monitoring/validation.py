@@ -78,7 +78,9 @@ def tidy_observation(observation: Observation, run: Run) -> Observation:
     refused, voice = observation.refused, observation.voice
     return replace(
         observation,
-        records=tuple(tidy(r) for r in observation.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.S),
+        records=tuple(
+            tidy(r) for r in observation.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.cells
+        ),
         gone=tuple(filter(_is_id, observation.gone)),
         statuses=tuple(statuses),
         silent={peer: clean(why) for peer, why in observation.silent.items() if _is_id(peer)},
@@ -101,8 +103,8 @@ def checked(status: PeerStatus, record: PeerRecord, run: Run) -> PeerStatus:
 def _possible(status: PeerStatus, run: Run) -> PeerStatus:
     if not _is_id(status.peer):
         raise Refused(f"a status in the name of {clean(status.peer, ID_CHARS)!r}")
-    if not (0 <= status.stage < run.S or status.stage == NO_STAGE):
-        raise Refused(f"a status of stage {status.stage} of a run of {run.S} stages")
+    if not (0 <= status.stage < run.cells or status.stage == NO_STAGE):
+        raise Refused(f"a status of stage {status.stage} of a run of {run.cells} stages")
     check_position(status.generation, status.version, run, what="a status")
     numbers = msgspec.structs.asdict(status)
     numbers |= {f"audit.{name}": n for name, n in msgspec.structs.asdict(status.audit).items()}

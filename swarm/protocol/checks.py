@@ -33,7 +33,7 @@ def check_report(report: ReplicaReport, run: Run) -> None:
     for step in report.steps:
         _check_names(step.frozen_for, step.failed_round)
         for ledger in (step.done, step.in_progress, step.inherited):
-            check_bitmap(ledger, run.M)
+            check_bitmap(ledger, run.microbatches(step.t))
         if step.prepared is not None:
             _check_names(step.prepared.round, step.prepared.digest)
             _check_sqnorm(step.prepared.sqnorm)
@@ -49,7 +49,7 @@ def check_summary(summary: StageSummary, run: Run) -> None:
     _check_steps([step.t for step in summary.steps], run)
     _check_commits(summary.commits, run)
     for step in summary.steps:
-        check_bitmap(step.unclaimed, run.M)
+        check_bitmap(step.unclaimed, run.microbatches(step.t))
         _check_sqnorm(step.sqnorm)
 
 

@@ -162,7 +162,7 @@ class StageCoordinator:
                 continue
             blame, plan = self._blame, self._plans.get(t)
             decision = decide(
-                self._run.id, self._stage, t, self._run.M, self._numel,
+                self._run.id, self._stage, t, self._run.microbatches(t), self._numel,
                 blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
                 owner=blame.owner(t, plan, steps, now=now),
             )  # fmt: skip
@@ -256,7 +256,7 @@ class StageCoordinator:
             for step, row in zip(member.report.steps, member.losses, strict=False):
                 if step.t == t:
                     by_m.update(zip(members_of(step.done), row, strict=False))
-        if len(by_m) == self._run.M:
+        if by_m and len(by_m) == self._run.microbatches(t):
             self.losses[t] = sum(by_m[m] for m in range(self._run.M)) / self._run.M
 
     def directive_for(

@@ -501,13 +501,13 @@ def _unpacked(data: memoryview, kind: type[T], most: int, most_unfolded: int, wh
         raise Refused(f"malformed {kind.__name__} header: {error}") from None
 
 
-def check_run(named: str, serves: str) -> None:
-    """Check the run that a request names.
+def check_run(named: str, serves: str, *others: str) -> None:
+    """Check the run that a request names: what this peer serves, or one of `others` that will do.
 
     Raises:
         Refused: it is for another one.
     """
-    if named != serves:
+    if named not in (serves, *others):
         raise Refused(f"this peer serves run {serves}, not {named[:40]!r}")
 
 

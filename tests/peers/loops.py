@@ -17,6 +17,7 @@ import torch
 
 from peers.clock import now_s
 from peers.events import Event, RoundAborted, Stepped
+from peers.islands.directory import split_cell
 from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
 from peers.sim.device import SimDevice
@@ -77,13 +78,15 @@ class Swarm:
     orders: list[Callable[[str, str, str], bool]] = field(default_factory=list)
 
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
+        """`stage`: of a run of several islands the cell."""
         end = self.network.join(name)
         owner = self.owners[name] = Owner()
         settings.setdefault("started_at", now_s())
 
         def make(stage: int, kept: Snapshot | None) -> StagePeer:
+            run, stage = split_cell(self.run, stage)
             peer = StagePeer(
-                self.run, stage, StageCompute(self.run, stage), end.transport, end.directory,
+                run, stage, StageCompute(run, stage), end.transport, end.directory,
                 replace(StageSettings(max_inflight=8), **settings), self.events.append, kept=kept,
                 device=SimDevice(self.dice, JOB_S),
             )  # fmt: skip
@@ -99,7 +102,8 @@ class Swarm:
             self.peers.pop(name, None)
             first.clear()  # paused before it began: its methods are answered by another now
             asked = replace(StageSettings(), **settings)
-            return PausedPeer(self.run, stage, kept, end.transport, end.directory, asked, owner)
+            run, stage = split_cell(self.run, stage)
+            return PausedPeer(run, stage, kept, end.transport, end.directory, asked, owner)
 
         serving = paused.serve(stage, owner, build, hold, device="cpu", emit=self.events.append)
         self.start(end, serving)
@@ -113,10 +117,11 @@ class Swarm:
         window: int | None = 6,
         steps: int | None = None,
         held_out: Any = None,
+        island: int = 0,
     ) -> Trainer:
         end = self.network.join(name)
         trainer = Trainer(
-            self.run, batches or self.batches, end.transport, end.directory,
+            self.run.island(island), batches or self.batches, end.transport, end.directory,
             TrainerSettings(window=window, steps=steps), self.events.append, held_out=held_out,
         )  # fmt: skip
         self.trainers[name] = trainer
@@ -327,7 +332,7 @@ async def swarm(
     built = Swarm(run, network, batches or Zeros(run))
     network.on_deliver = built.delivered
     try:
-        for stage in range(built.run.S):
+        for stage in range(built.run.cells):
             for replica in range(replicas):
                 built.add_peer(f"s{stage}p{replica}", stage)
         yield built

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from peers.options import PeerOptions
-from peers.owner.memory_limit import MEMORY_SHARE, Needs, needs_of
+from peers.owner.memory_limit import MEMORY_SHARE, Needs, needs_of, weight_bytes
 from peers.programs.roles import Peer
 from swarm.errors import SetupError
-from swarm.manifest import Run, demo_run
+from swarm.ids import Microbatch
+from swarm.manifest import OptimizerSpec, Run, demo_run
+from swarm.model.gradient_sum import Gradients, GradientSums
+from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
 from swarm.plan.network import MEMORY_SHARE as PLANNED
 from tests.model.chain import tiny_run
@@ -39,6 +44,57 @@ def test_what_a_stage_needs_is_what_it_holds_and_one_vector_of_gradients(run: Ru
     compute = StageCompute(run, stage)
     gradients = compute.layout.numel * (8 if run.dtype == "float64" else 4)
     assert needs_of(run, stage).fixed == held_bytes(compute) + gradients
+
+
+@pytest.mark.parametrize("host_sums", [False, True])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerSpec(lr=1.0), OptimizerSpec(lr=1.0, moments="bfloat16"),
+        OptimizerSpec(name="sgd", lr=1.0),
+        OptimizerSpec(name="sgd", lr=1.0, momentum=0.5, moments="bfloat16"),
+    ],
+)  # fmt: skip
+def test_bytes_a_weight_are_those_of_a_stage(optimizer: OptimizerSpec, host_sums: bool) -> None:
+    run = replace(demo_run(stages=2), optimizer=optimizer)
+    numel = StageCompute(run, 1).layout.numel
+    assert needs_of(run, 1, host_sums=host_sums).fixed == numel * weight_bytes(optimizer, host_sums=host_sums)
+
+
+def test_sums_may_be_in_the_machine_s_memory_and_are_the_same() -> None:
+    run = tiny_run(dtype="float32", codec={"reduce": "rounded16"})
+    compute = StageCompute(run, 1)
+    there = SimpleNamespace(device=torch.device("meta"), dropped=compute.state.dropped)
+    terms = {name: torch.full(span.shape, 0.25) for name, span in compute.layout.terms.items()}
+    found = Gradients(mb=Microbatch(0, 0), loads=0, terms=terms, terms_wanted=True)
+    sums = []
+    for state, on_host in ((compute.state, False), (there, True)):
+        sums.append(GradientSums(run, 1, compute.layout, state, on_host=on_host))  # type: ignore[arg-type]
+        sums[-1].begin(0)
+        sums[-1].add(found)
+    assert sums[1].of(0).device.type == "cpu" and sums[1].of(0).any()
+    assert torch.equal(sums[0].of(0), sums[1].of(0))
+    elsewhere = StageCompute(run, 1, host_sums=True).snapshot(0)
+    assert elsewhere._host_sums and elsewhere.sums.of(0).device.type == "cpu"
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", True), ("cpu", False)])
+def test_host_sums_are_for_devices_with_a_memory_of_their_own(
+    device: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("swarm.model.stage.StageCompute", lambda *_, **given: made.append(given))
+    peer = Peer(PeerOptions(run="5a", join=(), host_sums=True, max_inflight=4), emit=lambda _: None)
+    peer._build(demo_run(stages=2), 1, device)
+    assert made[0]["host_sums"] is expected
+    each, numel = (
+        weight_bytes(demo_run().optimizer),
+        stage_layout(demo_run(stages=2), 0).numel,
+    )  # the larger one
+    limited = Peer(
+        PeerOptions(run="5a", join=(), host_sums=True, max_vram=(each - 4) * numel), emit=lambda _: None
+    )
+    assert limited._fits_anywhere(demo_run(stages=2), device) is expected
 
 
 def test_what_does_not_fit_is_refused_with_numbers() -> None:
@@ -75,11 +131,11 @@ def test_as_many_microbatches_are_admitted_as_fit() -> None:
 def test_what_a_microbatch_sends_and_receives_is_reckoned_with_its_gradients() -> None:
     run = demo_run(stages=3, codec="none")
     (first, middle, last), M = (needs_of(run, stage) for stage in range(3)), run.M
-    tokens = run.batch.microbatch_size * run.data.sequence_length
-    hidden, labels = 4 * tokens * run.built_in.hidden, tokens
-    assert middle.boundary == 4 * hidden + 2 * labels
-    assert last.boundary == 2 * hidden + labels
-    assert first.boundary == last.boundary + labels + run.batch.microbatch_size
+    rows, length = run.batch.microbatch_size, run.data.sequence_length
+    hidden, tokens = 4 * rows * length * run.built_in.hidden, rows * (length + 1)
+    assert middle.boundary == 4 * hidden + 2 * tokens
+    assert last.boundary == 2 * hidden + tokens
+    assert first.boundary == last.boundary + tokens
     assert (middle.open, needs_of(replace(run, delayed_updates=True), 1).open) == (M, 2 * M)
 
 

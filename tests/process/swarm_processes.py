@@ -30,6 +30,7 @@ import torch
 
 from peers.evaluation.data import open_eval
 from peers.events import Event, JoinLine, Logged, Serving, Started, StepDone, Stepped, parse_event
+from peers.islands.directory import split_cell
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
 from peers.programs.manifest_pinning import pinned
@@ -470,7 +471,7 @@ class Swarm(Processes):
 
     def peers(self, replicas: int = 2) -> None:
         """Start peers until each stage has so many, and wait until all serve."""
-        for stage in range(self.run.S):
+        for stage in range(self.run.cells):
             for _ in range(replicas - len(self.serving(stage))):
                 self.peer(stage)
         self.all_serve()
@@ -545,7 +546,7 @@ class Swarm(Processes):
     def until_all_stepped(self) -> None:
         """Wait until every serving peer says that it took the last step told."""
         version = self.version()
-        peers = [p for stage in range(self.run.S) for p in self.serving(stage)]
+        peers = [p for stage in range(self.run.cells) for p in self.serving(stage)]
 
         def reached(program: Program) -> bool:
             took = [event.t + 1 for event in program.heard(Stepped)]
@@ -581,9 +582,11 @@ class Swarm(Processes):
 
         async def fetch(node: Node) -> dict[str, torch.Tensor]:
             found = dict[str, torch.Tensor]()
-            for stage in range(self.run.S):
-                got = await self._download(node, stage)
-                found |= named_weights(self.run, stage, got.tensors["weights"], got.tensors.get("statistics"))
+            for cell in range(self.run.cells):
+                got = (await self._download(node, cell)).tensors
+                named = named_weights(self.run, cell % self.run.S, got["weights"], got.get("statistics"))
+                for name, weights in named.items():  # all islands have the same, after a meeting
+                    assert torch.equal(found.setdefault(name, weights), weights)
             return found
 
         return self.as_a_node(fetch)
@@ -595,7 +598,7 @@ class Swarm(Processes):
             records = await node.directory.refresh({stage})
             serving = [r.peer for r in records if r.stage == stage and r.state == "serving"]
             try:
-                return await download(node.transport, state_of(self.run, stage), serving)
+                return await download(node.transport, state_of(*split_cell(self.run, stage)), serving)
             except DownloadFailed:
                 if time.monotonic() >= end:
                     raise

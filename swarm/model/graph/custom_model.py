@@ -133,6 +133,11 @@ def custom_model(run: Run) -> Model:
         SetupError: it cannot be built, traced or cut here; it is not what the manifest pins; something that
             has to cross a boundary cannot travel. Says what to do.
     """
+    return _custom_model(run.whole)
+
+
+@lru_cache(maxsize=4)
+def _custom_model(run: Run) -> Model:
     spec = _spec(run)
     version = _version(spec)
     if spec.version not in ("", version):

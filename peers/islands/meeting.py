@@ -1,0 +1,113 @@
+"""Meetings of islands: what the others have changed of this stage is fetched, and added to what this one has.
+
+A meeting is a step without microbatches. Each replica encodes what its island has changed since the last one,
+gives it out, and asks replicas of the same stage on the other islands for theirs. As with tied weights
+(`peers.stage.tied_weights`) only a replica that has all of it is prepared; so an island takes the step when
+each of its stages can. Replicas of a stage of an island have the same bits, so it does not matter which is
+asked, and one that has all of it gives out what it got from others too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from peers.clock import now_s
+from peers.islands.directory import Island, Islands
+from peers.ports import Rank, Transport
+from peers.stage.open_step import OpenStep
+from peers.stage.state import StageCore
+from peers.transfer.client import GATHER_S, DownloadFailed, download
+from peers.transfer.gradient import wanted_of
+from swarm.errors import NotReady, PeerFault, Refused
+from swarm.ids import PeerId
+from swarm.model.meeting import added_up
+from swarm.policy.backoff import Backoff
+from swarm.protocol.voice import heard
+from swarm.wire.messages import Opened, OpenHeld
+
+PASSED_S = 5.0
+"""After so long it is looked whether the others are past a meeting, and hold nothing of it any more."""
+RETRY_S = 0.2
+"""Islands come to a meeting at different times: a peer that is asked holds the request for a while."""
+ASKED_AT_ONCE = 4
+"""Replicas that are asked at once: what most of them say, by voice, is believed."""
+
+
+class IslandMeeting:
+    """This replica's part in the meetings of its stage."""
+
+    def __init__(self, core: StageCore, transport: Transport, islands: Islands, backoff: Backoff) -> None:
+        self._core, self._transport, self._islands, self._backoff = core, transport, islands, backoff
+        self.overdue: Callable[[], None] = lambda: None
+        """Told now and then while a meeting waits for others."""
+
+    async def difference(self) -> torch.Tensor:
+        """What this island has changed since the last meeting, as it travels."""
+        core = self._core
+        return await core.device.run(Rank.STEP, core.version, core.compute.state.difference)
+
+    async def sum(self, step: OpenStep, own: torch.Tensor) -> torch.Tensor:
+        """What all islands have changed, added up. `own`: what this one has.
+
+        Raises:
+            NotReady: the step ended meanwhile.
+        """
+        core, islands = self._core, self._islands
+        await asyncio.gather(*(self._part(step, number) for number in islands.others))
+        parts = [step.shared.get(number, own) for number in range(len(islands.all))]
+        return await asyncio.to_thread(added_up, core.run, core.compute.layout, parts)
+
+    async def _part(self, step: OpenStep, number: int) -> None:
+        """Get what island `number` has changed: from its replicas of this stage, or from one that got it."""
+        core, numel = self._core, self._core.compute.result_numel(step.t)
+        looked_at = now_s()
+        while not step.over and number not in step.shared:
+            for holder, island in sorted(enumerate(self._islands.all), key=lambda one: one[0] != number):
+                asks_own = holder == number  # of other islands it gives out what it got
+                question = OpenHeld(
+                    run=island.run.id, t=step.t,
+                    shared_with=core.stage if asks_own else -1, shared_of=-1 if asks_own else number,
+                )  # fmt: skip
+                sources = self._serving(island)
+                with contextlib.suppress(DownloadFailed):
+                    wanted = replace(wanted_of(core, question, numel, self._fits), gather_s=GATHER_S)
+                    found = await download(
+                        self._transport, wanted, sources,
+                        voice=island.voices.of(core.stage, version=core.version),
+                        on_fault=self._failed,
+                    )  # fmt: skip
+                    step.shared[number] = found.tensors["gradient"]
+                    return
+            if now_s() - looked_at > PASSED_S:
+                looked_at = now_s()
+                self.overdue()
+            await asyncio.sleep(RETRY_S)
+        if step.over:
+            raise NotReady(f"meeting {step.t} ended before all of it was here", version=core.version)
+
+    def _fits(self, opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        try:
+            added_up(self._core.run, self._core.compute.layout, [tensors["gradient"]])
+        except Refused as refused:
+            return refused.text
+        return None
+
+    def _failed(self, fault: PeerFault) -> None:
+        self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)
+
+    def _serving(self, island: Island) -> Sequence[PeerId]:
+        """Other peers of this stage on an island, those with voice if any has it, in an order of this peer's
+        own.
+        """
+        now, me, stage = now_s(), self._core.me, self._core.stage
+        records = island.directory.at(stage)
+        found = [r.peer for r in records if r.state in ("serving", "leaving") and r.peer != me]
+        awake = [peer for peer in found if not self._backoff.in_backoff(peer, now=now)]
+        awake = heard(awake, island.voices.of(stage, version=self._core.version))
+        return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))[:ASKED_AT_ONCE]

@@ -1,0 +1,89 @@
+"""Training a run: a trainer for each of its islands, in one process; nearly always there is one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from msgspec.structs import replace
+
+from peers import events
+from peers.ports import Directory, Transport
+from peers.trainer import Batches, Trainer, TrainerSettings
+from swarm.manifest import Run
+
+
+class IslandTrainers:
+    """Runs the microbatches of all islands until the run is finished, or `leave` is called.
+
+    Islands take their steps at different times. A step is told once each has taken it: with the mean of their
+    losses, and the losses of microbatches in the order of all.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        batches: Batches,
+        transport: Transport,
+        directory: Directory,
+        settings: TrainerSettings,
+        emit: Callable[[events.Event], None],
+        *,
+        held_out: Batches | None = None,
+    ) -> None:
+        """`held_out`: what the run is evaluated on. All islands have the same weights then: one does it."""
+        self._emit, self._left = emit, False
+        self._done: dict[int, dict[int, events.StepDone]] = {}
+        """What islands told of a step, until all have."""
+        self.trainers = [
+            Trainer(
+                run.island(number), batches, transport, directory, settings, partial(self._heard, number),
+                held_out=None if number else held_out,
+            )
+            for number in range(run.islands.count)
+        ]  # fmt: skip
+        for trainer in self.trainers:  # an island may be lost as long as another one is not done
+            trainer.may_end = lambda: all(one.is_done for one in self.trainers)
+
+    @property
+    def replayed(self) -> int:
+        """Microbatches run again because a peer died with them."""
+        return sum(trainer.replayed for trainer in self.trainers)
+
+    async def run(self) -> None:
+        """Train. Raises as `Trainer.run`: then no island is trained any more."""
+        tasks = [asyncio.create_task(trainer.run()) for trainer in self.trainers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def leave(self) -> None:
+        """Start nothing more and end `run`."""
+        for trainer in self.trainers:
+            trainer.leave()
+
+    def _heard(self, number: int, event: events.Event) -> None:
+        if not isinstance(event, events.StepDone):
+            self._emit(event)
+            return
+        told = self._done.setdefault(event.t, {})
+        told[number] = event
+        if len(told) == len(self.trainers):
+            self._emit(_together([told[n] for n in sorted(told)]))
+            del self._done[event.t]
+
+
+def _together(told: list[events.StepDone]) -> events.StepDone:
+    """What the islands told of a step."""
+    losses = [one.loss for one in told if one.loss is not None]
+    return replace(
+        told[0],
+        loss=sum(losses) / len(losses) if len(losses) == len(told) else None,
+        losses=tuple(loss for one in told for loss in one.losses) if all(o.losses for o in told) else (),
+        tokens_per_s=sum(one.tokens_per_s for one in told),
+        peers=tuple(count for one in told for count in one.peers),
+    )
