@@ -52,7 +52,11 @@ from scripts.bench.mutations import MUTATIONS, Mutation  # noqa: E402
 RINGS = ("pure", "peers", "sim")
 PURE = {
     "swarm/audit": ("tests/audit",),
-    "swarm/model": ("tests/model/test_stage.py", "tests/model/test_fixed_point.py"),
+    "swarm/model": (
+        "tests/model/test_stage.py",
+        "tests/model/test_fixed_point.py",
+        "tests/model/test_reference_resumes.py",
+    ),
     "swarm/policy": ("tests/policy",),
     "swarm/protocol": ("tests/protocol", "tests/policy"),
     "swarm/wire": ("tests/wire",),

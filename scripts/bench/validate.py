@@ -3,6 +3,7 @@
     python scripts/bench/validate.py               # as root, five minutes
     python scripts/bench/validate.py --only 2 3
     python scripts/bench/validate.py --virtual     # without real swarms, half a minute
+    python scripts/bench/validate.py --virtual --reduce rounded16
 
 Between the two are the classes that ship in virtual time (`shipped_per_s`): all of the protocol, its calls
 over the lines that the simulation has too, and devices that take their time and compute nothing.
@@ -63,8 +64,8 @@ from swarm.sim.dice import Dice
 from swarm.wire.codec import Encoded
 
 COLUMNS = (
-    "stages", "replicas", "mbit", "delay_ms", "window", "real_per_s", "shipped_per_s", "simulated_per_s",
-    "shipped_ratio", "ratio", "within_15",
+    "stages", "replicas", "mbit", "delay_ms", "window", "reduce", "real_per_s", "shipped_per_s",
+    "simulated_per_s", "shipped_ratio", "ratio", "within_15",
 )  # fmt: skip
 WITHIN = 0.15
 PAYLOAD = 1448 / 1500
@@ -96,7 +97,7 @@ CASES = (
 )
 
 
-def validation_run(stages: int) -> Run:
+def validation_run(stages: int, reduce: str = "none") -> Run:
     """A small GPT with boundary tensors of 64 kB: 64 ms at 8 Mbit/s."""
     base = demo_run(stages=stages, steps=1_000_000, codec="blockwise8", seed=3)
     return replace(
@@ -107,6 +108,7 @@ def validation_run(stages: int) -> Run:
         model=replace(base.model, layers=4, hidden=128, heads=2, ffn_hidden=128),
         data=replace(base.data, sequence_length=128),
         batch=replace(base.batch, microbatch_size=4, microbatches_per_step=48),
+        codec=replace(base.codec, reduce=reduce),
     )
 
 
@@ -229,16 +231,16 @@ def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     return run.tokens_per_step / found.step_s(skip=2)
 
 
-def row(case: Case, *, job_s: float, steps: int, virtual: bool) -> dict[str, Any]:
+def row(case: Case, reduce: str, *, job_s: float, steps: int, virtual: bool) -> dict[str, Any]:
     """`virtual`: the simulation ÷ the shipped classes; else both ÷ a real swarm."""
-    run = validation_run(case.stages)
+    run = validation_run(case.stages, reduce)
     middle = shipped(case, run, job_s=job_s, steps=steps)
     measured = middle if virtual else real(case, run, job_s=job_s, steps=steps)
     expected = simulated(case, run, job_s=job_s, steps=steps)
     ratio = expected / measured
     return {
         "stages": case.stages, "replicas": case.replicas, "mbit": case.mbit, "delay_ms": 1e3 * case.delay_s,
-        "window": case.window, "real_per_s": None if virtual else round(measured, 1),
+        "window": case.window, "reduce": reduce, "real_per_s": None if virtual else round(measured, 1),
         "shipped_per_s": round(middle, 1), "simulated_per_s": round(expected, 1),
         "shipped_ratio": round(middle / measured, 3), "ratio": round(ratio, 3),
         "within_15": abs(ratio - 1) <= WITHIN,
@@ -252,6 +254,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--job", type=float, default=0.05, help="seconds of a job (default: 0.05)")
     parser.add_argument("--steps", type=int, default=6, help="measured, after two (default: 6)")
+    parser.add_argument("--reduce", default="none", help="or rounded16, rounded8 (default: none)")
     parser.add_argument("--virtual", action="store_true", help="no real swarms")
     parser.add_argument("--only", type=int, nargs="+", choices=range(len(CASES)), help="cases, from 0")
     return parser.parse_args(arguments)
@@ -264,7 +267,8 @@ def main() -> int:
         return 1
     rows = []
     for number in options.only or range(len(CASES)):
-        rows.append(row(CASES[number], job_s=options.job, steps=options.steps, virtual=options.virtual))
+        case, limits = CASES[number], {"job_s": options.job, "steps": options.steps}
+        rows.append(row(case, options.reduce, **limits, virtual=options.virtual))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     report(rows, COLUMNS, f"{machine()}\nreal swarms and their simulation, tokens per second")
     return 0

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from peers.events import StepDone
-from scripts.bench import codecs_loss, slow_links
+from peers.programs.manifest import parameter_count
+from scripts.bench import codecs_loss, narrow, protocol_nanogpt, slow_links
 from scripts.bench.codecs_loss import codec_spec
 from scripts.bench.harness import Clocks, Segment, role_names
 from scripts.bench.netlab import Link, why_not
@@ -73,7 +74,7 @@ def test_adatopk_compresses_where_devices_would_wait_and_equal_manifests_are_mea
     nbytes = 4 * 256 * 128 * 4
     assert slow_links.least_step_s(base, lines[0], SIZES) == pytest.approx(base.M * 16 * nbytes / 8e6)
     assert slow_links.least_step_s(base, MIXED, SIZES) == pytest.approx(base.M * 8 * nbytes / 8e6)
-    assert slow_links.payload_bytes(base) == 2 * (2 * nbytes + 4 * 256)
+    assert slow_links.payload_bytes(base) == 2 * (2 * nbytes + 4 * 257), "and the tokens"
 
 
 def status(name: str, busy_s: float, links: dict[str, int]) -> PeerStatus:
@@ -140,6 +141,28 @@ def test_codecs_are_compared_seed_by_seed() -> None:
     ]  # fmt: skip
     (alone,) = codecs_loss.rows_of({"bf16": {1: 2.1}}, {"bf16": 2.0})
     assert alone["loss"] == 2.1 and alone["above_none"] is None
+
+
+def test_ways_over_narrow_boundaries_have_equally_many_weights() -> None:
+    sizes = {"seed": 1, "steps": 20, "rows": 2, "tokens": 10_000}
+    plain = narrow.way_run("none", **sizes)
+    for way in narrow.WAYS:
+        run = narrow.way_run(way, **sizes)
+        assert parameter_count(run.built_in) == pytest.approx(parameter_count(plain.built_in), rel=1e-3), way
+    run = narrow.way_run("d/8+hadamard4", **sizes)
+    assert (run.built_in.bottleneck, run.codec.forward_at(0)) == (32, "hadamard4")
+    wide, small = (protocol_nanogpt.yardstick("blockwise8", k, 64).built_in for k in (0, 64))
+    assert 203_828_352 >= parameter_count(wide) == pytest.approx(parameter_count(small), rel=1e-3)
+
+
+def test_the_table_of_narrow_boundaries_is_of_the_runs_that_are_finished() -> None:
+    done = [
+        {"way": way, "seed": seed, "loss": loss, "times_smaller": 1.0, "weights": 7}
+        for way, seed, loss in [("none", 1, 2.0), ("none", 2, 2.5), ("d/8+blockwise8", 2, 2.625)]
+    ]
+    none, eighth = narrow.table(done)
+    assert (none["loss"], none["seeds"], none["above_none"]) == (2.25, 2, 0.0)
+    assert (eighth["loss"], eighth["seeds"], eighth["above_none"], eighth["weights"]) == (2.625, 1, 0.125, 7)
 
 
 def test_a_codec_may_be_one_for_each_boundary() -> None:
