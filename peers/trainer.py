@@ -187,6 +187,8 @@ class Trainer:
         self._leaving = False
         self._attempts: dict[Microbatch, int] = {}
         self._refusals: dict[Microbatch, set[PeerId]] = {}
+        self._past: dict[PeerId, int] = {}
+        """Peers of stage 0 that say that a step is over, and the newest such step."""
         self._failure: SwarmError | None = None
         self.may_end: Callable[[], bool] = lambda: True
         """Whether this trainer is needed no more once its own steps are taken."""
@@ -352,6 +354,8 @@ class Trainer:
             self._todo.failed(mb)
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
+            assert peer is not None
+            self._past[peer] = max(mb.t, self._past.get(peer, 0))
             await asyncio.sleep(STALE_S)
             self._todo.failed(mb)
         except Refused as refused:
@@ -422,6 +426,11 @@ class Trainer:
         horizon_s = self._pace.horizon_s(self._todo.unstarted(mb.t) + ahead)
         route: list[PeerId] = []
         known = known or mb in self._attempts
+        past = {peer for peer, t in self._past.items() if t >= mb.t}
+        if past.issuperset(self._router.peers(0)):
+            self._past.clear()
+        else:
+            without = past.union(without)
         for stage in range(self._run.S):
             latency_s = partial(self._latency.price_s, route[-1]) if route else None
             try:
@@ -588,6 +597,7 @@ class Trainer:
     def _go_back(self, generation: Generation, version: int) -> None:
         """Follow the run to an earlier version: a stage lost all of its replicas."""
         self._generation, self._behind_since = generation, None
+        self._past.clear()
         if not self._told or version >= self._version:
             return
         self._emit(events.RolledBack(stage=-1, step=version))

@@ -10,7 +10,7 @@ import msgspec
 from peers.clock import now_s
 from peers.locator import Locator
 from peers.ports import Answer, Buffer, Directory, Transport
-from swarm.errors import NotNow, PeerFault, Refused, SwarmError
+from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.call_limits import CallLimits
 from swarm.policy.router import NoPeerForStage, Router
@@ -67,20 +67,23 @@ class NextStage:
             closed: why the work need not be done any more, if so; it is raised.
 
         Raises:
-            Stale: the step is over, here or there.
+            Stale: the step is over, here, or for every peer there that can be asked.
             Refused: several peers refuse it.
         """
         refusals: list[PeerId] = []
         busy: set[PeerId] = set()
+        past: dict[PeerId, Stale] = {}
         holder: PeerId | None = None
         while (reason := closed()) is None:
             self._refresh_peers()
             try:
                 if work.attempt > 0 or work.deepest >= 0:
                     holder = await self._locate(work)
-                away = {*refusals, *busy}
+                away = {*refusals, *busy, *past}
                 peer = holder if holder and holder not in away else self._choose(work, away)
             except NoPeerForStage as none:
+                if past:
+                    raise next(iter(past.values())) from None
                 busy.clear()
                 refusals.clear()  # the others may be gone by now
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
@@ -105,6 +108,8 @@ class NextStage:
                 if len(busy) >= len(self._router.peers(self.stage)):
                     await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
                     busy.clear()
+            except Stale as stale:
+                past[peer] = stale  # one that took the step by itself; others may lack the microbatch
             except Refused as refused:
                 refusals.append(peer)
                 counted = self._heard(self._router.peers(self.stage))

@@ -1216,6 +1216,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The trainer goes home when one stage has the last version; a stage that is lost then stays so.",
         ("test_trainer_news", "test_loops", "test_stage_lost"),
     ),
+    Mutation(
+        "ask-again-whose-step-is-over",
+        TRAINER,
+        "past = {peer for peer, t in self._past.items() if t >= mb.t}",
+        "past = set()",
+        "A peer that took a step alone is offered its microbatches for ever, another that lacks them never.",
+        ("test_trainer_news",),
+    ),
+    Mutation(
+        "one-peers-end-of-a-step-is-everybodys",
+        "peers/stage/next_stage.py",
+        "past[peer] = stale  # one",
+        "raise  # one",
+        "A stage is done with a step when one of its peers is.",
+        ("test_guards",),
+    ),
     # --- what others say ---
     Mutation(
         "report-of-an-impossible-position",
@@ -3902,9 +3918,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "moments-of-before-a-meeting",
-        "swarm/model/optimizer.py",
-        "run.moments_age(",
-        "(lambda t: t)(",
+        "swarm/model/state.py",
+        "moment.zero_()",
+        "pass",
         "The optimizer goes on with moments that a replica from a meeting does not have.",
         ("test_islands",),
     ),

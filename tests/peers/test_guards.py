@@ -25,7 +25,7 @@ from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Kept, OpenStep
 from peers.stage.pause import serve
 from peers.transfer.client import Download
-from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, SwarmError
+from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import audit_run
 from swarm.model.layout import initial_state
@@ -235,6 +235,35 @@ async def test_what_failed_once_goes_to_one_that_is_known(caller: str) -> None:
     onward = work(route=("a",))
     await following.call(onward, (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
     assert asked[0] == "a" and asked[1] in "fg" and len(asked) == 2
+
+
+async def test_what_is_over_for_one_peer_of_a_stage_goes_to_another_and_is_over_when_all_say_so() -> None:
+    line, records, router, asked = Line(), Records(), Router(), list[str]()
+    records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "abc"]
+    following = NextStage(
+        TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    behind = ["c"]
+
+    def done(peer: str, _: bytes) -> WorkDone:
+        asked.append(peer)
+        if peer not in behind:
+            raise Stale("step 0 is over", version=1)
+        return WorkDone(loss=0.0)
+
+    async def call() -> str:
+        found = await following.call(
+            work(route=("a",)), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None
+        )
+        return found[0]
+
+    line.answers["work"] = done
+    assert await call() == "c" and asked[0] == "a"
+    behind.clear()
+    asked.clear()
+    with pytest.raises(Stale, match="step 0 is over"):
+        await call()
+    assert sorted(asked) == ["a", "b", "c"]
 
 
 async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from peers.trainer import Trainer, TrainerSettings
-from swarm.errors import BadAnswer
+from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
@@ -145,3 +145,29 @@ async def test_what_was_computed_a_moment_ago_is_not_run_again_for_a_report_that
     this._todo.finished(Microbatch(0, 0), now=0.0)
     hears(this, 0, lacking=(StepLacking(t=0, by_stage=(Bitmap(1), Bitmap(1))),))
     assert this._todo.next_wakeup(0, now=0.0) == pytest.approx(REPLAY_AFTER_S, abs=0.01)
+
+
+async def test_what_is_over_for_one_peer_of_the_first_stage_goes_to_another_that_never_answered() -> None:
+    """One took the step before it saw the other, whose word weighs more: the run is still at this step."""
+    this: Any = trainer()
+    hears(this, 0)
+    for stage in range(RUN.S):
+        this._router.set_peers(stage, ["ahead", "behind"])
+    this._router.answered(0, "ahead", 0.01)
+    asked = list[str]()
+
+    def work(peer: str, _: bytes) -> WorkDone:
+        asked.append(peer)
+        if peer == "ahead":
+            raise Stale("step 0 is over", version=1)
+        return WorkDone(loss=0.0)
+
+    this._transport.answers["work"] = work
+    mb = Microbatch(0, 0)
+    this._attempts[mb] = 1
+    for _ in range(2):
+        await this._microbatch(Work(mb, -1, replay=True))
+    assert asked == ["ahead", "behind"]
+    this._past["behind"] = 0
+    await this._microbatch(Work(Microbatch(0, 1), -1, replay=True))
+    assert len(asked) == 3, "all say so: perhaps that is no longer true"
