@@ -38,6 +38,10 @@ TABLES = (
     (manifest.OptimizerSpec, "[optimizer]"),
     (manifest.CodecSpec, "[codec]"),
     (manifest.AdmissionSpec, "[admission]"),
+    (manifest.StartSpec, "[start]"),
+    (manifest.LoraSpec, "[lora]"),
+    (manifest.EvalSpec, "[eval]"),
+    (manifest.IslandsSpec, "[islands]"),
 )
 
 

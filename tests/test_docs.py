@@ -410,6 +410,8 @@ def test_the_reference_has_every_command_argument_key_code_and_variable() -> Non
     keys = {line.partition(" = ")[0] for line in example_run().to_toml().splitlines() if " = " in line}
     keys |= {key.name for spec in (Run, CustomModelSpec, DataSpec) for key in fields(spec) if key.metadata}
     assert len(keys) > 40
+    tables = [key.name for key in fields(Run) if key.init and not key.metadata]
+    assert "islands" in tables and not [name for name in tables if f"\n### [{name}]\n" not in page]
     assert not [key for key in keys if f"\n| `{key}` |" not in page]
     assert all(f"\n| {code.value} | " in page for code in Exit)
     assert all(f"\n| `{variable}` | " in page for variable in VARIABLES)
