@@ -3953,7 +3953,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ISLAND_MEETING,
         "voice=island.voices.of(core.stage, version=core.version),",
         "",
-        "A stranger that serves a cell chooses what its island has changed.",
+        "Replicas that came yesterday outvote one that has worked for long on what its island changed.",
         ("test_islands",),
     ),
 )

@@ -34,13 +34,17 @@ def voucher(run: Run, peer: str, *, steps: int = 30, t: int = 0) -> Voucher:
     return vouch(SimSigner(TRAINER), run.id, Worked(peer, steps, t, steps))
 
 
-def give_voice(s: Swarm, *peers: str, steps: Mapping[str, int] = MappingProxyType({})) -> None:
-    """The records of those peers show a voucher, from now on; `steps`: of whom it says others than usual."""
+def give_voice(
+    s: Swarm, *peers: str, steps: Mapping[str, int] = MappingProxyType({}), run: Run | None = None
+) -> None:
+    """The records of those peers show a voucher, from now on; `steps`: of whom it says others than usual;
+    `run`: the island that they are of.
+    """
     put = s.network.dht.put
 
     def with_voucher(record: PeerRecord, *life_s: float) -> None:
         if record.peer in peers:
-            shown = voucher(s.run, record.peer, steps=steps.get(record.peer, 30))
+            shown = voucher(run or s.run, record.peer, steps=steps.get(record.peer, 30))
             record = msgspec.structs.replace(record, voucher=shown)
         put(record, *life_s)
 

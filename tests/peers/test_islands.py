@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,17 @@ import torch
 
 from peers.events import Note
 from peers.islands.trainers import IslandTrainers
+from peers.ports import Answer
 from peers.trainer import TrainerSettings
-from swarm.manifest import IslandsSpec, Run, audit_run
+from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
+from peers.transfer.leases import Snapshot
+from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
 from swarm.model.reference import SingleProcess
+from swarm.wire.messages import Opened, OpenHeld
 from tests.model.chain import batch_of, tiny_run
+from tests.peers.admitted import OTHER
 from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, give_voice
 
 pytestmark = pytest.mark.virtual_time
 
@@ -43,16 +50,45 @@ class Text:
         self.batch = batch
 
 
-def train(s: Swarm) -> None:
+def train(s: Swarm, name: str = "trainer", *, steps: int | None = None) -> None:
     """A trainer for each island."""
     for number in range(s.run.islands.count):
-        s.add_trainer(f"trainer {number}", island=number)
+        s.add_trainer(f"{name} {number}", island=number, steps=steps)
+
+
+async def between_meetings(s: Swarm) -> None:
+    """Train until each island is a step beyond the first meeting, and rest there, with one replica paused."""
+    await s.until_serving()
+    train(s, steps=4)
+    await s.until_version(4)
+    s.owners["s1p0"].pause("by hand", "swarm pause")
+    await s.until(lambda: s.owners["s1p0"].doing == "paused")
+    assert s.network.records["s1p0"].version == 4
 
 
 def assert_counted(s: Swarm) -> None:
     for name, peer in s.live():
         weights = peer.core.compute.state.named_weights().popitem()[1]
         assert (-weights * s.run.M).tolist() == [s.run.trained(STEPS)] * s.run.M, (name, s.story())
+
+
+def names_of(s: Swarm, island: int) -> list[str]:
+    cells = range(island * s.run.S, (island + 1) * s.run.S)
+    return [name for name in s.peers if name.startswith(tuple(f"s{cell}p" for cell in cells))]
+
+
+def trained_alone(run: Run) -> dict[str, torch.Tensor]:
+    """The weights at the end of the run in a single process."""
+    single = SingleProcess(run, batch_of(run))
+    for t in range(run.steps):
+        single.step(t)
+    return single.named_weights()
+
+
+def assert_bits(s: Swarm, reference: dict[str, torch.Tensor]) -> None:
+    for name, peer in s.live():
+        for weight, value in peer.core.compute.state.named_weights().items():
+            assert torch.equal(value, reference[weight]), f"{weight} of {name}"
 
 
 async def test_each_microbatch_of_each_island_counts_once() -> None:
@@ -66,10 +102,7 @@ async def test_each_microbatch_of_each_island_counts_once() -> None:
 
 async def test_islands_of_real_weights_equal_a_single_process_to_rounding() -> None:
     run = replace(tiny_run(), steps=STEPS, islands=IslandsSpec(count=2, local_steps=2))
-    single = SingleProcess(run, batch_of(run))
-    for t in range(run.steps):
-        single.step(t)
-    reference = single.named_weights()
+    reference = trained_alone(run)
     async with swarm(run, batches=Text(batch_of(run))) as s:
         train(s)
         await s.until_finished(limit_s=60.0)
@@ -79,12 +112,18 @@ async def test_islands_of_real_weights_equal_a_single_process_to_rounding() -> N
                 assert far < 1e-9, f"{name} is {far:.2e} away"
 
 
+async def test_four_islands_end_with_the_bits_of_a_single_process() -> None:
+    """Sums of three floats and more depend on their order: all add up in that of the islands."""
+    run = replace(
+        tiny_run(dtype="float32", model={"stages": 1}), steps=3, islands=IslandsSpec(count=4, local_steps=2)
+    )
+    async with swarm(run, replicas=1, batches=Text(batch_of(run))) as s:
+        train(s)
+        await s.until_finished(limit_s=60.0)
+        assert_bits(s, trained_alone(run))
+
+
 # --- faults -------------------------------------------------------------------------------------------------
-
-
-def names_of(s: Swarm, island: int) -> list[str]:
-    cells = range(island * s.run.S, (island + 1) * s.run.S)
-    return [name for name in s.peers if name.startswith(tuple(f"s{cell}p" for cell in cells))]
 
 
 @pytest.mark.parametrize("method", ["work", "part", "report", "held", "chunk", "summary"])
@@ -140,6 +179,43 @@ async def test_islands_that_are_cut_off_from_one_another_wait_for_each_other() -
         assert_counted(s)
 
 
+async def test_what_an_island_gave_at_a_meeting_is_had_after_its_next_step() -> None:
+    """Others have slower lines, and get it while this island trains on."""
+    async with swarm(counting()) as s:
+        await s.until_serving()
+        train(s, steps=4)
+        await s.until_version(4)
+        stranger = s.add_stranger()
+        for shared in ({"shared_with": 1}, {"shared_of": 1}):  # its own change, and what it got
+            question = OpenHeld(run=s.run.island(0).id, t=2, **shared)
+            opened = await stranger.ask("s1p0", "held", question, Opened)
+            assert opened.version == 2
+
+
+async def test_what_a_cell_has_between_meetings_is_no_state_of_another_island() -> None:
+    """A stage is lost when its twin on the other island offers just the version that the run is at."""
+    async with swarm(counting()) as s:
+        await between_meetings(s)
+        s.kill("s3p0")
+        s.kill("s3p1")
+        s.add_peer("newcomer", 3)
+        train(s, "again")
+        await s.until_finished(limit_s=200.0)
+        assert_counted(s)
+
+
+async def test_a_keeper_keeps_nothing_that_an_island_has_between_meetings(tmp_path: Path) -> None:
+    async with swarm(counting()) as s:
+        end = s.network.join("keeper")
+        settings = KeepingSettings(folder=tmp_path)
+        keeper = CheckpointKeeper(s.run, end.transport, end.directory, settings, s.events.append)
+        s.start(end, keeper.run())
+        await between_meetings(s)
+        await asyncio.sleep(10.0)  # it looks every 3 s
+        assert keeper.offers == {0: [3], 1: [3]}
+        assert keeper.version == 3
+
+
 async def test_an_island_that_begins_anew_takes_what_the_others_left_behind() -> None:
     """It is at a meeting of which the others, that are done, hold nothing any more."""
     async with swarm(counting()) as s:
@@ -182,3 +258,44 @@ async def test_a_trainer_stays_with_an_island_that_is_done_until_all_are() -> No
         await s.until_finished(limit_s=200.0)
         assert_counted(s)
         await s.until(lambda: s.tasks["trainer"].done(), limit_s=30.0)
+
+
+# --- lies ---------------------------------------------------------------------------------------------------
+
+
+def say_of_changes(s: Swarm, name: str, number: float) -> None:
+    """This peer says of each number that its island has changed by so much."""
+    leases = s.peers[name]._states.leases
+    honest = leases.lend
+
+    async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
+        if what[0] >= 0:
+            changed = torch.full((s.run.M,), number, dtype=torch.float64)
+            content = replace(content, tensors={"gradient": changed.view(torch.uint8)})
+        return await honest(reader, pool, what, content, lent)
+
+    leases.lend = lend  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+async def test_a_change_that_is_no_number_is_had_from_another_replica(number: float) -> None:
+    async with swarm(counting()) as s:
+        await s.until_serving()
+        say_of_changes(s, "s2p0", number)
+        train(s)
+        await s.until_finished(limit_s=200.0)
+        assert_counted(s)
+
+
+async def test_replicas_that_have_worked_little_do_not_say_what_an_island_has_changed() -> None:
+    """Two say the same, and one that has worked for longer something else."""
+    run = replace(counting(), admission=AdmissionSpec(trainers=(TRAINER, OTHER)))
+    async with swarm(run, replicas=3) as s:
+        give_voice(s, "s2p0", "s2p1", "s2p2", steps={"s2p2": 90}, run=run.island(1))
+        await s.until_serving()
+        for liar in ("s2p0", "s2p1"):
+            say_of_changes(s, liar, 1.0)
+        for number, name in enumerate((TRAINER, OTHER)):
+            s.add_trainer(name, island=number)
+        await s.until_finished(limit_s=200.0)
+        assert_counted(s)
