@@ -964,10 +964,6 @@ class Run(_Spec):
             raise self.islands.wrong("count", "1 when delayed_updates is true: islands hardly wait")
         if self.optimizer.name == "adamw8bit":
             raise self.islands.wrong("count", '1 when optimizer.name is "adamw8bit"')
-        if self.rounds_sums:
-            raise self.islands.wrong("count", f'1 when codec.reduce is "{self.codec.reduce}"')
-        if self.optimizer.moments != "float32":
-            raise self.islands.wrong("count", f'1 when optimizer.moments is "{self.optimizer.moments}"')
         for name, steps in (
             ("steps", self.steps),
             ("checkpoint_every", self.checkpoint_every),
@@ -1132,6 +1128,10 @@ class Run(_Spec):
     def named(self, mb: Microbatch) -> Microbatch:
         """What data and chance call a microbatch of this island: its number among those of all."""
         return Microbatch(self.trained(mb.t), max(0, self.number) * self.M + mb.m)
+
+    def step_number(self, t: int) -> int:
+        """What chance calls step `t` of this island: its number among those of all."""
+        return self.trained(t) * self.islands.count + max(0, self.number)
 
     def weight_version(self, t: int) -> int:
         """The version of the weights that step `t` is computed with."""

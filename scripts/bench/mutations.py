@@ -3956,4 +3956,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Replicas that came yesterday outvote one that has worked for long on what its island changed.",
         ("test_islands",),
     ),
+    Mutation(
+        "bits-that-an-island-dropped-before-a-meeting",
+        "swarm/model/state.py",
+        "        self.dropped.zero_()\n",
+        "",
+        "A cell that was lost rounds gradients otherwise than one that was at the meeting.",
+        ("test_islands",),
+    ),
 )

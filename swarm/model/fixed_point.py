@@ -54,7 +54,7 @@ class Rounded(NamedTuple):
     @classmethod
     def of(cls, run: Run, mb: Microbatch, name: str, dropped: torch.Tensor) -> Rounded:
         """That of one microbatch and one weight, by its full name."""
-        return cls(dropped, seed_of("rounding", run.seed, mb.t, mb.m, name))
+        return cls(dropped, seed_of("rounding", run.seed, *run.named(mb), name))
 
     def part(self, term: torch.Tensor, start: int) -> torch.Tensor:
         """Numbers of the gradient from `start` on, the first of a block, as they are added (still floats).

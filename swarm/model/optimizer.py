@@ -97,9 +97,11 @@ def muon_update(mean: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return found.mul_(_RMS * math.sqrt(max(rows, columns)))
 
 
-def moment_seed(seed: int, t: int, vector: str, weight: str) -> int:
-    """Of how a moment of a weight, by its full name, is rounded after step `t` of the run with that seed."""
-    return seed_of("moments", seed, t, vector, weight)
+def moment_seed(seed: int, number: int, vector: str, weight: str) -> int:
+    """Of how a moment of a weight, by its full name, is rounded after a step of the run with that seed;
+    `number`: `Run.step_number`.
+    """
+    return seed_of("moments", seed, number, vector, weight)
 
 
 def to_bfloat16(numbers: torch.Tensor, seed: int, start: int) -> torch.Tensor:
@@ -145,19 +147,29 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(
-        self, t: int, lr: float, old: torch.Tensor, new: torch.Tensor, grad: torch.Tensor, scale: float
+        self,
+        t: int,
+        lr: float,
+        old: torch.Tensor,
+        new: torch.Tensor,
+        grad: torch.Tensor,
+        scale: float,
+        *,
+        number: int | None = None,
     ) -> None:
-        """Write into `new` the weights after step `t`, from `old` (may be the same) and `scale * grad`.
+        """Write into `new` the weights after step `t` of this optimizer, from `old` (may be the same) and
+        `scale * grad`, which is only read.
 
-        `grad` is only read.
+        `number`: by which chance knows the step, where that is another one.
         """
+        self._number = t if number is None else number
         length = _SLICE_CUDA if self._device.type == "cuda" else _SLICE_CPU
         update = self._sgd if self._spec.name == "sgd" else self._adamw
         block, rate = 0, lr
         for whole in self._parts:
             lr, decay = rate * whole.terms.lr, whole.terms.decay
             if whole.shape is not None:
-                self._muon(t, lr, whole, old, new, grad, scale)
+                self._muon(lr, whole, old, new, grad, scale)
                 continue
             for start in range(whole.start, whole.end, length):
                 part = slice(start, min(start + length, whole.end))
@@ -176,10 +188,10 @@ class FlatOptimizer:
         kept = self.vectors[vector][part]
         return kept.float() if kept.dtype == torch.bfloat16 else kept
 
-    def _keep(self, t: int, vector: str, whole: Part, part: slice, moment: torch.Tensor) -> None:
+    def _keep(self, vector: str, whole: Part, part: slice, moment: torch.Tensor) -> None:
         kept = self.vectors[vector][part]
         if kept.dtype == torch.bfloat16:
-            seed = moment_seed(self._seed, t, vector, whole.name)
+            seed = moment_seed(self._seed, self._number, vector, whole.name)
             kept.copy_(to_bfloat16(moment.view(-1), seed, part.start - whole.start))
 
     def _adamw(
@@ -192,12 +204,11 @@ class FlatOptimizer:
         correction1, correction2 = 1.0 - spec.beta1 ** (t + 1), 1.0 - spec.beta2 ** (t + 1)
         root = square.sqrt().div_(math.sqrt(correction2)).add_(spec.eps)
         weights.addcdiv_(mean, root, value=-lr / correction1)
-        self._keep(t, "exp_avg", whole, part, mean)
-        self._keep(t, "exp_avg_sq", whole, part, square)
+        self._keep("exp_avg", whole, part, mean)
+        self._keep("exp_avg_sq", whole, part, square)
 
     def _muon(
         self,
-        t: int,
         lr: float,
         whole: Part,
         old: torch.Tensor,
@@ -210,14 +221,14 @@ class FlatOptimizer:
         torch.mul(old[part], 1.0 - lr * whole.terms.decay, out=new[part])
         mean = self._moment("exp_avg", part).view(shape)
         new[part].view(shape).add_(muon_update(mean, grad[part].view(shape) * scale), alpha=-lr)
-        self._keep(t, "exp_avg", whole, part, mean)
+        self._keep("exp_avg", whole, part, mean)
 
     def _sgd(
         self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
     ) -> None:
         if self._spec.momentum:
             grad = self._moment("momentum", part).mul_(self._spec.momentum).add_(grad)
-            self._keep(t, "momentum", whole, part, grad)
+            self._keep("momentum", whole, part, grad)
         weights.add_(grad, alpha=-lr)
 
     def _adamw_8bit(

@@ -146,6 +146,8 @@ class SingleProcess:
         for island in islands:
             island._met.step(means)
             island._optimizer.state.clear()
+            for dropped in island._dropped.values():
+                dropped.zero_()
             island.version += 1
 
     @torch.no_grad()
@@ -185,7 +187,8 @@ class SingleProcess:
             parameter.grad = None
             for vector, torch_name in _MOMENTS.items() if spec.moments == "bfloat16" else ():
                 if (moment := self._optimizer.state[parameter].get(torch_name)) is not None:
-                    kept = to_bfloat16(moment.view(-1), moment_seed(run.seed, t, vector, name), 0)
+                    seed = moment_seed(run.seed, run.step_number(t), vector, name)
+                    kept = to_bfloat16(moment.view(-1), seed, 0)
                     moment.copy_(kept.view_as(moment))
         self.version = t + 1
 

@@ -119,8 +119,10 @@ class StageState:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))
         old, new = self.weights(t), self.weights(t + 1)
         gradient, told = reduced.to(self.device).split([self._layout.numel, self._layout.statistics_numel])
-        age = self._run.moments_age(t)
-        self._optimizer.step(age, spec.lr_at(t, self._run.steps), old, new, gradient, scale)
+        self._optimizer.step(
+            self._run.moments_age(t), spec.lr_at(t, self._run.steps), old, new, gradient, scale,
+            number=self._run.step_number(t),
+        )  # fmt: skip
         means = told * (1.0 / M)
         for (start, end, _), momentum in self._layout.statistics.values():
             self._statistics[start:end].mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
@@ -137,6 +139,7 @@ class StageState:
         self._meetings.step(total, self.weights(t), self._statistics)
         for moment in self._optimizer.vectors.values():
             moment.zero_()
+        self.dropped.zero_()
         self._round(t + 1)
         self.version = t + 1
 

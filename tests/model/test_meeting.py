@@ -57,6 +57,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "coded": ({"dtype": "float32"}, {"codec": "blockwise8"}),
     "bf16": ({"dtype": "float32"}, {"codec": "bf16"}),
     "muon": ({"optimizer": {"name": "muon", "muon": ("layers.*",)}}, {}),
+    "rounded sums": ({"codec": {"reduce": "rounded16"}, "dtype": "float32"}, {}),
+    "bfloat16 moments": ({"optimizer": {"moments": "bfloat16"}, "dtype": "float32"}, {}),
     "sgd": ({"optimizer": {"name": "sgd", "momentum": 0.9}}, {}),
 }
 

@@ -123,6 +123,26 @@ async def test_four_islands_end_with_the_bits_of_a_single_process() -> None:
         assert_bits(s, trained_alone(run))
 
 
+@pytest.mark.parametrize(
+    "terms",
+    [{"codec": {"reduce": "rounded16"}}, {"optimizer": {"moments": "bfloat16"}}],
+    ids=["rounded sums", "bfloat16 moments"],
+)
+async def test_an_island_that_rounds_and_is_lost_ends_with_the_bits_of_a_single_process(terms: Any) -> None:
+    base = tiny_run(dtype="float32", model={"stages": 1}, **terms)
+    run = replace(base, steps=STEPS, islands=IslandsSpec(count=2, local_steps=2))
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        train(s)
+        await s.until(lambda: all(s.peers[name].core.version >= 4 for name in names_of(s, 1)))
+        for name in names_of(s, 1):
+            s.kill(name)
+        for name in ("new 0", "new 1"):
+            s.add_peer(name, 1)
+        await s.until_finished(limit_s=200.0)
+        assert_bits(s, trained_alone(run))
+
+
 # --- faults -------------------------------------------------------------------------------------------------
 
 
