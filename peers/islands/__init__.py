@@ -1,1 +1,1 @@
-"""Islands of a run: the directory as each sees it, their meetings, and trainers for all of them."""
+"""Islands of a run: the directory as each sees it, their meetings, trainers for all of them, and plans."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
+
+NAMES_SHOWN = 6
 
 
 def job_of(run: Run) -> Job:
@@ -103,3 +107,10 @@ def shown_bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
+
+
+def shown_names(network: Network, members: np.ndarray) -> str:
+    """The first of some devices, and how many there are more."""
+    shown = [network.devices[i].name for i in members[:NAMES_SHOWN]]
+    more = len(members) - len(shown)
+    return ", ".join(shown) + (f" and {more} more (--json names all)" if more else "")

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from peers.programs.descriptions import job_of, load_devices
+from peers.islands import planning as plan_islands
+from peers.islands.planning import IslandsAnswer
+from peers.programs.descriptions import job_of, load_devices, shown_names
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError, count
@@ -22,7 +24,7 @@ from swarm.ids import Stage
 from swarm.manifest import CodecSpec, Run, load_run
 from swarm.model.stage_io import boundary_bytes
 from swarm.monitoring.health import Observation
-from swarm.plan.measured_network import Machine, Pair, estimate
+from swarm.plan.measured_network import Estimate, Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
@@ -31,7 +33,6 @@ from swarm.records import NO_STAGE
 
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
-NAMES_SHOWN = 6
 HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
 """How much of the slowest stage's time for a microbatch its transfer may take: AdaTopK tries these."""
 SEARCHES = 3
@@ -60,6 +61,8 @@ class Answer:
     """What a step takes then."""
     without_s: tuple[str, float] | None = None
     """The region whose loss makes a step longest, and how long; None: a stage would have no device."""
+    islands: str = ""
+    """What islands would gain, in words; empty: little."""
     in_flight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
 
@@ -78,23 +81,37 @@ async def run_plan(options: PlanOptions) -> None:
         if not options.join:
             raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
         run, seen = await observe(options.run, options.join)
-        answer, network, job = plan_view(
-            run, seen, seed=options.seed, budget_s=budget_s, survive=options.survive_region
-        )
     else:
         if options.manifest is None or options.devices is None:
             raise SetupError(
                 "give --manifest and --devices, to plan for machines that are described; or --run and "
                 "--join, for the peers of a run as they are"
             )
-        run, network = load_run(options.manifest), load_devices(options.devices)
-        job = job_of(run)
+        run, seen = load_run(options.manifest), load_devices(options.devices)
+    if run.islands.count > 1:
+        if options.keep is not None or options.survive_region:
+            raise SetupError(
+                "--keep and --survive-region plan for runs without islands: an island gets a stage that it "
+                "has lost from the others"
+            )
+        found = islands_view(run, seen, seed=options.seed, budget_s=budget_s)
+        print(json.dumps(plan_islands.as_json(*found)) if options.json else plan_islands.render(*found))
+        return
+    if isinstance(seen, Observation):
+        answer, network, job = plan_view(
+            run, seen, seed=options.seed, budget_s=budget_s, survive=options.survive_region
+        )
+    else:
+        network, job = seen, job_of(run)
         answer = plan(network, job, seed=options.seed, budget_s=budget_s, survive=options.survive_region)
     if options.keep is not None:
         answer = with_codecs(
             run, network, job, answer, options.keep,
             seed=options.seed, budget_s=budget_s, survive=options.survive_region,
         )  # fmt: skip
+    else:
+        islands = plan_islands.proposal(network, run, job, answer.plan.step.total_s, seed=options.seed)
+        answer = replace(answer, islands=islands)
     answer = replace(answer, without_s=worst_loss(network, job, answer.plan.stage_of))
     print(json.dumps(as_json(answer, run, network)) if options.json else render(answer, run, network, job))
 
@@ -104,6 +121,31 @@ def plan_view(
 ) -> tuple[Answer, Network, Job]:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
     job = job_of(run)
+    found, now = measured(run, seen, job)
+    answer = plan(found.network, job, seed=seed, budget_s=budget_s, survive=survive)
+    whole = set(now) == set(range(run.S))
+    answer = replace(
+        answer,
+        now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
+        measured=found.words,
+    )
+    return answer, found.network, job
+
+
+def islands_view(
+    run: Run, seen: Observation | Network, *, seed: int, budget_s: float
+) -> tuple[IslandsAnswer, Run, Network]:
+    """A plan for a run of islands: for the peers that serve it, or machines that are only described."""
+    job = job_of(plan_islands.without_islands(run))
+    if isinstance(seen, Network):
+        return plan_islands.plan(seen, run, job, seed=seed, budget_s=budget_s), run, seen
+    found, now = measured(run, seen, job)
+    answer = plan_islands.plan(found.network, run, job, seed=seed, budget_s=budget_s, now=now)
+    return replace(answer, measured=found.words), run, found.network
+
+
+def measured(run: Run, seen: Observation, job: Job) -> tuple[Estimate, list[Stage]]:
+    """The network of the peers that serve a run, and the stage of each; of islands the cell."""
     there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
@@ -111,7 +153,7 @@ def plan_view(
     # A microbatch is a forward and a backward of its stage.
     flops = [(1 + BACKWARD_FORWARDS) * forward for forward in job.forward_flops]
     machines = [
-        Machine(name=r.peer, flops_per_s=r.speed * flops[r.stage], upload_bps=r.bandwidth_bps)
+        Machine(name=r.peer, flops_per_s=r.speed * flops[r.stage % run.S], upload_bps=r.bandwidth_bps)
         for r in serving
     ]
     pairs = [
@@ -120,16 +162,7 @@ def plan_view(
         if status.peer in there
         for link in status.links
     ]
-    found = estimate(machines, pairs)
-    answer = plan(found.network, job, seed=seed, budget_s=budget_s, survive=survive)
-    now = [record.stage for record in serving]
-    whole = set(now) == set(range(run.S))
-    answer = replace(
-        answer,
-        now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
-        measured=f"{found.measured} of {count(found.pairs, 'pair')} of peers measured, the others estimated",
-    )
-    return answer, found.network, job
+    return estimate(machines, pairs), [record.stage for record in serving]
 
 
 def plan(network: Network, job: Job, *, seed: int, budget_s: float, survive: bool = False) -> Answer:
@@ -278,6 +311,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "codec_forward": answer.codecs and answer.codecs.forward,
         "codec_backward": answer.codecs and answer.codecs.backward,
         "codec_step_s": answer.codecs_step_s,
+        "islands": answer.islands,
     }
 
 
@@ -291,11 +325,11 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
         lines.append(
             f"stage {stage}: {count(len(members), 'device')}, {job.least_bytes(stage) / 1e9:.3g} GB on each: "
-            f"{_names(network, members)}"
+            f"{shown_names(network, members)}"
         )
     idle = np.flatnonzero(stage_of == IDLE)
     if len(idle):
-        lines.append(f"idle, since with them a step takes no less: {_names(network, idle)}")
+        lines.append(f"idle, since with them a step takes no less: {shown_names(network, idle)}")
     lines += [
         f"a step takes about {step.total_s:.3g} s ({run.tokens_per_step / step.total_s:,.0f} tokens/s): "
         f"{step.first_s:.3g} s until the first microbatch is back, {step.busy_s:.3g} s for the others, "
@@ -321,6 +355,8 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         )
         for direction in ("forward", "backward"):
             lines.append(f"  {direction} = {json.dumps(getattr(answer.codecs, direction))}")
+    if answer.islands:
+        lines.append(answer.islands)
     lines.append("a device joins its stage with: swarm peer --stage N ...")
     return "\n".join(lines)
 
@@ -353,9 +389,3 @@ def _in_flight(answer: Answer, network: Network, job: Job) -> list[str]:
 
 def _members(stage_of: Sequence[Stage] | np.ndarray, stages: int) -> list[np.ndarray]:
     return [np.flatnonzero(np.asarray(stage_of) == stage) for stage in range(stages)]
-
-
-def _names(network: Network, members: np.ndarray) -> str:
-    shown = [network.devices[i].name for i in members[:NAMES_SHOWN]]
-    more = len(members) - len(shown)
-    return ", ".join(shown) + (f" and {more} more (--json names all)" if more else "")

@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, count
 from swarm.plan.network import Device, Network
 
 NEAR_S = 0.01
@@ -59,6 +59,11 @@ class Estimate:
     """Pairs whose round trip was measured."""
     pairs: int
     """All that there are."""
+
+    @property
+    def words(self) -> str:
+        """That for people."""
+        return f"{self.measured} of {count(self.pairs, 'pair')} of peers measured, the others estimated"
 
 
 def estimate(machines: Sequence[Machine], pairs: Iterable[Pair]) -> Estimate:

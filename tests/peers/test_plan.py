@@ -13,8 +13,18 @@ import numpy as np
 import pytest
 
 from peers.cli import Exit, main
+from peers.islands.planning import render as render_islands
 from peers.programs.descriptions import job_of
-from peers.programs.plan import WORTH, as_json, plan, plan_codecs, plan_view, render, with_codecs
+from peers.programs.plan import (
+    WORTH,
+    as_json,
+    islands_view,
+    plan,
+    plan_codecs,
+    plan_view,
+    render,
+    with_codecs,
+)
 from swarm.errors import SetupError
 from swarm.example import EXAMPLE as RUN
 from swarm.manifest import CodecSpec, demo_run, parse_run
@@ -213,6 +223,69 @@ def test_the_audit_model_is_refused(files: tuple[Path, Path], capsys: pytest.Cap
     assert 'model.kind = "counting": it computes nothing' in capsys.readouterr().err
 
 
+# --- islands ------------------------------------------------------------------------------------------------
+
+
+LONGER = RUN.replace("steps = 1000", "steps = 1320").replace("every = 100", "every = 132")
+ISLANDS = LONGER + "\n[islands]\ncount = 2\n"
+
+
+def test_a_plan_for_islands_names_the_cell_of_each_device_and_what_a_meeting_takes(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[0].write_text(ISLANDS)
+    assert planned(files) == Exit.OK
+    said = capsys.readouterr().out
+    assert "example: 2 islands of 3 stages, 8 microbatches a step, on 10 devices in 2 regions" in said
+    assert all(f"\ncell {cell} (island {cell // 3}, stage {cell % 3}): " in said for cell in range(6))
+    assert re.search(r"a step takes about .* s of meeting every 32 steps, in which [\d.]+ .B are sent", said)
+    assert re.search(r"without islands: [\d.]+ s \([\d.]+ times as long\); that is another run", said)
+    assert "swarm peer --stage CELL" in said
+    assert planned(files, "--json") == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    used = [name for cell in told["stages"] for name in cell]
+    assert len(told["stages"]) == 6 and all(told["stages"]) and len(used + told["idle"]) == 10
+    assert told["step_s"] == pytest.approx(told["inner_step_s"] + told["meeting_s"] / 32)
+    assert told["tokens_per_s"] == pytest.approx(16 * 8 * 256 / told["step_s"])
+
+
+def test_islands_that_cannot_be_planned_are_refused_in_words(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[0].write_text(ISLANDS.replace("count = 2", "count = 4"))
+    assert planned(files) == Exit.SETUP
+    assert "2 missing, so nobody serves cell 10 (island 3, stage 1)" in capsys.readouterr().err
+    files[0].write_text(ISLANDS)
+    for option in (["--keep", "0.1"], ["--survive-region"]):
+        assert planned(files, *option) == Exit.SETUP
+        assert "--keep and --survive-region plan for runs without islands" in capsys.readouterr().err
+
+
+def test_islands_are_proposed_where_they_are_much_faster(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(files) == Exit.OK
+    assert "islands" not in capsys.readouterr().out
+    files[1].write_text(DEVICES.replace("memory_gb = 16", "memory_gb = 16\nupload_mbps = 20"))
+    assert planned(files) == Exit.OK
+    said = re.search(
+        r"islands seldom reduce: with \[islands\] count = (\d), local_steps = (\d+), codec = .blockwise8. a "
+        r"step takes about ([\d.]+) s, ([\d.]+) times as fast; that is another run, with another loss .*; "
+        r"steps, checkpoint_every and eval.every are then multiples of (\d+)",
+        capsys.readouterr().out,
+    )
+    assert said is not None and float(said[4]) >= 1.5 and int(said[5]) == int(said[2]) + 1
+    window = int(said[5])
+    steps = -(-1000 // window) * window
+    proposed = f"\n[islands]\ncount = {said[1]}\nlocal_steps = {said[2]}\ncodec = 'blockwise8'\n"
+    files[0].write_text(LONGER.replace("1320", str(steps)).replace("every = 132", "every = 0") + proposed)
+    assert planned(files) == Exit.OK
+    assert f"a step takes about {said[3]} s" in capsys.readouterr().out
+    files[0].write_text(RUN.replace("delayed_updates = false", "delayed_updates = true"))
+    assert planned(files) == Exit.OK
+    assert "this run cannot have them: islands.count = " in capsys.readouterr().out
+
+
 # --- for the peers of a run ---------------------------------------------------------------------------------
 
 
@@ -271,6 +344,18 @@ def test_a_run_with_an_empty_stage_is_planned_for_too() -> None:
     assert answer.now_s == math.inf and len(network.devices) == 3
     assert "as the peers are now, a stage has none: no step is taken" in render(answer, ASKED, network, job)
     assert as_json(answer, ASKED, network)["now_s"] is None
+
+
+def test_the_peers_of_islands_are_planned_for_by_their_cells() -> None:
+    run = parse_run(ISLANDS)
+    peers = [peer(f"p{cell}", cell, line(f"p{(cell + 1) % 6}", 0.002, 1e9)) for cell in range(6)]
+    answer, _, network = islands_view(run, view_of(*peers), seed=1, budget_s=0.0)
+    said = render_islands(answer, run, network)
+    assert answer.now_s is not None and f"as the peers are now: {answer.now_s:.3g} s" in said
+    assert "6 of 15 pairs of peers measured" in said
+    spare = view_of(*peers[:5], peer("p6", 0))
+    answer, _, network = islands_view(run, spare, seed=1, budget_s=0.0)
+    assert "as the peers are now, a cell has none" in render_islands(answer, run, network)
 
 
 def test_without_peers_or_speeds_there_is_no_plan() -> None:

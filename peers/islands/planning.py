@@ -1,0 +1,209 @@
+"""`swarm plan` for runs of islands: which device serves which cell, what that takes; or how many to have."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from peers.programs.descriptions import shown_bytes, shown_names
+from swarm.errors import SetupError, count
+from swarm.manifest import IslandsSpec, Run
+from swarm.plan.islands import (
+    Islands,
+    IslandsPlan,
+    check_cells,
+    meeting_bytes,
+    predict_islands,
+    propose,
+    search_islands,
+)
+from swarm.plan.network import Job, Network
+from swarm.plan.overlapped import IDLE
+from swarm.plan.search import search_overlapped
+
+PRICE = "another run, with another loss (docs/benchmarks/slow-lines.md)"
+WORTH = 1.5
+"""Islands are proposed where a step is that many times as fast with them: they cost loss."""
+CODEC = "blockwise8"
+"""Proposed for what islands have changed: its loss cannot be told from that of float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IslandsAnswer:
+    """A plan for islands, and what it is compared with."""
+
+    plan: IslandsPlan
+    without_s: float
+    """A step with the same devices and no islands."""
+    meeting_bytes: float
+    now_s: float | None = None
+    """As the peers of a run are now; None for machines that are only described."""
+    measured: str = ""
+    """How much of the network was measured, in words."""
+
+
+def without_islands(run: Run) -> Run:
+    """The same run without islands."""
+    return replace(run, islands=IslandsSpec())
+
+
+def island_job(run: Run, job: Job, islands: int) -> Job:
+    """The work of one of so many islands; `job`: of the run without them, `run`: with some."""
+    from peers.owner.memory_limit import needs_of
+    from swarm.model.layout import empty_state
+
+    states = [empty_state(run, s).values() for s in range(run.S)]
+    return replace(
+        job,
+        microbatches=run.M // islands,
+        state_bytes=tuple(float(sum(t.numel() * t.element_size() for t in state)) for state in states),
+        fixed_bytes=tuple(float(needs_of(run, s).fixed) for s in range(run.S)),
+    )
+
+
+def islands_of(run: Run) -> Islands:
+    """How a run's islands meet."""
+    from swarm.model.layout import stage_layout
+    from swarm.model.meeting import difference_bytes
+
+    return Islands(
+        count=run.islands.count,
+        local_steps=run.islands.local_steps,
+        difference_bytes=tuple(float(difference_bytes(run, stage_layout(run, s))) for s in range(run.S)),
+    )
+
+
+def plan(
+    network: Network, run: Run, job: Job, *, seed: int, budget_s: float, now: Sequence[int] = ()
+) -> IslandsAnswer:
+    """The search's plan; seconds are those of this process's CPU time.
+
+    `job`: of the run without islands; `now`: the cell of each device, if they serve the run already.
+
+    Raises:
+        SetupError: fewer devices than cells; an island whose stages fit no devices.
+    """
+    islands, one = islands_of(run), island_job(run, job, run.islands.count)
+    check_cells(network, one, islands)
+    began_s = time.process_time()
+
+    def spent_s() -> float:
+        return time.process_time() - began_s
+
+    without = search_overlapped(network, job, seed=seed, budget_s=budget_s / 2, spent_s=spent_s)
+    found = search_islands(network, one, islands, seed=seed, budget_s=budget_s, spent_s=spent_s)
+    now_s = None
+    if now:
+        whole = set(now) == set(range(run.cells))
+        now_s = predict_islands(network, one, islands, now).step_s if whole else math.inf
+    return IslandsAnswer(found, without.step.total_s, meeting_bytes(one, islands, found.cell_of), now_s)
+
+
+def proposal(network: Network, run: Run, job: Job, step_s: float, *, seed: int) -> str:
+    """What a run without islands would gain by some, in a line; empty: little. `step_s`: as it is planned."""
+    counts = [n for n in range(2, run.M + 1) if run.M % n == 0 and n * run.S <= len(network)]
+    if not counts:
+        return ""
+    try:
+        islands = islands_of(with_islands(run, counts[0], 1))
+    except SetupError as error:
+        return f"islands, which seldom reduce, may be faster, but this run cannot have them: {error.text}"
+    one = island_job(with_islands(run, counts[0], 1), job, counts[0])
+    found = propose(
+        network, lambda n: replace(one, microbatches=run.M // n), islands.difference_bytes, counts, seed=seed
+    )
+    if found is None or step_s < WORTH * found[1].step_s:
+        return ""
+    best, planned = found
+    return (
+        f"islands seldom reduce: with [islands] count = {best.count}, local_steps = {best.local_steps}, "
+        f"codec = {json.dumps(CODEC)} a step takes about {planned.step_s:.3g} s, "
+        f"{step_s / planned.step_s:.1f} times as fast; that is {PRICE}; steps, "
+        f"checkpoint_every and eval.every are then multiples of {best.local_steps + 1}"
+    )
+
+
+def with_islands(run: Run, islands: int, local_steps: int) -> Run:
+    """The run with so many islands, and as many steps as that needs.
+
+    Raises:
+        SetupError: it cannot have islands; the text says why.
+    """
+    window = local_steps + 1
+
+    def whole(steps: int) -> int:
+        return -(-steps // window) * window
+
+    return replace(
+        run,
+        islands=IslandsSpec(count=islands, local_steps=local_steps, codec=CODEC),
+        steps=whole(run.steps),
+        checkpoint_every=whole(run.checkpoint_every),
+        eval=replace(run.eval, every=whole(run.eval.every)),
+    )
+
+
+def as_json(answer: IslandsAnswer, run: Run, network: Network) -> dict[str, Any]:
+    """One object for programs; times in seconds. `stages` are cells: those of the first island come first."""
+    names, plan = [device.name for device in network.devices], answer.plan
+    return {
+        "run": run.id,
+        "islands": run.islands.count,
+        "stages": [[names[i] for i in _members(plan, cell)] for cell in range(run.cells)],
+        "idle": [names[i] for i in np.flatnonzero(plan.cell_of == IDLE)],
+        "step_s": plan.step_s,
+        "inner_step_s": plan.inner.total_s,
+        "slowest_island": plan.slowest,
+        "meeting_s": plan.meeting_s,
+        "meeting_bytes": answer.meeting_bytes,
+        "tokens_per_s": run.tokens_per_step / plan.step_s,
+        "limit": plan.inner.limit,
+        "without_islands_s": answer.without_s,
+        "now_s": None if answer.now_s == math.inf else answer.now_s,
+        "measured": answer.measured,
+    }
+
+
+def render(answer: IslandsAnswer, run: Run, network: Network) -> str:
+    """The same for people."""
+    plan, spec = answer.plan, run.islands
+    lines = [
+        f"{run.name}: {spec.count} islands of {run.S} stages, {run.M // spec.count} microbatches a step, on "
+        f"{count(len(network), 'device')} in {count(len(network.regions), 'region')}"
+    ]
+    for cell in range(run.cells):
+        members = _members(plan, cell)
+        lines.append(
+            f"cell {cell} (island {cell // run.S}, stage {cell % run.S}): {count(len(members), 'device')}: "
+            f"{shown_names(network, members)}"
+        )
+    idle = np.flatnonzero(plan.cell_of == IDLE)
+    if len(idle):
+        lines.append(f"idle, since with them a step takes no less: {shown_names(network, idle)}")
+    lines += [
+        f"a step takes about {plan.step_s:.3g} s ({run.tokens_per_step / plan.step_s:,.0f} tokens/s): "
+        f"{plan.inner.total_s:.3g} s on island {plan.slowest}, the slowest, and {plan.meeting_s:.3g} s of "
+        f"meeting every {spec.local_steps} steps, in which {shown_bytes(answer.meeting_bytes)} are sent",
+        f"what limits it: {plan.inner.limit}",
+        f"without islands: {answer.without_s:.3g} s ({answer.without_s / plan.step_s:.2f} times as long); "
+        f"that is {PRICE}",
+    ]
+    if answer.now_s is not None:
+        lines.append(
+            f"as the peers are now: {answer.now_s:.3g} s ({answer.now_s / plan.step_s:.2f} times)"
+            if answer.now_s < math.inf
+            else "as the peers are now, a cell has none: no meeting is held"
+        )
+        lines.append(answer.measured)
+    lines.append("a device joins its cell with: swarm peer --stage CELL ...")
+    return "\n".join(lines)
+
+
+def _members(plan: IslandsPlan, cell: int) -> np.ndarray:
+    return np.flatnonzero(plan.cell_of == cell)
