@@ -479,8 +479,16 @@ class DataSpec(_Spec, section="data"):
     sequence_length: int = _rule(_integer(1, 1_048_576))
     """T: tokens the model sees in one sample; a sample reads one more, for the last label. Of samples that
     code makes: tokens in each, for a model of transformers; else 1, which may be left out."""
+    document_mask: bool = _rule(_FLAG, False, later=True)
+    """Attention does not cross the end of a document (`eos`), and learned positions begin anew behind it.
+    Of the built-in decoder."""
+    eos: int = _rule(_integer(-1, 1_048_575), -1, later=True)
+    """The token that ends each document, for `document_mask`. Filled in from an index when the run is
+    published; -1 = not known yet."""
 
     def _cross_check(self) -> None:
+        if self.eos >= 0 and not self.document_mask:
+            raise self.wrong("eos", "left out when data.document_mask is false")
         if self.source == "code" and not self.code:
             raise self.wrong("code", 'package.module:function when data.source is "code"')
         if self.source == "code" and self.tokenizer != "bytes":
@@ -912,6 +920,11 @@ class Run(_Spec):
             # The step before is not over when the sum of a delayed one begins.
             allowed = 'exact_sums is false, delayed_updates is true, or dtype is "float64"'
             raise self.codec.wrong("reduce", f"another than {' and '.join(ROUNDED)} when {allowed}")
+        if self.data.document_mask and self.model.kind != "gpt":
+            allowed = f'false when model.kind is "{self.model.kind}": only the built-in decoder has that mask'
+            raise self.data.wrong("document_mask", allowed)
+        if self.data.eos >= self.model.vocab_size:
+            raise self.data.wrong("eos", f"less than model.vocab_size ({self.model.vocab_size})")
         if self.data.source == "code":
             if isinstance(self.model, ModelSpec):
                 raise self.data.wrong("source", f'"tales" or "files" when model.kind is "{self.model.kind}"')
@@ -1029,6 +1042,7 @@ class Run(_Spec):
         """
         return (
             bool(self.data.sha256)
+            and (self.data.eos >= 0 or not self.data.document_mask)
             and (not isinstance(self.model, CustomModelSpec) or self.model.pinned)
             and bool(self.start.digests) == bool(self.start.weights)
             and bool(self.eval.sha256) == bool(self.eval.every)
@@ -1333,11 +1347,20 @@ def _build(spec: type[_SpecT], values: dict[str, Any], **tables: Any) -> _SpecT:
 
 
 def pin(
-    run: Run, sha256: str, tokens: int, *, tokenizer_sha256: str = "", root: str = "", mixture: str = ""
+    run: Run,
+    sha256: str,
+    tokens: int,
+    *,
+    tokenizer_sha256: str = "",
+    root: str = "",
+    mixture: str = "",
+    eos: int | None = None,
 ) -> Run:
     """`run` bound to its tokens, as `peers.storage.dataset` found them. Its id changes."""
     found = {"tokenizer_sha256": tokenizer_sha256, "root": root, "mixture": mixture}
-    given = {name: value for name, value in found.items() if value}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value}
+    if eos is not None:
+        given["eos"] = eos
     return replace(run, data=replace(run.data, sha256=sha256, tokens=tokens, **given))
 
 

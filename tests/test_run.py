@@ -45,7 +45,7 @@ ALICE = "12D3KooW" + "A" * 44
 BOB = "12D3KooW" + "B" * 44
 FULL = replace(
     example_run(),
-    data=replace(example_run().data, tokens=123_000, root="c" * 64),
+    data=replace(example_run().data, tokens=123_000, root="c" * 64, document_mask=True, eos=0),
     model=replace(
         example_run().built_in,
         z_loss=1e-4,
@@ -194,8 +194,9 @@ def test_the_id_of_the_audit_run_is_what_it_was_when_it_was_written_down() -> No
 
 def test_every_value_is_in_the_hash() -> None:
     ids = [FULL.id, MIXED.id]
-    # Digests are of as many stages, and the audit model has no loss.
+    # Digests are of as many stages, and the audit model has no loss and no attention.
     pinned, unpinned = FULL, replace(FULL, start=StartSpec(), eval=EvalSpec())
+    unpinned = replace(unpinned, data=replace(FULL.data, document_mask=False, eos=-1))
     for key, value in (
         ("name", "x"),
         ("seed", 2),
@@ -218,7 +219,7 @@ def test_every_value_is_in_the_hash() -> None:
         | {"positions": "learned", "dropout": 0.1, "stages": 2, "kind": "counting", "z_loss": 0.0}
         | {"kv_heads": 5, "mlp": "gelu", "head": "free", "qk_norm": False, "rotary_base": 1e4}
         | {"rotary_scaling": "linear 2", "bottleneck": 39},
-        "data": {"source": "files", "tokens": 1000, "tokenizer": "file", "sequence_length": 5},
+        "data": {"source": "files", "tokens": 1000, "tokenizer": "file", "sequence_length": 5, "eos": 1},
         "batch": {"microbatch_size": 1, "microbatches_per_step": 1, "microbatch_threads": 3},
         "optimizer": {"lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
         | {
@@ -542,6 +543,15 @@ def test_missing_sizes_can_also_come_from_a_preset() -> None:
         ({"model": {"bottleneck": 8, "stages": 1}}, r"model\.bottleneck = 8 .* 0 when model\.stages is 1"),
         ({"model": {"vocab_size": 255}}, r"model\.vocab_size = 255 .* at least 256"),
         ({"data": {"sha256": "a" * 64}}, r"data\.tokens = 0 .* when data\.sha256 is set"),
+        ({"data": {"eos": 10}}, r"data\.eos = 10 .* left out when data\.document_mask is false"),
+        (
+            {"data": {"document_mask": True, "eos": 256}},
+            r"data\.eos = 256 .* less than model\.vocab_size \(256\)",
+        ),
+        (
+            {"data": {"document_mask": True}, "model": {"kind": "counting"}},
+            r'document_mask = true .* false when model\.kind is "counting": only the built-in decoder has',
+        ),
         ({"data": {"root": "a" * 64}}, r"data\.tokens = 0 .* when data\.root is set"),
         ({"data": {"tokens": 256}}, r"data\.tokens = 256 .* more than data\.sequence_length \(256\)"),
         (

@@ -97,12 +97,25 @@ class Dataset:
         return offset * self.dtype.itemsize, (offset + self._window) * self.dtype.itemsize
 
     def pinned(self, run: Run) -> Run:
-        """`run` bound to these tokens: the run to publish. Trainers that it names prove what they send."""
+        """`run` bound to these tokens: the run to publish. Trainers that it names prove what they send.
+
+        Raises:
+            SetupError: nothing says which token ends documents, and the run masks them.
+        """
         root = self.root if run.admission.trainers and not run.brings_model else ""
         tokenizer = self.tokenizer.sha256 or self._index.tokenizer
         sources = self._index.sources
         mixture = " ".join(f"{one.weight}*{one.tokens}" for one in sources) if len(sources) > 1 else ""
-        return pin(run, self.root, self.tokens, tokenizer_sha256=tokenizer, root=root, mixture=mixture)
+        eos = self._index.eos if run.data.document_mask and run.data.eos < 0 else None
+        run = pin(
+            run, self.root, self.tokens, tokenizer_sha256=tokenizer, root=root, mixture=mixture, eos=eos
+        )
+        if run.data.document_mask and run.data.eos < 0:
+            raise SetupError(
+                "data.document_mask = true, but nothing says which token ends a document: make the data with "
+                "swarm tokenize --eos NAME, or give data.eos = NUMBER in the run's manifest"
+            )
+        return run
 
     def prove(self, run: Run, offsets: Sequence[int]) -> bytes:
         """The proof that goes with the samples at `offsets`, for a run with a `data.root`."""
@@ -146,6 +159,12 @@ def open_dataset(
         key = _key(sources, made_by, dtype)
         index = cache.lookup(key) or cache.fill(key, sources, made_by, run.model.vocab_size)
     _check(run, index)
+    if reads_text and run.data.eos >= made_by.vocabulary:
+        raise SetupError(
+            f"data.eos = {run.data.eos} in the run's manifest, but the tokenizer makes tokens up to "
+            f"{made_by.vocabulary - 1}, so no document would end: put one of its tokens at the end of each, "
+            "or make the data with swarm tokenize --eos"
+        )
     try:
         blocks = Blocks(index, cache.folder.parent, cache_bytes)
     except SetupError as error:
@@ -326,6 +345,11 @@ def _check(run: Run, index: Index) -> None:
         raise SetupError(
             "the index has the tokens of a tokenizer's file, but the run's manifest says data.tokenizer = "
             '"bytes": make it "file"'
+        )
+    if run.data.eos >= 0 and index.eos not in (None, run.data.eos):
+        raise SetupError(
+            f"documents of the index end with token {index.eos}, but data.eos = {run.data.eos} in the run's "
+            "manifest: leave it out"
         )
     if index.tokens < window:
         raise _too_short(index.tokens, window)

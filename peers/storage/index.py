@@ -61,6 +61,8 @@ class Index(msgspec.Struct, frozen=True):
     sources: tuple[Source, ...]
     blocks: bytes
     """Nodes of the blocks, 32 bytes each."""
+    eos: int | None = None
+    """The token at the end of each document; None: unknown, or there is none."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:

@@ -101,7 +101,7 @@ def run_tokenize(options: TokenizeOptions) -> None:
         atomic_file.write_whole(options.out / "tokenizer.json", tokenizer.json)
     given = [_ready(path) for path in options.files]
     texts_there = any(source is None for source in given)
-    end = _end(tokenizer, options.eos) if texts_there else None
+    end = _end(tokenizer, options.eos) if texts_there or options.eos else None
     vocab_size = options.vocab_size or _vocabulary(tokenizer, end, [s for s in given if s], texts_there)
     made_by = options.out / "tokenizer.json" if tokenizer.json else None
     making = Making(options.out, made_by, end, options.field, vocab_size)
@@ -115,7 +115,7 @@ def run_tokenize(options: TokenizeOptions) -> None:
         for s in sources
     )
     index = make_index(near, token_dtype(vocab_size), tokenizer.sha256, jobs)
-    write_index(options.out, msgspec.structs.replace(index, sources=tuple(sources)))
+    write_index(options.out, msgspec.structs.replace(index, sources=tuple(sources), eos=end))
     print(
         f"{options.out / NAME}: {index.tokens} tokens of {index.dtype} in {len(index.shards)} shards, root "
         f"{index.root}\n"

@@ -102,7 +102,11 @@ class Block(nn.Module):
         self.down = nn.Linear(model.ffn_hidden, H, bias=False)
 
     def forward(
-        self, x_BTH: torch.Tensor, turn_TD: torch.Tensor | None, dropout: Dropout | None
+        self,
+        x_BTH: torch.Tensor,
+        turn_TD: torch.Tensor | None,
+        mask_B1TT: torch.Tensor | None,
+        dropout: Dropout | None,
     ) -> torch.Tensor:
         B, T, H = x_BTH.shape
         N, K = self.heads, self.kv_heads
@@ -115,7 +119,9 @@ class Block(nn.Module):
             q_BNTD, k_BNTD = _rotate(q_BNTD, turn_TD), _rotate(k_BNTD, turn_TD)
         if K < N:
             k_BNTD, v_BNTD = (x.repeat_interleave(N // K, 1) for x in (k_BNTD, v_BNTD))
-        mixed = functional.scaled_dot_product_attention(q_BNTD, k_BNTD, v_BNTD, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            q_BNTD, k_BNTD, v_BNTD, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
+        )
         y_BTH = self.out(mixed.transpose(1, 2).reshape(B, T, H))
         x_BTH = x_BTH + (dropout(y_BTH, f"{self.name}.attention") if dropout else y_BTH)
         y_BTF = self.up(self.norm2(x_BTH))
@@ -173,6 +179,7 @@ class GptStage(nn.Module):
         first, last = layers.start == 0, layers.stop == model.layers
         self.first, self.last, self.end = first, last, str(layers.stop)
         self._seed, self._p, self._z_loss = run.seed, model.dropout, model.z_loss
+        self._eos = run.data.eos if run.data.document_mask else None
         self.learned = model.positions == "learned"
         tied = model.head == "tied"
         if first or (last and tied):
@@ -201,24 +208,35 @@ class GptStage(nn.Module):
         """Tokens [B, T] int64 (first stage) or what crosses the cut before it -> what crosses that behind it,
         or the mean loss (last stage).
 
-        `ids_BT`: the tokens, for a stage behind a bottleneck. `mb` decides the dropout; without it there is
-        none, and no `z_loss`. Without labels the last stage gives logits [B, T, V].
+        `ids_BT`: the tokens, for a stage behind a bottleneck or with a document mask. `mb` decides the
+        dropout; without it there is none, and no `z_loss`. Without labels the last stage gives logits
+        [B, T, V].
         """
         dropout = Dropout(self._seed, mb, self._p) if mb is not None and self._p else None
         if self.first:
             ids_BT = x
             x = self.tokens(x)
             if self.learned:
-                x = x + self.places.weight[: x.shape[1]]
+                if self._eos is None:
+                    x = x + self.places.weight[: x.shape[1]]
+                else:
+                    x = x + self.places(_places(ids_BT, self._eos))
             x = dropout(x, "tokens") if dropout else x
         elif x.dtype == torch.bfloat16:
             x = x.float()  # the residual stream, see `boundary_dtype`
         turn = None if self.learned else cast(torch.Tensor, self.turn)[: x.shape[1]]
+        mask = None
+        if self._eos is not None:
+            assert ids_BT is not None, "tokens say where documents end"
+            autocast = torch.is_autocast_enabled(x.device.type)
+            mask = _document_mask(
+                ids_BT, self._eos, torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+            )
         for layer, block in self.layers.items():
             if layer in self.widen:
                 assert ids_BT is not None, "behind a bottleneck the tokens are added again"
                 x = self.widen[layer](self.narrow[layer](x) if layer in self.narrow else x, ids_BT)
-            x = block(x, turn, dropout)
+            x = block(x, turn, mask, dropout)
         if not self.last:
             return self.narrow[self.end](x) if self.narrow else x
         x = self.norm(x)
@@ -335,6 +353,32 @@ def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], t
     for name, old in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, nn.Parameter(value(name, old)))
+
+
+def _documents(ids_BT: torch.Tensor, eos: int) -> torch.Tensor:
+    """How many documents have ended before each token [B, T]: its end belongs to a document."""
+    ends_BT = (ids_BT == eos).long()
+    return ends_BT.cumsum(1) - ends_BT
+
+
+def _document_mask(ids_BT: torch.Tensor, eos: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores [B, 1, T, T]: 0 where a token sees another one, itself or before it in its
+    document.
+
+    As numbers, and in the dtype of the scores: each layer would keep a copy of its own else.
+    """
+    document_BT = _documents(ids_BT, eos)
+    seen_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    return torch.zeros(seen_BTT.shape, dtype=dtype, device=ids_BT.device).masked_fill(~seen_BTT, -math.inf)[
+        :, None
+    ]
+
+
+def _places(ids_BT: torch.Tensor, eos: int) -> torch.Tensor:
+    """The place of each token in its document [B, T]; that at the beginning of a window begins there."""
+    place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    ends_BT = functional.pad(ids_BT[:, :-1] == eos, (1, 0))
+    return place_T - (ends_BT * place_T).cummax(1).values
 
 
 def _norm(model: ModelSpec, width: int) -> nn.Module:

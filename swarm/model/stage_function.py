@@ -65,7 +65,7 @@ def stage_function(run: Run, stage: Stage) -> StageFunction:
 def _built_in(run: Run, stage: Stage) -> StageFunction:
     first, last = stage == 0, stage == run.S - 1
     hidden = () if first else (Entry(boundary_dtype(run), True),)
-    reads = first or last or run.built_in.bottleneck
+    reads = first or last or run.built_in.bottleneck or run.data.document_mask
     tokens = Entry(torch.int64 if reads else None, False)
 
     def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:

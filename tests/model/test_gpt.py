@@ -215,6 +215,49 @@ def test_rotary_attention_depends_on_distance_only() -> None:
     assert torch.allclose(near[0, 0, 0] @ near[0, 0, 1], far[0, 0, 0] @ far[0, 0, 1])
 
 
+@pytest.mark.parametrize(
+    "model", [{}, {"positions": "learned"}, {"mlp": "swiglu", "kv_heads": 2, "qk_norm": True}]
+)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_with_a_document_mask_each_document_of_a_window_gets_what_it_gets_alone(
+    model: dict[str, Any], stages: int
+) -> None:
+    run = tiny_run(model={**model, "stages": stages}, data={"document_mask": True, "eos": 7})
+    parts = [build_stage(run, stage) for stage in range(stages)]
+    documents = [
+        [[3, 1, 4, 7], [7], [1, 5, 9, 2, 6, 7], [5, 3, 5]],
+        [[2, 7], [1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 7]],
+    ]
+    rows = torch.tensor([[token for document in row for token in document] for row in documents])
+    assert rows.shape == (2, 14)
+
+    def logits(ids_BT: torch.Tensor) -> torch.Tensor:
+        x = ids_BT
+        for part in parts:
+            x = part(x, ids_BT=ids_BT)
+        return x
+
+    alone = [torch.cat([logits(torch.tensor([one])) for one in row], 1) for row in documents]
+    torch.testing.assert_close(logits(rows), torch.cat(alone), rtol=0, atol=1e-12)
+    # The first token of a document has its loss as all others: it is foretold from the end of the one before.
+    labels = rows.roll(-1, 1)
+    whole = logits(rows).flatten(0, 1)
+    x = rows
+    for part in parts[:-1]:
+        x = part(x, ids_BT=rows)
+    loss = parts[-1](x, labels, ids_BT=rows)
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(whole, labels.flatten()).item())
+
+
+def test_a_window_without_an_end_is_one_document() -> None:
+    plain, masked = tiny_run(), tiny_run(data={"document_mask": True, "eos": 7})
+    ids_BT = torch.arange(8, 24).view(1, 16)
+    for positions in ("rotary", "learned"):
+        runs = [replace(r, model=replace(r.model, stages=1, positions=positions)) for r in (plain, masked)]
+        a, b = (build_stage(run, 0)(ids_BT) for run in runs)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
 def test_no_weight_is_drawn_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """To draw one without memory torch imports its compiler: most of a second of each process that starts."""
     monkeypatch.setattr(torch.nn.init, "normal_", lambda *_: pytest.fail("drawn"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,10 @@ from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import gradient_metas, input_metas
 from swarm.wire.codec import Encoded
-from tests.model.chain import Chain, backward, batch_of, farthest, loss_backward, tiny_run, tokens_of
+from tests.model.chain import TEXT, Chain, backward, batch_of, farthest, loss_backward, tiny_run, tokens_of
+
+OFTEN = int(np.bincount(TEXT).argmax())
+"""A token that is in many windows."""
 
 CASES: dict[str, dict[str, Any]] = {
     "layernorm, learned": {"model": {"norm": "layernorm", "positions": "learned"}},
@@ -38,6 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {"model": {"mlp": "swiglu", "kv_heads": 2, "head": "tied", "rotary_scaling": "linear 2"}},
     "bottleneck": {"model": {"bottleneck": 4, "dropout": 0.2, "head": "tied"}},
     "norms of queries and keys": {"model": {"mlp": "swiglu", "qk_norm": True, "dropout": 0.2}},
+    "document mask": {"data": {"document_mask": True, "eos": OFTEN}, "model": {"kv_heads": 2}},
+    "document mask, learned": {
+        "data": {"document_mask": True, "eos": OFTEN},
+        "model": {"positions": "learned", "bottleneck": 4},
+    },
 }
 
 
@@ -99,7 +108,8 @@ EXACT = (
 @pytest.mark.parametrize(
     ("precision", "case"),
     [("float32, blockwise8", case) for case in CASES]
-    + [("bfloat16, blockwise8", case) for case in ("dropout", "delayed", "clipped", "bottleneck")],
+    + [("bfloat16, blockwise8", case) for case in ("dropout", "delayed", "clipped", "bottleneck")]
+    + [("bfloat16, blockwise8", "document mask"), ("float32, topk", "document mask")],
 )
 def test_sums_that_are_exact_leave_no_difference_at_all(precision: str, case: str) -> None:
     """Every loss and every weight, to the last bit, also across an 8-bit boundary."""

@@ -479,6 +479,14 @@ def test_a_tokenizer_that_is_none_or_another_is_refused(text: Path, words: Path,
         open_dataset(small, [text], words)
 
 
+def test_an_end_of_documents_that_the_tokenizer_does_not_make_is_refused(text: Path) -> None:
+    model, data = replace(FILES.model, vocab_size=300), replace(FILES.data, document_mask=True, eos=256)
+    with pytest.raises(SetupError, match=r"data\.eos = 256 .* up to 255, so no document would end"):
+        open_dataset(replace(FILES, model=model, data=data), [text])
+    run = replace(FILES, data=replace(data, eos=ord("\n")))
+    assert open_dataset(run, [text]).pinned(run).data.eos == 10
+
+
 def test_offsets_outside_the_tokens_are_our_own_mistake(text: Path) -> None:
     data = open_dataset(FILES, [text])
     data.batch([data.tokens - 5])

@@ -232,6 +232,33 @@ def test_an_end_that_the_tokenizer_lacks_is_refused(
     assert "no token for the end of a document that is known: name it with --eos" in said
 
 
+def test_a_run_with_a_document_mask_learns_the_end_of_documents_from_the_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def masked(out: Path, **data: Any) -> Run:
+        run, _ = opened(out)
+        run = replace(run, data=replace(run.data, document_mask=True, **data))
+        assert run.pinned == (run.data.eos >= 0), "nobody publishes it before the end is known"
+        return open_dataset(run, [out], cache_dir=out / "cache").pinned(run)
+
+    text = rows(tmp_path / "a.jsonl")
+    made(capsys, tmp_path / "ended", text, "--eos", "256")
+    assert opened(tmp_path / "ended")[0].data.eos == -1, "another run does without"
+    assert masked(tmp_path / "ended").data.eos == 256 and masked(tmp_path / "ended").pinned
+    with pytest.raises(SetupError, match=r"documents of the index end with token 256, but data\.eos = 10 "):
+        masked(tmp_path / "ended", eos=10)
+    made(capsys, tmp_path / "endless", text)
+    with pytest.raises(
+        SetupError, match=r"nothing says which token .*: make the data with swarm tokenize --eos"
+    ):
+        masked(tmp_path / "endless")
+    assert masked(tmp_path / "endless", eos=10).data.eos == 10
+    # Tokens that are there already have the end that they are said to have.
+    (tmp_path / "ready.bin").write_bytes(np.arange(500, 600).astype("<u2").tobytes())
+    made(capsys, tmp_path / "ready", tmp_path / "ready.bin", "--eos", "599")
+    assert masked(tmp_path / "ready").data.eos == 599
+
+
 @pytest.mark.parametrize(
     ("name", "beside", "error"),
     [
