@@ -163,7 +163,7 @@ class Trainer:
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
         self._pace = Pace()
-        self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.microbatches(t)), run.M)
+        self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.microbatches(t)))
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
@@ -588,7 +588,7 @@ class Trainer:
             if len(lacks.by_stage) == self._run.S and self._version <= lacks.t < self._run.steps:
                 try:
                     for bitmap in lacks.by_stage:
-                        check_bitmap(bitmap, self._run.M)
+                        check_bitmap(bitmap, self._run.microbatches(lacks.t))
                 except Refused as refused:
                     raise BadAnswer(peer, refused.text) from None
                 self._todo.lacking(lacks.t, lacks.by_stage, now=now)
@@ -610,10 +610,11 @@ class Trainer:
         if version <= self._version:
             return
         now = now_s()
-        taken = version - self._version
-        rate = taken * self._run.tokens_per_step / max(1e-6, now - self._step_began)
+        run, steps = self._run, range(self._version, version)
+        tokens = sum(map(run.microbatches, steps)) * run.tokens_per_microbatch
+        rate = tokens / max(1e-6, now - self._step_began)
         counts = tuple(len(self._router.peers(stage)) for stage in range(self._run.S))
-        for t in range(self._version, version):
+        for t in steps:
             self._emit(
                 events.StepDone(
                     t=t, steps=self._last_step, loss=self.loss_of(t), tokens_per_s=rate, peers=counts,
@@ -621,7 +622,7 @@ class Trainer:
                 )
             )  # fmt: skip
         self._vouchers.stepped(self._version, version)
-        self._pace.stepped(self._todo.ran(version - 1) / self._run.M)
+        self._pace.stepped(self._todo.ran(version - 1) / max(1, run.microbatches(version - 1)))
         self._version, self._step_began = version, now
         self._todo.stepped(version)
         for stale in [mb for mb in self._attempts if mb.t < version]:
@@ -629,12 +630,13 @@ class Trainer:
         self._changed.set()
 
     def _losses_of(self, t: int) -> tuple[float, ...]:
-        found = [self.losses.pop(Microbatch(t, m), None) for m in range(self._run.M)]
+        found = [self.losses.pop(Microbatch(t, m), None) for m in range(self._run.microbatches(t))]
         return tuple(loss for loss in found if loss is not None) if None not in found else ()
 
     def loss_of(self, t: int) -> float | None:
-        """The mean loss of step `t`: of all M microbatches if known, else of those that this trainer ran."""
+        """The mean loss of step `t`: of all microbatches if known, else of those that this trainer ran."""
         if t in self.step_losses:
             return self.step_losses[t]
-        own = [self.losses[Microbatch(t, m)] for m in range(self._run.M) if Microbatch(t, m) in self.losses]
+        all_of = [Microbatch(t, m) for m in range(self._run.microbatches(t))]
+        own = [self.losses[mb] for mb in all_of if mb in self.losses]
         return sum(own) / len(own) if own else None

@@ -48,7 +48,7 @@ def sample_offsets(run: Run, t: int, m: int) -> list[int]:
     if not run.data.tokens:
         raise SetupError("data.tokens is not set in the run's manifest: pin the run to its token file first")
     size, (t, m) = run.batch.microbatch_size, run.named(Microbatch(t, m))
-    first = (t * run.whole.M + m) * size
+    first = (run.whole.batch.microbatches_before(t) + m) * size
     return [_offset(run, number) for number in range(first, first + size)]
 
 

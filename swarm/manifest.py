@@ -23,6 +23,7 @@ from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -532,6 +533,40 @@ class BatchSpec(_Spec, section="batch"):
     microbatch_threads: int = _rule(_integer(1, 1024), 1, later=True)
     """CPU threads that share one microbatch. They split sums inside its operators and so decide
     the last bits: all peers have as many, and a peer's other cores compute other microbatches."""
+    warmup_steps: int = _rule(_integer(0, 100_000), 0, later=True)
+    """Batch warm-up: over so many steps, the first ones, the microbatches of a step grow evenly from
+    `warmup_microbatches` to `microbatches_per_step`. 0 = none."""
+    warmup_microbatches: int = _rule(_integer(0, 8191), 0, later=True)
+    """Microbatches of the first step, where there is a batch warm-up; else 0."""
+
+    def _cross_check(self) -> None:
+        most = self.microbatches_per_step - 1
+        if self.warmup_steps and not most:
+            raise self.wrong("warmup_steps", "0 when batch.microbatches_per_step is 1")
+        least, most = (1, most) if self.warmup_steps else (0, 0)
+        if not least <= self.warmup_microbatches <= most:
+            allowed = f"from 1 to {most}, less than microbatches_per_step," if most else "0"
+            has = f"{allowed} when batch.warmup_steps is {self.warmup_steps}"
+            raise self.wrong("warmup_microbatches", has)
+
+    def microbatches(self, t: int) -> int:
+        """How many step `t` has."""
+        if t >= self.warmup_steps:
+            return self.microbatches_per_step
+        first = self.warmup_microbatches
+        return first + (self.microbatches_per_step - first) * t // self.warmup_steps
+
+    def microbatches_before(self, t: int) -> int:
+        """How many the steps before `t` have together."""
+        grown = _grown(self)
+        warm = min(t, self.warmup_steps)
+        return grown[warm] + (t - warm) * self.microbatches_per_step
+
+
+@lru_cache(maxsize=16)
+def _grown(batch: BatchSpec) -> tuple[int, ...]:
+    """`microbatches_before` the steps of the warm-up, and the one behind it."""
+    return tuple(accumulate(map(batch.microbatches, range(batch.warmup_steps)), initial=0))
 
 
 class Terms(NamedTuple):
@@ -975,6 +1010,8 @@ class Run(_Spec):
             raise self.islands.wrong("count", f"a divisor of batch.microbatches_per_step ({self.M})")
         if self.delayed_updates:
             raise self.islands.wrong("count", "1 when delayed_updates is true: islands hardly wait")
+        if self.batch.warmup_steps:
+            raise self.islands.wrong("count", f"1 when batch.warmup_steps is {self.batch.warmup_steps}")
         if self.optimizer.name == "adamw8bit":
             raise self.islands.wrong("count", '1 when optimizer.name is "adamw8bit"')
         for name, steps in (
@@ -1050,8 +1087,13 @@ class Run(_Spec):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that get a label in one step; samples, where code makes them."""
-        return self.M * self.batch.microbatch_size * self.data.sequence_length
+        """Tokens that get a label in one step; samples, where code makes them. After the batch warm-up."""
+        return self.M * self.tokens_per_microbatch
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """Its part of `tokens_per_step`."""
+        return self.batch.microbatch_size * self.data.sequence_length
 
     @property
     def adds_exactly(self) -> bool:
@@ -1129,7 +1171,7 @@ class Run(_Spec):
 
     def microbatches(self, t: int) -> int:
         """How many step `t` has."""
-        return 0 if self.meets_at(t) else self.M
+        return 0 if self.meets_at(t) else self.batch.microbatches(t)
 
     def trained(self, t: int) -> int:
         """Steps before `t` that are no meetings."""

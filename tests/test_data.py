@@ -76,9 +76,14 @@ def test_chunks_and_pools_have_each_window_once(windows: int, chunk: int) -> Non
     assert len(pool) <= POOL_CHUNKS + 1, "windows of a pool are near to each other"
 
 
-@given(tokens=st.integers(10, 900), length=st.integers(1, 9), seed=st.integers(0, 9))
-def test_an_epoch_has_each_window_once(tokens: int, length: int, seed: int) -> None:
-    run = replace(PINNED, seed=seed, data=replace(PINNED.data, tokens=tokens, sequence_length=length))
+@given(
+    tokens=st.integers(10, 900), length=st.integers(1, 9), seed=st.integers(0, 9), warm=st.integers(0, 12)
+)
+def test_an_epoch_has_each_window_once(tokens: int, length: int, seed: int, warm: int) -> None:
+    """With a batch warm-up of some steps, too."""
+    batch = replace(PINNED.batch, warmup_steps=warm, warmup_microbatches=min(warm, 1))
+    data = replace(PINNED.data, tokens=tokens, sequence_length=length)
+    run = replace(PINNED, seed=seed, data=data, batch=batch)
     windows, left = divmod(tokens - 1, length)
     offsets = list(itertools.islice(drawn(run), 2 * windows))
     for epoch in (offsets[:windows], offsets[windows:]):
@@ -89,7 +94,7 @@ def test_an_epoch_has_each_window_once(tokens: int, length: int, seed: int) -> N
 def drawn(run: Run) -> Iterator[int]:
     """The offsets of all samples of a run, in order."""
     for t in itertools.count():
-        for m in range(run.M):
+        for m in range(run.microbatches(t)):
             yield from sample_offsets(run, t, m)
 
 

@@ -26,6 +26,7 @@ from swarm.manifest import (
     CustomModelSpec,
     DataSpec,
     EvalSpec,
+    IslandsSpec,
     LoraSpec,
     ModelSpec,
     OptimizerSpec,
@@ -57,7 +58,9 @@ FULL = replace(
         rotary_scaling="llama3 8 1 4 8192",
         bottleneck=40,
     ),
-    batch=replace(example_run().batch, microbatch_threads=2),
+    batch=replace(
+        example_run().batch, microbatch_threads=2, warmup_steps=9, warmup_microbatches=2
+    ),
     optimizer=replace(
         example_run().optimizer,
         name="muon",
@@ -220,7 +223,8 @@ def test_every_value_is_in_the_hash() -> None:
         | {"kv_heads": 5, "mlp": "gelu", "head": "free", "qk_norm": False, "rotary_base": 1e4}
         | {"rotary_scaling": "linear 2", "bottleneck": 39},
         "data": {"source": "files", "tokens": 1000, "tokenizer": "file", "sequence_length": 5, "eos": 1},
-        "batch": {"microbatch_size": 1, "microbatches_per_step": 1, "microbatch_threads": 3},
+        "batch": {"microbatch_size": 1, "microbatches_per_step": 4, "microbatch_threads": 3}
+        | {"warmup_steps": 1, "warmup_microbatches": 1},
         "optimizer": {"lr": 1, "beta1": 0.1, "beta2": 0.1, "eps": 0.1, "weight_decay": 0.2}
         | {
             "warmup_steps": 1,
@@ -314,6 +318,25 @@ def test_every_value_of_a_brought_model_is_in_the_hash() -> None:
     runs += [replace(BROUGHT, model=model) for model in (code, replace(code, source="cats:build"))]
     runs += [BROUGHT, replace(BROUGHT, data=replace(BROUGHT.data, code="pictures:of_dogs"))]
     assert len({run.id for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "most", "text"),
+    [
+        (0, 3, 8, r"batch\.warmup_microbatches = 3 .* must be 0 when batch\.warmup_steps is 0"),
+        (5, 0, 8, r"batch\.warmup_microbatches = 0 .* from 1 to 7, less than microbatches_per_step, when"),
+        (5, 8, 8, r"batch\.warmup_microbatches = 8 .* from 1 to 7, less than microbatches_per_step, when"),
+        (5, 1, 1, r"batch\.warmup_steps = 5 .* 0 when batch\.microbatches_per_step is 1"),
+    ],
+)
+def test_a_batch_warm_up_grows_from_fewer_microbatches(steps: int, first: int, most: int, text: str) -> None:
+    with pytest.raises(SetupError, match=text):
+        BatchSpec(
+            microbatch_size=1, microbatches_per_step=most, warmup_steps=steps, warmup_microbatches=first
+        )
+    spec = BatchSpec(microbatch_size=1, microbatches_per_step=4, warmup_steps=2, warmup_microbatches=1)
+    with pytest.raises(SetupError, match=r"islands\.count = 2 .* 1 when batch\.warmup_steps is 2"):
+        replace(audit_run(stages=2, steps=4), batch=spec, islands=IslandsSpec(count=2, local_steps=1))
 
 
 def test_samples_that_code_makes_need_no_length() -> None:

@@ -31,9 +31,11 @@ class Reference:
             t, began = single.version, time.monotonic()
             with threads_as_before():
                 losses = single.step(t)
+            tokens = len(losses) * terms.tokens_per_microbatch
             yield Step(
-                t=t, steps=terms.steps, loss=sum(losses) / len(losses), losses=tuple(losses),
-                tokens_per_s=terms.tokens_per_step / (time.monotonic() - began),
+                t=t, steps=terms.steps, losses=tuple(losses),
+                loss=sum(losses) / len(losses) if losses else None,  # islands meet without any
+                tokens_per_s=tokens / (time.monotonic() - began),
             )  # fmt: skip
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -85,7 +85,7 @@ class Tally:
     def missing(self, run: Run) -> int:
         """Microbatches that no ledger shows to be counted; a step without a ledger misses all of them."""
         cells = [(stage, t) for stage in range(run.S) for t in range(run.steps)]
-        return sum(self.audits.get(cell, (run.M, 0))[0] for cell in cells)
+        return sum(self.audits.get((s, t), (run.microbatches(t), 0))[0] for s, t in cells)
 
     def duplicated(self) -> int:
         """Microbatches that the ledgers show in two sums."""
@@ -94,7 +94,8 @@ class Tally:
     def tokens_per_s(self, run: Run) -> float:
         """Over all steps but the first, which pays for the start."""
         elapsed_s = self.last_step_at - self.first_step_at
-        return (self.steps - 1) * run.tokens_per_step / elapsed_s if elapsed_s > 0 else 0.0
+        tokens = sum(map(run.microbatches, range(1, self.steps))) * run.tokens_per_microbatch
+        return tokens / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def _key(path: Path) -> list[str]:

@@ -208,8 +208,8 @@ class Auditor:
         run, plan, said = self._run, told.plan, told.said
         ledgers = dict(zip(plan.members, plan.ledgers, strict=False))
         why = check_plan(
-            plan, run=run.id, stage=compute.stage, t=t, microbatches=run.M, numel=compute.numel, me=member,
-            done=ledgers.get(member, -1),
+            plan, run=run.id, stage=compute.stage, t=t, microbatches=run.microbatches(t), numel=compute.numel,
+            me=member, done=ledgers.get(member, -1),
         )  # fmt: skip
         statement = Projected(compute.stage, t, plan.round, said.nonces, said.contributions, said.sums)
         signed = is_signed(self._transport.signer, member, run.id, statement, said.signature)

@@ -79,7 +79,8 @@ class Invariants:
         """
         run, count = self._run, self._run.islands.count
         if count == 1:
-            return [version] * run.M
+            sizes = [run.microbatches(t) for t in range(version)]
+            return [sum(run.M / size for size in sizes if m < size) for m in range(run.M)]
         since = version % (run.islands.local_steps + 1)
         met, share = run.trained(version - since), run.M // count
         return [met + count * since * (m // share == island) for m in range(run.M)]
@@ -115,12 +116,9 @@ class Invariants:
         """The mean loss of step `t`, as `trainer` was told."""
         self.looked["I3"] += 1
         run = self._run
-        if run.islands.count == 1:
-            counted = run.weight_version(t)
-        else:  # each island has counted its own
-            share = run.M // run.islands.count
-            counted = max(self._counted(0, t)[:share])
-        due = -sum(self._counts) * counted / run.M
+        # Each island has counted its own.
+        counted = self._counted(0, run.weight_version(t))[: run.microbatches(t) // run.islands.count]
+        due = -sum(self._counts) * sum(counted) / len(counted) / run.M
         if abs(loss - due) > 1e-6:
             raise Violation(f"I3: trainer {trainer}: step {t} has the loss {loss}; its weights give {due}")
 

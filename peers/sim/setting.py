@@ -33,6 +33,8 @@ ADMITTING = 0.25
 """Share of the seeds whose manifest names the trainers, and the root of the data."""
 ISLANDS = 1 / 3
 """Share of the seeds whose run has several islands, of those with neither a crowd nor movable peers."""
+WARMING = 0.25
+"""Share of the seeds with a batch warm-up, where it can be."""
 TRAINERS = tuple("12D3KooW" + letter * 44 for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
 """Their names then: of the form of peer ids."""
 WITH_VOUCHER = 0.6
@@ -94,10 +96,10 @@ def setting_of(seed: int) -> Setting:
     dice, kind = dice_of(seed, "kind"), dice_of(seed, "kinds").number()
     setting = usual(seed)
     if kind < CROWDS + UNLEVEL and setting.run.S > 1:
-        return _crowded(setting, dice) if kind < CROWDS else _unlevel(setting, dice)
+        return _warming(_crowded(setting, dice) if kind < CROWDS else _unlevel(setting, dice))
     setting = _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
     islands = dice_of(seed, "islands")
-    return _of_islands(setting, islands) if islands.chance(ISLANDS) else setting
+    return _of_islands(setting, islands) if islands.chance(ISLANDS) else _warming(setting)
 
 
 def usual(seed: int) -> Setting:
@@ -181,6 +183,16 @@ def _unlevel(setting: Setting, dice: Dice) -> Setting:
         faults_within_s=6.0,
         movable=True,
     )
+
+
+def _warming(setting: Setting) -> Setting:
+    """Perhaps the first steps have fewer microbatches."""
+    run, dice = setting.run, dice_of(setting.seed, "batch warm-up")
+    if setting.tied or not dice.chance(WARMING):
+        return setting
+    first = 1 + int(dice.number() * (run.M - 1))
+    batch = replace(run.batch, warmup_steps=run.steps, warmup_microbatches=first)
+    return replace(setting, run=replace(run, batch=batch))
 
 
 def _of_islands(setting: Setting, dice: Dice) -> Setting:

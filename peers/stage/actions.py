@@ -274,7 +274,7 @@ class Actions:
 
     async def _retract(self, step: OpenStep, microbatches: int) -> None:
         try:
-            check_bitmap(microbatches, self._core.run.M)
+            check_bitmap(microbatches, self._core.run.microbatches(step.t))
         except Refused as refused:
             raise Refused(f"an impossible undo: {refused.text}") from None
         await self._core.retract(step, microbatches)

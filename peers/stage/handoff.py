@@ -149,7 +149,7 @@ class Handoff:
         offer = OfferSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
         answer = await self._transport.call(replica, "offer", pack(offer), deadline_s=CALL_S)
         overlap = unpack_answer(replica, answer.header, OfferedSum).overlap
-        check_bitmap(overlap, core.run.M)
+        check_bitmap(overlap, core.run.microbatches(step.t))
         if overlap:
             await core.retract(step, overlap & done)
         total, done, losses = await core.device.run(Rank.STEP, step.t, self._freeze, step)
@@ -196,7 +196,7 @@ class Handoff:
     async def _serve_offer(self, request: Request) -> Answer:
         offer = unpack(request.header, OfferSum)
         step = await self._step_for(request, offer.run, offer.t)
-        check_bitmap(offer.done, self._core.run.M)
+        check_bitmap(offer.done, self._core.run.microbatches(offer.t))
         if offer.generation != self._core.generation:
             raise NotNow("this peer is in another generation")
         if step.state is not StepState.OPEN or step.ledger.frozen_for is not None:
@@ -227,7 +227,7 @@ class Handoff:
         core = self._core
         step = await self._step_for(request, take.run, take.t)
         done = take.done
-        check_bitmap(done, core.run.M)
+        check_bitmap(done, core.run.microbatches(take.t))
         aside = self._aside.get(request.peer)
         if aside is None or (aside.t, aside.done) != (take.t, done) or aside.vector is None:
             raise Refused(f"the sum of step {take.t} has not come as a whole")

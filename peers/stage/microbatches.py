@@ -106,7 +106,7 @@ class MicrobatchServer:
         where = unpack(request.header, Locate)
         step = self._core.steps.get(where.t) if where.run == self._core.run.id else None
         has = False
-        if step is not None and 0 <= where.m < self._core.run.M:
+        if step is not None and 0 <= where.m < self._core.run.microbatches(where.t):
             has = bool((step.ledger.done | step.ledger.promised) >> where.m & 1)
         left_out = tuple(self._left_out())
         return Answer(pack(Located(has=has and self._core.me not in left_out, left_out=left_out)))

@@ -51,6 +51,7 @@ from scripts.bench.mutations import MUTATIONS, Mutation  # noqa: E402
 
 RINGS = ("pure", "peers", "sim")
 PURE = {
+    "swarm": ("tests/test_data.py", "tests/test_run.py"),
     "swarm/audit": ("tests/audit",),
     "swarm/model": (
         "tests/model/test_stage.py",

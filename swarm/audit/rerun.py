@@ -55,7 +55,7 @@ def rerun_step(
 
     `exact`: compare bits, on a device of the kind that the peers have. `done`: told of each microbatch.
     """
-    for m in range(single.run.M):
+    for m in range(single.run.microbatches(single.version)):
         single.loss(Microbatch(single.version, m))
         done(1)
     totals, squares = single.totals()

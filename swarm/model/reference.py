@@ -132,7 +132,7 @@ class SingleProcess:
         if self.run.meets_at(t):
             self._meet()
             return []
-        losses = [self.loss(Microbatch(t, m)) for m in range(self.run.M)]
+        losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
         totals, squares = self.totals()
         self.take(totals, squares)
         return losses + [loss for other in self._others for loss in other.step(t)]
@@ -155,13 +155,14 @@ class SingleProcess:
         """Take the next step with what `totals` gave."""
         t, run, spec = self.version, self.run, self.run.optimizer
         # One factor for the mean and the clipping, as the stages have it: two would round twice.
-        scale = 1.0 / run.M
+        M = run.microbatches(t)
+        scale = 1.0 / M
         if spec.clip_norm:
-            scale *= min(1.0, spec.clip_norm / (math.sqrt(squares) / run.M + 1e-6))
+            scale *= min(1.0, spec.clip_norm / (math.sqrt(squares) / M + 1e-6))
         for name, (_, momentum) in {
             n: s for one in self._stages for n, s in one.layout.statistics.items()
         }.items():
-            mean = totals[name] * (1.0 / run.M)
+            mean = totals[name] * (1.0 / M)
             self._statistics[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
         for name, dropped in self._dropped.items():
             dropped.copy_(dropped_after(totals[name], dropped, run.kept_bits))

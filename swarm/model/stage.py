@@ -315,7 +315,7 @@ class StageCompute:
 
     def _held_version(self, mb: Microbatch) -> int:
         """The weight version that `mb` is computed with, or Stale, NotReady or Refused."""
-        if not (0 <= mb.t < self.run.steps and 0 <= mb.m < self.run.M):
+        if not (0 <= mb.t < self.run.steps and 0 <= mb.m < self.run.microbatches(mb.t)):
             raise Refused(f"no microbatch {mb} in a run of {self.run.steps} steps of {self.run.M}")
         wanted = self.run.weight_version(mb.t)
         if self.version - self.state.versions < wanted <= self.version:

@@ -113,7 +113,7 @@ class StageState:
         if self._run.meets_at(t):
             self._meet(t, reduced)
             return
-        spec, M = self._run.optimizer, self._run.M
+        spec, M = self._run.optimizer, self._run.microbatches(t)
         scale = 1.0 / M
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))

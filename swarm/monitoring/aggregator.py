@@ -346,7 +346,8 @@ class Aggregator:
         overdue_s = now - self._stepped[-1][0] - 2 * step_s
         if overdue_s > 0:
             step_s += overdue_s
-        return self.run.tokens_per_step / step_s
+        microbatches = self.run.batch.microbatches(max(0, self._position.version - 1))
+        return microbatches * self.run.tokens_per_microbatch / step_s
 
     def _cut_off_s(self, now: float) -> float | None:
         """How long no peer has answered since several went silent: together they hardly have separate
@@ -386,7 +387,7 @@ class Aggregator:
             version=self._position.version,
             steps=self.run.steps,
             went_back=self._position.generation.number,
-            microbatches_per_step=self.run.M,
+            microbatches_per_step=self.run.batch.microbatches(self._position.version),
             tokens_per_step=self.run.tokens_per_step,
             loss=self._history.losses[max(self._history.losses)] if self._history.losses else None,
             tokens_per_s=tokens_per_s,

@@ -8,7 +8,7 @@ only with each microbatch once (`rounds.check_plan`), so this costs time only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
@@ -34,8 +34,9 @@ COMPUTED_S = 60.0
 class Blame:
     """The waits of a stage that `me` coordinates."""
 
-    def __init__(self, me: PeerId, microbatches: int, backoff: Backoff) -> None:
-        self._me, self._everything, self._backoff = me, everything(microbatches), backoff
+    def __init__(self, me: PeerId, microbatches: Callable[[int], int], backoff: Backoff) -> None:
+        """`microbatches`: of a step."""
+        self._me, self._microbatches, self._backoff = me, microbatches, backoff
         self._computing = Waits(AdaptiveTimeout())
         self._preparing = Waits(AdaptiveTimeout(min_s=PREPARED_S))
         self._computing.usual.expected_s = COMPUTED_S / 3
@@ -68,7 +69,7 @@ class Blame:
         done = claimed = 0
         for report in reports.values():
             done, claimed = done | report.done, claimed | report.in_progress
-        lacking = self._everything & ~done
+        lacking = everything(self._microbatches(t)) & ~done
         waits = {
             peer: report.done
             for peer, report in reports.items()

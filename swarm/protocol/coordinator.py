@@ -108,7 +108,7 @@ class StageCoordinator:
     def __init__(
         self, run: Run, stage: Stage, me: PeerId, numel: int, agreed: Agreed, backoff: Backoff
     ) -> None:
-        self._blame = Blame(me, run.M, backoff)
+        self._blame = Blame(me, run.microbatches, backoff)
         self._run, self._stage, self._me, self._numel, self._agreed = run, stage, me, numel, agreed
         self.members: dict[PeerId, Member] = {}
         self.voice: Mapping[PeerId, int] = {}
@@ -257,7 +257,7 @@ class StageCoordinator:
                 if step.t == t:
                     by_m.update(zip(members_of(step.done), row, strict=False))
         if by_m and len(by_m) == self._run.microbatches(t):
-            self.losses[t] = sum(by_m[m] for m in range(self._run.M)) / self._run.M
+            self.losses[t] = sum(by_m[m] for m in sorted(by_m)) / len(by_m)
 
     def directive_for(
         self, peer: PeerId, *, commits: Mapping[int, Commit], behind_s: float, run_status: RunStatus

@@ -50,12 +50,11 @@ class WorkList:
     """The microbatches that this trainer may start, step by step.
 
     Args:
-        order: `t` -> this trainer's permutation of 0 … M-1.
-        microbatches: M.
+        order: `t` -> this trainer's permutation of the step's microbatches, 0 … M-1.
     """
 
-    def __init__(self, order: Callable[[int], Sequence[int]], microbatches: int) -> None:
-        self._order, self._microbatches = order, microbatches
+    def __init__(self, order: Callable[[int], Sequence[int]]) -> None:
+        self._order = order
         self._steps: dict[int, _Step] = {}
         self._oldest = 0
         self.replayed = 0
@@ -82,7 +81,7 @@ class WorkList:
         anywhere = 0
         for bitmap in by_stage:
             anywhere |= bitmap
-        whole = everything(self._microbatches)
+        whole = everything(len(step.order))
         step.taken = whole & ~by_stage[0] if by_stage else 0
         for m in [m for m in step.due_s if not anywhere >> m & 1]:
             del step.due_s[m]
@@ -119,7 +118,7 @@ class WorkList:
     def unstarted(self, t: int) -> int:
         """How many microbatches of step `t` no trainer has started, as far as is known here."""
         step = self._step(t)
-        return self._microbatches - (step.done | step.running | step.taken).bit_count()
+        return len(step.order) - (step.done | step.running | step.taken).bit_count()
 
     def ran(self, t: int) -> int:
         """How many microbatches of step `t` this trainer got an answer for."""

@@ -22,7 +22,7 @@ def step(done: int = 0, *, computes: int = 0, failed: str = "", held: str = "") 
 
 def blame() -> tuple[Blame, Backoff]:
     backoff = Backoff()
-    return Blame("ann", 4, backoff), backoff
+    return Blame("ann", lambda _: 4, backoff), backoff
 
 
 def plan_of(**reports: StepReport) -> Plan:

@@ -271,7 +271,7 @@ class World:
             for replica in range(replicas):
                 stage.members[f"s{number}p{replica}"] = Member(f"s{number}p{replica}")
         orders = [self.dice.sample(range(M), M) for _ in range(trainers)]
-        self.lists = [WorkList(lambda t, order=order: order, M) for order in orders]
+        self.lists = [WorkList(lambda t, order=order: order) for order in orders]
         self.replays = 0
         self.undone = 0
         self.now = 0.0

@@ -17,7 +17,7 @@ ALL = everything(M)
 @pytest.fixture
 def todo() -> WorkList:
     """Walks 2, 0, 3, 1 in every step."""
-    return WorkList(lambda t: [2, 0, 3, 1], M)
+    return WorkList(lambda t: [2, 0, 3, 1])
 
 
 def start_all(todo: WorkList, newest: int = 0, *, now: float = 0.0) -> list[Work]:
@@ -199,7 +199,7 @@ def test_news_of_no_stage_at_all_are_no_news(todo: WorkList) -> None:
 def test_nothing_runs_twice_at_once_and_what_is_lacking_is_run_in_the_end(
     actions: list[tuple[str, int, int]],
 ) -> None:
-    todo, running, now = WorkList(lambda t: range(M), M), set(), 0.0
+    todo, running, now = WorkList(lambda t: range(M)), set(), 0.0
     for action, m, bitmap in actions:
         now += 0.1
         if action == "start" and (work := todo.next(0, now=now)) is not None:
@@ -220,7 +220,7 @@ def test_nothing_runs_twice_at_once_and_what_is_lacking_is_run_in_the_end(
 
 
 def test_what_nobody_started_is_counted_and_what_this_trainer_ran() -> None:
-    todo = WorkList(lambda t: range(8), 8)
+    todo = WorkList(lambda t: range(8))
     assert todo.unstarted(0) == 8
     first = todo.next(0, now=0.0)
     assert first is not None

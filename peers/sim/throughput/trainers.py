@@ -64,7 +64,7 @@ class Trainers:
     def __init__(self, world: World) -> None:
         self._world, self._loop, self._settings, self._job = world, world.loop, world.settings, world.job
         count, window = self._settings.trainers, self._settings.window
-        self._work = WorkList(self._order, self._job.microbatches)
+        self._work = WorkList(self._order)
         self._trainers = [
             Trainer(
                 device=i * len(world.network) // count,
