@@ -1,10 +1,11 @@
 """Meetings of islands: what the others have changed of this stage is fetched, and added to what this one has.
 
-A meeting is a step without microbatches. Each replica encodes what its island has changed since the last one,
-gives it out, and asks replicas of the same stage on the other islands for theirs. As with tied weights
-(`peers.stage.tied_weights`) only a replica that has all of it is prepared; so an island takes the step when
-each of its stages can. Replicas of a stage of an island have the same bits, so it does not matter which is
-asked, and one that has all of it gives out what it got from others too.
+A meeting is a step without microbatches. As soon as it opens each replica encodes what its island has
+changed since the last one, gives it out, and asks replicas of the same stage on the other islands for
+theirs. As with tied weights (`peers.stage.tied_weights`) only a replica that has all of it is prepared;
+so an island takes the step when each of its stages can. Replicas of a stage of an island have the same
+bits, so it does not matter which is asked, and one that has all of it gives out what it got from others
+too.
 """
 
 from __future__ import annotations
@@ -47,10 +48,18 @@ class IslandMeeting:
         self.overdue: Callable[[], None] = lambda: None
         """Told now and then while a meeting waits for others."""
 
-    async def difference(self) -> torch.Tensor:
-        """What this island has changed since the last meeting, as it travels."""
+    async def difference(self, step: OpenStep) -> torch.Tensor:
+        """What this island has changed since the last meeting, as it travels; from now on it is given out."""
         core = self._core
-        return await core.device.run(Rank.STEP, core.version, core.compute.state.difference)
+        if step.reduced is None:
+            step.reduced = await core.device.run(Rank.STEP, step.t, core.compute.state.difference)
+            step.reduced_there.set()
+        return step.reduced
+
+    async def prepare(self, step: OpenStep) -> None:
+        """Bring all together that the meeting takes."""
+        await self.difference(step)
+        await asyncio.gather(*(self._part(step, number) for number in self._islands.others))
 
     async def sum(self, step: OpenStep, own: torch.Tensor) -> torch.Tensor:
         """What all islands have changed, added up. `own`: what this one has.
@@ -64,10 +73,16 @@ class IslandMeeting:
         return await asyncio.to_thread(added_up, core.run, core.compute.layout, parts)
 
     async def _part(self, step: OpenStep, number: int) -> None:
-        """Get what island `number` has changed: from its replicas of this stage, or from one that got it."""
+        """Have what island `number` has changed."""
+        async with step.getting[number]:
+            if number not in step.shared:
+                step.shared[number] = await self._fetched(step, number)
+
+    async def _fetched(self, step: OpenStep, number: int) -> torch.Tensor:
+        """What island `number` has changed: from its replicas of this stage, or from one that got it."""
         core, numel = self._core, self._core.compute.result_numel(step.t)
         looked_at = now_s()
-        while not step.over and number not in step.shared:
+        while not step.over:
             for holder, island in sorted(enumerate(self._islands.all), key=lambda one: one[0] != number):
                 asks_own = holder == number  # of other islands it gives out what it got
                 question = OpenHeld(
@@ -82,14 +97,12 @@ class IslandMeeting:
                         voice=island.voices.of(core.stage, version=core.version),
                         on_fault=self._failed,
                     )  # fmt: skip
-                    step.shared[number] = found.tensors["gradient"]
-                    return
+                    return found.tensors["gradient"]
             if now_s() - looked_at > PASSED_S:
                 looked_at = now_s()
                 self.overdue()
             await asyncio.sleep(RETRY_S)
-        if step.over:
-            raise NotReady(f"meeting {step.t} ended before all of it was here", version=core.version)
+        raise NotReady(f"meeting {step.t} ended before all of it was here", version=core.version)
 
     def _fits(self, opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
         try:

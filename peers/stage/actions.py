@@ -101,6 +101,7 @@ class Actions:
         """The run's position when this stage was last said to be lost."""
         coordination.act = self.act
         meeting.overdue = self._go_past_meeting
+        core.opened = self._opened
 
     # -- tasks --------------------------------------------------------------------------------------
 
@@ -176,6 +177,10 @@ class Actions:
                 )
         self._core.report_trigger.urgent()
 
+    def _opened(self, step: OpenStep) -> None:
+        if self._core.run.meets_at(step.t):
+            self._start(step, "meeting", lambda: self._meeting.prepare(step))
+
     def _go_past_meeting(self) -> None:
         """Take what a meeting left that the others are past: this island was lost, and began too early."""
 
@@ -217,8 +222,8 @@ class Actions:
             fault_point("frozen")
             step.exchange(plan.round)
             if core.run.meets_at(step.t):
-                reduced = await self._meeting.difference()
-                held = Prepared(plan.round, 0.0, vectors_digest([reduced], on_device=False))
+                reduced = await self._meeting.difference(step)
+                held = await asyncio.to_thread(_changed, plan.round, reduced)
             else:
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
@@ -256,18 +261,17 @@ class Actions:
             self._backoff.failed(fault.peer, now=now_s())
             core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.text))
 
-        try:
-            reduced, held, *_ = await fetch_gradient(
-                core,
-                self._transport,
-                sources,
-                step.t,
-                round_name,
-                voice=self._recovery.voice(),
-                on_fault=failed,
-            )
-        except DownloadFailed:
-            return  # told again as long as it is lacking
+        if core.run.meets_at(step.t):  # replicas have changed the same
+            reduced = await self._meeting.difference(step)
+            held = await asyncio.to_thread(_changed, round_name, reduced)
+        else:
+            try:
+                reduced, held, *_ = await fetch_gradient(
+                    core, self._transport, sources, step.t, round_name,
+                    voice=self._recovery.voice(), on_fault=failed,
+                )  # fmt: skip
+            except DownloadFailed:
+                return  # told again as long as it is lacking
         if not step.over:
             step.stop("reduce")
             await self._tied_weights.hold_fetched(step, reduced, held)
@@ -366,3 +370,8 @@ class Actions:
         """Wait until what is being written is on the disk."""
         if self._writer is not None:
             await self._writer.close(limit_s)
+
+
+def _changed(round_name: str, difference: torch.Tensor) -> Prepared:
+    """The description of what an island has changed."""
+    return Prepared(round_name, 0.0, vectors_digest([difference], on_device=False))

@@ -5,6 +5,7 @@ taken.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,13 +72,15 @@ class OpenStep(ReplicaStep):
         self.reduced_there = asyncio.Event()
         self.shared: dict[Stage, torch.Tensor] = {}
         """Of weights that other stages hold as well: what those found."""
+        self.getting: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Who holds one gets what that island has changed, at a meeting."""
         self.whole: torch.Tensor | None = None
         """`reduced` with those: what the step is taken with."""
         self.commit: Commit | None = None
         """The commit that the step was taken with."""
         self.audited: Audit | None = None
         self.work: dict[str, asyncio.Task[Any]] = {}
-        """Running tasks of this step by kind: reduce, fetch, thaw, undo."""
+        """Running tasks of this step by kind: reduce, fetch, thaw, undo, meeting."""
         self.ending: set[asyncio.Task[Any]] = set()
         """Tasks that were told to stop and may not have noticed yet."""
 

@@ -106,6 +106,8 @@ class StageCore:
         """Jobs that compute answers of others again, with the weights that are there now."""
         self.taken_at: deque[tuple[int, float]] = deque(maxlen=TIMES_KEPT)
         """Of the last steps the versions that they made, and when."""
+        self.opened: Callable[[OpenStep], None] = lambda step: None
+        """Told of each step that opens."""
         self.stepped = asyncio.Event()
         """Set after each step that is taken."""
 
@@ -170,6 +172,7 @@ class StageCore:
             if t not in self.steps:
                 await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)
                 self.steps[t] = OpenStep(t, Ledger(t, self.run.microbatches(t), self.device.books.check))
+                self.opened(self.steps[t])
         self.report_trigger.urgent()
         self._move()
 

@@ -245,6 +245,8 @@ class StateServer:
             if step is None and kept is not None and kept.t == wanted.t:
                 step = kept
         meets = core.run.meets_at(wanted.t)
+        if step is None and meets and other >= 0:  # another island is there first
+            step = await core.step(wanted.t, wait_s=SHARED_WAIT_S)
         vector, prepared, commit = None, None, None
         if step is not None and other >= 0:
             if not meets:

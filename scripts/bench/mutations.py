@@ -2456,8 +2456,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "all-microbatches-rounded-alike",
         FIXED_POINT,
-        "mb.t, mb.m, name))",
-        "mb.t, name))",
+        "*run.named(mb), name))",
+        "run.named(mb).t, name))",
         "What rounding takes from one microbatch it takes from all: the sum is off on one side.",
     ),
     Mutation(
@@ -3986,6 +3986,37 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self.dropped.zero_()\n",
         "",
         "A cell that was lost rounds gradients otherwise than one that was at the meeting.",
+        ("test_islands",),
+    ),
+    Mutation(
+        "rounded-alike-on-every-island",
+        FIXED_POINT,
+        "*run.named(mb), name))",
+        "*mb, name))",
+        "What rounding takes from one island it takes from all: their mean is off on one side.",
+    ),
+    Mutation(
+        "a-meeting-that-opens-and-waits-for-a-plan",
+        ACTIONS,
+        '            self._start(step, "meeting", lambda: self._meeting.prepare(step))\n',
+        "            pass\n",
+        "A replica that is in no plan gives nothing out: the other islands wait two seconds for it.",
+        ("test_islands",),
+    ),
+    Mutation(
+        "refuse-an-island-that-is-there-first",
+        LEASES,
+        "        if step is None and meets and other >= 0:",
+        "        if False:",
+        "An island that waits for a slow one asks all of its peers five times a second.",
+        ("test_islands",),
+    ),
+    Mutation(
+        "fetch-the-change-of-the-own-island",
+        ACTIONS,
+        "        if core.run.meets_at(step.t):  # replicas have changed the same",
+        "        if False:",
+        "Each replica but one gets over its line what it has.",
         ("test_islands",),
     ),
 )

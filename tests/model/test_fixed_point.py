@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.manifest import audit_run
+from swarm.manifest import IslandsSpec, audit_run
 from swarm.model.fixed_point import (
     BITS,
     BLOCK,
@@ -148,6 +150,14 @@ def test_without_a_step_before_nothing_is_dropped() -> None:
     total = torch.zeros(1000, dtype=torch.int64)
     add_exact(total, term, rounded(0, torch.zeros(4, dtype=torch.uint8)))
     assert (total - summed([term])).abs().max() <= 1
+
+
+def test_islands_are_rounded_apart_and_alike_wherever_a_microbatch_is_computed() -> None:
+    """Else what rounding takes from one it takes from all, and their mean is off."""
+    run = replace(audit_run(steps=6), islands=IslandsSpec(count=2, local_steps=2))
+    none = torch.zeros(4, dtype=torch.uint8)
+    seeds = [Rounded.of(run.island(one), Microbatch(3, 1), "up", none).seed for one in (0, 1, 1)]
+    assert seeds[0] != seeds[1] == seeds[2]
 
 
 def test_a_device_without_float64_has_its_host_compute_that() -> None:

@@ -36,10 +36,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def counting(*, stages: int = 2, **spec: Any) -> Run:
+def counting(*, steps: int = STEPS, **spec: Any) -> Run:
     """Whose weights say how often each microbatch of each island was counted, if all go all the way."""
     given = {"count": 2, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0, **spec}
-    run = audit_run(stages=stages, steps=STEPS, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=steps, microbatches_per_step=8)
     return replace(run, islands=IslandsSpec(**given))
 
 
@@ -69,7 +69,7 @@ async def between_meetings(s: Swarm) -> None:
 def assert_counted(s: Swarm) -> None:
     for name, peer in s.live():
         weights = peer.core.compute.state.named_weights().popitem()[1]
-        assert (-weights * s.run.M).tolist() == [s.run.trained(STEPS)] * s.run.M, (name, s.story())
+        assert (-weights * s.run.M).tolist() == [s.run.trained(s.run.steps)] * s.run.M, (name, s.story())
 
 
 def names_of(s: Swarm, island: int) -> list[str]:
@@ -141,6 +141,24 @@ async def test_an_island_that_rounds_and_is_lost_ends_with_the_bits_of_a_single_
             s.add_peer(name, 1)
         await s.until_finished(limit_s=200.0)
         assert_bits(s, trained_alone(run))
+
+
+async def test_replicas_meet_at_once_and_give_one_another_nothing() -> None:
+    """Those of a stage of an island have changed the same; each gives it to the other island."""
+    async with swarm(counting(steps=33, local_steps=10)) as s:
+        await s.until_serving()
+        asked: set[tuple[str, str]] = set()
+        s.orders.append(lambda caller, callee, method: method == "chunk" and asked.add((caller, callee)))
+        train(s)
+        began = ended = 0.0
+        for met in (10, 21, 32):
+            await s.until_version(met)
+            began = s.network.loop.now_s
+            await s.until_version(met + 1)
+            ended = s.network.loop.now_s
+            assert ended - began < 0.2
+        assert asked and not [(one, other) for one, other in asked if one[:2] == other[:2]]
+        assert_counted(s)
 
 
 # --- faults -------------------------------------------------------------------------------------------------
@@ -234,6 +252,19 @@ async def test_a_keeper_keeps_nothing_that_an_island_has_between_meetings(tmp_pa
         await asyncio.sleep(10.0)  # it looks every 3 s
         assert keeper.offers == {0: [3], 1: [3]}
         assert keeper.version == 3
+
+
+async def test_an_island_that_waits_for_a_slow_one_asks_now_and_then() -> None:
+    async with swarm(counting()) as s:
+        await s.until_serving()
+        s.add_trainer("trainer 0")
+        await s.until(lambda: all(s.peers[name].core.version == 2 for name in names_of(s, 0)))
+        calls = s.network.peers["s2p0"].transport.calls["held"]
+        await asyncio.sleep(60.0)
+        assert 0 < s.network.peers["s2p0"].transport.calls["held"] - calls < 70
+        s.add_trainer("trainer 1", island=1)
+        await s.until_finished(limit_s=60.0)
+        assert_counted(s)
 
 
 async def test_an_island_that_begins_anew_takes_what_the_others_left_behind() -> None:
