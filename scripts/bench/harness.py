@@ -25,12 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 
 from peers.events import Event, Serving, Started, StepDone, parse_event
+from peers.islands.directory import split_cell
+from peers.islands.trainers import IslandTrainers
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
 from peers.programs.fleet import Child, stop_all
 from peers.storage import RESULTS_ENV
 from peers.storage.dataset import Dataset, open_dataset
-from peers.trainer import Trainer, TrainerSettings
+from peers.trainer import TrainerSettings
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage
 from swarm.manifest import BatchSpec, CodecSpec, DataSpec, ModelSpec, OptimizerSpec, Run
@@ -175,7 +177,9 @@ class Segment:
 
 
 def role_names(stages: int, replicas: int) -> list[str]:
-    """Of a swarm, this process as its trainer included: the hosts of a lab for it."""
+    """Of a swarm, this process as its trainer included: the hosts of a lab for it. `stages`: of several
+    islands all cells.
+    """
     numbers = [f".{number}" if replicas > 1 else "" for number in range(replicas)]
     return ["bootstrap", "trainer", *(f"stage {s}{n}" for s in range(stages) for n in numbers)]
 
@@ -219,7 +223,7 @@ class Swarm:
                 options=DaemonOptions(host=self._ip("trainer")), identity_path=self._identity,
                 join=(self._entry,), run_id=self.run.id,
             )  # fmt: skip
-            for stage in range(self.run.S):
+            for stage in range(self.run.cells):
                 for _ in range(self.replicas):
                     peer = await self.add_peer(stage)
                     if self._one_by_one:
@@ -262,7 +266,7 @@ class Swarm:
         return [role for role in self.roles if role.stage is not None]
 
     async def add_peer(self, stage: Stage) -> Role:
-        """Spawn a peer of `stage`; it serves later."""
+        """Spawn a peer of `stage`, of several islands of that cell; it serves later."""
         arguments = ["peer", "--run", self.run.id, "--join", self._entry, "--stage", str(stage)]
         arguments += ["--device", "cpu", "--threads", str(self._threads), *self._peer_arguments]
         number = sum(role.stage == stage for role in self.roles)
@@ -344,7 +348,7 @@ class Swarm:
                 print(f"trainer: {event.words()}", file=sys.stderr)
 
         before = await self.statuses()
-        trainer = Trainer(
+        trainer = IslandTrainers(
             self.run, self.data, self.node.transport, self.node.directory,
             TrainerSettings(window=window or self._window, steps=self.version + steps), hear,
         )  # fmt: skip
@@ -372,7 +376,9 @@ class Swarm:
         """What each peer says of itself, by role."""
         found: dict[str, PeerStatus] = {}
         for role in self.peers:
-            answer = await self.node.transport.call(role.peer, "status", pack(AskStatus(run=self.run.id)))
+            assert role.stage is not None
+            question = pack(AskStatus(run=split_cell(self.run, role.stage)[0].id))
+            answer = await self.node.transport.call(role.peer, "status", question)
             found[role.name] = unpack_answer(role.peer, answer.header, PeerStatus)
         return found
 
