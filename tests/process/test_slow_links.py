@@ -11,12 +11,14 @@ import pytest
 
 from peers.events import StepDone
 from peers.programs.manifest import parameter_count
-from scripts.bench import codecs_loss, narrow, protocol_nanogpt, slow_links
+from scripts.bench import codecs_loss, islands, narrow, protocol_nanogpt, slow_links
 from scripts.bench.codecs_loss import codec_spec
 from scripts.bench.harness import Clocks, Segment, role_names
 from scripts.bench.netlab import Link, why_not
 from scripts.bench.slow_links import Found, Lines, Sizes
 from swarm.manifest import CodecSpec
+from swarm.model.layout import stage_layout
+from swarm.model.meeting import difference_bytes
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 
 SIZES = Sizes(stages=3, replicas=1, job_s=0.04, windows=(4, 8))
@@ -165,6 +167,24 @@ def test_the_table_of_narrow_boundaries_is_of_the_runs_that_are_finished() -> No
     assert (eighth["loss"], eighth["seeds"], eighth["above_none"], eighth["weights"]) == (2.625, 1, 0.125, 7)
 
 
+def change_bytes(options: Any, case: str) -> float:
+    """What an island has changed, as it travels: bytes for each weight, of both stages on average."""
+    run = islands.run_of(case, options)
+    layouts = [stage_layout(run, stage) for stage in range(run.S)]
+    return sum(difference_bytes(run, one) / one.numel for one in layouts) / len(layouts)
+
+
+@pytest.mark.slow
+def test_each_island_sends_its_change_once_to_each_other_and_the_slow_line_is_free_meanwhile() -> None:
+    sizes = "--virtual --lines 20 --ffn 1024 --microbatches 4 --job 0.1 --steps 1"
+    options = islands.parse(["--case", "1", "4/12/blockwise8", *sizes.split()])
+    one, four = islands.bench(options)
+    sent = 3 * change_bytes(options, "4/12/blockwise8") / 13
+    assert four["bytes_weight_step"] == pytest.approx(sent, rel=0.02)
+    assert one["bytes_weight_step"] > 5 and one["to_1"] == 1.0 and four["to_1"] > 2
+    assert one["trains"] is None and 0.5 < four["busy"] < four["trains"] < 1.0
+
+
 def test_a_codec_may_be_one_for_each_boundary() -> None:
     assert codec_spec("topk:0.05+blockwise8") == CodecSpec.symmetric("topk:0.05+blockwise8")
     assert codec_spec("topk:0.05+bf16,none") == CodecSpec(
@@ -190,6 +210,7 @@ def test_a_short_training_has_the_loss_of_its_last_steps() -> None:
         (slow_links, ["--window", "4", "0"], "a round and a window of 1 at least"),
         (slow_links, ["--lines", "0"], "argument --lines: invalid"),
         (slow_links, ["--job", "nan"], "argument --job: invalid"),
+        (islands, ["--case", "3/8"], "3/8: 3 islands must divide --peers and --microbatches"),
         (codecs_loss, ["--codec", "topk:2"], "'topk:2' names no codec"),
         (codecs_loss, ["--last", "0"], "--last 0: it must be from 1 to --steps (60)"),
     ],
@@ -222,3 +243,20 @@ def test_what_crosses_the_lines_is_what_the_formula_says_with_a_codec_for_each_b
         assert row["tokens_per_s"] > 0 and row["to_none"] > 0
         assert 0.0 < row["busy"] <= 1.0
         assert 1.0 < row["wire"] < 1.1, "headers and heartbeats are in it"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")
+def test_islands_of_processes_send_what_those_in_virtual_time_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--case 2/3/blockwise8 --lines 50 --ffn 1024 --microbatches 4 --peers 2"
+    sizes = words.split()
+    monkeypatch.setattr(sys, "argv", ["islands.py", *sizes])
+    assert islands.main() == 0
+    (real,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    (virtual,) = islands.bench(islands.parse([*sizes, "--virtual"]))
+    assert real["bytes_weight_step"] == pytest.approx(virtual["bytes_weight_step"], rel=0.05)
+    assert real["tokens_per_s"] > 0 and 0.0 < real["busy"] <= 1.0 and 0.0 < real["trains"] < 1.0
