@@ -1967,7 +1967,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "news-of-microbatches-that-are-not",
         TRAINER,
-        "                        check_bitmap(bitmap, self._run.M)\n",
+        "                        check_bitmap(bitmap, self._run.microbatches(lacks.t))\n",
         "                        pass\n",
         "A trainer notes a time for each of half a million microbatches.",
         (
