@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from peers.islands.planning import islands_of
 from peers.programs.descriptions import job_of, load_devices, read_text, shown_bytes
 from peers.programs.tool_options import SimulateOptions
 from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.islands import STEPS, IslandsReport, simulate_islands
 from peers.sim.throughput.report import Settings, ThroughputReport
-from swarm.errors import SetupError, did_you_mean
+from swarm.errors import SetupError, count, did_you_mean
 from swarm.ids import Stage
 from swarm.manifest import Run, load_run
+from swarm.plan.islands import check_cells, search_islands
 from swarm.plan.network import Network, check_fit
 from swarm.plan.overlapped import Overlap
 from swarm.plan.search import MAX_REPLICAS, balanced, repaired
@@ -41,7 +45,16 @@ def run_simulate(options: SimulateOptions) -> None:
     trace = read_trace(read_text(options.trace), options.trace.name) if options.trace is not None else None
     layout = None
     if options.layout is not None:
-        layout = read_layout(read_text(options.layout), options.layout.name, network, run.S)
+        layout = read_layout(read_text(options.layout), options.layout.name, network, run)
+    if run.islands.count > 1:
+        if trace is not None:
+            raise SetupError(
+                "--trace: islands are simulated by themselves, in steps that nobody comes or goes in; "
+                "simulate one as a run without [islands]"
+            )
+        found = simulate_cells(run, network, end_s=3600.0 * options.hours, seed=options.seed, layout=layout)
+        print(json.dumps(islands_json(found, run)) if options.json else render_islands(found, run, network))
+        return
     report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout)
     if options.json:
         print(json.dumps(as_json(report, run)))
@@ -49,8 +62,8 @@ def run_simulate(options: SimulateOptions) -> None:
         print(render(report, run, network))
 
 
-def read_layout(text: str, name: str, network: Network, stages: int) -> list[Stage]:
-    """The stage of each device, or `NO_STAGE`, from what `swarm plan --json` printed.
+def read_layout(text: str, name: str, network: Network, run: Run) -> list[Stage]:
+    """The stage of each device (of islands: the cell), or `NO_STAGE`, from what `swarm plan --json` printed.
 
     Raises:
         SetupError: it is something else, or a plan for other devices or stages.
@@ -59,8 +72,9 @@ def read_layout(text: str, name: str, network: Network, stages: int) -> list[Sta
         planned = msgspec.json.decode(text, type=_Planned)
     except msgspec.MsgspecError as error:
         raise SetupError(f"{name} is not what swarm plan --json prints: {error}") from None
-    if len(planned.stages) != stages:
-        raise SetupError(f"{name} has a plan of {len(planned.stages)} stages; the run has {stages}")
+    if len(planned.stages) != run.cells:
+        of = "cells" if run.cells > run.S else "stages"
+        raise SetupError(f"{name} has a plan of {len(planned.stages)} {of}; the run has {run.cells}")
     index = {device.name: number for number, device in enumerate(network.devices)}
     layout = [NO_STAGE] * len(network)
     for stage, names in enumerate(planned.stages):
@@ -103,6 +117,24 @@ def simulate_run(
     if trace is None and len(network) <= MAX_REPLICAS * run.S:
         report.predicted = Overlap(network, job).predict(layout)
     return report
+
+
+def simulate_cells(
+    run: Run, network: Network, *, end_s: float, seed: int, layout: Sequence[Stage] | None = None
+) -> IslandsReport:
+    """A run of islands; without a layout near devices are on one island, as `swarm plan` begins its search.
+
+    Raises:
+        SetupError: fewer devices than cells, or a layout that the devices cannot hold.
+    """
+    job, islands = job_of(run.island(0)), islands_of(run)
+    check_cells(network, job, islands)
+    if layout is None:
+        layout = search_islands(
+            network, job, islands, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
+        ).cell_of.tolist()  # fmt: skip
+    settings = Settings(rebalance_every_s=0.0)  # nobody changes islands between meetings
+    return simulate_islands(network, job, islands, layout, end_s=end_s, settings=settings, seed=seed)
 
 
 # --- what came of it ----------------------------------------------------------------------------------------
@@ -183,6 +215,53 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
     ]
     if len(report.moves) > MOVES_SHOWN:
         lines.append(f"  … and {len(report.moves) - MOVES_SHOWN} more (--json has all)")
+    return "\n".join(lines)
+
+
+def islands_json(report: IslandsReport, run: Run) -> dict[str, Any]:
+    """One object for programs; times in seconds, bytes in a step, with its part of a meeting."""
+    inner_s = report.inner_s
+    taken = max(inner_s) < math.inf
+    return {
+        "run": run.id,
+        "islands": run.islands.count,
+        "stages": run.S,
+        "step_s": report.step_s if taken else None,
+        "inner_step_s": [each if each < math.inf else None for each in inner_s],
+        "meeting_s": report.meeting_s,
+        "tokens_per_s": run.tokens_per_step / report.step_s,
+        "utilisation": report.utilisation,
+        "boundary_bytes": report.sent_bytes("boundary_bytes"),
+        "reduce_bytes": report.sent_bytes("reduce_bytes"),
+        "meeting_bytes": report.meeting_bytes / report.local_steps,
+    }
+
+
+def render_islands(report: IslandsReport, run: Run, network: Network) -> str:
+    """The same for people."""
+    inner_s, spec = report.inner_s, run.islands
+    slowest, fastest = inner_s.index(max(inner_s)), inner_s.index(min(inner_s))
+    lines = [
+        f"{run.name}: {spec.count} islands of {run.S} stages, {run.M // spec.count} microbatches a step, on "
+        f"{count(len(network), 'device')} in {count(len(network.regions), 'region')}"
+    ]
+    if max(inner_s) == math.inf:
+        all_s = _clock(report.islands[slowest].end_s)
+        return "\n".join([*lines, f"island {slowest} took no step in {all_s}: --hours simulates for longer"])
+    lines += [
+        f"a step takes {report.step_s:.3g} s: {run.tokens_per_step / report.step_s:,.0f} tokens/s",
+        f"island {slowest}, the slowest, takes {inner_s[slowest]:.3g} s for a step, island {fastest}, the "
+        f"fastest, {inner_s[fastest]:.3g} s; a meeting every {spec.local_steps} steps takes "
+        f"{report.meeting_s:.3g} s",
+        "",
+        "devices compute, of their time",
+        *(f"  stage {stage:<3} {share:6.1%}" for stage, share in enumerate(report.utilisation)),
+        "",
+        f"sent in a step: {shown_bytes(report.sent_bytes('boundary_bytes'))} between stages, "
+        f"{shown_bytes(report.sent_bytes('reduce_bytes'))} in reduces, "
+        f"{shown_bytes(report.meeting_bytes / spec.local_steps)} for its part of a meeting",
+        f"simulated: {STEPS} steps of each island by itself, the meeting as what its transfers take",
+    ]
     return "\n".join(lines)
 
 

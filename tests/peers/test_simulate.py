@@ -12,10 +12,10 @@ import pytest
 from peers.cli import Exit, main
 from peers.owner.memory_limit import needs_of
 from peers.programs.descriptions import job_of
-from peers.programs.simulate import render, simulate_run
+from peers.programs.simulate import render, simulate_cells, simulate_run
 from peers.sim.throughput.report import Moved
 from swarm.errors import SetupError
-from swarm.manifest import audit_run, demo_run
+from swarm.manifest import IslandsSpec, audit_run, demo_run
 from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
@@ -77,6 +77,59 @@ def test_with_a_trace_programs_get_one_object_and_one_seed_gives_it_again(
     assert told[0]["steps"] > 10 and len(told[0]["utilisation"]) == 2 and len(told[0]["over_time"]) == 20
     answered = sum(rate * 30.0 for _, rate in told[0]["over_time"])
     assert answered >= told[0]["steps"] * 8 - 1e-6
+
+
+def test_islands_are_simulated_as_they_are_planned(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9))
+    files["manifest"].write_text(run.to_toml())
+    files["devices"].write_text(DEVICES.format(count=4).replace("latency_ms = 10", "latency_ms = 0"))
+    plan = files["manifest"].with_name("plan.json")
+    argv = ["--manifest", str(files["manifest"]), "--devices", str(files["devices"])]
+    assert main(["plan", *argv, "--budget", "0", "--json"]) == Exit.OK
+    plan.write_text(planned := capsys.readouterr().out)
+    predicted = json.loads(planned)
+    assert simulate(files, "--layout", str(plan), "--json") == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert told["step_s"] == pytest.approx(max(told["inner_step_s"]) + told["meeting_s"] / 9)
+    assert told["step_s"] == pytest.approx(predicted["step_s"], rel=0.1)
+    assert told["meeting_bytes"] * 9 == pytest.approx(predicted["meeting_bytes"])
+    assert told["tokens_per_s"] == pytest.approx(run.tokens_per_step / told["step_s"])
+    assert told["reduce_bytes"] == 0.0 and 0.2 < min(told["utilisation"]) <= max(told["utilisation"]) < 1.0
+    assert simulate(files) == Exit.OK
+    shown = capsys.readouterr().out
+    assert "2 islands of 2 stages, 4 microbatches a step, on 4 devices in 1 region" in shown
+    assert "a meeting every 9 steps takes" in shown and "for its part of a meeting" in shown
+    assert simulate(files, "--hours", "0.0001") == Exit.OK
+    assert "took no step in 0:00:00: --hours simulates for longer" in capsys.readouterr().out
+
+
+def test_an_island_that_is_slow_holds_up_the_others() -> None:
+    run = replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9))
+    network = read_devices(DEVICES.format(count=4))
+    devices = (*network.devices[:3], replace(network.devices[3], flops_per_s=1e9))
+    found = simulate_cells(run, replace(network, devices=devices), end_s=6000.0, seed=0, layout=[0, 1, 2, 3])
+    fast_s, slow_s = found.inner_s
+    assert slow_s > 5 * fast_s and found.step_s == slow_s + found.meeting_s / 9
+    assert 0.45 < found.utilisation[1] < 0.55  # one of two devices works all the time
+
+
+def test_what_cannot_be_simulated_of_islands_is_refused(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["manifest"].write_text(
+        replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9)).to_toml()
+    )
+    assert simulate(files, trace=True) == Exit.SETUP
+    assert "simulate one as a run without [islands]" in capsys.readouterr().err
+    plan = files["manifest"].with_name("plan.json")
+    plan.write_text('{"stages": [["gpu-0"], ["gpu-1"]]}')
+    assert simulate(files, "--layout", str(plan)) == Exit.SETUP
+    assert "has a plan of 2 cells; the run has 4" in capsys.readouterr().err
+    files["devices"].write_text(DEVICES.format(count=3))
+    assert simulate(files) == Exit.SETUP
+    assert "1 missing, so nobody serves cell 3 (island 1, stage 1)" in capsys.readouterr().err
 
 
 def test_long_lists_of_moves_are_cut() -> None:
