@@ -77,7 +77,15 @@ class Recorder:
             await asyncio.sleep(EVERY_S)
 
     async def record(self, *, all_of_it: bool = False) -> None:
-        """Write what is due: full trails, and the last one of the run; or `all_of_it`."""
+        """Write what is due: full trails, and the last one of the run; or `all_of_it`.
+
+        Of islands nothing: what one signs can be computed again only with what all others have changed.
+        """
+        if self._run.cells > self._run.S:
+            if not self._said:
+                self._said = "what islands sign is not recorded: swarm verify cannot compute it again"
+                self._emit(events.Note(text=self._said))
+            return
         try:
             await asyncio.to_thread(self._file.append)
             each = await asyncio.gather(*(self._stage(stage, all_of_it) for stage in range(self._run.S)))

@@ -31,7 +31,7 @@ from swarm.audit.rerun import (
 from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
 from swarm.ids import Microbatch, PeerId, Stage
-from swarm.manifest import Run
+from swarm.manifest import Run, load_run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reductions import weights_digest
 from swarm.model.reference import SingleProcess
@@ -178,6 +178,12 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         SetupError: it is none, says nothing of them, or the run has no such steps.
     """
     first, last = options.from_, options.to
+    manifest = options.transcript.parent / "run.toml"
+    if manifest.is_file() and (terms := load_run(manifest)).cells > terms.S:
+        raise SetupError(
+            f"run {terms.name!r} has islands, of which keepers record no transcript: swarm verify knows runs "
+            "without [islands]. Train it again in one process: swarm demo --manifest run.toml --verify"
+        )
     run, entries, rest = transcript.read(options.transcript)
     check_code(run, options.allow_code)
     if not first < last <= run.steps:

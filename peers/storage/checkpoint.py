@@ -203,7 +203,7 @@ class Checkpoint:
             where.mkdir(parents=True, exist_ok=True)
             manifest = self._root / "run.toml"
             if not manifest.exists():
-                atomic_file.write_whole(manifest, run.to_toml().encode())
+                atomic_file.write_whole(manifest, run.whole.to_toml().encode())
             with atomic_file.replacing(where) as (file, temporary):
                 origin = {"run": run.whole.id, "stage": str(self._stage), "step": str(self._step)}
                 in_order = dict(sorted(tensors.items()))  # the same bytes from every replica

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,7 +33,7 @@ from peers.storage.checkpoint import (
 )
 from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
-from swarm.manifest import audit_run, check_id
+from swarm.manifest import IslandsSpec, audit_run, check_id
 
 ROOT = Path(__file__).parents[2]
 RUN = audit_run(stages=2)
@@ -126,6 +127,13 @@ def test_the_folder_alone_tells_the_run(tmp_path: Path) -> None:
     assert check_id(load_manifest(tmp_path, RUN.id), RUN.id) == RUN
     with pytest.raises(SetupError, match=rf"cannot read the manifest of run {OTHER.id} from .*run\.toml"):
         load_manifest(tmp_path, OTHER.id)
+
+
+def test_what_an_island_saves_is_of_the_whole_run(tmp_path: Path) -> None:
+    run = replace(RUN, steps=12, islands=IslandsSpec(count=2, local_steps=3))
+    Checkpoint(tmp_path, run.island(1), 0, 4).save(TENSORS)
+    assert check_id(load_manifest(tmp_path, run.id), run.id) == run
+    assert found_steps(tmp_path, run, 0) == [4]
 
 
 def test_the_newest_step_that_all_stages_have_is_the_common_one(tmp_path: Path) -> None:

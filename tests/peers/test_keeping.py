@@ -23,9 +23,10 @@ from peers.stage import joining
 from peers.stage.settings import Checkpoints
 from peers.storage import atomic_file as atomic
 from peers.storage import checkpoint
+from peers.storage.weights import find_run
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings, collect
 from swarm.errors import SetupError, SwarmError
-from swarm.manifest import Run, audit_run
+from swarm.manifest import IslandsSpec, Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.records import NO_STAGE
 from swarm.wire.messages import AskStatus, PeerStatus, Saved, SavedStage, pack
@@ -53,6 +54,23 @@ async def trained_with_keeper(s: Swarm, folder: Path) -> CheckpointKeeper:
     s.add_trainer("trainer")
     await s.until_finished()
     return keeper
+
+
+async def test_a_keeper_keeps_what_a_meeting_of_islands_leaves_and_no_transcript(tmp_path: Path) -> None:
+    islands = IslandsSpec(count=2, local_steps=2, outer_lr=1.0, outer_momentum=0.0)
+    run = replace(audit_run(stages=2, steps=6, microbatches_per_step=4), islands=islands)
+    async with swarm(run, replicas=1) as s:
+        keeper = add_keeper(s, tmp_path)
+        await s.until_serving()
+        for number in range(2):
+            s.add_trainer(f"trainer {number}", island=number)
+        await s.until_finished()
+        await s.until(lambda: keeper.version == 6, limit_s=60.0)
+        assert find_run(tmp_path, None) == run
+        assert [path.name for path in tmp_path.iterdir()] == [run.id]
+        assert not (tmp_path / run.id / "transcript").exists()
+        said = [note.text for note in s.seen(Note) if "swarm verify" in note.text]
+        assert said == ["what islands sign is not recorded: swarm verify cannot compute it again"]
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from swarm.audit.rerun import answers_of
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.manifest import CustomModelSpec, Run
+from swarm.manifest import CustomModelSpec, IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.statements import sign
@@ -414,3 +414,11 @@ async def test_what_a_keeper_of_a_real_swarm_wrote_verifies_or_tells_of_the_stag
         assert said[0] == "step 1, stage 1: other weights than s1p0 and s1p1 signed"
     else:
         assert said[1] == "compared: 8 of 8 signed steps of stages, and the checkpoint of step 4"
+
+
+def test_a_run_of_islands_is_refused_in_words(tmp_path: Path) -> None:
+    run = replace(small(), checkpoint_every=0, islands=IslandsSpec(count=2, local_steps=2))
+    (tmp_path / "run.toml").write_text(run.to_toml())
+    options = VerifyOptions(transcript=tmp_path / "transcript", from_=0, to=3)
+    with pytest.raises(SetupError, match="has islands, of which keepers record no transcript"):
+        run_verify(options)
