@@ -1138,6 +1138,19 @@ class Run(_Spec):
         """The cell of a stage of this island; of a run without islands the stage itself."""
         return max(0, self.number) * self.S + stage
 
+    def label(self, cell: Stage) -> str:
+        """The short name of a cell in tables: `2`, of islands `1.2` for stage 2 of island 1; `–`: of none."""
+        if cell < 0:
+            return "–"
+        return str(cell) if self.cells == self.S else f"{cell // self.S}.{cell % self.S}"
+
+    def place(self, cell: Stage) -> str:
+        """The name of a cell in sentences: `stage 2`, `stage 2 of island 1 (cell 5)`; `no stage`."""
+        if cell < 0:
+            return "no stage"
+        island, stage = divmod(cell, self.S)
+        return f"stage {cell}" if self.cells == self.S else f"stage {stage} of island {island} (cell {cell})"
+
     def island(self, number: int) -> Run:
         """The terms of one island, under an id of its own: its M are its share of the microbatches.
 

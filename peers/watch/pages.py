@@ -15,7 +15,6 @@ from peers.watch.terminal import clock
 from swarm.errors import short
 from swarm.ids import PeerId
 from swarm.monitoring.health import Contribution, PeerHealth, Route, StageHealth, SwarmHealth
-from swarm.records import NO_STAGE
 
 REFRESH_S = 2.0
 MANY = 100
@@ -27,8 +26,13 @@ MAX_SHOWN = 60
 """Lines of the timeline on the page."""
 
 
+def _sorted_as(label: str) -> int | str:
+    """A number as one, so that a table sorts 10 after 9."""
+    return int(label) if label.isdigit() else label
+
+
 OF_A_STAGE: dict[str, Callable[[StageHealth], object]] = {
-    "stage": lambda stage: stage.stage,
+    "stage": lambda stage: _sorted_as(stage.label),
     "peers": lambda stage: stage.serving,
     "joining": lambda stage: stage.joining,
     "load": lambda stage: round(stage.load, 1),
@@ -39,7 +43,7 @@ OF_A_STAGE: dict[str, Callable[[StageHealth], object]] = {
 }
 OF_A_PEER: dict[str, Callable[[PeerHealth], object]] = {
     "id": lambda peer: peer.peer,
-    "stage": lambda peer: "–" if peer.stage == NO_STAGE else peer.stage,
+    "stage": lambda peer: _sorted_as(peer.label),
     "peer": lambda peer: short(peer.peer),
     "state": lambda peer: "no answer" if peer.why else "doubted" if peer.inconsistencies else peer.state,
     "device": lambda peer: peer.device,
@@ -54,7 +58,7 @@ OF_A_PEER: dict[str, Callable[[PeerHealth], object]] = {
 OF_WORK: dict[str, Callable[[Contribution], object]] = {
     "id": lambda row: row.peer,
     "peer": lambda row: short(row.peer) + ("" if row.here else " (gone)"),
-    "stage": lambda row: row.stage,
+    "stage": lambda row: _sorted_as(row.label),
     "computed": lambda row: row.computed,
     "share": lambda row: f"{100 * row.share:.1f} %",
 }

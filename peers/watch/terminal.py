@@ -142,12 +142,16 @@ def _stages(health: SwarmHealth, most: int, width: int) -> Table:
         few = stage.serving < min(2, stage.most_serving)
         style = "bold red" if not stage.serving else "yellow" if few else ""
         cells = (
-            str(stage.stage), peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
+            stage.label, peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
             _speed_of(stage, stage.slowest), _speed_of(stage, stage.fastest),
         )  # fmt: skip
         rows.append((style, cells))
-    columns = ("stage", "peers", "load", "version", "work/s", "<slowest", "<fastest")
+    columns = (_heading(health), "peers", "load", "version", "work/s", "<slowest", "<fastest")
     return _table(rows, width, columns, ("fastest", "slowest", "load", "work/s", "version"))
+
+
+def _heading(health: SwarmHealth) -> str:
+    return "stage" if health.islands == 1 else "island.stage"
 
 
 def _speed_of(stage: StageHealth, name: str | None) -> str:
@@ -163,7 +167,7 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
         device = Text(peer.device)
         device.truncate(9, overflow="ellipsis")
         cells = (
-            "–" if peer.stage == NO_STAGE else str(peer.stage),
+            peer.label,
             short(peer.peer),
             str(peer.voice or "–"),
             device,
@@ -177,8 +181,8 @@ def _peers(health: SwarmHealth, most: int, width: int) -> Table:
             _last(peer),
         )
         rows.append(("red" if peer.why else "yellow" if _odd(peer) else "", cells))
-    columns = ["stage", "<peer", "voice", "<device", "version", "step", "work/s", "in flight", "queue", "up"]
-    columns += ["computed", "<last"]
+    columns = [_heading(health), "<peer", "voice", "<device", "version", "step", "work/s", "in flight"]
+    columns += ["queue", "up", "computed", "<last"]
     first_out = ["step", "version", "queue", "in flight", "device", "up", "computed", "voice", "work/s"]
     if not any(peer.voice for peer in health.peers):
         columns.remove("voice")

@@ -52,7 +52,7 @@ def svg(health: SwarmHealth) -> str:
     if health.trainers:
         columns.append(("trainers", str(len(health.trainers)), health.trainers))
     for stage in health.stages:
-        columns.append((f"stage {stage.stage}", count(stage.serving, "peer"), stage.peers))
+        columns.append((f"stage {stage.label}", count(stage.serving, "peer"), stage.peers))
     if health.keepers:
         columns.append(("keepers", str(len(health.keepers)), health.keepers))
     width = COLUMN * len(columns)

@@ -51,7 +51,7 @@ class Report:
         numbers: dict[str, float] = {"faults": self._faults, "trainers": len(health.trainers)}
         if health.tokens_per_s is not None:
             numbers["tokens_per_s"] = health.tokens_per_s
-        numbers |= {f"peers/stage {stage.stage}": stage.serving for stage in health.stages}
+        numbers |= {f"peers/stage {stage.label}": stage.serving for stage in health.stages}
         self._log(health.version, numbers)
         self._version, self._faults = health.version, 0
 

@@ -147,6 +147,8 @@ class Aggregator:
         self._happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
         self._work: dict[PeerId, _Work] = {}
         self._most_serving = [0] * run.cells
+        self._firsts = range(0, run.cells, run.S)
+        """The cells of stage 0, to which trainers send."""
         self._served = [False] * run.cells
         self._trainers: dict[PeerId, float] = {}
         self._trainer_at: float | None = None
@@ -202,18 +204,18 @@ class Aggregator:
             return
         if seen is None:
             if self._looked:
-                self._happened(now, "joined", f"{_who(new)} joined", new)
+                self._happened(now, "joined", f"{self._who(new)} joined", new)
         elif seen.record.stage != record.stage:
-            stages = f"from {_place(seen.record.stage)} to {_place(record.stage)}"
+            stages = f"from {self.run.place(seen.record.stage)} to {self.run.place(record.stage)}"
             self._happened(now, "moved", f"peer {short(record.peer)} moved {stages}", new)
         elif seen.record.since != record.since and seen.record.state != "joining":
             if record.state == "paused":
                 why = "is a spare: a step takes longer with it" if record.spare else "is paused by its owner"
-                self._happened(now, "paused", f"{_who(new)} {why}", new)
+                self._happened(now, "paused", f"{self._who(new)} {why}", new)
             elif seen.record.state == "paused":
-                self._happened(now, "back", f"{_who(new)} resumes", new)
+                self._happened(now, "back", f"{self._who(new)} resumes", new)
             else:
-                self._happened(now, "restarted", f"{_who(new)} started again", new)
+                self._happened(now, "restarted", f"{self._who(new)} started again", new)
         else:
             seen.record = record
             return
@@ -222,15 +224,15 @@ class Aggregator:
     def _lose(self, peer: PeerId, now: float, *, left: bool = False) -> None:
         seen = self._peers.pop(peer, None)
         if seen is not None and (left or seen.state == "leaving"):
-            self._happened(now, "left", f"{_who(seen)} left", seen)
+            self._happened(now, "left", f"{self._who(seen)} left", seen)
         elif seen is not None:
-            text = f"{_who(seen)} is lost: {seen.why or 'its record ran out'}"
+            text = f"{self._who(seen)} is lost: {seen.why or 'its record ran out'}"
             self._happened(now, "lost", text, seen)
 
     def _take_status(self, seen: _Seen, status: PeerStatus, now: float) -> None:
         if seen.why:
             seen.why = ""
-            self._happened(now, "back", f"{_who(seen)} answers again", seen)
+            self._happened(now, "back", f"{self._who(seen)} answers again", seen)
         if status.stage != seen.record.stage:
             # Either its record will follow, or it lies: until then the record counts.
             seen.status = status if now - seen.stage_at > RECORD_LAG_S else None
@@ -242,7 +244,7 @@ class Aggregator:
         self._take_work(status)
         if self._began is None or status.generation == self._position.generation:
             self._history.take(status, self._voice)
-        if status.stage == 0:
+        if status.stage in self._firsts:
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
                 self._trainer_at = now
             for trainer in status.trainers:
@@ -266,7 +268,7 @@ class Aggregator:
 
     def _take_silence(self, seen: _Seen, why: str, now: float) -> None:
         if not seen.why and why:
-            self._happened(now, "silent", f"{_who(seen)} does not answer: {why}", seen)
+            self._happened(now, "silent", f"{self._who(seen)} does not answer: {why}", seen)
         seen.why = why
 
     # -- the run ----------------------------------------------------------------------------------
@@ -359,6 +361,20 @@ class Aggregator:
         all_asked = self._unheard.issuperset(self._peers)
         return away_s if all_asked or (len(self._unheard) >= MANY_UNHEARD and away_s >= UNHEARD_S) else None
 
+    @property
+    def _apart(self) -> int:
+        """Steps that islands may be apart: those between two meetings."""
+        return self.run.islands.local_steps if self.run.islands.count > 1 else 0
+
+    def _at_step(self, version: int) -> bool:
+        """Whether a peer at that version is at the run's step, or at another that its island may be at."""
+        return abs(version - self._position.version) <= self._apart
+
+    def _who(self, seen: _Seen) -> str:
+        if seen.record.stage == NO_STAGE:
+            return f"keeper {short(seen.record.peer)}"
+        return f"peer {short(seen.record.peer)} of {self.run.place(seen.record.stage)}"
+
     def _update_stages(self, now: float) -> None:
         if self._cut_off_s(now) is not None:
             return  # unseen peers may well be there
@@ -366,9 +382,9 @@ class Aggregator:
         for stage in range(self.run.cells):
             self._most_serving[stage] = max(self._most_serving[stage], serving[stage])
             if self._served[stage] and not serving[stage]:
-                self._happened(now, "stage lost", f"stage {stage} has no peer", stage=stage)
+                self._happened(now, "stage lost", f"{self.run.place(stage)} has no peer", stage=stage)
             elif serving[stage] and not self._served[stage] and self._most_serving[stage] and self._looked:
-                self._happened(now, "stage back", f"stage {stage} is served", stage=stage)
+                self._happened(now, "stage back", f"{self.run.place(stage)} is served", stage=stage)
             self._served[stage] = serving[stage] > 0
 
     # -- the picture ------------------------------------------------------------------------------
@@ -387,13 +403,14 @@ class Aggregator:
             version=self._position.version,
             steps=self.run.steps,
             went_back=self._position.generation.number,
-            microbatches_per_step=self.run.batch.microbatches(self._position.version),
+            microbatches_per_step=self.run.island(0).batch.microbatches(self._position.version),
             tokens_per_step=self.run.tokens_per_step,
             loss=self._history.losses[max(self._history.losses)] if self._history.losses else None,
             tokens_per_s=tokens_per_s,
             left_s=left * step_s if step_s is not None and all(self._served) else None,
             still_s=max(0.0, now - since) if since is not None else 0.0,
             step_s=step_s,
+            islands=self.run.islands.count,
             stages=stages,
             keepers=tuple(self._peer(seen, 0.0, now) for seen in _by_id(keepers)),
             trainers=tuple(sorted(p for p, at in self._trainers.items() if at >= now - WINDOW_S)),
@@ -419,6 +436,8 @@ class Aggregator:
         speeds = sorted((s.speed, s.record.peer) for s in serving if s.speed > 0)
         return StageHealth(
             stage=stage,
+            label=self.run.label(stage),
+            place=self.run.place(stage),
             serving=len(serving),
             most_serving=self._most_serving[stage],
             joining=sum(s.state == "joining" for s in seen),
@@ -459,12 +478,13 @@ class Aggregator:
             **_of(record, "peer", "stage", "device", "since", "load", "bandwidth_bps"),
             **_of(seen, "state", "version", "speed", "why", "last"),
             **_of(status or NOTHING_SAID, "inflight", "bytes_in", "bytes_out", "audit"),
+            label=self.run.label(record.stage),
             answered=status is not None and not seen.why,
             heard_s=max(0.0, now - seen.heard_at) if status is not None else None,
             up_s=seen.up_s(now),
             busy=busy,
             max_inflight=said.max_inflight,
-            done=status.done if status is not None and status.version == self._position.version else 0,
+            done=status.done if status is not None and self._at_step(status.version) else 0,
             computed=self._work.get(record.peer, _Work()).total,
             slower=slower,
             inconsistencies=tuple(self._inconsistencies(seen, now)),
@@ -480,12 +500,12 @@ class Aggregator:
             yield f"announces version {record.version} of a run of {seen.steps} steps"
         # While some were asked, the others took steps.
         meanwhile = FRESH_S / (self._step_s(now) or QUICKEST_STEP_S)
-        if seen.version > self._position.version + 3 + meanwhile:
+        if seen.version > self._position.version + 3 + meanwhile + self._apart:
             yield f"says it is at version {seen.version}, the run is at {self._position.version}"
         if status is None:
             return
         if status.stage != record.stage:
-            yield f"announces {_place(record.stage)} and answers for {_place(status.stage)}"
+            yield f"announces {self.run.place(record.stage)} and answers for {self.run.place(status.stage)}"
         if self._too_much(status.computed):
             yield f"says it computed {status.computed} microbatches, more than there were"
 
@@ -496,7 +516,7 @@ class Aggregator:
         return computed > MAX_RECOMPUTED * needed
 
     def _trainer_away_s(self, now: float) -> float | None:
-        firsts = [s for s in self._peers.values() if s.record.stage == 0 and s.serves]
+        firsts = [s for s in self._peers.values() if s.record.stage in self._firsts and s.serves]
         if not firsts or any(s.status is None for s in firsts):
             return None
         if self._trainer_at is None:
@@ -531,14 +551,15 @@ class Aggregator:
     ) -> tuple[PeerId, PeerId, Literal["feed", "work", "average"]] | None:
         """Source, target and kind of what flows between them; None: nothing that moves a run on."""
         here = self._peers[peer].record.stage
-        if other in self._trainers and here == 0:
+        if other in self._trainers and here in self._firsts:
             return other, peer, "feed"
         if other not in self._peers or NO_STAGE in (here, self._peers[other].record.stage):
             return None
         there = self._peers[other].record.stage
-        if here == there:
+        S = self.run.S
+        if here % S == there % S:  # of one island, or those that meet
             return min(peer, other), max(peer, other), "average"
-        if abs(here - there) != 1:
+        if abs(here - there) != 1 or here // S != there // S:
             return None
         return (peer, other, "work") if here < there else (other, peer, "work")
 
@@ -548,6 +569,7 @@ class Aggregator:
         return tuple(
             Contribution(
                 peer=peer, computed=work.total, share=work.total / total, stage=work.stage,
+                label=self.run.label(work.stage),
                 here=peer in self._peers,
             )
             for peer, work in sorted(counted.items(), key=lambda item: (-item[1].total, item[0]))
@@ -566,16 +588,6 @@ def _of(what: object, *names: str) -> dict[str, Any]:
 
 def _by_id(seen: Iterable[_Seen]) -> list[_Seen]:
     return sorted(seen, key=lambda one: one.record.peer)
-
-
-def _place(stage: Stage) -> str:
-    return "no stage" if stage == NO_STAGE else f"stage {stage}"
-
-
-def _who(seen: _Seen) -> str:
-    if seen.record.stage == NO_STAGE:
-        return f"keeper {short(seen.record.peer)}"
-    return f"peer {short(seen.record.peer)} of stage {seen.record.stage}"
 
 
 def _slower(seen: _Seen, speeds: Sequence[tuple[float, PeerId]]) -> float:

@@ -50,7 +50,7 @@ def _disagree(health: SwarmHealth) -> Iterator[Alert]:
                 f"{_names(peers)} {'has' if len(peers) == 1 else 'have'} {digest[:8]}"
                 for digest, peers in stage.disagree
             )
-            text = f"stage {stage.stage}'s weights disagree: {sides}"
+            text = f"{stage.place}'s weights disagree: {sides}"
             yield Alert(level="error", text=text, stage=stage.stage)
 
 
@@ -59,16 +59,16 @@ def _few_left(health: SwarmHealth) -> Iterator[Alert]:
         return  # the peers may serve, unseen
     for stage in health.stages:
         if stage.serving == 0:
-            text = f"stage {stage.stage} has no peer: the run waits until one joins"
+            text = f"{stage.place} has no peer: the run waits until one joins"
             paused = sum(peer.state == "paused" for peer in stage.peers)
             if paused:
-                text = f"stage {stage.stage} has only {count(paused, 'paused peer')}: the run waits"
+                text = f"{stage.place} has only {count(paused, 'paused peer')}: the run waits"
             if stage.joining:
                 loading = count(stage.joining, "peer")
-                text = f"stage {stage.stage} has no peer: the run waits for {loading} to load it"
+                text = f"{stage.place} has no peer: the run waits for {loading} to load it"
             yield Alert(level="error", text=text, stage=stage.stage)
         elif stage.serving == 1 and stage.most_serving > 1:
-            yield Alert(level="warning", text=f"stage {stage.stage} has one peer left", stage=stage.stage)
+            yield Alert(level="warning", text=f"{stage.place} has one peer left", stage=stage.stage)
 
 
 def _no_trainer(health: SwarmHealth) -> Iterator[Alert]:

@@ -74,6 +74,8 @@ class PeerHealth:
 
     peer: PeerId
     stage: Stage
+    label: str
+    """As tables call its stage."""
     state: str
     version: int
     device: str
@@ -116,9 +118,13 @@ class PeerHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageHealth:
-    """The peers of one stage."""
+    """The peers of one stage; of a run of islands, of one cell."""
 
     stage: Stage
+    label: str
+    """As tables call it: of islands `1.2` for stage 2 of island 1."""
+    place: str
+    """As sentences do."""
     serving: int
     """Peers that serve and answer."""
     most_serving: int
@@ -147,6 +153,8 @@ class Contribution:
     share: float
     """Of all that was computed, 0 to 1."""
     stage: Stage
+    label: str
+    """As tables call its stage."""
     here: bool
 
 
@@ -183,7 +191,9 @@ class SwarmHealth:
     """Time since the last step."""
     step_s: float | None
     """Duration of the recent steps."""
+    islands: int
     stages: tuple[StageHealth, ...]
+    """Of all islands, one after the other."""
     keepers: tuple[PeerHealth, ...]
     trainers: tuple[PeerId, ...]
     trainer_away_s: float | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from swarm.errors import MAX_WORDS_CHARS, Refused, clean
 from swarm.ids import Generation
-from swarm.manifest import demo_run
+from swarm.manifest import IslandsSpec, Run, demo_run
 from swarm.monitoring import alerts, validation
 from swarm.monitoring.aggregator import MAX_WORKERS, Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, Route, SwarmHealth
@@ -48,8 +49,8 @@ FOUR = tuple(record(name, stage) for name, stage in (("a", 0), ("b", 0), ("c", 1
 class Seen:
     """An observer, and who there is: `version` makes all of them say that they are there."""
 
-    def __init__(self, *records: PeerRecord) -> None:
-        self.aggregator = Aggregator(RUN)
+    def __init__(self, *records: PeerRecord, run: Run = RUN) -> None:
+        self.aggregator = Aggregator(run)
         self.records = {r.peer: r for r in records or FOUR}
         self.now = START
         self.look(records=tuple(self.records.values()))
@@ -653,3 +654,59 @@ def test_no_mixture_of_truth_and_lies_breaks_the_picture() -> None:
         back = msgspec.json.decode(msgspec.json.encode(health), type=SwarmHealth)
         assert (back.version, len(back.alerts)) == (health.version, len(health.alerts))
         assert 0 <= sum(row.share for row in health.contributions) <= 1 + 1e-9
+
+
+# --- islands ------------------------------------------------------------------------------------------------
+
+
+ISLANDS = replace(RUN, islands=IslandsSpec(count=2, local_steps=9))
+CELLS = tuple(record(name, cell, run=ISLANDS.id) for cell, name in enumerate("abcd"))
+
+
+def test_cells_are_called_by_stage_and_island() -> None:
+    seen = Seen(*CELLS, run=ISLANDS)
+    health = seen.say()
+    assert health.islands == 2 and health.microbatches_per_step == ISLANDS.M // 2
+    assert [stage.label for stage in health.stages] == ["0.0", "0.1", "1.0", "1.1"]
+    assert [peer.label for peer in health.peers] == ["0.0", "0.1", "1.0", "1.1"]
+    health = seen.gone("d")
+    lost = "stage 1 of island 1 (cell 3) has no peer"
+    assert f"{lost}: the run waits until one joins" in texts(health)
+    assert ("lost", "peer d of stage 1 of island 1 (cell 3) is lost: its record ran out") in happened(health)
+    assert ("stage lost", lost) in happened(health)
+
+
+def test_an_island_that_is_ahead_of_the_others_is_not_doubted() -> None:
+    """They are apart by up to the steps between two meetings."""
+    run = replace(RUN, islands=IslandsSpec(count=4, local_steps=9))
+    seen = Seen(*(record(name, cell, run=run.id) for cell, name in enumerate("abcdefgh")), run=run)
+
+    def say(version: int, ahead: int) -> SwarmHealth:
+        there = enumerate("abcdefgh")
+        told = tuple(status(name, cell, version=version + ahead * (cell < 2)) for cell, name in there)
+        return seen.look(30.0, statuses=told)
+
+    health = [say(version, 9) for version in (3, 4, 5)][-1]
+    assert health.version == 5
+    assert [one.inconsistencies for one in health.peers] == [()] * 8
+    assert [one.done for one in health.peers] == [5] * 8
+    assert peer(say(6, 16), "a").inconsistencies
+
+
+def test_traffic_of_islands_is_that_of_trainers_stages_and_meetings() -> None:
+    seen = Seen(*CELLS, run=ISLANDS)
+
+    def say(n: int) -> SwarmHealth:
+        def links(r: PeerRecord) -> tuple[LinkStatus, ...]:
+            return tuple(LinkStatus(peer=p, bytes_in=n, bytes_out=n) for p in "abcdt" if p != r.peer)
+
+        return seen.look(
+            statuses=tuple(status(r.peer, r.stage, links=links(r), trainers=("t",)) for r in CELLS)
+        )
+
+    say(0)
+    routes = {(route.source, route.target): route.kind for route in say(1000).routes}
+    assert routes == {
+        ("t", "a"): "feed", ("t", "c"): "feed", ("a", "b"): "work", ("c", "d"): "work",
+        ("a", "c"): "average", ("b", "d"): "average",
+    }  # fmt: skip

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import threading
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from peers.watch.terminal import Screen, clock, render, sparkline
+from peers.watch.topology import svg
+from swarm.manifest import IslandsSpec
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import tidy
@@ -57,6 +60,19 @@ def test_the_screen_of_a_run_in_trouble() -> None:
     aggregator, at = troubled()
     lines = drawn(aggregator.health(now=at))
     assert "\n".join(lines) == GOLDEN.format(id=RUN.id)
+
+
+def test_stages_of_islands_are_named_by_both_numbers() -> None:
+    run = replace(RUN, islands=IslandsSpec(count=2, local_steps=9))
+    aggregator = Aggregator(run)
+    records = [msgspec.structs.replace(record("p", 0), peer=f"p{n}", run=run.id, stage=n) for n in range(5)]
+    aggregator.observe(Observation(at=START, records=tuple(records)))
+    health = aggregator.health(now=START)
+    screen = drawn(health, height=60)
+    assert sum(line.startswith("island.stage  peer") for line in screen) == 2
+    assert any(line.split()[:2] == ["1.1", "1"] for line in screen)
+    assert " ! stage 2 of island 1 (cell 5) has no peer: the run waits until one joins" in screen
+    assert "stage 1.0" in svg(health)
 
 
 def test_an_empty_run_is_drawn_too() -> None:
