@@ -167,8 +167,12 @@ class StepDone(Event, frozen=True):
     """Peers that serve each stage now."""
     losses: tuple[float, ...] = ()
     """Loss of each of the M microbatches, if this trainer knows all of them."""
+    meeting: bool = False
+    """Islands met in it: it had no microbatch."""
 
     def words(self) -> str:
+        if self.meeting:
+            return f"step {self.t} done, {max(0, self.steps - self.t - 1)} to go: all islands have met"
         loss = "no loss of its own" if self.loss is None else f"loss {self.loss:.4f}"
         peers = f", peers per stage {' '.join(map(str, self.peers))}" if self.peers else ""
         done = f"step {self.t} done, {max(0, self.steps - self.t - 1)} to go"

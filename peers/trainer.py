@@ -615,10 +615,11 @@ class Trainer:
         rate = tokens / max(1e-6, now - self._step_began)
         counts = tuple(len(self._router.peers(stage)) for stage in range(self._run.S))
         for t in steps:
+            meets = run.meets_at(t)
             self._emit(
                 events.StepDone(
-                    t=t, steps=self._last_step, loss=self.loss_of(t), tokens_per_s=rate, peers=counts,
-                    losses=self._losses_of(t),
+                    t=t, steps=self._last_step, loss=self.loss_of(t), tokens_per_s=0.0 if meets else rate,
+                    peers=counts, losses=self._losses_of(t), meeting=meets,
                 )
             )  # fmt: skip
         self._vouchers.stepped(self._version, version)

@@ -139,7 +139,7 @@ def local(
     Raises:
         SetupError: there would be more processes than this machine is likely to bear, or no such device.
     """
-    check_size(run.terms.S, peers, yes)
+    check_size(run.terms.cells, peers, yes)
     processes = Processes(
         run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
         start=run.start, eval_data=run.eval_data, code=run.code, device=device,

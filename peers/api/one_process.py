@@ -34,7 +34,7 @@ class Reference:
             tokens = len(losses) * terms.tokens_per_microbatch
             yield Step(
                 t=t, steps=terms.steps, losses=tuple(losses),
-                loss=sum(losses) / len(losses) if losses else None,  # islands meet without any
+                loss=sum(losses) / len(losses) if losses else None,
                 tokens_per_s=tokens / (time.monotonic() - began),
             )  # fmt: skip
 

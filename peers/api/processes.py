@@ -84,8 +84,11 @@ class Tally:
 
     def missing(self, run: Run) -> int:
         """Microbatches that no ledger shows to be counted; a step without a ledger misses all of them."""
-        cells = [(stage, t) for stage in range(run.S) for t in range(run.steps)]
-        return sum(self.audits.get((s, t), (run.microbatches(t), 0))[0] for s, t in cells)
+        return sum(
+            self.audits.get((cell, t), (run.island(cell // run.S).microbatches(t), 0))[0]
+            for cell in range(run.cells)
+            for t in range(run.steps)
+        )
 
     def duplicated(self) -> int:
         """Microbatches that the ledgers show in two sums."""
@@ -167,17 +170,21 @@ class Processes:
         Raises:
             SetupError: one of them cannot start.
         """
-        run, folder, peers = self.run, self._folder, count(self.run.S * self._peers, "peer")
+        run, folder, peers = self.run, self._folder, count(self.run.cells * self._peers, "peer")
         self._emit(
             Note(text=f"starting {peers}, a trainer and a bootstrap, through which they meet: 10 to 60 s")
         )
+        if run.cells > run.S:
+            last = run.cells - 1
+            text = f"stages of all islands are numbered in a row, as cells: {last} is {run.place(last)}"
+            self._emit(Note(text=text))
         own = [] if folder is None else ["--charter", str(folder / "charter"), *_key(folder / "owner.key")]
         own += [] if folder is None else ["--join-file", str(folder / "join.txt")]
         await self._spawn(["bootstrap", "--manifest", "-", *own], stdin=run.to_toml().encode())
         await self._until(lambda: bool(self._meeting), START_S, "the bootstrap does not start")
-        for stage in range(run.S):
+        for cell in range(run.cells):
             for _ in range(self._peers):
-                await self._spawn_peer(stage)
+                await self._spawn_peer(cell)
         key = [] if folder is None else _key(folder / "trainer.key")
         self._trainer = await self._spawn(["train", *self._meeting, *self._allowed, *self._data, *key])
 
@@ -215,7 +222,7 @@ class Processes:
         assert self._trainer is not None
         if await self._trainer.wait() != 0:
             raise SetupError("the trainer failed: " + " | ".join(self._said[self._trainer]))
-        told = self.run.S * self.run.steps
+        told = self.run.cells * self.run.steps
         while len(self.tally.audits) < told:
             self._changed.clear()
             if not await happens(self._changed, QUIET_S):
@@ -262,11 +269,12 @@ class Processes:
         return child
 
     async def _spawn_peer(self, stage: Stage) -> None:
-        folder, keeping = self._folder, {self._stages.get(child) for child in self._keeping}
+        folder, first = self._folder, stage not in {self._stages.get(child) for child in self._keeping}
         words = ["--stage", str(stage), "--device", next(self._devices), "--threads", "1"]
-        keeps = folder is not None and stage not in keeping
+        keeps = folder is not None and first
         if folder is not None and keeps:
-            words += ["--checkpoint-dir", str(folder / "checkpoints")]
+            if stage < self.run.S:  # what is saved is the same on all islands
+                words += ["--checkpoint-dir", str(folder / "checkpoints")]
             words += _key(key) if (key := folder / f"peer{stage}.key").is_file() else []
         child = await self._spawn(["peer", *self._meeting, *self._allowed, *self._start, *words])
         self._stages[child] = stage
@@ -295,7 +303,7 @@ class Processes:
         elif isinstance(event, StepDone):
             # The directory forgets the dead after some seconds; we saw them die.
             stages = [stage for _, stage in self._serving.values()]
-            peers = tuple(stages.count(stage) for stage in range(self.run.S))
+            peers = tuple(stages.count(cell) for cell in range(self.run.cells))
             event = msgspec.structs.replace(event, peers=peers)
             self._steps.append(event)
             self._deaths = 0
@@ -363,7 +371,7 @@ class Processes:
         ]
         if not fit:
             # With one peer a stage its weights would be lost: let another take them over first.
-            chosen = self._random.randrange(self.run.S) if stage is None else stage
+            chosen = self._random.randrange(self.run.cells) if stage is None else stage
             before = len(self._serving)
             await self._spawn_peer(chosen)
             await self._until(lambda: len(self._serving) > before, START_S, "the replacement does not serve")

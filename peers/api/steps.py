@@ -20,7 +20,7 @@ class Step:
     steps: int
     """Of the whole run."""
     loss: float | None
-    """Mean of its microbatches."""
+    """Mean of its microbatches; of a meeting of islands, which has none: None."""
     losses: tuple[float, ...]
     """Of each microbatch; empty: the trainer heard of the step before it had all answers."""
     tokens_per_s: float

@@ -68,7 +68,7 @@ def run_init(options: InitOptions) -> None:
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
     keys = {who: Identity.generate() for who in ("owner", "trainer", "auditor")}
-    keys |= {f"peer{stage}": Identity.generate() for stage in range(min(run.S, MAX_FOUNDERS))}
+    keys |= {f"peer{stage}": Identity.generate() for stage in range(min(run.cells, MAX_FOUNDERS))}
     owner, trainer, auditor, *founders = keys.values()
     admission = replace(
         run.admission,
@@ -109,7 +109,7 @@ def run_init(options: InitOptions) -> None:
         "and on any that have join.txt, which the bootstrap writes:\n"
         f"    {program()} train @join.txt --identity {here}/trainer.key{data}"
     )
-    for stage in range(run.S):
+    for stage in range(run.cells):
         key = f" --identity {here}/peer{stage}.key" if f"peer{stage}" in keys else ""
         print(f"    {program()} peer @join.txt --stage {stage}{key}{start}")
     print(f"    {program()} keeper @join.txt --dir ckpt\n    {program()} dashboard @join.txt")

@@ -86,11 +86,11 @@ def run_demo(options: DemoOptions) -> int:
     """Run it all; 0, or 5 if a number is not what it must be."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes as on Ctrl-C
     terms = _manifest_of(options)
-    check_size(terms.S, options.peers, options.yes)
+    check_size(terms.cells, options.peers, options.yes)
     _check_text(options.data)
     from peers.api import Run  # torch, which takes seconds
 
-    sizes = f"{count(terms.S, 'stage')} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
+    sizes = f"{sizes_of(terms)} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
     result = play(
         Run.of(terms, files=options.data, start=options.start, eval_data=options.eval_data),
@@ -101,6 +101,12 @@ def run_demo(options: DemoOptions) -> int:
     if options.json:
         print(told_as_json(result))
     return 5 if result["missing"] or result["duplicated"] or result["_wrong"] else 0
+
+
+def sizes_of(run: manifest.Run) -> str:
+    """`3 stages`, `2 islands of 3 stages`."""
+    stages = count(run.S, "stage")
+    return stages if run.cells == run.S else f"{count(run.islands.count, 'island')} of {stages}"
 
 
 def told_as_json(result: Mapping[str, Any]) -> str:
@@ -138,6 +144,7 @@ def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
         "_curve": (losses := [loss for _, loss in sorted(tally.losses.items())]),
         "_alone": recorded(run.id, losses),
         "_work": tally.work,
+        "_place": terms.place,
         "_undone": tally.undone,
         "_losses": tally.microbatch_losses,
         "_sample": _sample(run, weights) if writes else "",
@@ -163,7 +170,7 @@ def run_up(options: UpOptions) -> None:
         eval_data=options.eval_data,
     )  # fmt: skip
     terms, here = run.terms, shlex.quote(str(folder))
-    lines = Lines(f"{terms.name}: {count(terms.S, 'stage')}, {count(terms.steps, 'step')}", sys.stdout)
+    lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
     lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
     kept = "from the last checkpoint" if terms.checkpoint_every else "from the start (checkpoint_every = 0)"
     lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on {kept}")
@@ -273,8 +280,9 @@ def summary(result: Mapping[str, Any]) -> str:
             f" of a weight {verify['max_weight_diff']:.2e}"
         )
     lines += [
-        f"{'' if number else 'thanks':<11}peer {short(peer)} of stage {stage}: {count(done, 'microbatch')}"
-        for number, ((stage, peer), done) in enumerate(worked)
+        f"{'' if number else 'thanks':<11}peer {short(peer)} of {result['_place'](cell)}: "
+        f"{count(done, 'microbatch')}"
+        for number, ((cell, peer), done) in enumerate(worked)
     ]
     if result["_sample"]:
         lines += ["", "the trained model writes:", "", str(result["_sample"])]

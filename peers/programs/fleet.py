@@ -126,7 +126,8 @@ async def stop_all(children: Sequence[Child]) -> None:
 
 
 def check_size(stages: int, peers: int, yes: bool) -> None:
-    """
+    """`stages`: of all islands together.
+
     Raises:
         SetupError: they are more processes than this machine is likely to bear.
     """

@@ -196,7 +196,7 @@ class Bootstrap(Networked[BootstrapOptions]):
         joined = f"@{shlex.quote(str(path))}" if path is not None else shlex.join(words)
         return JoinLine(
             line=f"{begins} peer {shlex.join(words)}",
-            stages=run.S,
+            stages=run.cells,
             others=(
                 f"{begins} train {joined}{as_given(options, 'data', 'tokenizer')}",
                 f"{begins} keeper {joined} --dir ckpt",
@@ -451,6 +451,8 @@ class Peer(Networked[PeerOptions]):
 
         async def build(cell: Stage, kept: Snapshot | None) -> StagePeer:
             island, stage = split_cell(run, cell)
+            if run.cells > run.S:
+                emit(Note(text=f"this peer is for {run.place(cell)}"))
             await fetched.prepare(stage, node.transport, node.directory, emit)
             compute, *room = await asyncio.to_thread(self._build, island, stage, device)
             mine = settings(*room)

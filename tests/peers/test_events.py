@@ -138,6 +138,8 @@ def test_words_are_sentences() -> None:
     assert StepDone(t=9, steps=40, loss=2.5, tokens_per_s=12345.6, peers=(2, 1)).words() == (
         "step 9 done, 30 to go: loss 2.5000, 12,346 tokens/s, peers per stage 2 1"
     )
+    met = StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0, meeting=True)
+    assert met.words() == "step 9 done, 30 to go: all islands have met"
     assert "no loss of its own" in StepDone(t=9, steps=40, loss=None, tokens_per_s=0.0).words()
     assert RoundAborted(stage=1, t=2, why="a part is missing").words() == (
         "stage 1: a reduce of step 2 is void and starts again: a part is missing"

@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 from torch.nn import functional
 
 import swarm
 from peers.api.local_swarm import LocalSwarm
 from peers.events import Contributed, Event, PeerJoined, PeerLost, RolledBack, Serving
+from swarm.manifest import IslandsSpec, demo_run
 from tests.api.nets import net, samples
 from tests.process.swarm_processes import LIMIT_S, MARK, ROOT, family_of_mark
 
@@ -73,6 +76,30 @@ async def test_a_swarm_that_a_peer_from_elsewhere_joins_survives_a_death(mark: s
     assert any(isinstance(event, Contributed) and event.microbatches for event in joined)
     for ours, its in zip(swarm.reference(found), steps, strict=False):
         assert (its.t, its.loss) == (ours.t, ours.loss) and its.losses in ((), ours.losses)
+
+
+def test_islands_are_trained_by_peers_of_all_cells(mark: str) -> None:
+    """Also when a stage of the second island is killed: as in one process, which has meetings too."""
+    base = demo_run(stages=2, steps=18)
+    terms = replace(
+        base, model=replace(base.model, hidden=32, layers=2, ffn_hidden=64),
+        islands=IslandsSpec(count=2, local_steps=5),
+    )  # fmt: skip
+    found, heard = swarm.Run.of(terms), list[Event]()
+    with swarm.local(found, peers=1, on_event=heard.append, progress=False) as s:
+        steps = list[swarm.Step]()
+        for step in s:
+            steps.append(step)
+            if step.t == 7:
+                s.kill(3)
+    assert {event.stage for event in heard if isinstance(event, PeerJoined)} == {0, 1, 2, 3}
+    assert any("3 is stage 1 of island 1 (cell 3)" in event.words() for event in heard)
+    assert s.tally.missing(terms) == s.tally.duplicated() == 0 and s.tally.preemptions == 1
+    own = list(single := swarm.reference(found))
+    assert [step.t for step in own if step.loss is None] == [5, 11, 17]
+    newest = {step.t: step for step in steps}
+    assert all(newest[ours.t].losses in ((), ours.losses) for ours in own)
+    assert all(torch.equal(value, single.weights()[name]) for name, value in s.weights().items())
 
 
 async def until(condition: Callable[[], bool]) -> None:
