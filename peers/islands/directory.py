@@ -57,11 +57,12 @@ class Islands:
 
 
 def telling_cells(run: Run, emit: Emit) -> Emit:
-    """`emit` for a peer of an island: where it says a stage, it says the cell."""
+    """`emit` for a peer or trainer of an island: where it says a stage, it says the cell."""
 
     def told(event: Event) -> None:
         stage = getattr(event, "stage", None)
-        emit(event if stage is None else replace(event, stage=run.cell(stage)))  # type: ignore[call-arg]
+        tells = isinstance(stage, int) and stage >= 0
+        emit(replace(event, stage=run.cell(stage)) if tells else event)  # type: ignore[call-arg]
 
     return told if run.cells > run.S else emit
 

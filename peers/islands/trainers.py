@@ -9,6 +9,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from peers import events
+from peers.islands.directory import telling_cells
 from peers.ports import Directory, Transport
 from peers.trainer import Batches, Trainer, TrainerSettings
 from swarm.manifest import Run
@@ -38,7 +39,8 @@ class IslandTrainers:
         """What islands told of a step, until all have."""
         self.trainers = [
             Trainer(
-                run.island(number), batches, transport, directory, settings, partial(self._heard, number),
+                run.island(number), batches, transport, directory, settings,
+                telling_cells(run.island(number), partial(self._heard, number)),
                 held_out=None if number else held_out,
             )
             for number in range(run.islands.count)

@@ -61,6 +61,7 @@ AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper", "
 RENEWED_S = 10 * 86_400
 """A bootstrap with the owner's key renews a charter that expires within this."""
 RENEW_EVERY_S = 600.0
+CELLS_SHOWN = 4
 
 
 class Networked(Generic[OptionsT]):
@@ -104,9 +105,14 @@ class Networked(Generic[OptionsT]):
         """Say which stages no peer serves yet, before a user wonders why nothing happens."""
         missing = unserved(await node.directory.lookup_all(), run, mine)
         if missing:
+            names = f"stage {', '.join(map(str, missing))}"
+            if run.cells > run.S:
+                names = ", ".join(map(run.place, missing[:CELLS_SHOWN]))
+                more = len(missing) - CELLS_SHOWN
+                names += f" and {count(more, 'more cell')}" if more > 0 else ""
             self._note(
-                f"the run waits for {count(len(missing), 'more peer')}: nobody serves stage "
-                f"{', '.join(map(str, missing))} yet. Start one for each, here or elsewhere:\n"
+                f"the run waits for {count(len(missing), 'more peer')}: nobody serves {names} yet. "
+                "Start one for each, here or elsewhere:\n"
                 f"    {start_line('peer', options.run, options.join[0])}"
             )
 

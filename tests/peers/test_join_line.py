@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from peers.options import BootstrapOptions, TrainOptions
 from peers.programs.roles import Bootstrap, Train, address_for_others
 from peers.start_line import program
 from swarm.example import example_run
+from swarm.manifest import IslandsSpec
 from swarm.records import PeerRecord
 
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
@@ -78,6 +80,12 @@ async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_sta
     first, line = said.pop().split("\n")
     assert first.startswith("the run waits for 2 more peers: nobody serves stage 0, 2 yet")
     assert build_parser().parse_args(shlex.split(line)[1:]).join == [THERE]
+    some = replace(run, islands=IslandsSpec(count=2, local_steps=9), checkpoint_every=0)
+    await trainer._tell_missing(options, node, some, 0)  # type: ignore[arg-type]
+    assert said.pop().startswith(
+        "the run waits for 5 more peers: nobody serves stage 1 of island 0 (cell 1), stage 2 of island 0 "
+        "(cell 2), stage 0 of island 1 (cell 3), stage 1 of island 1 (cell 4) and 1 more cell yet. Start"
+    )
     there += [PeerRecord(peer=f"p{n}", run=run.id, stage=n, state="joining", version=0) for n in range(3)]
     await trainer._tell_missing(options, node, run)  # type: ignore[arg-type]
     assert not said

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from peers.events import PeerLost, RolledBack
+from peers.islands.trainers import IslandTrainers
 from peers.trainer import Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch
-from swarm.manifest import audit_run
+from swarm.manifest import IslandsSpec, audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, Work
@@ -51,6 +54,15 @@ async def test_a_stage_whose_peers_are_paused_is_not_called_lost() -> None:
     this._set_peers(1, [record])
     this._set_peers(1, [])
     assert "has lost all its peers" in said[-1]
+
+
+async def test_what_the_trainer_of_an_island_says_of_a_stage_names_its_cell() -> None:
+    run, heard = replace(RUN, steps=9, islands=IslandsSpec(count=2, local_steps=2)), list[Any]()
+    line: Any = Line("trainer")
+    both: Any = IslandTrainers(run, Rows(), line, Records(), TrainerSettings(), heard.append)  # type: ignore[arg-type]
+    both.trainers[1]._emit(PeerLost(peer="p", stage=1, why="it is gone"))
+    both.trainers[1]._emit(RolledBack(stage=-1, step=0))
+    assert [event.stage for event in heard] == [3, -1]
 
 
 def hears(this: Any, version: int, generation: Generation = FIRST, **status: Any) -> None:
