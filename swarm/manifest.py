@@ -1006,6 +1006,8 @@ class Run(_Spec):
 
     def _check_islands(self) -> None:
         count, window = self.islands.count, self.islands.local_steps + 1
+        if window > self.steps:
+            raise self.islands.wrong("local_steps", f"below steps ({self.steps}), or islands never meet")
         if self.M % count:
             raise self.islands.wrong("count", f"a divisor of batch.microbatches_per_step ({self.M})")
         if self.delayed_updates:
