@@ -378,6 +378,9 @@ class PeerOptions(MemberOptions, NetworkOptions):
     )
     start: Path | None = optional(NEEDED_FILE, START_HELP + " (default: ask others)")
     recompute: bool = switch("keep only stage inputs and run forwards twice: less memory")
+    recompute_layers: bool = switch(
+        "keep the input of each layer of a built-in decoder, and run it twice: less memory"
+    )
     host_sums: bool = switch("add gradients up in the machine's memory: 8 bytes a weight less on a GPU")
     threads: int | None = optional(COUNT, "cores to compute on, each a microbatch (default: all)")
     max_inflight: Literal["auto"] | int = option(

@@ -402,7 +402,10 @@ class Peer(Networked[PeerOptions]):
         limit_memory(device, most)
         admits = options.max_inflight
         try:
-            compute = StageCompute(run, stage, device, recompute=options.recompute, host_sums=host_sums)
+            compute = StageCompute(
+                run, stage, device, recompute=options.recompute, recompute_layers=options.recompute_layers,
+                host_sums=host_sums,
+            )  # fmt: skip
             if admits == "auto" or most is not None:
                 measured = needs_of(run, stage, microbatch=compute.saved_bytes(), host_sums=host_sums)
                 measured.check(most)

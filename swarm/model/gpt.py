@@ -24,6 +24,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
@@ -180,6 +181,8 @@ class GptStage(nn.Module):
         self.first, self.last, self.end = first, last, str(layers.stop)
         self._seed, self._p, self._z_loss = run.seed, model.dropout, model.z_loss
         self._eos = run.data.eos if run.data.document_mask else None
+        self.recomputes_layers = False
+        """Keep of each layer only its input until the backward, and run it once more there: the same bits."""
         self.learned = model.positions == "learned"
         tied = model.head == "tied"
         if first or (last and tied):
@@ -236,7 +239,11 @@ class GptStage(nn.Module):
             if layer in self.widen:
                 assert ids_BT is not None, "behind a bottleneck the tokens are added again"
                 x = self.widen[layer](self.narrow[layer](x) if layer in self.narrow else x, ids_BT)
-            x = block(x, turn, mask, dropout)
+            if self.recomputes_layers and torch.is_grad_enabled():
+                # What is dropped follows from names: there is no generator to set back.
+                x = checkpoint(block, x, turn, mask, dropout, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, turn, mask, dropout)
         if not self.last:
             return self.narrow[self.end](x) if self.narrow else x
         x = self.norm(x)

@@ -33,6 +33,7 @@ from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.boundary import Boundary, Computed, Entered, Wire, dtype_of
+from swarm.model.gpt import GptStage
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
 from swarm.model.kept import kept_bytes
 from swarm.model.layout import stage_layout
@@ -71,12 +72,15 @@ class StageCompute:
         device: str = "cpu",
         *,
         recompute: bool = False,
+        recompute_layers: bool = False,
         host_sums: bool = False,
     ) -> None:
         """Hold weights of version 0, a function of the run alone.
 
         `recompute`: keep only the input of a microbatch in flight and run its forward again in the backward:
-        a third more compute for a fraction of the memory. `host_sums`: the sums of steps are in the machine's
+        a third more compute for a fraction of the memory. `recompute_layers`: keep the input of each layer,
+        and run its forward again in the backward: as much compute, and of what a layer saves there is one at
+        a time. The results are the same to the last bit. `host_sums`: the sums of steps are in the machine's
         memory; they are the same numbers there, and each microbatch's gradients are brought to it.
 
         Raises:
@@ -88,6 +92,14 @@ class StageCompute:
             raise SetupError('dtype = "float64" cannot be computed on --device mps: take --device cpu')
         self._last = stage == run.S - 1
         self._function = stage_function(run, stage)
+        if recompute_layers and run.model.kind != "gpt":
+            raise SetupError(
+                f"--recompute-layers: only the built-in decoder has layers that are known, and model.kind = "
+                f'"{run.model.kind}": take --recompute, which keeps the inputs of the whole stage'
+            )
+        if recompute_layers and recompute:
+            raise SetupError("--recompute keeps less than --recompute-layers: take one of them")
+        self._recompute_layers = recompute_layers
         self._boundary = Boundary(run, stage, self._function, self.device)
         self.layout = stage_layout(run, stage)
         self.numel = self.layout.sum_numel
@@ -102,6 +114,9 @@ class StageCompute:
         self._modules = [
             self.state.bind(self._function.module(), version) for version in range(self.state.versions)
         ]
+        for module in self._modules:
+            if isinstance(module, GptStage):
+                module.recomputes_layers = self._recompute_layers
         self._parameters = [dict(module.named_parameters()) for module in self._modules]
 
     @property

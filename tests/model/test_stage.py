@@ -13,7 +13,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model import gradient_sum
 from swarm.model.fixed_point import MOST_DROPPED, SCALE, add_exact
-from swarm.model.gpt import boundary_dtype
+from swarm.model.gpt import boundary_dtype, layer_split
 from swarm.model.gradient_sum import SumLost
 from swarm.model.reductions import sqnorm
 from swarm.model.stage import StageCompute
@@ -54,6 +54,7 @@ def test_the_same_microbatches_give_the_same_bits_also_when_recomputed(dtype: st
     assert equal(first, accumulated(chain, *mbs))
     assert equal(first, accumulated(Chain(run), *mbs))
     assert equal(first, accumulated(Chain(run, recompute=True), *mbs))
+    assert equal(first, accumulated(Chain(run, recompute_layers=True), *mbs))
     assert all(vector.count_nonzero() > 0.5 * vector.numel() for vector in first)
 
 
@@ -244,6 +245,51 @@ def test_recompute_holds_a_fraction_of_the_memory() -> None:
     assert recomputed == hidden
     # 3 layers, each with about: two norms in, qkv and its turned copies, attention, up, gelu.
     assert 3 * 8 * hidden < kept < 3 * 25 * hidden
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "model", [{"mlp": "swiglu", "kv_heads": 2, "qk_norm": True}, {"bottleneck": 4, "positions": "learned"}]
+)
+def test_recomputed_layers_leave_no_difference_in_losses_weights_and_moments(
+    dtype: str, model: dict[str, Any]
+) -> None:
+    run = tiny_run(
+        dtype=dtype, delayed_updates=True, model={"dropout": 0.2, "layers": 7, **model},
+        data={"document_mask": True, "eos": 7},
+    )  # fmt: skip
+    plain, recomputed = Chain(run), Chain(run, recompute_layers=True)
+    for t in range(run.steps):
+        assert recomputed.step(t) == plain.step(t)
+    for one, other in zip(recomputed.stages, plain.stages, strict=True):
+        assert state_digest(one.state.copy()) == state_digest(other.state.copy())
+        assert one.rehearse() == other.rehearse()
+
+
+def test_recomputed_layers_hold_their_inputs_and_an_audit_computes_them_alike() -> None:
+    run = tiny_run(model={"layers": 9, "dropout": 0.2})
+    stage = Chain(run, recompute_layers=True).stages[1]
+    hidden = 2 * 16 * 32 * 8  # B * T * H numbers of 8 bytes
+    turns = 16 * 4 * 16
+    layers = len(layer_split(run)[1])
+    assert stage.saved_bytes() == (layers + 1) * hidden + turns, "and what the last one gives"
+    plain = Chain(run)
+    plain.begin(0)
+    kept, wire = plain.forward(MB)
+    _, answer = loss_backward(plain.stages[2], MB, wire, add=False)
+    other = stage.snapshot(0)
+    found, expected = (one.gradients_of(MB, kept[1].inputs, answer) for one in (other, plain.stages[1]))
+    assert found.terms.keys() == expected.terms.keys()
+    assert all(torch.equal(found.terms[name], term) for name, term in expected.terms.items())
+
+
+def test_layers_are_recomputed_where_they_are_known() -> None:
+    with pytest.raises(
+        SetupError, match=r'only the built-in decoder .* = "counting": take --recompute, which'
+    ):
+        StageCompute(audit_run(stages=2), 0, recompute_layers=True)
+    with pytest.raises(SetupError, match="--recompute keeps less than --recompute-layers: take one of them"):
+        StageCompute(tiny_run(), 0, recompute=True, recompute_layers=True)
 
 
 def test_a_bfloat16_microbatch_holds_no_copy_of_the_weights() -> None:

@@ -97,6 +97,17 @@ def test_host_sums_are_for_devices_with_a_memory_of_their_own(
     assert limited._fits_anywhere(demo_run(stages=2), device) is expected
 
 
+def test_a_peer_that_recomputes_layers_admits_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peers.device.free_bytes", lambda _: 64 * MIB)
+    run = tiny_run(model={"layers": 9, "hidden": 64}, batch={"microbatches_per_step": 8192})
+    admitted: list[int] = []
+    for given in ({}, {"recompute_layers": True}, {"recompute": True}):
+        peer = Peer(PeerOptions(run="5a", join=(), **given), emit=lambda _: None)
+        admitted.append(peer._build(run, 1, "cpu")[1])
+    plain, layers, stage = admitted
+    assert 6 * plain < layers < stage
+
+
 def test_what_does_not_fit_is_refused_with_numbers() -> None:
     needs = Needs(stage=1, fixed=600 * MIB)
     needs.check(600 * MIB)
