@@ -319,6 +319,10 @@ class NetworkOptions:
         choices=("auto", "public", "relay"),
     )
     no_relay: bool = switch("carry no traffic of peers that cannot be dialled", group=NETWORK)
+    direct_port: int = option(
+        PORT, "for direct connections, which cost less CPU time (default: any free port)", 0, group=NETWORK
+    )
+    no_direct: bool = switch("send all by p2pd: no direct connections", group=NETWORK)
     identity: Path | None = optional(
         FILE, "key file, made if missing; default: a new key", group=NETWORK, variable="SWARM_IDENTITY"
     )

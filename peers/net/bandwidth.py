@@ -120,7 +120,7 @@ class Line:
 
     __slots__ = (
         *("_calls", "_control", "_rates_bps", "_round_trips_s", "_traffic"),
-        *("handling", "held_bytes", "logged_at", "received_bytes", "sent_bytes"),
+        *("direct_at", "handling", "held_bytes", "logged_at", "received_bytes", "sent_bytes"),
     )
 
     def __init__(self, traffic: Traffic) -> None:
@@ -134,6 +134,8 @@ class Line:
         """Its calls that are worked on."""
         self.logged_at = float("-inf")
         """When it was last said that it does what it may not."""
+        self.direct_at = float("-inf")
+        """When a direct connection may be tried, again."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
         self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)

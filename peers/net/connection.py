@@ -54,6 +54,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self.peer: PeerId = ""
         self.timings = timings
+        self.direct = False
+        """It passes no p2pd (`peers.net.direct`)."""
         self.closed = self._loop.create_future()
         """Done when the connection is gone."""
         self.line = Line(Traffic(most_peers=1))
@@ -130,6 +132,10 @@ class Connection(asyncio.Protocol):
         except FrameError as error:
             self.fail(BadAnswer(self.peer, str(error)))
         self.flush()
+
+    def heard(self) -> None:
+        """A part of something came, which is a sign of life."""
+        self._last_byte_at = self._loop.time()
 
     def eof_received(self) -> bool:
         self.fail(PeerGone(self.peer, "the connection broke"))
@@ -223,15 +229,18 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Send what may be sent now; after each change of what there is to send."""
         transport, outbox = self._transport, self.outbox
-        if transport is None or self.over:
+        if transport is None or self.over or (outbox.empty and not self._finishing):
             return
         while self._opened and self._paused_since is None:
             before = outbox.sent_bytes
             frame, whole = outbox.next(self.line.limiter, self._loop.time())
             if not frame:
                 break
-            for part in frame:
-                transport.write(part)
+            if self.direct:
+                transport.writelines(frame)
+            else:  # asyncio's `writelines` of Python 3.12 does not ask to pause
+                for part in frame:
+                    transport.write(part)
             if whole is not None:
                 self._body_sent(whole)
             self.line.sent_bytes += outbox.sent_bytes - before

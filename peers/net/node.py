@@ -20,10 +20,12 @@ from types import TracebackType
 
 from peers.net import nat
 from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.direct.paths import DirectOptions
 from peers.net.directory import NetDirectory
 from peers.net.identity import (
     CIRCUIT,
     by_peer,
+    host_part,
     is_public,
     place_of,
     split_peer_id,
@@ -70,6 +72,14 @@ class Deaths:
         pause_s = 0.0 if self._row == 1 else min(LONGEST_PAUSE_S, 0.25 * 2 ** (self._row - 2))
         self._began_s = now + pause_s
         return pause_s
+
+
+def direct_options(options: DaemonOptions) -> DirectOptions | None:
+    """Where direct connections are taken. A peer that cannot be dialled takes none, but dials others."""
+    if not options.direct:
+        return None
+    host = None if options.reachable is False else host_part(options.host).rpartition("/")[2]
+    return DirectOptions(host=host, port=options.direct_port)
 
 
 class Node:
@@ -157,7 +167,8 @@ class Node:
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"
                 )
             self._told_addresses = self.addresses
-            self.transport = NetTransport(self.control, daemon.identity, timings=self._timings)
+            direct = direct_options(daemon.options)
+            self.transport = NetTransport(self.control, daemon.identity, timings=self._timings, direct=direct)
             self._started.append("transport")
             self.transport.refusal = self.door.refusal
             self.transport.serve(SHOW_METHOD, self.door.serve_show)

@@ -99,6 +99,10 @@ class DaemonOptions:
     """Relay for others, on this machine's bandwidth, while we are reachable."""
     relay_guests: int = 64
     """Peers that we relay for at a time."""
+    direct: bool = True
+    """Connect to peers beside p2pd, where that can be done (`peers.net.direct`)."""
+    direct_port: int = 0
+    """TCP port for such connections; 0 lets the system choose one."""
 
 
 def hivemind_folder() -> Path | None:

@@ -27,6 +27,16 @@ class NetTimings:
     punched_after_s: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
     """When to check, each time after the last, whether libp2p found a direct path beside a relayed one."""
 
+    # -- a direct connection beside p2pd
+    direct_s: float = 2.0
+    """For each of its steps: asking, connecting, opening. Calls do not wait for it."""
+    direct_again_s: float = 300.0
+    """Not tried again for so long after it failed or broke."""
+    grant_s: float = 10.0
+    """How long it may be opened after it was granted."""
+    knock_s: float = 2.0
+    """How long a stranger on its port may take to say what opens it."""
+
     # -- p2pd
     control_s: float = 5.0
     """For requests that p2pd answers from its own memory (1 ms on an idle core)."""

@@ -21,7 +21,9 @@ from peers.net.bandwidth import (
 )
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
-from peers.net.identity import CIRCUIT, Identity
+from peers.net.direct.paths import METHOD as DIRECT_METHOD
+from peers.net.direct.paths import DirectOptions, DirectPaths
+from peers.net.identity import CIRCUIT, Identity, place_of
 from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.tasks import TaskKeeper
@@ -50,8 +52,9 @@ SHOW_METHOD = "admit"
 """A caller shows what admits it, first on each stream."""
 MAX_LINKS = 2048
 """Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
-MAX_LINKS_PER_PEER = 2
-"""A caller needs one; it may redial before we notice that its first one broke."""
+MAX_LINKS_PER_PEER = 3
+"""A caller needs one, and another while calls move to a better path; and it may redial before we notice that
+one broke."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -80,10 +83,12 @@ class Dialer:
         """Why no stream can be opened."""
         self.links: dict[PeerId, ClientConnection] = {}
         self.bypassed: set[ClientConnection] = set()
-        """Relayed streams that finish what was begun on them."""
+        """Streams that finish what was begun on them: there is a better path now."""
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
         self.credential = b""
         """Shown first on each stream, if there is any."""
+        self.direct: DirectPaths | None = None
+        """Beside p2pd, if that is wanted."""
         self._timings, self._traffic, self._tasks = timings, traffic, tasks
         self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
         self._back = asyncio.Event()
@@ -106,6 +111,7 @@ class Dialer:
         """The stream to a peer, a new one if need be; concurrent calls share the attempt. Raises PeerGone."""
         link = self.links.get(peer)
         if link is not None and link.usable:
+            self._shorten(link)
             return link
         if not await happens(self._back, self._timings.revival_s) or self.closed:
             raise PeerGone(peer, f"cannot be reached: {self.closed}")
@@ -121,6 +127,46 @@ class Dialer:
             self.links[peer] = dial.result()
             if dial.result().relayed:
                 self._tasks.create_task(self._bypass(dial.result()))
+            self._shorten(dial.result())
+
+    def _shorten(self, link: ClientConnection) -> None:
+        """Look for a path past both p2pds, if the pair moves enough for that, and not again at once."""
+        now, line = asyncio.get_running_loop().time(), link.line
+        if self.direct is None or link.direct or now < line.direct_at:
+            return
+        if line.sent_bytes + line.received_bytes >= self.direct.options.after_bytes:
+            line.direct_at = now + self._timings.direct_again_s
+            self._tasks.create_task(self._take_direct(link, self.direct))
+
+    async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
+        peer = link.peer
+        try:
+            places = map(place_of, (await self.control.connections()).get(peer, ()))
+            hosts = dict.fromkeys(place.host for place in places if place is not None and place.ip)
+            if hosts:  # none: it is reached through relays only
+                better = await direct.dial(link, hosts)
+                better.closed.add_done_callback(lambda _: self._drop(better))
+                try:
+                    await self._introduce(better, asyncio.get_running_loop().time() + self._timings.direct_s)
+                except BaseException:
+                    better.fail(PeerGone(peer, "could not show what admits us"))
+                    raise
+                await self._move(link, better, self._timings.punched_after_s[0])
+        except (SwarmError, OSError, asyncio.TimeoutError) as error:
+            logger.debug("no direct connection to peer %s: %s", short(peer), error)
+
+    async def _move(self, link: ClientConnection, better: ClientConnection, pause_s: float) -> None:
+        """Make new calls on the better one, and end the other with its last call."""
+        peer = link.peer
+        if self.links.get(peer) is not link or self.closed:
+            better.fail(PeerGone(peer, "another link was opened meanwhile"))
+            return
+        self.links[peer] = better
+        self.bypassed.add(link)
+        link.closed.add_done_callback(lambda _: self.bypassed.discard(link))
+        while link.pending:
+            await asyncio.sleep(pause_s)
+        link.fail(PeerGone(peer, "a direct path was found"))
 
     async def _bypass(self, relayed: ClientConnection) -> None:
         """Leave the relay when libp2p has punched a hole: a stream stays on the path it was opened on."""
@@ -131,16 +177,7 @@ class Dialer:
                 if self.links.get(peer) is not relayed:
                     return
                 if await self.control.is_direct(peer):
-                    link = await self._open(peer)
-                    if self.links.get(peer) is not relayed or self.closed:
-                        link.fail(PeerGone(peer, "another link was opened meanwhile"))
-                        return
-                    self.links[peer] = link
-                    self.bypassed.add(relayed)
-                    relayed.closed.add_done_callback(lambda _: self.bypassed.discard(relayed))
-                    while relayed.pending:
-                        await asyncio.sleep(pause_s)
-                    relayed.fail(PeerGone(peer, "a direct path was found"))
+                    await self._move(relayed, await self._open(peer), pause_s)
                     return
 
     async def _open(self, peer: PeerId) -> ClientConnection:
@@ -158,9 +195,7 @@ class Dialer:
             assert link is not None
             link.line, link.relayed = self._traffic.of(peer), relayed
             check_response(await within(link.opened, deadline - clock()))
-            if self.credential:
-                with contextlib.suppress(Refused):  # what it is for is refused too, and says why
-                    await within(link.call(SHOW_METHOD, self.credential, (), 0), deadline - clock())
+            await self._introduce(link, deadline)
         except BaseException as error:
             fault = self._why_not(peer, error)
             if link is not None:
@@ -171,6 +206,13 @@ class Dialer:
         opened = link
         link.closed.add_done_callback(lambda _: self._drop(opened))
         return link
+
+    async def _introduce(self, link: ClientConnection, deadline: float) -> None:
+        """Show what admits us, if we have to."""
+        if self.credential:
+            with contextlib.suppress(Refused):  # what it is for is refused too, and says why
+                left_s = deadline - asyncio.get_running_loop().time()
+                await within(link.call(SHOW_METHOD, self.credential, (), 0), left_s)
 
     def _why_not(self, peer: PeerId, error: BaseException) -> PeerFault:
         """What a failed attempt to open a stream is to the calls that wait for it."""
@@ -186,6 +228,8 @@ class Dialer:
     def _drop(self, link: ClientConnection) -> None:
         if self.links.get(link.peer) is link:
             del self.links[link.peer]
+        if link.direct:
+            link.line.direct_at = asyncio.get_running_loop().time() + self._timings.direct_again_s
         if isinstance(link.lost_because, PeerSilent):
             self._hang_up(link.peer)
 
@@ -207,7 +251,9 @@ class NetTransport:
         signer: Identity,
         *,
         timings: NetTimings = DEFAULT_TIMINGS,
+        direct: DirectOptions | None = None,
     ) -> None:
+        """`direct`: None: all passes p2pd."""
         self.signer, self.peer_id = signer, signer.peer_id
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
@@ -218,6 +264,8 @@ class NetTransport:
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
         self._most_links = min(MAX_LINKS, most_connections())
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
+        if direct is not None:
+            self._dialer.direct = DirectPaths(signer, direct, timings, self._make_direct)
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
         self._incoming: set[ServerConnection] = set()
@@ -226,8 +274,11 @@ class NetTransport:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to take incoming streams."""
+        """Begin to take incoming streams. Raises SetupError: the port for direct ones cannot be had."""
         loop = asyncio.get_running_loop()
+        if self._dialer.direct is not None:
+            self._dialer.direct.listen()
+            self.serve(DIRECT_METHOD, self._dialer.direct.grant)
         self._server = await loop.create_unix_server(
             self._make_callee, str(self._dialer.control.streams_path)
         )
@@ -238,6 +289,8 @@ class NetTransport:
         self._dialer.pause("we are closing", for_good=True)
         if self._server is not None:
             self._server.close()
+        if self._dialer.direct is not None:
+            await self._dialer.direct.close()
         await self._tasks.close()
         incoming, links = set(self._incoming), self._open_links()
         for link in links:
@@ -362,8 +415,14 @@ class NetTransport:
             raise Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
         return handler
 
-    def _make_callee(self) -> ServerConnection:
-        link = ServerConnection(self._introduced, self._called, self._timings)
+    def _make_direct(self, peer: PeerId) -> ServerConnection:
+        """Our end of a direct connection of a peer, which has proved its identity."""
+        return self._make_callee(lambda link, _: self._met(link, peer))
+
+    def _make_callee(
+        self, on_open: Callable[[ServerConnection, bytes], tuple[PeerId, Line]] | None = None
+    ) -> ServerConnection:
+        link = ServerConnection(on_open or self._introduced, self._called, self._timings)
         link.on_rest = self._slowed
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
@@ -371,7 +430,9 @@ class NetTransport:
 
     def _introduced(self, link: ServerConnection, message: bytes) -> tuple[PeerId, Line]:
         """p2pd names the peer that opened the stream."""
-        peer = stream_peer(message)
+        return self._met(link, stream_peer(message))
+
+    def _met(self, link: ServerConnection, peer: PeerId) -> tuple[PeerId, Line]:
         links = self._callers[peer]
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
@@ -448,6 +509,12 @@ class NetTransport:
     def links(self) -> tuple[int, int]:
         """How many streams are open: to peers that we call, and from peers that call us."""
         return len(self._dialer.links), len(self._incoming)
+
+    @property
+    def direct_links(self) -> tuple[int, int]:
+        """How many of them pass no p2pd."""
+        links = self._dialer.links.values(), self._incoming
+        return sum(link.direct for link in links[0]), sum(link.direct for link in links[1])
 
 
 @contextlib.contextmanager

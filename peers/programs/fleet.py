@@ -39,6 +39,7 @@ OWN_EXITS = (0, 2, 3)
 
 OWN_OPTIONS = frozenset(
     {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
+    | {"--direct-port"}
 )
 """Those in which the peers differ."""
 
@@ -203,6 +204,8 @@ def arguments(
             own += ["--identity", str(options.identity / f"{label.replace(':', '-')}.key")]
         if options.port:
             own += ["--port", str(options.port + number)]
+        if options.direct_port:
+            own += ["--direct-port", str(options.direct_port + number)]
         for address in options.announce:
             host, colon, port = address.rpartition(":")
             if address.startswith("/") or not colon or not port.isdigit():

@@ -95,6 +95,8 @@ class Networked(Generic[OptionsT]):
             port=options.port,
             announce=options.announce,
             be_relay=not options.no_relay,
+            direct=not options.no_direct,
+            direct_port=options.direct_port,
         )
         found, words = await settled(wanted, join, options.reach, needed=dialled)
         if words:

@@ -75,6 +75,9 @@ FOLLOWER = "peers/net/charter/keeper.py"
 DOORKEEPER = "peers/net/charter/doorkeeper.py"
 ENTRY = "peers/net/charter/entry.py"
 CALLS = "peers/net/transport.py"
+DIRECT_KEYS = "peers/net/direct/handshake.py"
+DIRECT_RECORDS = "peers/net/direct/records.py"
+DIRECT_PATHS = "peers/net/direct/paths.py"
 NODES = "peers/net/dht_protocol.py"
 DIRECTORY = "peers/net/directory.py"
 RECEIPTS = "peers/vouching/receipts.py"
@@ -2707,10 +2710,83 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "credential-not-shown",
         CALLS,
-        "            if self.credential:\n",
-        "            if False:\n",
+        "        if self.credential:\n",
+        "        if False:\n",
         "A trainer with a token is refused: it has no record to carry it.",
         ("test_admission",),
+    ),
+    # --- direct connections ---
+    Mutation(
+        "direct-asked-in-anothers-name",
+        DIRECT_KEYS,
+        "    if not Identity.verify(caller, _asked(caller, signer.peer_id, ask.key), ask.signature):\n",
+        "    if False:\n",
+        "A peer is connected to directly with a key that it did not sign.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-granted-in-anothers-name",
+        DIRECT_KEYS,
+        "        if not Identity.verify(self._callee, transcript, grant.signature):\n",
+        "        if False:\n",
+        "A caller takes keys for those of the peer that it wants, whoever made them.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-nonce-repeated",
+        DIRECT_RECORDS,
+        "        self.count += 1\n",
+        "        pass\n",
+        "A record can be repeated, left out or exchanged for another, and all have one nonce.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-one-key-both-ways",
+        DIRECT_KEYS,
+        "keys[TICKET_BYTES:-KEY_BYTES], keys[-KEY_BYTES:])",
+        "keys[-KEY_BYTES:], keys[-KEY_BYTES:])",
+        "What a peer sent can be sent back to it, and two records have one nonce.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-key-never-replaced",
+        DIRECT_RECORDS,
+        "        if self.count == self._most:\n",
+        "        if False:\n",
+        "One key seals more than AES-GCM is good for.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-record-of-any-length",
+        DIRECT_RECORDS,
+        "            if not TAG_BYTES < self._size <= MAX_PLAIN_BYTES + TAG_BYTES:\n",
+        "            if False:\n",
+        "A length beyond the buffer stands a connection still.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-ticket-twice",
+        DIRECT_PATHS,
+        "        del self._granted[ticket]\n        end",
+        "        end",
+        "What was recorded on the line opens a second connection in the name of the caller.",
+        ("test_direct_ticket",),
+    ),
+    Mutation(
+        "direct-ticket-without-the-key",
+        DIRECT_PATHS,
+        "        except SealError:\n            return False\n",
+        "        except SealError:\n            opening = OPENING\n",
+        "Who saw a ticket on the line opens the connection, and the caller cannot.",
+        ("test_direct_ticket",),
+    ),
+    Mutation(
+        "direct-ticket-never-expires",
+        DIRECT_PATHS,
+        "        if granted is None or granted.until < asyncio.get_running_loop().time():\n",
+        "        if granted is None:\n",
+        "A grant of long ago, for a peer that was let in then, opens a connection.",
+        ("test_direct_ticket",),
     ),
     Mutation(
         "ban-keeps-records",

@@ -33,6 +33,8 @@ from peers.net.bandwidth import Traffic
 from peers.net.body_buffers import flat
 from peers.net.charter import signed
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
+from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, grant
+from peers.net.direct.records import KEY_BYTES, Opener, Sealer, SealError
 from peers.net.identity import Identity
 from peers.net.p2pd_control import ControlError, DaemonControl
 from peers.net.signed_records import (
@@ -951,6 +953,51 @@ def _(data: bytes) -> None:
     assert all(map(str.isprintable, (status.state, status.device, status.rebalance, status.kind)))
     assert all(step.loss is None or math.isfinite(step.loss) for step in status.past)
     msgspec.json.encode(status)
+
+
+# --- direct connections -------------------------------------------------------------------------------------
+
+_PLAIN = [b"\0", *_frames(), bytes(70_000), b"x" * 300]
+
+
+def _records() -> list[bytes]:
+    sealer = Sealer(bytes(KEY_BYTES))
+    whole = [b"".join(sealer.seal([plain])) for plain in _PLAIN]
+    return [b"".join(whole[:count]) for count in (1, 2, 8, len(whole))]
+
+
+@target("sealed records", _records)
+def _(data: bytes) -> None:
+    """What comes out of any bytes is the beginning of what was sealed."""
+    opener, out = Opener(bytes(KEY_BYTES)), b""
+    with contextlib.suppress(SealError):
+        for start in range(0, len(data), 10_000):
+            out += opener.put(data[start : start + 10_000])
+            assert opener.room().nbytes
+    assert b"".join(_PLAIN).startswith(out)
+
+
+_ASKING = Asking(STRANGER, ME.peer_id)
+
+
+@target("direct questions", lambda: [pack(_ASKING.ask())])
+def _(data: bytes) -> None:
+    """Only what the caller signed is granted."""
+    try:
+        answer, keys = grant(ME, STRANGER.peer_id, unpack(data, AskDirect), 1)
+    except Refused:
+        return
+    assert unpack(data, AskDirect) == _ASKING.ask()
+    assert _ASKING.agree(answer) == keys
+
+
+@target("direct grants", lambda: [pack(grant(ME, STRANGER.peer_id, _ASKING.ask(), 1)[0])])
+def _(data: bytes) -> None:
+    """Only what the callee signed for this question is believed."""
+    with contextlib.suppress(Refused):
+        given = unpack(data, GrantDirect)
+        _ASKING.agree(given)
+        assert given.port == 1
 
 
 CORPUS = Path(__file__).parent / "corpus"

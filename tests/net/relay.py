@@ -28,6 +28,10 @@ class Relay:
         self.dials: list[PeerId] = []
         self.direct: set[PeerId] = set()
         """Peers with relayed addresses to which libp2p has found a direct way."""
+        self.hidden: set[PeerId] = set()
+        """Peers that are reached through a relay of libp2p only."""
+        self.flips = False
+        """Direct connections change the bytes that they carry."""
         self.disconnects: list[tuple[PeerId, PeerId]] = []
         self.strangers: list[RawCallee] = []
         self.latency_s = 0.0
@@ -38,6 +42,8 @@ class Relay:
         self._tasks: set[asyncio.Task[None]] = set()
         self._transports: list[NetTransport] = []
         self._pairs: list[tuple[PeerId, PeerId, list[asyncio.StreamWriter]]] = []
+        self.ports: dict[tuple[PeerId, PeerId], asyncio.AbstractServer] = {}
+        """Where direct connections of a caller to a callee are carried, as streams are."""
 
     async def add(self, **options: Any) -> NetTransport:
         """A transport of a new peer."""
@@ -69,6 +75,8 @@ class Relay:
     async def close(self) -> None:
         for event in self._running.values():
             event.set()
+        for server in self.ports.values():
+            server.close()
         await asyncio.gather(*(transport.close() for transport in self._transports))
         for task in list(self._tasks):
             task.cancel()
@@ -80,9 +88,42 @@ class Relay:
         near_reader, near_writer = await asyncio.open_unix_connection(sock=far)
         await read_message(near_reader)
         far_reader, far_writer = await asyncio.open_unix_connection(str(self.paths[callee]))
-        self._pairs.append((caller, callee, [near_writer, far_writer]))
         far_writer.write(introduction(caller))
         near_writer.write(message(p2pd_pb2.Response(type=p2pd_pb2.Response.OK).SerializeToString()))
+        await self._both_ways(caller, callee, near_reader, near_writer, far_reader, far_writer)
+
+    async def at(self, caller: PeerId, callee: PeerId) -> str:
+        """Where the caller reaches the callee: a host at which it does not listen, with a relay there."""
+        host = f"127.0.1.{1 + list(self.paths).index(caller)}"
+        transport = next((found for found in self._transports if found.peer_id == callee), None)
+        direct = transport._dialer.direct if transport is not None else None
+        if direct is not None and direct.port and (caller, callee) not in self.ports:
+
+            async def carry(near_reader: asyncio.StreamReader, near_writer: asyncio.StreamWriter) -> None:
+                task = asyncio.current_task()
+                assert task is not None
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                try:
+                    far_reader, far_writer = await asyncio.open_connection("127.0.0.1", direct.port)
+                except OSError:
+                    near_writer.transport.abort()
+                    return
+                await self._both_ways(caller, callee, near_reader, near_writer, far_reader, far_writer)
+
+            self.ports[caller, callee] = await asyncio.start_server(carry, host, direct.port)
+        return f"/ip4/{host}/tcp/1"
+
+    async def _both_ways(
+        self,
+        caller: PeerId,
+        callee: PeerId,
+        near_reader: asyncio.StreamReader,
+        near_writer: asyncio.StreamWriter,
+        far_reader: asyncio.StreamReader,
+        far_writer: asyncio.StreamWriter,
+    ) -> None:
+        self._pairs.append((caller, callee, [near_writer, far_writer]))
         task = asyncio.ensure_future(self._pump(near_reader, far_writer, caller, callee))
         try:
             await self._pump(far_reader, near_writer, callee, caller)
@@ -101,6 +142,8 @@ class Relay:
                     await asyncio.sleep(self.latency_s + 8 * len(data) / (self.bandwidth_bps or math.inf))
                 await self._running[source].wait()
                 await self._running[target].wait()
+                if self.flips and writer.get_extra_info("socket").family == socket.AF_INET:
+                    data = bytes([*data[:-1], data[-1] ^ 1])
                 writer.write(data)
                 await writer.drain()
             writer.write_eof()
@@ -120,6 +163,13 @@ class _Control:
     async def connect(self, peer: PeerId, addresses: Sequence[str], timeout_s: float) -> None:
         if peer not in self._relay.paths:
             raise ControlError("all dials failed")
+
+    async def connections(self) -> dict[PeerId, list[str]]:
+        far = f"/ip4/127.0.0.9/tcp/1/p2p/{self._peer}/p2p-circuit"
+        return {
+            peer: [far if peer in self._relay.hidden else await self._relay.at(self._peer, peer)]
+            for peer in self._relay.paths
+        }
 
     async def is_direct(self, peer: PeerId) -> bool:
         return peer in self._relay.direct

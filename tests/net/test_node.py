@@ -119,6 +119,46 @@ async def test_a_node_is_spawned_ahead_and_closes_twice(stack: contextlib.AsyncE
     assert not daemon.directory.exists()
 
 
+async def directly(caller: Node, callee: Node, calls: int) -> list[bytes]:
+    """What so many calls with a megabyte are answered, one after the other."""
+    body = [os.urandom(MIB)]
+    answers = [
+        await caller.transport.call(callee.peer_id, "echo", b"", body, max_answer_bytes=MIB)
+        for _ in range(calls)
+    ]
+    assert all(bytes(answer.body[0]) == body[0] for answer in answers)
+    return [answer.header for answer in answers]
+
+
+async def test_peers_that_can_dial_one_another_leave_p2pd_and_those_that_cannot_lose_no_call(
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    callee = await start(stack)
+    callee.transport.serve("echo", echo, max_body_bytes=MIB)
+    caller, blocked, plain = [
+        await start(stack, callee, options=options)
+        for options in (DaemonOptions(), DaemonOptions(), DaemonOptions(direct=False))
+    ]
+    await directly(caller, callee, 2)
+    await until(lambda: caller.transport.direct_links == (1, 0) and callee.transport.links == (0, 1))
+    paths = callee.transport._dialer.direct
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        paths.port, port = mute.getsockname()[1], paths.port  # as behind a router that swallows what comes
+        for other in (blocked, plain):
+            answers = await directly(other, callee, 12)
+            assert answers == [other.peer_id.encode()] * 12
+            assert other.transport.direct_links == (0, 0)
+        await until(lambda: not blocked.transport._tasks._tasks)
+        granted = {one.peer for one in paths._granted.values()}
+        assert granted == {blocked.peer_id}, "it was granted, and did not come"
+        paths.port = port
+    before = callee.transport.links
+    os.kill(caller.p2pd_pid, signal.SIGSTOP)  # p2pd has no part in it
+    assert await directly(caller, callee, 3) == [caller.peer_id.encode()] * 3
+    os.kill(caller.p2pd_pid, signal.SIGCONT)
+    assert callee.transport.links == before
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------
 
 

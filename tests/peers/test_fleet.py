@@ -30,7 +30,9 @@ def test_each_device_has_a_key_and_ports_of_its_own(tmp_path: Path) -> None:
         "--port", "31338", "--announce", "192.0.2.7:4001", "--metrics", "127.0.0.1:9091",
         "--max-upload", "10000kbit",
     ]  # fmt: skip
-    assert list(arguments(of("cpu,cpu"), names_of("cpu,cpu"))) == ["cpu", "cpu#2"]
+    found = arguments(of("cpu,cpu", direct_port=4100), names_of("cpu,cpu"))
+    assert list(found) == ["cpu", "cpu#2"]
+    assert found["cpu#2"] == ["--device", "cpu", "--direct-port", "4101"]
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from peers.clock import unix_s
 from peers.net.charter.signed import MAX_CREDENTIAL_BYTES, open_credential
+from peers.net.direct.paths import METHOD as DIRECT_METHOD
 from peers.net.signed_records import Announced
 from peers.net.transport import SHOW_METHOD
 from peers.ports import Answer, Request
@@ -67,7 +68,7 @@ class Doorkeeper:
         now = unix_s()
         if why := why_shut_out(self.terms, peer):
             return f"not admitted: {why}"
-        if method in ("", SHOW_METHOD):
+        if method in ("", SHOW_METHOD, DIRECT_METHOD):  # a stream, what is shown on it, and a better one
             return ""
         roles = callers_of(method, self.stage)
         if not incoming:

@@ -1,0 +1,106 @@
+"""How two peers agree on the keys of a direct connection, over a stream of p2pd. Without IO.
+
+    caller ──AskDirect: an X25519 key, signed──▶ callee
+           ◀──GrantDirect: another, and a port, signed──
+           ──TCP: the ticket, then sealed records──▶
+
+Both names and all that was said go into the keys, and both keys of X25519 are new each time: what was
+recorded opens nothing, now or when an identity is stolen later. p2pd's streams are authenticated and
+encrypted already; the signatures bind the connection to the identities themselves, whatever carried the
+messages. The ticket is a part of the derived secret, so only the caller can show it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from peers.net.direct.records import KEY_BYTES
+from peers.net.identity import SIGNATURE_BYTES, Identity
+from swarm.errors import Refused
+from swarm.ids import PeerId
+
+TICKET_BYTES = 16
+
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+
+class AskDirect(msgspec.Struct, frozen=True, kw_only=True):
+    """May we connect to you directly?"""
+
+    key: Key
+    signature: Signature
+
+
+class GrantDirect(msgspec.Struct, frozen=True, kw_only=True):
+    """You may, at this port of the host at which you reach us."""
+
+    key: Key
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    signature: Signature
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What only the two ends know."""
+
+    ticket: bytes
+    to_callee: bytes
+    """The key of what the caller sends."""
+    to_caller: bytes
+
+
+def _asked(caller: PeerId, callee: PeerId, key: bytes) -> bytes:
+    return msgspec.msgpack.encode(("swarm direct ask 1", caller, callee, key))
+
+
+def _granted(caller: PeerId, callee: PeerId, asked: bytes, key: bytes, port: int) -> bytes:
+    return msgspec.msgpack.encode(("swarm direct grant 1", caller, callee, asked, key, port))
+
+
+def _agree(secret: X25519PrivateKey, other: bytes, transcript: bytes) -> Agreed:
+    try:
+        shared = secret.exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:  # of a key that leaves no secret
+        raise Refused("a key for a direct connection that is none") from None
+    made = HKDF(SHA256(), TICKET_BYTES + 2 * KEY_BYTES, hashlib.sha256(transcript).digest(), b"keys")
+    keys = made.derive(shared)
+    return Agreed(keys[:TICKET_BYTES], keys[TICKET_BYTES:-KEY_BYTES], keys[-KEY_BYTES:])
+
+
+class Asking:
+    """The caller's side, for one connection."""
+
+    def __init__(self, signer: Identity, callee: PeerId) -> None:
+        self._signer, self._callee, self._secret = signer, callee, X25519PrivateKey.generate()
+        self._key = self._secret.public_key().public_bytes_raw()
+
+    def ask(self) -> AskDirect:
+        """What to send."""
+        said = _asked(self._signer.peer_id, self._callee, self._key)
+        return AskDirect(key=self._key, signature=self._signer.sign(said))
+
+    def agree(self, grant: GrantDirect) -> Agreed:
+        """The keys, from the answer. Raises Refused: another peer signed it, or for another question."""
+        transcript = _granted(self._signer.peer_id, self._callee, self._key, grant.key, grant.port)
+        if not Identity.verify(self._callee, transcript, grant.signature):
+            raise Refused("a grant of a direct connection with a wrong signature")
+        return _agree(self._secret, grant.key, transcript)
+
+
+def grant(signer: Identity, caller: PeerId, ask: AskDirect, port: int) -> tuple[GrantDirect, Agreed]:
+    """The callee's side: the answer, and the keys. Raises Refused: another peer signed the question."""
+    if not Identity.verify(caller, _asked(caller, signer.peer_id, ask.key), ask.signature):
+        raise Refused("a question for a direct connection with a wrong signature")
+    secret = X25519PrivateKey.generate()
+    key = secret.public_key().public_bytes_raw()
+    transcript = _granted(caller, signer.peer_id, ask.key, key, port)
+    agreed = _agree(secret, ask.key, transcript)
+    return GrantDirect(key=key, port=port, signature=signer.sign(transcript)), agreed

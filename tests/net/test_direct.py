@@ -1,0 +1,356 @@
+"""Direct connections over sockets: when they are used, what opens them, what strangers on the port can do.
+
+That calls are the same on both paths is in test_transport.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from peers.net.connection import ClientConnection, ServerConnection
+from peers.net.direct import paths as direct_paths
+from peers.net.direct.handshake import Agreed, Asking, GrantDirect
+from peers.net.direct.paths import HELLO_BYTES, METHOD, OPENING, DirectOptions, DirectPaths
+from peers.net.direct.records import Opener, Sealer
+from peers.net.direct.stream import SMALL_AT_ONCE, SMALL_PER_S, SealedStream
+from peers.net.identity import Identity
+from peers.net.timings import NetTimings
+from peers.net.transport import NetTransport
+from peers.ports import Answer, Request
+from swarm.errors import Busy, PeerGone, Refused, SetupError
+from swarm.wire import frames
+from swarm.wire.messages import pack, unpack
+from tests.net.relay import Relay
+from tests.net.test_transport import QUICK, echo, relay, until
+
+__all__ = ["relay"]
+
+AT_ONCE = DirectOptions(after_bytes=0)
+CALLER = Identity.generate()
+
+
+async def added(relay: Relay, **options: object) -> tuple[NetTransport, NetTransport]:
+    """(caller, callee), both of which would connect directly."""
+    options = {"direct": AT_ONCE, "timings": QUICK} | options
+    caller, callee = await relay.add(**options), await relay.add(**options)
+    callee.serve("echo", echo, max_body_bytes=1 << 24)
+    return caller, callee
+
+
+async def calls(caller: NetTransport, callee: NetTransport, count: int = 3) -> None:
+    for number in range(count):
+        answer = await caller.call(
+            callee.peer_id, "echo", b"%d" % number, [bytes(70_000)], max_answer_bytes=70_000
+        )
+        assert answer.header == b"%d" % number
+
+
+# -- when it is used -----------------------------------------------------------------------------------------
+
+
+async def test_a_pair_that_moves_a_megabyte_connects_directly_and_keeps_one_stream(relay: Relay) -> None:
+    caller, callee = await added(relay, direct=DirectOptions(after_bytes=1 << 20))
+    await calls(caller, callee)
+    assert caller.direct_links == (0, 0), "it moved less"
+    await calls(caller, callee, 6)
+    await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
+    assert callee.direct_links == (0, 1)
+    assert (caller.links, relay.dials) == ((1, 0), [callee.peer_id])
+    assert callee.peer_id in caller.sent_bytes, "both paths count on one line"
+
+
+async def test_a_call_that_is_under_way_ends_on_the_stream_on_which_it_began(relay: Relay) -> None:
+    caller, callee = await added(relay)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: Request) -> Answer:
+        entered.set()
+        await leave.wait()
+        return Answer(b"done")
+
+    callee.serve("wait", wait)
+    waiting = asyncio.ensure_future(caller.call(callee.peer_id, "wait", b""))
+    await entered.wait()
+    await until(lambda: caller.direct_links == (1, 0))
+    await calls(caller, callee)
+    assert callee.links == (0, 2)
+    leave.set()
+    assert (await waiting).header == b"done"
+    await until(lambda: callee.links == (0, 1))
+
+
+async def test_a_peer_that_is_reached_through_a_relay_is_not_even_asked(relay: Relay) -> None:
+    caller, callee = await added(relay)
+    relay.hidden.add(callee.peer_id)
+    await calls(caller, callee)
+    await until(lambda: not caller._tasks._tasks)
+    assert (caller.peer_id, callee.peer_id) not in relay.ports and not callee._dialer.direct._granted
+    assert caller.direct_links == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["refused", "mute", "not-wanted", "not-known"])
+async def test_where_it_cannot_be_had_no_call_is_lost_and_none_waits(relay: Relay, how: str) -> None:
+    timings = replace(QUICK, direct_s=0.3)
+    caller, callee = await added(relay, timings=timings)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        match how:
+            case "refused":  # nothing listens there
+                await callee._dialer.direct._tasks.close()
+            case "mute":  # a stranger's program does
+                callee._dialer.direct.port = mute.getsockname()[1]
+            case "not-wanted":
+                callee._dialer.direct.port = 0
+            case _:
+                del callee._methods[METHOD]
+        began = asyncio.get_running_loop().time()
+        for _ in range(20):
+            await calls(caller, callee, 1)
+        assert asyncio.get_running_loop().time() - began < 5.0
+        await until(lambda: not caller._tasks._tasks)
+        assert (caller.direct_links, caller.links) == ((0, 0), (1, 0))
+        assert not caller._dialer.direct.streams
+        asked = callee._dialer.direct._granted.copy()
+        await calls(caller, callee)
+        assert callee._dialer.direct._granted == asked, "not tried again for a while"
+
+
+async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(relay: Relay) -> None:
+    caller, callee = await added(relay)
+    await calls(caller, callee)
+    await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
+    callee.serve("never", never)
+    under_way = asyncio.ensure_future(caller.call(callee.peer_id, "never", b""))
+    await asyncio.sleep(0.05)
+    relay.sever(callee.peer_id)
+    with pytest.raises(PeerGone, match="the connection broke"):
+        await under_way
+    await calls(caller, callee)
+    assert caller.direct_links == (0, 0)
+    assert relay.dials == [callee.peer_id] * 2
+    await until(lambda: not caller._dialer.direct.streams and not callee._dialer.direct.streams)
+
+
+async def never(request: Request) -> Answer:
+    await asyncio.get_running_loop().create_future()
+    return Answer(b"")
+
+
+async def test_a_changed_byte_ends_the_connection_and_blames_nobody(relay: Relay) -> None:
+    caller, callee = await added(relay)
+    await calls(caller, callee)
+    await until(lambda: caller.direct_links == (1, 0))
+    relay.flips = True
+    with pytest.raises(PeerGone, match=r"the connection broke|the direct connection was disturbed: record"):
+        await caller.call(callee.peer_id, "echo", b"over it")
+    relay.flips = False
+    await calls(caller, callee)
+    assert caller.direct_links == (0, 0)
+
+
+async def test_a_banned_peer_gets_none_and_loses_the_one_that_it_has(relay: Relay) -> None:
+    caller, callee = await added(relay)
+    await calls(caller, callee)
+    await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
+    callee.refusal = lambda peer, method, incoming: "banned" if peer == caller.peer_id else ""
+    callee.drop_refused()
+    await until(lambda: callee.links == (0, 0))
+    hello, port = await asked(callee, caller.signer)
+    assert await says(port, hello) == b"", "a grant from before is no way in"
+
+
+# -- what opens it, and what does not ------------------------------------------------------------------------
+
+
+async def keys_of(callee: NetTransport, signer: Identity) -> tuple[Agreed, int]:
+    """As the peer of the signer asks for it over p2pd."""
+    asking = Asking(signer, callee.peer_id)
+    request = OneRequest(signer.peer_id, pack(asking.ask()))
+    given = unpack((await callee._dialer.direct.grant(request)).header, GrantDirect)
+    return asking.agree(given), given.port
+
+
+class OneRequest:
+    """Fulfils `peers.ports.Request`, as far as a grant needs it."""
+
+    def __init__(self, peer: str, header: bytes) -> None:
+        self.peer, self.header = peer, header
+
+
+def hello_of(keys: Agreed) -> bytes:
+    return keys.ticket + b"".join(Sealer(keys.to_callee).seal([OPENING]))
+
+
+async def asked(callee: NetTransport, signer: Identity) -> tuple[bytes, int]:
+    keys, port = await keys_of(callee, signer)
+    return hello_of(keys), port
+
+
+async def says(port: int, data: bytes) -> bytes:
+    """What the port answers, until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            return await asyncio.wait_for(reader.read(100), 5)
+        return b""
+    finally:
+        writer.transport.abort()
+
+
+@pytest_asyncio.fixture
+async def callee(relay: Relay) -> AsyncIterator[NetTransport]:
+    callee = await relay.add(direct=AT_ONCE, timings=replace(QUICK, knock_s=0.3))
+    callee.serve("echo", echo)
+    yield callee
+
+
+async def test_a_hello_opens_one_connection_and_a_recorded_one_none(callee: NetTransport) -> None:
+    keys, port = await keys_of(callee, CALLER)
+    assert len(hello_of(keys)) == HELLO_BYTES
+    assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
+    assert await says(port, hello_of(keys)) == b"", "said twice"
+    await asked(callee, CALLER)
+    assert await says(port, hello_of(keys)) == b"", "of an earlier session"
+
+
+async def test_a_question_in_anothers_name_gets_no_grant(callee: NetTransport) -> None:
+    ask = Asking(Identity.generate(), callee.peer_id).ask()
+    with pytest.raises(Refused, match="a question for a direct connection with a wrong signature"):
+        await callee._dialer.direct.grant(OneRequest(CALLER.peer_id, pack(ask)))
+    with pytest.raises(Refused, match="malformed AskDirect"):
+        await callee._dialer.direct.grant(OneRequest(CALLER.peer_id, b"junk"))
+    assert not callee._dialer.direct._granted
+
+
+async def test_grants_are_bounded(callee: NetTransport) -> None:
+    paths = callee._dialer.direct
+    for _ in range(direct_paths.MAX_STREAMS):
+        peer = Identity.generate()
+        await paths.grant(OneRequest(peer.peer_id, pack(Asking(peer, callee.peer_id).ask())))
+        for ticket, granted in paths._granted.items():  # on a slow machine none of them expires
+            paths._granted[ticket] = replace(granted, until=granted.until + 60)
+    with pytest.raises(Busy, match="256 direct connections are open"):
+        await paths.grant(OneRequest(CALLER.peer_id, pack(Asking(CALLER, callee.peer_id).ask())))
+
+
+async def test_strangers_hold_few_bytes_for_a_short_time_and_keep_nobody_out(callee: NetTransport) -> None:
+    paths = callee._dialer.direct
+    strangers = [
+        await asyncio.open_connection("127.0.0.1", paths.port) for _ in range(direct_paths.MAX_KNOCKS + 20)
+    ]
+    for _, writer in strangers:
+        writer.write(b"G")
+    await until(lambda: len(paths.knocks) == direct_paths.MAX_KNOCKS)
+    keys, port = await keys_of(callee, CALLER)
+    assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
+    await until(lambda: not paths.knocks)
+    for reader, writer in strangers:
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.transport.abort()
+    assert await says(port, b"GET / HTTP/1.1\r\nHost: of somebody else\r\n\r\n") == b""
+
+
+class Tcp(asyncio.Transport):
+    """What a sealed stream does to the connection below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.did: list[str] = []
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """It is never full."""
+
+    def write(self, data: object) -> None:
+        """What is said is not looked at."""
+
+    def pause_reading(self) -> None:
+        self.did.append("pause")
+
+    def resume_reading(self) -> None:
+        self.did.append("resume")
+
+    def abort(self) -> None:
+        self.did.append("abort")
+
+
+def feed(stream: SealedStream, data: bytes) -> None:
+    """As a loop does."""
+    rest = memoryview(data)
+    while rest:
+        room = stream.get_buffer(-1)
+        size = min(len(room), len(rest))
+        room[:size] = rest[:size]
+        stream.buffer_updated(size)
+        rest = rest[size:]
+
+
+@pytest.mark.virtual_time
+async def test_many_small_records_are_read_no_faster_than_frames() -> None:
+    link = ClientConnection("peer", b"")
+    stream, tcp, sealer = SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))), Tcp(), Sealer(bytes(32))
+    stream.connection_made(tcp)
+    feed(stream, b"".join(sealer.seal([OPENING])))
+    body = frames.pack_prefix(frames.Kind.ALIVE, 0)
+    for number in range(int(SMALL_AT_ONCE) // 2):
+        feed(stream, b"".join(piece for half in (body[:7], body[7:]) for piece in sealer.seal([half])))
+        assert not tcp.did or number >= SMALL_AT_ONCE // 2 - 1
+    assert tcp.did == ["pause"]
+    await asyncio.sleep(2 / SMALL_PER_S)
+    assert tcp.did == ["pause", "resume"]
+    stream.pause_reading()
+    feed(stream, b"".join(piece for _ in range(2) for piece in sealer.seal([body])))
+    await asyncio.sleep(1.0)
+    assert tcp.did[2:] == ["pause"] * 2, "the end still wants nothing"
+    stream.resume_reading()
+    assert tcp.did[-1] == "resume"
+    assert not link.over
+
+
+@pytest.mark.virtual_time
+async def test_a_part_of_a_record_is_a_sign_of_life() -> None:
+    link = ClientConnection("peer", b"", NetTimings(silence_s=1.0))
+    stream, sealer = SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))), Sealer(bytes(32))
+    stream.connection_made(Tcp())
+    feed(stream, b"".join(sealer.seal([OPENING])))
+    call = asyncio.ensure_future(link.call("x", b"", (), 0))
+    slow = b"".join(sealer.seal([frames.pack_result(1, bytes(2000), ())]))
+    for start in range(0, len(slow), 200):
+        await asyncio.sleep(0.9)
+        feed(stream, slow[start : start + 200])
+    assert (await call).header == bytes(2000)
+
+
+async def test_a_port_that_is_taken_is_named(relay: Relay) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SetupError, match=f"port {port} for direct connections is already in use"):
+            await relay.add(direct=DirectOptions(port=port))
+    paths = DirectPaths(CALLER, DirectOptions(host="192.0.2.1"), NetTimings(), no_end)
+    with pytest.raises(SetupError, match=r"port 0 for direct connections cannot be had on 192\.0\.2\.1"):
+        paths.listen()
+
+
+def no_end(peer: str) -> ServerConnection:
+    raise AssertionError(peer)
+
+
+async def test_a_peer_that_only_dials_takes_none(relay: Relay) -> None:
+    caller = await relay.add(direct=AT_ONCE, timings=QUICK)
+    callee = await relay.add(direct=DirectOptions(host=None, after_bytes=0), timings=QUICK)
+    for transport in (caller, callee):
+        transport.serve("echo", echo, max_body_bytes=1 << 24)
+    await calls(caller, callee)
+    await until(lambda: not caller._tasks._tasks)
+    assert caller.direct_links == (0, 0)
+    await calls(callee, caller)
+    await until(lambda: callee.direct_links[0] == 1)
+    with pytest.raises(Refused, match="no direct connections are taken here"):
+        await keys_of(callee, CALLER)

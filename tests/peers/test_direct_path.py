@@ -1,0 +1,162 @@
+"""What a direct connection rests on, without a socket: who agrees on its keys, what its records refuse."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, grant
+from peers.net.direct.records import (
+    KEY_BYTES,
+    LENGTH_BYTES,
+    MAX_PLAIN_BYTES,
+    MAX_RECORD_BYTES,
+    TAG_BYTES,
+    Opener,
+    Sealer,
+    SealError,
+)
+from peers.net.identity import Identity
+from swarm.errors import Refused
+from swarm.wire import frames
+
+CALLER, CALLEE, MALLORY = Identity.generate(), Identity.generate(), Identity.generate()
+KEY = os.urandom(KEY_BYTES)
+
+
+def sealed(*plains: bytes, key: bytes = KEY) -> list[bytes]:
+    """Each as a record."""
+    sealer = Sealer(key)
+    return [b"".join(sealer.seal([plain])) for plain in plains]
+
+
+# -- records -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([1, 16, 4000, MAX_PLAIN_BYTES, MAX_PLAIN_BYTES + 1, 300_000]), max_size=5),
+    splits=st.lists(st.sampled_from([1, 3, 4, 5, 21, 1000, 65_000, 70_000, 300_000]), max_size=40),
+)
+def test_what_was_sealed_comes_out_in_any_split(sizes: list[int], splits: list[int]) -> None:
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    parts = [(frames.pack_prefix(frames.Kind.BODY, 1, 0, 1), os.urandom(size)) for size in sizes]
+    wire = b"".join(piece for part in parts for piece in sealer.seal(part))
+    out = b""
+    for size in (*splits, len(wire)):
+        out, wire = out + opener.put(wire[:size]), wire[size:]
+    assert out == b"".join(b"".join(part) for part in parts)
+
+
+def test_a_chunk_and_its_prefix_are_four_records_and_a_small_frame_is_one_piece() -> None:
+    prefix = frames.pack_prefix(frames.Kind.BODY, 1, 0, frames.CHUNK_BYTES)
+    pieces = Sealer(KEY).seal([prefix, memoryview(bytes(frames.CHUNK_BYTES))])
+    assert len(pieces) == 8
+    assert max(map(len, pieces)) <= MAX_RECORD_BYTES - LENGTH_BYTES
+    assert len(Sealer(KEY).seal([b"alive"])) == 1
+
+
+def test_another_key_opens_nothing() -> None:
+    with pytest.raises(SealError, match="record 0 is not what was sealed"):
+        Opener(os.urandom(KEY_BYTES)).put(sealed(b"secret")[0])
+
+
+@pytest.mark.parametrize("bit", [0, 7, 8 * 5, 8 * 5 + 3, 8 * 15])
+def test_a_changed_bit_is_refused(bit: int) -> None:
+    record = bytearray(sealed(b"hello")[0])
+    record[LENGTH_BYTES + bit // 8] ^= 1 << bit % 8
+    with pytest.raises(SealError, match="record 0 is not what was sealed"):
+        Opener(KEY).put(bytes(record))
+
+
+@pytest.mark.parametrize("order", [[0, 0], [1], [0, 2], [1, 0], [0, 1, 1]])
+def test_a_record_that_is_repeated_left_out_or_elsewhere_is_refused(order: list[int]) -> None:
+    records, opener = sealed(b"one", b"two", b"three"), Opener(KEY)
+    with pytest.raises(SealError, match="is not what was sealed"):
+        for number in order:
+            opener.put(records[number])
+
+
+def test_what_one_end_sent_is_not_what_it_receives() -> None:
+    """A mirror: each direction has its own key."""
+    asking = Asking(CALLER, CALLEE.peer_id)
+    answer, keys = grant(CALLEE, CALLER.peer_id, asking.ask(), 1)
+    assert asking.agree(answer) == keys
+    assert len({keys.ticket, keys.to_callee, keys.to_caller}) == 3
+    with pytest.raises(SealError):
+        Opener(keys.to_caller).put(sealed(b"mine", key=keys.to_callee)[0])
+
+
+def test_a_record_cut_short_is_no_record() -> None:
+    opener = Opener(KEY)
+    assert opener.put(sealed(b"hello")[0][:-1]) == b""
+    assert 0 < opener.room().nbytes <= 1 + LENGTH_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, TAG_BYTES, MAX_PLAIN_BYTES + TAG_BYTES + 1, 0xFFFFFFFF])
+def test_an_impossible_length_is_refused_before_anything_is_read(size: int) -> None:
+    with pytest.raises(SealError, match=f"a record of {size} bytes"):
+        Opener(KEY).put(size.to_bytes(LENGTH_BYTES, "big"))
+
+
+def test_a_key_is_replaced_when_it_is_used_up_at_both_ends() -> None:
+    sealer, opener, still = Sealer(KEY, 2), Opener(KEY, 2), Opener(KEY, 3)
+    for number in range(7):
+        record = b"".join(sealer.seal([b"%d" % number]))
+        assert opener.put(record) == b"%d" % number
+        if number < 2:
+            still.put(record)
+        elif number == 2:
+            with pytest.raises(SealError):
+                still.put(record)
+
+
+# -- who agrees ----------------------------------------------------------------------------------------------
+
+
+def test_a_question_that_another_peer_signed_is_refused() -> None:
+    ask = Asking(MALLORY, CALLEE.peer_id).ask()
+    with pytest.raises(Refused, match="a question for a direct connection with a wrong signature"):
+        grant(CALLEE, CALLER.peer_id, ask, 1)
+    for_another = Asking(CALLER, MALLORY.peer_id).ask()
+    with pytest.raises(Refused, match="a question for a direct connection with a wrong signature"):
+        grant(CALLEE, CALLER.peer_id, for_another, 1)
+
+
+def test_a_grant_that_another_peer_signed_or_for_another_question_is_refused() -> None:
+    asking = Asking(CALLER, CALLEE.peer_id)
+    answer, _ = grant(CALLEE, CALLER.peer_id, asking.ask(), 7)
+    by_another = msgspec.structs.replace(answer, signature=MALLORY.sign(b"anything"))
+    for wrong in (by_another, msgspec.structs.replace(answer, port=8)):
+        with pytest.raises(Refused, match="a grant of a direct connection with a wrong signature"):
+            asking.agree(wrong)
+    with pytest.raises(Refused, match="a grant of a direct connection with a wrong signature"):
+        Asking(CALLER, CALLEE.peer_id).agree(answer)  # of an earlier session
+
+
+def test_a_session_that_was_recorded_opens_nothing_in_another() -> None:
+    """The same question again gets another key: neither its ticket nor its records are of any use."""
+    ask = Asking(CALLER, CALLEE.peer_id).ask()
+    (_, first), (_, second) = (grant(CALLEE, CALLER.peer_id, ask, 7) for _ in range(2))
+    assert first.ticket != second.ticket
+    with pytest.raises(SealError):
+        Opener(second.to_callee).put(sealed(b"recorded", key=first.to_callee)[0])
+
+
+def test_a_key_that_leaves_no_secret_is_refused() -> None:
+    zero = bytes(32)
+    said = msgspec.msgpack.encode(("swarm direct ask 1", CALLER.peer_id, CALLEE.peer_id, zero))
+    with pytest.raises(Refused, match="a key for a direct connection that is none"):
+        grant(CALLEE, CALLER.peer_id, AskDirect(key=zero, signature=CALLER.sign(said)), 1)
+
+
+def test_malformed_messages_are_no_messages() -> None:
+    for wrong in ({"key": b"short", "signature": bytes(64)}, {"key": bytes(32), "signature": b""}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(wrong, AskDirect)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"key": bytes(32), "signature": bytes(64), "port": 0}, GrantDirect)

@@ -1,0 +1,109 @@
+"""What opens a direct connection, without a socket: a granted ticket, with the key, once and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+from peers.net.connection import ServerConnection
+from peers.net.direct.handshake import Agreed, Asking, GrantDirect
+from peers.net.direct.paths import HELLO_BYTES, OPENING, DirectOptions, DirectPaths
+from peers.net.direct.records import Opener, Sealer
+from peers.net.identity import Identity
+from peers.net.timings import NetTimings
+from swarm.ids import PeerId
+from swarm.wire.messages import pack, unpack
+
+pytestmark = pytest.mark.virtual_time
+
+CALLER, CALLEE = Identity.generate(), Identity.generate()
+
+
+class Tcp(asyncio.Transport):
+    """A connection that is admitted, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: asyncio.BaseProtocol | None = None
+        self.said = b""
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """It is never full."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.said += bytes(data)
+
+    def abort(self) -> None:
+        asyncio.get_running_loop().call_soon(self.protocol.connection_lost, None)
+
+
+@dataclass
+class Question:
+    """Fulfils `peers.ports.Request`, as far as a grant needs it."""
+
+    peer: PeerId
+    header: bytes
+
+
+class Callee:
+    """A peer that grants, and what it was called by."""
+
+    def __init__(self) -> None:
+        self.met: list[PeerId] = []
+        self.paths = DirectPaths(CALLEE, DirectOptions(), NetTimings(grant_s=5.0), self._receive)
+        self.paths.port = 4000
+
+    def _receive(self, peer: PeerId) -> ServerConnection:
+        self.met.append(peer)
+        return ServerConnection(lambda link, _: (peer, link.line), lambda link, call: None)
+
+    async def grant(self) -> Agreed:
+        asking = Asking(CALLER, CALLEE.peer_id)
+        answer = await self.paths.grant(Question(CALLER.peer_id, pack(asking.ask())))
+        return asking.agree(unpack(answer.header, GrantDirect))
+
+    def knock(self, hello: bytes) -> bytes:
+        """What is said to a connection that begins with this; nothing: it is not admitted."""
+        assert len(hello) == HELLO_BYTES
+        tcp = Tcp()
+        assert self.paths.admit(hello, tcp) == (tcp.protocol is not None) == bool(tcp.said)
+        return tcp.said
+
+
+def hello_of(keys: Agreed) -> bytes:
+    return keys.ticket + b"".join(Sealer(keys.to_callee).seal([OPENING]))
+
+
+async def test_a_ticket_opens_one_connection_of_the_peer_that_asked() -> None:
+    callee = Callee()
+    keys = await callee.grant()
+    assert Opener(keys.to_caller).put(callee.knock(hello_of(keys))) == OPENING
+    assert callee.met == [CALLER.peer_id]
+    assert callee.knock(hello_of(keys)) == b"", "a session that was recorded"
+    await callee.grant()
+    assert callee.knock(hello_of(keys)) == b""
+
+
+async def test_a_ticket_that_was_seen_on_the_line_is_of_no_use_without_the_key() -> None:
+    callee = Callee()
+    keys = await callee.grant()
+    for wrong in (bytes(32), keys.to_caller):
+        assert callee.knock(keys.ticket + b"".join(Sealer(wrong).seal([OPENING]))) == b""
+    assert callee.knock(bytes(16) + hello_of(keys)[16:]) == b"", "no ticket of ours"
+    assert callee.knock(keys.ticket + b"\0\0\0\x13" + bytes(17)) == b"", "a record that goes on"
+    assert callee.knock(hello_of(keys)), "the caller can still use it"
+
+
+async def test_a_ticket_is_good_for_a_while() -> None:
+    callee = Callee()
+    keys = await callee.grant()
+    await asyncio.sleep(5.1)
+    assert callee.knock(hello_of(keys)) == b""
+    keys = await callee.grant()
+    await asyncio.sleep(4.9)
+    assert callee.knock(hello_of(keys))
