@@ -3,6 +3,7 @@
     python scripts/bench/wire.py                      # 3 stages, hidden 512, blockwise8; about a minute
     python scripts/bench/wire.py --codec none bf16 blockwise8 topk:0.05 --hidden 256 --steps 2
     python scripts/bench/wire.py --speed              # of the codecs alone, on one core; half a minute
+    python scripts/bench/wire.py --paths              # CPU time of the transport itself; a minute
 
 Counted by the peers themselves on their streams, in both directions: activations and tokens forward,
 gradients back, and all that goes along with them (frames, headers, heartbeats, the reports and directives of
@@ -15,21 +16,35 @@ for a top-k its values and its places by the formula, and the tokens at a byte e
 `--speed`: 4 MB of float32 activations, [4, 512, 512], normal. In each round every codec encodes and decodes
 once, in turn, so that all have the same disturbances; `…_to_8bit` is the median of the rounds' ratios to
 blockwise8.
+
+`--paths`: CPU seconds for each GB (10^9 bytes) that one peer sends another on this machine, of both ends with
+their p2pds, by calls with 8 MiB in the body, four at a time: by p2pd, and by a direct connection beside it.
+In each round both paths carry as much, in turn; `to_p2pd` is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import psutil
 from harness import Swarm, bench_run, machine, report
 
+from peers.net.identity import split_peer_id
+from peers.net.node import Node
+from peers.net.p2pd import DaemonOptions
+from peers.ports import Answer, Request
+from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 from swarm.wire.codec import encoded_sizes, places_of
@@ -143,6 +158,82 @@ def measure_speed(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+PATH_COLUMNS = ("path", "cpu_s_per_gb", "python_s_per_gb", "p2pd_s_per_gb", "to_p2pd", "gb_per_s")
+BODY_BYTES, AT_ONCE = 8 << 20, 4
+
+
+async def serve_bodies() -> None:
+    """The end that receives: says where, and takes bodies until it is ended."""
+
+    async def take(request: Request) -> Answer:
+        await request.accept()
+        return Answer(b"")
+
+    async with Node() as node:
+        node.transport.serve("take", take, max_body_bytes=BODY_BYTES)
+        print(node.p2pd_pid, *node.addresses, flush=True)
+        await asyncio.get_running_loop().create_future()
+
+
+async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: float) -> list[dict[str, Any]]:
+    """A row for p2pd, and one for a direct connection."""
+    assert callee.stdout is not None
+    p2pd_pid, *addresses = callee.stdout.readline().split()
+    peer, pythons = split_peer_id(addresses[0])[1], (os.getpid(), callee.pid)
+    rows: dict[str, list[dict[str, Any]]] = {"p2pd": [], "direct": []}
+    async with (
+        Node(join=addresses, options=DaemonOptions(direct=False)) as plain,
+        Node(join=addresses) as direct,
+    ):
+        nodes = {"p2pd": plain, "direct": direct}
+        for node in nodes.values():
+            node.transport.learn(peer, addresses)
+            await send_bodies(node, peer, AT_ONCE)
+        while direct.transport.direct_links != (1, 0):
+            await asyncio.sleep(0.1)
+            await send_bodies(direct, peer, 1)
+        for _ in range(rounds):
+            for path, node in nodes.items():
+                assert node.p2pd_pid is not None
+                p2pds, calls = (node.p2pd_pid, int(p2pd_pid)), round(gigabytes * 1e9 / BODY_BYTES)
+                before, began = (cpu_of(pythons), cpu_of(p2pds)), time.monotonic()
+                await send_bodies(node, peer, calls)
+                took_s, gb = time.monotonic() - began, calls * BODY_BYTES / 1e9
+                spent = (cpu_of(pythons) - before[0]) / gb, (cpu_of(p2pds) - before[1]) / gb
+                rows[path].append({"spent": spent, "all": sum(spent), "gb_per_s": gb / took_s})
+        assert direct.transport.direct_links == (1, 0), "it broke"
+
+    def median(path: str, value: Callable[[dict[str, Any]], float]) -> float:
+        return round(statistics.median(map(value, rows[path])), 3)
+
+    ratios = [one["all"] / other["all"] for one, other in zip(rows["direct"], rows["p2pd"], strict=True)]
+    return [
+        {
+            "path": path,
+            "cpu_s_per_gb": median(path, lambda row: row["all"]),
+            "python_s_per_gb": median(path, lambda row: row["spent"][0]),
+            "p2pd_s_per_gb": median(path, lambda row: row["spent"][1]),
+            "to_p2pd": 1.0 if path == "p2pd" else round(statistics.median(ratios), 3),
+            "gb_per_s": median(path, lambda row: row["gb_per_s"]),
+        }
+        for path in rows
+    ]
+
+
+async def send_bodies(node: Node, peer: PeerId, calls: int) -> None:
+    body, left = [bytes(BODY_BYTES)], iter(range(calls))
+
+    async def some() -> None:
+        for _ in left:
+            await node.transport.call(peer, "take", b"", body)
+
+    await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+
+
+def cpu_of(pids: Iterable[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
 async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for hidden in options.hidden:
@@ -167,7 +258,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--codec", nargs="+", default=["blockwise8"], help="none, bf16, blockwise8 (default), topk:0.05"
     )
     parser.add_argument("--speed", action="store_true", help="time the codecs alone")
-    parser.add_argument("--rounds", type=int, default=31, help="of --speed")
+    parser.add_argument("--paths", action="store_true", help="time the transport alone, on both paths")
+    parser.add_argument("--serve-bodies", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=31, help="of --speed and --paths")
+    parser.add_argument("--gigabytes", type=float, default=0.25, help="of a round of --paths (default: 0.25)")
     parser.add_argument("--microbatches", type=int, default=16, help="of a step (default: 16)")
     parser.add_argument("--steps", type=int, default=2, help="to count, after one that is not (default: 2)")
     parser.add_argument("--quick", action="store_true", help="hidden 128, one step")
@@ -181,9 +275,21 @@ def main() -> None:
     options = parse()
     import uvloop
 
-    rows = measure_speed(options.rounds) if options.speed else uvloop.run(bench(options))
+    if options.serve_bodies:
+        uvloop.run(serve_bodies())
+    if options.paths:
+        command = [sys.executable, __file__, "--serve-bodies"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as callee:
+            try:
+                rows = uvloop.run(measure_paths(callee, options.rounds, options.gigabytes))
+            finally:
+                callee.terminate()
+    else:
+        rows = measure_speed(options.rounds) if options.speed else uvloop.run(bench(options))
     print(f"{machine()}; {time.strftime('%Y-%m-%d')}; wire.py {' '.join(sys.argv[1:])}")
-    if options.speed:
+    if options.paths:
+        report(rows, PATH_COLUMNS, "CPU seconds a GB, both ends, through the transport of a peer")
+    elif options.speed:
         report(rows, SPEED_COLUMNS, "codecs on one core: 4 MB of float32 activations")
     else:
         report(rows, COLUMNS, "bytes across each boundary ÷ the least possible for the codec")
