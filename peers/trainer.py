@@ -611,7 +611,7 @@ class Trainer:
             return
         now = now_s()
         run, steps = self._run, range(self._version, version)
-        tokens = sum(map(run.microbatches, steps)) * run.tokens_per_microbatch
+        tokens = sum(map(run.microbatches, steps)) * run.tokens_per_step / run.M
         rate = tokens / max(1e-6, now - self._step_began)
         counts = tuple(len(self._router.peers(stage)) for stage in range(self._run.S))
         for t in steps:

@@ -808,6 +808,14 @@ class IslandsSpec(_Spec, section="islands"):
     codec: str = _rule(_CODEC, "none", later=True)
     """How what an island has changed travels."""
 
+    def trained(self, t: int) -> int:
+        """Steps before `t` that are no meetings."""
+        return t - t // (self.local_steps + 1) if self.count > 1 else t
+
+    def moments_age(self, t: int) -> int:
+        """Steps since the optimizer began whose state step `t` finds."""
+        return t % (self.local_steps + 1) if self.count > 1 else t
+
     def _cross_check(self) -> None:
         if self.count == 1 and _values(self):
             raise self.wrong("count", "at least 2 when there are other values in [islands]")
@@ -1090,12 +1098,7 @@ class Run(_Spec):
     @property
     def tokens_per_step(self) -> int:
         """Tokens that get a label in one step; samples, where code makes them. After the batch warm-up."""
-        return self.M * self.tokens_per_microbatch
-
-    @property
-    def tokens_per_microbatch(self) -> int:
-        """Its part of `tokens_per_step`."""
-        return self.batch.microbatch_size * self.data.sequence_length
+        return self.M * self.batch.microbatch_size * self.data.sequence_length
 
     @property
     def adds_exactly(self) -> bool:
@@ -1188,21 +1191,13 @@ class Run(_Spec):
         """How many step `t` has."""
         return 0 if self.meets_at(t) else self.batch.microbatches(t)
 
-    def trained(self, t: int) -> int:
-        """Steps before `t` that are no meetings."""
-        return t - t // (self.islands.local_steps + 1) if self.islands.count > 1 else t
-
-    def moments_age(self, t: int) -> int:
-        """Steps since the optimizer began whose state step `t` finds."""
-        return t % (self.islands.local_steps + 1) if self.islands.count > 1 else t
-
     def named(self, mb: Microbatch) -> Microbatch:
         """What data and chance call a microbatch of this island: its number among those of all."""
-        return Microbatch(self.trained(mb.t), max(0, self.number) * self.M + mb.m)
+        return Microbatch(self.islands.trained(mb.t), max(0, self.number) * self.M + mb.m)
 
     def step_number(self, t: int) -> int:
         """What chance calls step `t` of this island: its number among those of all."""
-        return self.trained(t) * self.islands.count + max(0, self.number)
+        return self.islands.trained(t) * self.islands.count + max(0, self.number)
 
     def weight_version(self, t: int) -> int:
         """The version of the weights that step `t` is computed with."""

@@ -31,7 +31,7 @@ class Reference:
             t, began = single.version, time.monotonic()
             with threads_as_before():
                 losses = single.step(t)
-            tokens = len(losses) * terms.tokens_per_microbatch
+            tokens = len(losses) * terms.tokens_per_step / terms.M
             yield Step(
                 t=t, steps=terms.steps, losses=tuple(losses),
                 loss=sum(losses) / len(losses) if losses else None,

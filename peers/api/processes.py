@@ -97,7 +97,7 @@ class Tally:
     def tokens_per_s(self, run: Run) -> float:
         """Over all steps but the first, which pays for the start."""
         elapsed_s = self.last_step_at - self.first_step_at
-        tokens = sum(map(run.microbatches, range(1, self.steps))) * run.tokens_per_microbatch
+        tokens = sum(map(run.microbatches, range(1, self.steps))) * run.tokens_per_step / run.M
         return tokens / elapsed_s if elapsed_s > 0 else 0.0
 
 

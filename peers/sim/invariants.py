@@ -82,7 +82,7 @@ class Invariants:
             sizes = [run.microbatches(t) for t in range(version)]
             return [sum(run.M / size for size in sizes if m < size) for m in range(run.M)]
         since = version % (run.islands.local_steps + 1)
-        met, share = run.trained(version - since), run.M // count
+        met, share = run.islands.trained(version - since), run.M // count
         return [met + count * since * (m // share == island) for m in range(run.M)]
 
     def prepared(self, cell: int, t: int) -> None:

@@ -196,7 +196,7 @@ class SingleProcess:
     @torch.no_grad()
     def load(self, version: int, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Become a version: of each stage, what `StageState.copy` gives."""
-        age = float(self.run.moments_age(version))
+        age = float(self.run.islands.moments_age(version))
         for parameter in self.parameters.values():
             moments = {torch_name: torch.zeros_like(parameter) for torch_name in _MOMENTS.values()}
             self._optimizer.state[parameter] = {"step": torch.tensor(age), **moments}

@@ -349,7 +349,7 @@ class Aggregator:
         if overdue_s > 0:
             step_s += overdue_s
         microbatches = self.run.batch.microbatches(max(0, self._position.version - 1))
-        return microbatches * self.run.tokens_per_microbatch / step_s
+        return microbatches * self.run.tokens_per_step / self.run.M / step_s
 
     def _cut_off_s(self, now: float) -> float | None:
         """How long no peer has answered since several went silent: together they hardly have separate

@@ -93,7 +93,7 @@ def test_each_microbatch_of_each_island_counts_once() -> None:
     chains, _ = trained(run)
     for chain in chains:
         for weights in chain.named_weights().values():
-            assert (weights * -run.M).tolist() == [run.trained(STEPS)] * run.M
+            assert (weights * -run.M).tolist() == [run.islands.trained(STEPS)] * run.M
 
 
 def test_a_state_that_is_loaded_goes_on_as_the_one_it_was() -> None:

@@ -69,7 +69,8 @@ async def between_meetings(s: Swarm) -> None:
 def assert_counted(s: Swarm) -> None:
     for name, peer in s.live():
         weights = peer.core.compute.state.named_weights().popitem()[1]
-        assert (-weights * s.run.M).tolist() == [s.run.trained(s.run.steps)] * s.run.M, (name, s.story())
+        counts, due = (-weights * s.run.M).tolist(), s.run.islands.trained(s.run.steps)
+        assert counts == [due] * s.run.M, (name, s.story())
 
 
 def names_of(s: Swarm, island: int) -> list[str]:
