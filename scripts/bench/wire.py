@@ -19,7 +19,8 @@ blockwise8.
 
 `--paths`: CPU seconds for each GB (10^9 bytes) that one peer sends another on this machine, of both ends with
 their p2pds, by calls with 8 MiB in the body, four at a time: by p2pd, and by a direct connection beside it.
-In each round both paths carry as much, in turn; `to_p2pd` is the median of the rounds' ratios.
+In each round both paths carry as much, in turn, and so does bare TCP: one loop writes a quarter of a MB at a
+time, another reads into one buffer. `to_p2pd` is the median of the rounds' ratios, and `to_tcp` likewise.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -158,8 +159,29 @@ def measure_speed(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-PATH_COLUMNS = ("path", "cpu_s_per_gb", "python_s_per_gb", "p2pd_s_per_gb", "to_p2pd", "gb_per_s")
+PATH_COLUMNS = (
+    "path", "cpu_s_per_gb", "python_s_per_gb", "p2pd_s_per_gb", "to_p2pd", "to_tcp", "gb_per_s",
+)  # fmt: skip
 BODY_BYTES, AT_ONCE = 8 << 20, 4
+
+
+class Sink(asyncio.BufferedProtocol):
+    """Reads, and answers each body with a byte."""
+
+    def __init__(self) -> None:
+        self._buffer, self._came = bytearray(1 << 18), 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._came += nbytes
+        while self._came >= BODY_BYTES:
+            self._came -= BODY_BYTES
+            self._transport.write(b".")
 
 
 async def serve_bodies() -> None:
@@ -171,53 +193,71 @@ async def serve_bodies() -> None:
 
     async with Node() as node:
         node.transport.serve("take", take, max_body_bytes=BODY_BYTES)
-        print(node.p2pd_pid, *node.addresses, flush=True)
+        server = await asyncio.get_running_loop().create_server(Sink, "127.0.0.1", 0)
+        print(node.p2pd_pid, server.sockets[0].getsockname()[1], *node.addresses, flush=True)
         await asyncio.get_running_loop().create_future()
 
 
 async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: float) -> list[dict[str, Any]]:
     """A row for p2pd, and one for a direct connection."""
     assert callee.stdout is not None
-    p2pd_pid, *addresses = callee.stdout.readline().split()
+    p2pd_pid, port, *addresses = callee.stdout.readline().split()
     peer, pythons = split_peer_id(addresses[0])[1], (os.getpid(), callee.pid)
-    rows: dict[str, list[dict[str, Any]]] = {"p2pd": [], "direct": []}
     async with (
         Node(join=addresses, options=DaemonOptions(direct=False)) as plain,
         Node(join=addresses) as direct,
     ):
-        nodes = {"p2pd": plain, "direct": direct}
-        for node in nodes.values():
+        for node in (plain, direct):
             node.transport.learn(peer, addresses)
-            await send_bodies(node, peer, AT_ONCE)
         while direct.transport.direct_links != (1, 0):
+            await send_bodies(direct, peer, AT_ONCE)
             await asyncio.sleep(0.1)
-            await send_bodies(direct, peer, 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        senders: dict[str, Callable[[int], Awaitable[None]]] = {
+            "tcp": lambda calls: send_bare(reader, writer, calls),
+            "p2pd": lambda calls: send_bodies(plain, peer, calls),
+            "direct": lambda calls: send_bodies(direct, peer, calls),
+        }
+        assert plain.p2pd_pid is not None and direct.p2pd_pid is not None
+        p2pds = plain.p2pd_pid, direct.p2pd_pid, int(p2pd_pid)
+        spent: dict[str, list[tuple[float, float, float]]] = {path: [] for path in senders}
+        calls = round(gigabytes * 1e9 / BODY_BYTES)
+        gb = calls * BODY_BYTES / 1e9
         for _ in range(rounds):
-            for path, node in nodes.items():
-                assert node.p2pd_pid is not None
-                p2pds, calls = (node.p2pd_pid, int(p2pd_pid)), round(gigabytes * 1e9 / BODY_BYTES)
+            for path, send in senders.items():
                 before, began = (cpu_of(pythons), cpu_of(p2pds)), time.monotonic()
-                await send_bodies(node, peer, calls)
-                took_s, gb = time.monotonic() - began, calls * BODY_BYTES / 1e9
-                spent = (cpu_of(pythons) - before[0]) / gb, (cpu_of(p2pds) - before[1]) / gb
-                rows[path].append({"spent": spent, "all": sum(spent), "gb_per_s": gb / took_s})
+                await send(calls)
+                took_s = time.monotonic() - began
+                used = cpu_of(pythons) - before[0], cpu_of(p2pds) - before[1]
+                spent[path].append((used[0] / gb, used[1] / gb, gb / took_s))
         assert direct.transport.direct_links == (1, 0), "it broke"
+        writer.close()
 
-    def median(path: str, value: Callable[[dict[str, Any]], float]) -> float:
-        return round(statistics.median(map(value, rows[path])), 3)
+    def ratio(path: str, to: str) -> float:
+        pairs = zip(spent[path], spent[to], strict=True)
+        return round(statistics.median(sum(one[:2]) / sum(other[:2]) for one, other in pairs), 3)
 
-    ratios = [one["all"] / other["all"] for one, other in zip(rows["direct"], rows["p2pd"], strict=True)]
     return [
         {
             "path": path,
-            "cpu_s_per_gb": median(path, lambda row: row["all"]),
-            "python_s_per_gb": median(path, lambda row: row["spent"][0]),
-            "p2pd_s_per_gb": median(path, lambda row: row["spent"][1]),
-            "to_p2pd": 1.0 if path == "p2pd" else round(statistics.median(ratios), 3),
-            "gb_per_s": median(path, lambda row: row["gb_per_s"]),
+            "cpu_s_per_gb": round(statistics.median(sum(row[:2]) for row in rows), 3),
+            "python_s_per_gb": round(statistics.median(row[0] for row in rows), 3),
+            "p2pd_s_per_gb": round(statistics.median(row[1] for row in rows), 3),
+            "to_p2pd": ratio(path, "p2pd"),
+            "to_tcp": ratio(path, "tcp"),
+            "gb_per_s": round(statistics.median(row[2] for row in rows), 3),
         }
-        for path in rows
+        for path, rows in spent.items()
     ]
+
+
+async def send_bare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, calls: int) -> None:
+    chunk = bytes(1 << 18)
+    for _ in range(calls):
+        for _ in range(BODY_BYTES // len(chunk)):
+            writer.write(chunk)
+            await writer.drain()
+    await reader.readexactly(calls)
 
 
 async def send_bodies(node: Node, peer: PeerId, calls: int) -> None:

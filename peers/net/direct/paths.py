@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -147,10 +146,8 @@ class DirectPaths:
             listener.listen(MAX_KNOCKS)
         except OSError as error:
             listener.close()
-            used = error.errno == errno.EADDRINUSE
             raise SetupError(
-                f"port {self.options.port} for direct connections "
-                f"{'is already in use' if used else 'cannot be had'} on {self.options.host} "
+                f"port {self.options.port} for direct connections cannot be had on {self.options.host} "
                 f"({error.strerror}): choose another one with --direct-port, or --no-direct"
             ) from None
         listener.setblocking(False)

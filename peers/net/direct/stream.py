@@ -54,13 +54,18 @@ class SealedStream(asyncio.Transport, asyncio.BufferedProtocol):
         if not plain:
             self._end.heard()
             return
-        now = asyncio.get_running_loop().time()
-        rests_s = self._small.take(1.0, now=now) if len(plain) < SMALL_BYTES else 0.0
+        if len(plain) < SMALL_BYTES:
+            self._rest()
+        self._end.data_received(plain)
+
+    def _rest(self) -> None:
+        """A small record came: read nothing more for a while, if there are too many of them."""
+        loop = asyncio.get_running_loop()
+        rests_s = self._small.take(1.0, now=loop.time())
         if rests_s > 0:
             self._resting = True
             self._tcp.pause_reading()
-            asyncio.get_running_loop().call_later(rests_s, self._go_on)
-        self._end.data_received(plain)
+            loop.call_later(rests_s, self._go_on)
 
     def _go_on(self) -> None:
         self._resting = False
