@@ -331,7 +331,9 @@ async def test_a_part_of_a_record_is_a_sign_of_life() -> None:
 async def test_a_port_that_is_taken_is_named(relay: Relay) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SetupError, match=rf"port {port} for direct .* 127\.0\.0\.1 \(Address already in use"):
+        with pytest.raises(
+            SetupError, match=rf"port {port} for direct .* 127\.0\.0\.1 \(Address already in use"
+        ):
             await relay.add(direct=DirectOptions(port=port))
     paths = DirectPaths(CALLER, DirectOptions(host="192.0.2.1"), NetTimings(), no_end)
     with pytest.raises(SetupError, match=r"port 0 for direct connections cannot be had on 192\.0\.2\.1"):
