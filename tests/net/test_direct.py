@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -248,6 +249,9 @@ async def test_strangers_hold_few_bytes_for_a_short_time_and_keep_nobody_out(cal
     for _, writer in strangers:
         writer.write(b"G")
     await until(lambda: len(paths.knocks) == direct_paths.MAX_KNOCKS)
+    for _ in range(10):
+        with socket.create_connection(("127.0.0.1", paths.port)) as hasty:  # resets at once
+            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     keys, port = await keys_of(callee, CALLER)
     assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
     await until(lambda: not paths.knocks)
@@ -326,6 +330,14 @@ async def test_a_part_of_a_record_is_a_sign_of_life() -> None:
         await asyncio.sleep(0.9)
         feed(stream, slow[start : start + 200])
     assert (await call).header == bytes(2000)
+
+
+@pytest.mark.virtual_time
+async def test_a_connection_that_comes_about_after_it_was_given_up_is_closed() -> None:
+    link, tcp = ClientConnection("peer", OPENING), Tcp()
+    link.fail(PeerGone("peer", "we are closing"))
+    SealedStream(link, Sealer(bytes(32)), Opener(bytes(32)), bytes(16)).connection_made(tcp)
+    assert tcp.did == ["abort"]
 
 
 async def test_a_port_that_is_taken_is_named(relay: Relay) -> None:

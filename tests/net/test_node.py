@@ -22,8 +22,9 @@ import pytest
 import pytest_asyncio
 
 from peers.net.dht_protocol import RPC_S, DhtNode, Ping, Pong
+from peers.net.direct.paths import DirectOptions
 from peers.net.identity import Identity
-from peers.net.node import MAX_UNANSWERED, Node
+from peers.net.node import MAX_UNANSWERED, Node, direct_options
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError
 from peers.net.timings import NetTimings
@@ -117,6 +118,12 @@ async def test_a_node_is_spawned_ahead_and_closes_twice(stack: contextlib.AsyncE
     await node.close()
     assert not node.alive
     assert not daemon.directory.exists()
+
+
+def test_a_peer_that_others_cannot_dial_takes_no_direct_connections() -> None:
+    assert direct_options(DaemonOptions(host="::1", direct_port=7)) == DirectOptions(host="::1", port=7)
+    assert direct_options(DaemonOptions(host="0.0.0.0", reachable=False)) == DirectOptions(host=None)
+    assert direct_options(DaemonOptions(direct=False)) is None
 
 
 async def directly(caller: Node, callee: Node, calls: int) -> list[bytes]:

@@ -6,7 +6,6 @@ Nothing here is needed for a call: where it fails, the stream of p2pd is there, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -85,6 +84,7 @@ class _Knock(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._tcp = cast(asyncio.Transport, transport)
+        self._paths.knocks[self] = None
         self._timer = asyncio.get_running_loop().call_later(self._paths.timings.knock_s, self.abort)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -99,6 +99,7 @@ class _Knock(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Break the connection."""
+        self._forget()
         self._tcp.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -173,11 +174,11 @@ class DirectPaths:
                 continue
             if len(self.knocks) >= MAX_KNOCKS:
                 next(iter(self.knocks)).abort()
-            knock = _Knock(self)
-            self.knocks[knock] = None
-            with contextlib.suppress(OSError):
+            try:
                 _set_up(came)
-            await loop.connect_accepted_socket(lambda knock=knock: knock, came)
+                await loop.connect_accepted_socket(lambda: _Knock(self), came)
+            except OSError:  # the stranger is gone
+                came.close()
             await asyncio.sleep(pace.take(1.0, now=loop.time()))
 
     async def grant(self, request: Request) -> Answer:

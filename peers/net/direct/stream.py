@@ -35,6 +35,9 @@ class SealedStream(asyncio.Transport, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._tcp = cast(asyncio.Transport, transport)
+        if self._end.over:  # given up meanwhile
+            self._tcp.abort()
+            return
         if self._hello:
             self._tcp.write(self._hello)
         self._end.connection_made(self)
