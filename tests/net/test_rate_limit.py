@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from peers.net.bandwidth import TURN_S, RateLimiter
+from peers.net.transport import NetTransport
 from peers.ports import Answer, Request
-from tests.net.relay import Relay
-from tests.net.test_transport import echo, relay
+from tests.net.test_transport import pair, relay
 
-__all__ = ["relay"]
+__all__ = ["pair", "relay"]
 
 
 @pytest.mark.parametrize("limit_bps", [1e6, 20e6, 1e9])
@@ -64,9 +64,10 @@ def test_frames_that_do_not_wait_leave_bodies_half_of_the_line() -> None:
     assert 8 * turns * limiter.turn_bytes >= 0.45 * 1e6 * 60.0
 
 
-async def test_a_body_takes_its_time_and_a_control_message_passes_it(relay: Relay) -> None:
-    caller, callee = await relay.add(), await relay.add()
-    callee.serve("echo", echo, max_body_bytes=1 << 24)
+async def test_a_body_takes_its_time_and_a_control_message_passes_it(
+    pair: tuple[NetTransport, NetTransport],
+) -> None:
+    caller, callee = pair
     await caller.call(callee.peer_id, "echo", b"", [bytes(100_000)], max_answer_bytes=100_000)
     caller.limit_upload(8e6)
     assert caller.lines[callee.peer_id].bandwidth_bps <= 8e6
@@ -88,8 +89,8 @@ async def test_a_body_takes_its_time_and_a_control_message_passes_it(relay: Rela
     assert passed >= 5, "they did not wait for the body"
 
 
-async def test_answers_are_within_the_limit_too(relay: Relay) -> None:
-    caller, callee = await relay.add(), await relay.add()
+async def test_answers_are_within_the_limit_too(pair: tuple[NetTransport, NetTransport]) -> None:
+    caller, callee = pair
 
     async def give(request: Request) -> Answer:
         return Answer(b"", [bytes(1_000_000)])
