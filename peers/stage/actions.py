@@ -192,7 +192,7 @@ class Actions:
             finally:
                 self._core.changing = False
 
-        if not self._core.changing:
+        if self._core.joined and not self._core.changing:
             self._core.changing = True
             self.spawn(go())
 
