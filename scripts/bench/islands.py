@@ -67,7 +67,7 @@ STAGES = 2
 DELAY_S = 0.005
 """One way, between any two hosts."""
 QUEUE_S = 2.0
-"""What waits longer for a line is dropped. Four replicas that send to one another at once fill such a queue."""
+"""What waits longer for a line is dropped. Four replicas that all send to one another fill such a queue."""
 
 
 @dataclass(frozen=True)
