@@ -1143,18 +1143,16 @@ class Run(_Spec):
         """The cell of a stage of this island; of a run without islands the stage itself."""
         return max(0, self.number) * self.S + stage
 
-    def label(self, cell: Stage) -> str:
-        """The short name of a cell in tables: `2`, of islands `1.2` for stage 2 of island 1; `–`: of none."""
+    def place(self, cell: Stage, *, short: bool = False) -> str:
+        """The name of a cell: `stage 2`, of islands `stage 2 of island 1 (cell 5)`; or short, in tables: `2`,
+        `1.2`.
+        """
         if cell < 0:
-            return "–"
-        return str(cell) if self.cells == self.S else f"{cell // self.S}.{cell % self.S}"
-
-    def place(self, cell: Stage) -> str:
-        """The name of a cell in sentences: `stage 2`, `stage 2 of island 1 (cell 5)`; `no stage`."""
-        if cell < 0:
-            return "no stage"
+            return "–" if short else "no stage"
+        if self.cells == self.S:
+            return str(cell) if short else f"stage {cell}"
         island, stage = divmod(cell, self.S)
-        return f"stage {cell}" if self.cells == self.S else f"stage {stage} of island {island} (cell {cell})"
+        return f"{island}.{stage}" if short else f"stage {stage} of island {island} (cell {cell})"
 
     def island(self, number: int) -> Run:
         """The terms of one island, under an id of its own: its M are its share of the microbatches.

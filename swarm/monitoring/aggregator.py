@@ -436,7 +436,7 @@ class Aggregator:
         speeds = sorted((s.speed, s.record.peer) for s in serving if s.speed > 0)
         return StageHealth(
             stage=stage,
-            label=self.run.label(stage),
+            label=self.run.place(stage, short=True),
             place=self.run.place(stage),
             serving=len(serving),
             most_serving=self._most_serving[stage],
@@ -478,7 +478,7 @@ class Aggregator:
             **_of(record, "peer", "stage", "device", "since", "load", "bandwidth_bps"),
             **_of(seen, "state", "version", "speed", "why", "last"),
             **_of(status or NOTHING_SAID, "inflight", "bytes_in", "bytes_out", "audit"),
-            label=self.run.label(record.stage),
+            label=self.run.place(record.stage, short=True),
             answered=status is not None and not seen.why,
             heard_s=max(0.0, now - seen.heard_at) if status is not None else None,
             up_s=seen.up_s(now),
@@ -569,7 +569,7 @@ class Aggregator:
         return tuple(
             Contribution(
                 peer=peer, computed=work.total, share=work.total / total, stage=work.stage,
-                label=self.run.label(work.stage),
+                label=self.run.place(work.stage, short=True),
                 here=peer in self._peers,
             )
             for peer, work in sorted(counted.items(), key=lambda item: (-item[1].total, item[0]))
