@@ -129,11 +129,13 @@ def simulate_cells(
     """
     job, islands = job_of(run.island(0)), islands_of(run)
     check_cells(network, job, islands)
-    cell_of = layout or search_islands(
-        network, job, islands, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
-    ).cell_of.tolist()  # fmt: skip
-    settings = Settings(rebalance_every_s=0.0)  # nobody changes islands between meetings
-    return simulate_islands(network, job, islands, cell_of, end_s=end_s, settings=settings, seed=seed)
+    cells = layout
+    if cells is None:
+        cells = search_islands(
+            network, job, islands, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
+        ).cell_of  # fmt: skip
+    settings = Settings(rebalance_every_s=0.0)  # nobody moves between islands
+    return simulate_islands(network, job, islands, cells, end_s=end_s, settings=settings, seed=seed)
 
 
 # --- what came of it ----------------------------------------------------------------------------------------
