@@ -30,7 +30,7 @@ def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
             kind="code",
             source=f"tests.model.zoo:{name}",
             stages=max(assignment, default=0) + 1,
-            vocab_size=7 if name == "resnet" else 41,
+            vocab_size=7 if name in ("resnet", "deep") else 41,
             cut=write_cut(assignment),
         ),
         "data": DataSpec(source="code", code=f"tests.model.zoo:{name}", sequence_length=1, tokens=1000),
@@ -44,7 +44,7 @@ def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
 @cache
 def sample_of(name: str) -> tuple[torch.Tensor, ...]:
     """The model's own."""
-    return zoo.MODELS[name]()[1]
+    return getattr(zoo, name)()[1]
 
 
 def samples(run: Run, offsets: list[int]) -> list[np.ndarray]:
@@ -91,6 +91,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "batch norm, rounded": (
         "resnet",
         {"codec": CodecSpec(forward="none", backward="none", reduce="rounded16"), "steps": 4},
+    ),
+    "random numbers": ("deep", {"steps": 4}),
+    "random numbers, bfloat16": (
+        "deep",
+        {"dtype": "bfloat16", "codec": CodecSpec(forward="blockwise8", backward="blockwise8")},
     ),
     "batch norm": ("resnet", {"codec": CodecSpec(forward="blockwise8", backward="bf16")}),
 }

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swarm.ids import Microbatch
+from swarm.model.graph.model_source import from_hf
+from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
-from tests.model.parity import check_parity, compute
+from tests.model.parity import check_parity, compute, gradients, random_cuts
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 SMALL = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
@@ -47,3 +50,46 @@ def test_masks_and_rotary_tables_are_computed_where_they_are_needed() -> None:
     traced = trace(llama().train(), kwargs={"input_ids": tokens, "labels": tokens})
     cheap = {op.target for op in traced.graph.operators if op.cheap}
     assert {"aten.cos.default", "aten.sin.default", "aten.arange.default"} <= cheap
+
+
+IMAGES = {"image_size": 32, "num_labels": 5}
+RANDOM = {
+    "beit": (
+        {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+        | {"architectures": ["BeitForImageClassification"], "patch_size": 8, "drop_path_rate": 0.3, **IMAGES},
+        "aten.rand.default",
+    ),
+    "swin": (
+        {"architectures": ["SwinForImageClassification"], "embed_dim": 12, "depths": [1, 2], **IMAGES}
+        | {"num_heads": [2, 4], "window_size": 4, "patch_size": 4, "drop_path_rate": 0.3},
+        "aten.rand.default",
+    ),
+    "mobilenet_v2": (
+        {"architectures": ["MobileNetV2ForImageClassification"], "depth_multiplier": 0.25, **IMAGES}
+        | {"classifier_dropout_prob": 0.5},
+        "aten.dropout_.default",
+    ),
+}
+"""Models that draw random numbers, small but else as they come: config, and the operator that draws."""
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_what_drops_paths_or_drops_in_place_is_the_same_in_every_cut(kind: str) -> None:
+    config, operator = RANDOM[kind]
+    torch.manual_seed(0)
+    model = from_hf({"model_type": kind, **config}, rows=3, length=1)
+    model.module.double()
+    images = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+    inputs = {"pixel_values": images, "labels": torch.tensor([0, 4, 2])}
+    traced = trace(model.module.train(), kwargs=inputs)
+    assert operator in {op.target for op in traced.graph.operators}
+    alone = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    mb = Microbatch(2, 1)
+    one = gradients(alone, inputs, mb)
+    for assignment in random_cuts(traced.graph, 3, seed=1):
+        got = gradients(cut(traced, assignment, seed=0), inputs, mb)
+        torch.testing.assert_close(got.loss, one.loss, rtol=1e-12, atol=0)
+        for name, expected in one.parameters.items():
+            error = (got.parameters[name] - expected).abs().max().item()
+            assert error <= 1e-12 * max(1.0, expected.abs().max().item()), name
+    assert gradients(alone, inputs, Microbatch(2, 2)).loss != one.loss

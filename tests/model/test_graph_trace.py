@@ -271,16 +271,30 @@ def custom(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def noisy(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return (net.linear(x) + torch.rand_like(x)).sum()
+    return torch.normal(net.linear(x), 1.0).sum()
 
 
 def alpha(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.alpha_dropout(net.linear(x), 0.1, True).sum()
 
 
-def sometimes(net: Net, x: torch.Tensor) -> torch.Tensor:
-    kept = torch.empty((x.shape[0], 1)).bernoulli_(0.5)
-    return (net.linear(x) * kept).sum()
+def shuffled(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return (net.linear(x)[torch.randperm(x.shape[0])] * x).sum()
+
+
+def far_apart(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return (net.linear(x) * torch.randint(-1, 1 << 32, (4,))).sum()
+
+
+def geometric(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return (net.linear(x) * x.new_empty((4,)).geometric_(0.5)).sum()
+
+
+def hidden_draw(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    with torch.no_grad():
+        y.select(0, 1).normal_()
+    return y.sum()
 
 
 def strided(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -340,9 +354,15 @@ LINE = r"test_graph_trace.py:\d+: "
             looked_up_sparsely,
             "operator aten.embedding.default of the model gives sparse gradients, .* sparse=False",
         ),
-        (noisy, LINE + "operator aten.rand_like.default of the model draws random numbers"),
+        (noisy, LINE + "operator aten.normal.Tensor_float of the model draws random numbers"),
         (alpha, "operator aten.alpha_dropout.default of the model draws random numbers"),
-        (sometimes, "operator aten.bernoulli_.float of the model draws random numbers"),
+        (
+            shuffled,
+            "operator aten.randperm.default of .* draws .* use dropout, torch.rand, randn, randint or",
+        ),
+        (far_apart, "operator aten.randint.low of the model draws random numbers"),
+        (geometric, "operator aten.geometric_.default of the model draws random numbers"),
+        (hidden_draw, "operator aten.normal_.* writes to a tensor that needs a gradient, under no_grad"),
         (strided, "operator aten.as_strided.default of the model depends on how memory is laid out"),
         (lambda net, x: net.linear(x), "has to return a scalar loss .* not a torch.float32 of 2 dimensions"),
         (lambda net, x: {"logits": net.linear(x)}, "has to return a scalar loss .* not nothing of the kind"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.gpt import replace_parameters
+from swarm.model.graph.kernels import DRAWS, SeededRandom
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.stage_module import StageModule, cut
 from swarm.model.graph.trace import trace
@@ -88,6 +90,105 @@ def test_dropout_of_everything_and_of_nothing() -> None:
     assert "aten.dropout.default" not in {
         op.target for op in trace(model.eval(), (x,), loss=torch.sum).graph.operators
     }
+
+
+class Draws(nn.Module):
+    """Random numbers of each kind, made and written in place, also through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.drop = nn.Linear(5, 5), nn.Linear(5, 5), nn.Dropout(0.3, inplace=True)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        path = x.new_empty((6, 1, 1, 1)).bernoulli_(0.8).div_(0.8)  # stochastic depth, as timm has it
+        y = self.one(x) * path
+        kept = (0.7 + torch.rand((6, 1, 1, 1), dtype=x.dtype)).floor_()  # and as BEiT has it
+        y = self.two(y.div(0.7) * kept) + torch.randn_like(y) * x
+        y = y * torch.bernoulli(x.sigmoid()) + torch.normal(1.0, 2.0, (5,), dtype=x.dtype)
+        y = y * torch.randint(2, 9, (4, 1, 1)) + torch.empty(5, dtype=x.dtype).uniform_(-1.0, 3.0)
+        y = y / (1.0 + torch.empty(5, dtype=x.dtype).exponential_(2.0))
+        y[1:3].normal_(0.0, 0.1)
+        self.drop(y.view(6, -1))
+        return functional.dropout2d(y, 0.4, True, True).square().sum()
+
+    def by_hand(self, x: torch.Tensor, chance: SeededRandom) -> torch.Tensor:
+        def drawn(kind: str, number: int, *others: object, shape: tuple[int, ...] = (5,)) -> torch.Tensor:
+            site = f"#{number}" if number else ""
+            return DRAWS[kind](chance, torch.empty(shape, dtype=x.dtype), *others, site=site)
+
+        rows = (6, 1, 1, 1)
+        y = self.one(x) * drawn("bernoulli", 0, 0.8, shape=rows) / 0.8
+        kept = (0.7 + drawn("uniform", 1, shape=rows)).floor()
+        y = self.two(y / 0.7 * kept) + drawn("normal", 2, shape=x.shape) * x
+        y = y * drawn("bernoulli", 3, x.sigmoid(), shape=x.shape) + drawn("normal", 4, 1.0, 2.0)
+        y = y * drawn("integers", 5, 2, 9, shape=(4, 1, 1)) + drawn("uniform", 6, -1.0, 3.0)
+        y = y / (1.0 + drawn("exponential", 7, 2.0))
+        y = torch.cat([y[:1], drawn("normal", 8, 0.0, 0.1, shape=(2, 4, 5, 5)), y[3:]])
+        y = chance.drop(y, 0.3, "drop")
+        return (y * chance.drop(torch.ones(6, 4, 1, 1, dtype=y.dtype), 0.4, "#9")).square().sum()
+
+
+def test_random_numbers_are_drawn_of_run_microbatch_and_place_and_of_nothing_else() -> None:
+    model = Draws().train()
+    traced = trace(model, (X,))
+    expected = model.by_hand(X, SeededRandom(7, MB))
+    expected.backward()
+    every = range(len(traced.graph.operators))
+    for assignment in [[0] * len(every), every, *random_cuts(traced.graph, 7, seed=1)]:
+        pieces = cut(traced, assignment, seed=7)
+        for _ in range(2):
+            got = gradients(pieces, {"x": X}, MB)
+            torch.testing.assert_close(got.loss, expected.detach(), rtol=1e-12, atol=0)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(got.parameters[name], parameter.grad, rtol=1e-12, atol=1e-12)
+    assert gradients(cut(traced, assignment, seed=7), {"x": X}, Microbatch(3, 2)).loss != got.loss
+    assert gradients(cut(traced, assignment, seed=8), {"x": X}, MB).loss != got.loss
+
+
+def test_an_evaluation_draws_the_same_each_time_and_drops_no_path() -> None:
+    model = Draws().train()
+    traced = trace(model, (X,))
+    pieces = cut(traced, [0] * len(traced.graph.operators), seed=7)
+    first, second = (pieces[0](X, mb=None).values[0] for _ in range(2))
+    torch.testing.assert_close(first, model.by_hand(X, SeededRandom(7, None)), rtol=1e-12, atol=0)
+    assert torch.equal(first, second)
+    form = torch.empty(9)
+    assert bool((DRAWS["bernoulli"](SeededRandom(7, None), form, 0.8, site="") == 0.8).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_drawn_is_distributed_as_asked(dtype: torch.dtype) -> None:
+    form = torch.empty((400, 500), dtype=dtype)
+
+    def drawn(kind: str, *others: object) -> torch.Tensor:
+        found = DRAWS[kind](SeededRandom(7, MB), form, *others, site=kind)
+        assert found.dtype == dtype and found.shape == form.shape
+        return found.double()
+
+    even = drawn("uniform")
+    assert 0.0 <= even.min() < 0.01 and 0.99 < even.max() < 1.0
+    assert even.mean().item() == pytest.approx(0.5, abs=4e-3)
+    assert even.var().item() == pytest.approx(1 / 12, abs=1e-3)
+    bell = drawn("normal", 1.0, 2.0)
+    assert bell.mean().item() == pytest.approx(1.0, abs=0.02) and bell.std().item() == pytest.approx(
+        2, abs=0.02
+    )
+    assert ((bell - 1.0).abs() < 4.0).double().mean().item() == pytest.approx(0.9545, abs=3e-3)
+    assert ((bell - 1.0).abs() > 6.0).double().mean().item() == pytest.approx(0.0027, abs=1e-3)
+    late = drawn("exponential", 2.0)
+    assert late.min() > 0.0 and late.mean().item() == pytest.approx(0.5, abs=5e-3)
+    assert (late > 1.0).double().mean().item() == pytest.approx(math.exp(-2.0), abs=3e-3)
+    assert drawn("bernoulli", 0.3).mean().item() == pytest.approx(0.3, abs=4e-3)
+    assert drawn("bernoulli", 1.0).all() and not drawn("bernoulli", 0.0).any()
+    whole = drawn("integers", -2, 3)
+    assert whole.unique().tolist() == [-2.0, -1.0, 0.0, 1.0, 2.0]
+    assert torch.bincount((whole + 2).long().flatten()).double().std().item() < 500
+    # The same numbers in another precision, and no two places alike.
+    wide = DRAWS["normal"](SeededRandom(7, MB), form.double(), 1.0, 2.0, site="normal")
+    torch.testing.assert_close(bell, wide.to(dtype).double(), rtol=0, atol=0)
+    assert drawn("uniform").flatten()[:1000].unique().numel() > 100
 
 
 # --- batch norm ---------------------------------------------------------------------------------------------

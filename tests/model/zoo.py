@@ -266,6 +266,28 @@ def llama() -> tuple[nn.Module, Sample]:
     return model, (_tokens(3, 10, 41, 1), padding, _tokens(3, 10, 41, 2))
 
 
+class Deep(nn.Module):
+    """Branches that are skipped at random (stochastic depth), noise, and dropout in place."""
+
+    def __init__(self, width: int, layers: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.drop, self.head = nn.Dropout(0.2, inplace=True), nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = x + 0.1 * torch.randn_like(x)
+        for layer in self.layers:
+            kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.7).div_(0.7)
+            x = x + kept * layer(x).tanh()
+        self.drop(x.view(-1))
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def deep() -> tuple[nn.Module, Sample]:
+    """Four layers."""
+    return Deep(width=8, layers=4, classes=7), (_normal(3, 8), _tokens(3, 1, 7, 1)[:, 0])
+
+
 def unet() -> tuple[nn.Module, Sample]:
     """Four levels."""
     return UNet(width=2, depth=4), (_normal(2, 1, 32, 32),)

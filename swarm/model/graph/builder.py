@@ -19,7 +19,7 @@ from swarm.model.graph.calls import DEVICE, Call, Ref, Statistic, refs
 from swarm.model.graph.capture import Captured, Untraceable, WithLoss
 from swarm.model.graph.functionalize import where
 from swarm.model.graph.ir import Operator, OpGraph, Value
-from swarm.model.graph.kernels import write_through
+from swarm.model.graph.kernels import draw_through, write_through
 
 aten = torch.ops.aten
 CONSTANT = "constant:"
@@ -157,10 +157,8 @@ class Builder:
                 site=lambda: self._site(module),
             )
         else:
-            whole, _, op, rest, named = args
-            target = str(op)  # `write_through` is named by what writes
-            given = operators.arguments(op, (whole, *rest), named)
-            operators.refuse_random(op, given, f"{where(node)}operator {op} of {module or 'the model'}")
+            # `write_through` is named by what writes.
+            target, call = operators.ruled_write(node, call, module=module, site=lambda: self._site(module))
         read = [self._values[ref.name] for ref in refs((call.args, call.kwargs)) if ref.name in self._values]
         depends = any(value.differentiable for value in read) and node.target is not aten.detach.default
         for name, result in zip(outputs, results, strict=True):
@@ -219,7 +217,7 @@ class Builder:
             free = name not in self._told and all(read in cheap or read in constant for read in reads)
             outputs = tuple(output for output in call.outputs if output in self._values)
             cheap.update(outputs if free else ())
-            hidden = node.meta.get("no_grad") and call.function is write_through
+            hidden = node.meta.get("no_grad") and call.function in (write_through, draw_through)
             if hidden and self._values[outputs[0]].differentiable:
                 raise SetupError(
                     f"{where(node)}operator {target} writes to a tensor that needs a gradient, under "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swarm.ids import Microbatch
-from swarm.model.seeded_random import Dropout
+from swarm.model.seeded_random import Dropout, seed_of, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,19 @@ class SeededRandom:
     seed: int
     """The run's."""
     mb: Microbatch | None
-    """None: nothing is dropped."""
+    """None: nothing is dropped, and what is drawn else is the same each time."""
 
     def drop(self, x: torch.Tensor, p: float, site: str) -> torch.Tensor:
         """`x` with each element zeroed with probability `p`, the others scaled by 1 / (1 - p)."""
         if self.mb is None:
             return x
         return Dropout(self.seed, self.mb, p)(x, site) if p < 1.0 else x * 0.0
+
+    def words(self, form: torch.Tensor, site: str, each: int = 1) -> torch.Tensor:
+        """Words of 32 bits, as int64, of the shape of `form`; with `each`, so many of that shape."""
+        name = ("evaluation",) if self.mb is None else (self.mb.t, self.mb.m)
+        found = words(seed_of("draws", self.seed, *name, site), 0, each * form.numel(), form.device)
+        return found.view(*([each] if each > 1 else []), *form.shape)
 
 
 def dropout(chance: SeededRandom, x: torch.Tensor, p: float, *, site: str) -> torch.Tensor:
@@ -89,6 +95,91 @@ def batch_norm(
     return y, mean, var
 
 
+def uniform(
+    chance: SeededRandom, form: torch.Tensor, low: float = 0.0, high: float = 1.0, *, site: str
+) -> torch.Tensor:
+    """Numbers from `low` to below `high`. Of each draw the form of a tensor counts, not its numbers."""
+    bits = _BITS.get(form.dtype, 24)  # that no number is rounded up to `high`
+    fraction = (chance.words(form, site) >> (32 - bits)).to(form.dtype) * 2.0**-bits
+    return fraction if (low, high) == (0.0, 1.0) else fraction * (high - low) + low
+
+
+def normal(
+    chance: SeededRandom, form: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, site: str
+) -> torch.Tensor:
+    """Bell-shaped numbers, by Box and Muller's way; none is further off than 5.9 `std`."""
+    one, other = _open(chance.words(form, site, each=2))
+    bell = (-2.0 * one.log()).sqrt() * torch.cos(2.0 * math.pi * other)
+    return (bell * std + mean).to(form.dtype)
+
+
+def exponential(chance: SeededRandom, form: torch.Tensor, rate: float = 1.0, *, site: str) -> torch.Tensor:
+    """Exponentially distributed numbers, above 0."""
+    return (_open(chance.words(form, site)).log() / -rate).to(form.dtype)
+
+
+def bernoulli(
+    chance: SeededRandom, form: torch.Tensor, p: float | torch.Tensor = 0.5, *, site: str
+) -> torch.Tensor:
+    """1 with probability `p`, else 0; in an evaluation `p`, so that what is divided by it drops nothing."""
+    if chance.mb is None and form.dtype.is_floating_point:
+        return (
+            p.to(form.dtype).expand(form.shape) if isinstance(p, torch.Tensor) else torch.full_like(form, p)
+        )
+    least = (p.to(_wide(form.device)) if isinstance(p, torch.Tensor) else p) * 2.0**32
+    return (chance.words(form, site) < least).to(form.dtype)
+
+
+def integers(chance: SeededRandom, form: torch.Tensor, low: int, high: int, *, site: str) -> torch.Tensor:
+    """Whole numbers from `low` to below `high`."""
+    return (chance.words(form, site) % (high - low) + low).to(form.dtype)
+
+
+DRAWS: dict[str, Callable[..., torch.Tensor]] = {
+    draw.__name__: draw
+    for draw in (uniform, normal, exponential, bernoulli, integers, dropout, feature_dropout)
+}
+"""By name, since calls have no functions in their arguments."""
+_BITS = {torch.bfloat16: 8, torch.float16: 11}
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _open(words: torch.Tensor) -> torch.Tensor:
+    """Fractions whose logarithm is finite."""
+    return ((words >> 8).to(_wide(words.device)) + 0.5) * 2.0**-24
+
+
+def draw(
+    chance: SeededRandom,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    kind: str,
+    *others: Any,
+    site: str,
+) -> torch.Tensor:
+    """A new tensor of such numbers."""
+    return DRAWS[kind](chance, torch.empty(shape, dtype=dtype, device=device), *others, site=site)
+
+
+def draw_through(
+    chance: SeededRandom,
+    whole: torch.Tensor,
+    views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]],
+    kind: str,
+    *others: Any,
+    site: str,
+) -> torch.Tensor:
+    """As `write_through`: such numbers are written to the part."""
+    whole = whole.clone()
+    part = _part(whole, views)
+    part.copy_(DRAWS[kind](chance, part, *others, site=site))
+    return whole
+
+
 def write_through(
     whole: torch.Tensor,
     views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]],
@@ -101,11 +192,17 @@ def write_through(
     Each view is (operator, its other arguments, its keywords); None for one of several that a view gives.
     """
     whole = whole.clone()
+    op(_part(whole, views), *args, **kwargs)
+    return whole
+
+
+def _part(
+    whole: torch.Tensor, views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]]
+) -> torch.Tensor:
     part: Any = whole
     for view, others, keywords in views:
         part = part[others[0]] if view is None else view(part, *others, **keywords)
-    op(part, *args, **kwargs)
-    return whole
+    return part
 
 
 def plain(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,20 @@ from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.functionalize import where
 
 DROPOUTS = {"dropout": kernels.dropout, "feature_dropout": kernels.feature_dropout}
+DRAWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("rand", "rand_like"), ("uniform", ())),
+    **dict.fromkeys(("randn", "randn_like"), ("normal", ())),
+    "normal": ("normal", ("mean", "std")),
+    "bernoulli": ("bernoulli", ("p",)),
+    "randint": ("integers", ("low", "high")),
+    "uniform_": ("uniform", ("from", "to")),
+    "normal_": ("normal", ("mean", "std")),
+    "bernoulli_": ("bernoulli", ("p",)),
+    "exponential_": ("exponential", ("lambd",)),
+    "dropout_": ("dropout", ("p",)),
+    "feature_dropout_": ("feature_dropout", ("p",)),
+}
+"""Operators that draw numbers: the kind (`kernels.DRAWS`), and which of their arguments it takes."""
 
 
 def arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,8 +95,47 @@ def ruled(
         raise SetupError(f"{place} gives sparse gradients, which are not added up here; use sparse=False")
     if name == "as_strided":
         raise SetupError(f"{place} depends on how memory is laid out; use views, slices or torch.gather")
-    refuse_random(op, given, place)
+    if (drawn := _drawn(op, given)) is not None:
+        kind, others = drawn
+        args = (RANDOM, list(shape), node.meta["val"].dtype, DEVICE, kind, *others)
+        return replace(call, function=kernels.draw, args=args, kwargs={"site": site()})
+    _refuse_random(op, given, place)
     return call
+
+
+def ruled_write(node: fx.Node, call: Call, *, module: str, site: Callable[[], str]) -> tuple[str, Call]:
+    """The operator that writes to a part of a tensor, and the call of `write_through` as a stage may make it.
+
+    Raises:
+        SetupError: no stage may make it.
+    """
+    whole, views, op, rest, named = call.args
+    given = arguments(op, (whole, *rest), named)
+    if (drawn := _drawn(op, given)) is not None:
+        kind, others = drawn
+        args = (RANDOM, whole, views, kind, *others)
+        return str(op), replace(call, function=kernels.draw_through, args=args, kwargs={"site": site()})
+    _refuse_random(op, given, f"{where(node)}operator {op} of {module or 'the model'}")
+    return str(op), call
+
+
+def _drawn(op: OpOverload, given: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]] | None:
+    """The kind of the numbers that an operator draws, and what else decides them; None: it draws none, or
+    such as cannot be drawn by name.
+    """
+    kind, names = DRAWS.get(name_of(op), ("", ()))
+    if not kind or given.get("generator") is not None or not _is_random(op, name_of(op), given):
+        return None
+    if kind == "bernoulli":
+        # `torch.bernoulli(x)` has the probabilities in x.
+        p = given["p"] if "p" in given else given["input" if "input" in given else "self"]
+        return kind, (p if isinstance(p, Ref) else float(p),)
+    others = tuple(given.get(name, 0) for name in names)  # randint without `low`
+    if any(isinstance(other, Ref) for other in others):
+        return None
+    if kind == "integers" and others[1] - others[0] > 1 << 32:
+        return None  # a word has no more bits
+    return kind, others
 
 
 def is_batch_norm(name: str, given: Mapping[str, Any]) -> bool:
@@ -111,12 +164,13 @@ def _constant(name: str, given: Mapping[str, Any]) -> float | None:
     return None
 
 
-def refuse_random(op: OpOverload, given: Mapping[str, Any], place: str) -> None:
+def _refuse_random(op: OpOverload, given: Mapping[str, Any], place: str) -> None:
     """Raise SetupError if the operator draws random numbers; `place` says where it is."""
     if _is_random(op, name_of(op), given):
         raise SetupError(
             f"{place} draws random numbers, and each peer would draw others; "
-            "use dropout, or make the numbers part of the input"
+            "use dropout, torch.rand, randn, randint or bernoulli without a generator of their own, or make "
+            "the numbers part of the input"
         )
 
 
