@@ -14,7 +14,7 @@ from torch.nn import functional
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.gpt import replace_parameters
-from swarm.model.graph.kernels import DRAWS, SeededRandom
+from swarm.model.graph.kernels import KINDS, SeededRandom
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.stage_module import StageModule, cut
 from swarm.model.graph.trace import trace
@@ -116,7 +116,7 @@ class Draws(nn.Module):
     def by_hand(self, x: torch.Tensor, chance: SeededRandom) -> torch.Tensor:
         def drawn(kind: str, number: int, *others: object, shape: tuple[int, ...] = (5,)) -> torch.Tensor:
             site = f"#{number}" if number else ""
-            return DRAWS[kind](chance, torch.empty(shape, dtype=x.dtype), *others, site=site)
+            return KINDS[kind](chance, torch.empty(shape, dtype=x.dtype), *others, site=site)
 
         rows = (6, 1, 1, 1)
         y = self.one(x) * drawn("bernoulli", 0, 0.8, shape=rows) / 0.8
@@ -155,7 +155,7 @@ def test_an_evaluation_draws_the_same_each_time_and_drops_no_path() -> None:
     torch.testing.assert_close(first, model.by_hand(X, SeededRandom(7, None)), rtol=1e-12, atol=0)
     assert torch.equal(first, second)
     form = torch.empty(9)
-    assert bool((DRAWS["bernoulli"](SeededRandom(7, None), form, 0.8, site="") == 0.8).all())
+    assert bool((KINDS["bernoulli"](SeededRandom(7, None), form, 0.8, site="") == 0.8).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -163,7 +163,7 @@ def test_what_is_drawn_is_distributed_as_asked(dtype: torch.dtype) -> None:
     form = torch.empty((400, 500), dtype=dtype)
 
     def drawn(kind: str, *others: object) -> torch.Tensor:
-        found = DRAWS[kind](SeededRandom(7, MB), form, *others, site=kind)
+        found = KINDS[kind](SeededRandom(7, MB), form, *others, site=kind)
         assert found.dtype == dtype and found.shape == form.shape
         return found.double()
 
@@ -186,7 +186,7 @@ def test_what_is_drawn_is_distributed_as_asked(dtype: torch.dtype) -> None:
     assert whole.unique().tolist() == [-2.0, -1.0, 0.0, 1.0, 2.0]
     assert torch.bincount((whole + 2).long().flatten()).double().std().item() < 500
     # The same numbers in another precision, and no two places alike.
-    wide = DRAWS["normal"](SeededRandom(7, MB), form.double(), 1.0, 2.0, site="normal")
+    wide = KINDS["normal"](SeededRandom(7, MB), form.double(), 1.0, 2.0, site="normal")
     torch.testing.assert_close(bell, wide.to(dtype).double(), rtol=0, atol=0)
     assert drawn("uniform").flatten()[:1000].unique().numel() > 100
 

@@ -135,7 +135,7 @@ def integers(chance: SeededRandom, form: torch.Tensor, low: int, high: int, *, s
     return (chance.words(form, site) % (high - low) + low).to(form.dtype)
 
 
-DRAWS: dict[str, Callable[..., torch.Tensor]] = {
+KINDS: dict[str, Callable[..., torch.Tensor]] = {
     draw.__name__: draw
     for draw in (uniform, normal, exponential, bernoulli, integers, dropout, feature_dropout)
 }
@@ -162,7 +162,7 @@ def draw(
     site: str,
 ) -> torch.Tensor:
     """A new tensor of such numbers."""
-    return DRAWS[kind](chance, torch.empty(shape, dtype=dtype, device=device), *others, site=site)
+    return KINDS[kind](chance, torch.empty(shape, dtype=dtype, device=device), *others, site=site)
 
 
 def draw_through(
@@ -176,7 +176,7 @@ def draw_through(
     """As `write_through`: such numbers are written to the part."""
     whole = whole.clone()
     part = _part(whole, views)
-    part.copy_(DRAWS[kind](chance, part, *others, site=site))
+    part.copy_(KINDS[kind](chance, part, *others, site=site))
     return whole
 
 

@@ -16,7 +16,7 @@ from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.functionalize import where
 
 DROPOUTS = {"dropout": kernels.dropout, "feature_dropout": kernels.feature_dropout}
-DRAWS: dict[str, tuple[str, tuple[str, ...]]] = {
+DRAWN: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("rand", "rand_like"), ("uniform", ())),
     **dict.fromkeys(("randn", "randn_like"), ("normal", ())),
     "normal": ("normal", ("mean", "std")),
@@ -29,7 +29,7 @@ DRAWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dropout_": ("dropout", ("p",)),
     "feature_dropout_": ("feature_dropout", ("p",)),
 }
-"""Operators that draw numbers: the kind (`kernels.DRAWS`), and which of their arguments it takes."""
+"""Operators that draw numbers: the kind (`kernels.KINDS`), and which of their arguments it takes."""
 
 
 def arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _drawn(op: OpOverload, given: Mapping[str, Any]) -> tuple[str, tuple[Any, ..
     """The kind of the numbers that an operator draws, and what else decides them; None: it draws none, or
     such as cannot be drawn by name.
     """
-    kind, names = DRAWS.get(name_of(op), ("", ()))
+    kind, names = DRAWN.get(name_of(op), ("", ()))
     if not kind or given.get("generator") is not None or not _is_random(op, name_of(op), given):
         return None
     if kind == "bernoulli":
