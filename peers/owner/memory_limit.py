@@ -58,6 +58,15 @@ class Needs:
             f"give more, or take {saves}"
         )
 
+    def check_device(self, device: str, total: int) -> None:
+        """Raises SetupError: it is more than the device has, whatever else is on it."""
+        if self.least > total:
+            raise SetupError(
+                f"stage {self.stage} needs {_gib(self.least)}, and {device} has {_gib(total)}; no stage is "
+                "spread over several devices: take another --stage, or have the run's owner cut the model "
+                "into more of them (model.stages); swarm peer --device all serves one with each GPU here"
+            )
+
     def inflight(self, free: int, most: int | None, *, host_free: int) -> int:
         """Microbatches in flight that fit.
 

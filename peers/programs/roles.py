@@ -393,7 +393,7 @@ class Peer(Networked[PeerOptions]):
         """
         import torch
 
-        from peers.device import free_bytes, limit_memory
+        from peers.device import describe, free_bytes, limit_memory
         from peers.owner.memory_limit import needs_of
         from swarm.model.stage import StageCompute
 
@@ -401,6 +401,7 @@ class Peer(Networked[PeerOptions]):
         host_sums = options.host_sums and device != "cpu"
         needs = needs_of(run, stage, host_sums=host_sums)
         needs.check(most)
+        needs.check_device(device, describe(device).total_bytes)
         limit_memory(device, most)
         admits = options.max_inflight
         try:
@@ -422,11 +423,13 @@ class Peer(Networked[PeerOptions]):
 
     def _fits_anywhere(self, run: Run, device: str) -> bool:
         """Whether it may be sent to any stage: one that did not fit there would be lost to the run."""
+        from peers.device import describe
         from peers.owner.memory_limit import needs_of
 
         most, host_sums = self.options.max_vram, self.options.host_sums and device != "cpu"
         needs = (needs_of(run, stage, host_sums=host_sums) for stage in range(run.S))
-        return most is None or all(one.least <= most for one in needs)
+        total = describe(device).total_bytes
+        return all(one.least <= (total if most is None else min(most, total)) for one in needs)
 
     async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
         """Serve a stage, and others if they need this device more, until the owner has it leave."""

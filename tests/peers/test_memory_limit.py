@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from peers.device import Device
 from peers.options import PeerOptions
 from peers.owner.memory_limit import MEMORY_SHARE, Needs, needs_of, weight_bytes
 from peers.programs.roles import Peer
@@ -22,6 +23,10 @@ from swarm.plan.network import MEMORY_SHARE as PLANNED
 from tests.model.chain import tiny_run
 
 MIB = 1 << 20
+
+
+def device_of(name: str, total: int) -> Device:
+    return Device(name=name, model="", free_bytes=total, total_bytes=total)
 
 
 def held_bytes(compute: StageCompute) -> int:
@@ -84,6 +89,7 @@ def test_host_sums_are_for_devices_with_a_memory_of_their_own(
 ) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr("swarm.model.stage.StageCompute", lambda *_, **given: made.append(given))
+    monkeypatch.setattr("peers.device.describe", lambda name: device_of(name, 1000 * MIB))
     peer = Peer(PeerOptions(run="5a", join=(), host_sums=True, max_inflight=4), emit=lambda _: None)
     peer._build(demo_run(stages=2), 1, device)
     assert made[0]["host_sums"] is expected
@@ -95,6 +101,29 @@ def test_host_sums_are_for_devices_with_a_memory_of_their_own(
         PeerOptions(run="5a", join=(), host_sums=True, max_vram=(each - 4) * numel), emit=lambda _: None
     )
     assert limited._fits_anywhere(demo_run(stages=2), device) is expected
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_a_stage_that_is_larger_than_a_card_is_refused_with_advice(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = demo_run(stages=2)
+    least = [needs_of(run, stage).least for stage in range(2)]
+    sizes = {"card": min(least)}
+    monkeypatch.setattr("peers.device.describe", lambda name: device_of(name, sizes["card"]))
+    monkeypatch.setattr("swarm.model.stage.StageCompute", lambda *_, **__: None)
+    peer = Peer(PeerOptions(run="5a", join=(), max_inflight=4), emit=lambda _: None)
+    large, small = least.index(max(least)), least.index(min(least))
+    with pytest.raises(
+        SetupError,
+        match=rf"stage {large} needs .*, and {device} has .* over several devices: take another --stage, "
+        r"or have .* \(model\.stages\); swarm peer --device all serves one with each GPU",
+    ):
+        peer._build(run, large, device)
+    assert peer._build(run, small, device)[1] == 4
+    assert not peer._fits_anywhere(run, device), "it is not moved to where it does not fit"
+    sizes["card"] = max(least)
+    assert peer._fits_anywhere(run, device)
 
 
 def test_a_peer_that_recomputes_layers_admits_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
