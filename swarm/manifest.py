@@ -167,6 +167,27 @@ _NAMES = _set_of(
 )
 
 
+_INPUT = re.compile(
+    r"[A-Za-z_][A-Za-z0-9_]{0,99} (true|(int|float|bool)( [1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,6})?)"
+)
+
+
+def _are_inputs(values: Any) -> bool:
+    if type(values) not in (list, tuple) or len(values) > 16:
+        return False
+    if not all(type(one) is str and _INPUT.fullmatch(one) for one in values):
+        return False
+    return len({one.partition(" ")[0] for one in values}) == len(values)
+
+
+_INPUTS = _Rule(
+    'a list of at most 16 of the form "NAME int SIZES", with int, float or bool and the sizes of one sample, '
+    'such as "pixel_values float 3x224x224" or "labels int"; or "NAME true"',
+    _are_inputs,
+    tuple,
+)
+
+
 # An Ed25519 key inside a libp2p identity multihash: 38 bytes that start with 00 24 08 01 12 20, in base58.
 _PEER_ID = r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}"
 
@@ -403,6 +424,9 @@ class CustomModelSpec(_Spec, section="model"):
     """The function, for `code`: it returns (module, inputs), or (module, inputs, loss, targets)."""
     config: str = _rule(_JSON, "")
     """The content of a `config.json`, as text, for `hf`."""
+    inputs: tuple[str, ...] = _rule(_INPUTS, (), later=True)
+    """For `hf`: what its `forward` is given, and the sizes of one sample of each; empty = tokens and labels,
+    or images and labels."""
     stages: int = _rule(_integer(1, 1024))
     """S: the number of stages that the model is cut into."""
     vocab_size: int = _rule(_integer(2, 1_048_576), 256)
@@ -435,6 +459,8 @@ class CustomModelSpec(_Spec, section="model"):
             raise self.wrong(given, f'{what} when model.kind is "{self.kind}"')
         if getattr(self, other):
             raise self.wrong(other, f'empty when model.kind is "{self.kind}"')
+        if self.inputs and self.kind != "hf":
+            raise self.wrong("inputs", 'empty when model.kind is "code": the function returns its inputs')
         if self.digests and (self.weights or len(self.digests) != self.stages):
             allowed = f"a list of {self.stages}, one for each stage, without model.weights; or empty"
             raise self.wrong("digests", allowed)

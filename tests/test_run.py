@@ -82,6 +82,7 @@ BROUGHT = replace(
     model=CustomModelSpec(
         kind="hf",
         config='{"model_type": "gpt2", "n_layer": 2}',
+        inputs=("input_ids int 8", "scores float 2x3", "labels int", "return_loss true"),
         stages=2,
         frozen=("embed.*",),
         version="transformers 5.1.0",
@@ -358,6 +359,15 @@ def test_the_ids_of_the_built_in_runs_are_what_they_were_when_they_were_written_
             r'model\.config = "" .* a JSON object as text.* when model\.kind is "hf"',
         ),
         ({"model": {"source": "a:b"}}, r'model\.source = "a:b" .* empty when model\.kind is "hf"'),
+        (
+            {"model": {"kind": "code", "source": "a:b", "config": ""}},
+            r'model\.inputs = .* empty when model\.kind is "code": the function returns its inputs',
+        ),
+        (
+            {"model": {"inputs": ["a int", "a float 3"]}},
+            r"model\.inputs = .* a list of at most 16 of the form",
+        ),
+        ({"model": {"inputs": ["a int 3x0"]}}, r'model\.inputs = .* such as "pixel_values float 3x224x224"'),
         (
             {"model": {"kind": "code", "config": ""}},
             r'model\.source = "" .* package\.module:function when model\.kind is "code"',

@@ -347,3 +347,20 @@ def test_the_pin_of_code_is_the_same_from_its_own_folder_and_from_an_installed_c
         for first in (tmp_path / "own", tmp_path / "site")
     }  # fmt: skip
     assert len(said) == 1 and said.pop().startswith("sha256 ")
+
+
+def test_a_manifest_names_the_inputs_of_a_model_of_transformers() -> None:
+    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    texts = hf(model_type="bert", architectures=["BertForSequenceClassification"], vocab_size=256, **size)
+    texts = replace(texts, data=replace(SAMPLES, tokens=100))
+    run = pin_model(changed(texts, inputs=("input_ids int 6", "labels int"), vocab_size=256))
+    assert [(one.name, one.shape, one.below) for one in stage_inputs(run, 0)] == [
+        ("input_ids", (3, 6), 256), ("labels", (3,), 2),
+    ]  # fmt: skip
+    rows = [np.arange(18).reshape(3, 6), np.array([0, 1, 1])]
+    assert [tuple(value.shape) for value in model_inputs(run, rows)] == [(3, 6), (3,)]
+    with pytest.raises(
+        SetupError, match=r"input labels is int64\[3\], and tokens are integers \[3, 6\]: take"
+    ):
+        custom_model(replace(run, data=DataSpec(source="tales", sequence_length=6)))

@@ -93,3 +93,58 @@ def test_what_drops_paths_or_drops_in_place_is_the_same_in_every_cut(kind: str) 
             error = (got.parameters[name] - expected).abs().max().item()
             assert error <= 1e-12 * max(1.0, expected.abs().max().item()), name
     assert gradients(alone, inputs, Microbatch(2, 2)).loss != one.loss
+
+
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+NAMED = {
+    "a classifier of texts": (
+        {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "vocab_size": 41, **TOWER},
+        ("input_ids int 12", "attention_mask bool 12", "labels int"),
+    ),
+    "a model of speech": (
+        {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 16}
+        | {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 41}
+        | {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8}
+        | {"max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 1, **SMALL}
+        | {"pad_token_id": 0},
+        ("input_features float 8x32", "labels int 10"),
+    ),
+    "a model of pictures and words": (
+        {"model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 8}
+        | {"text_config": {**TOWER, "vocab_size": 41, "max_position_embeddings": 16, "eos_token_id": 2}}
+        | {"vision_config": {**TOWER, "image_size": 32, "patch_size": 8}},
+        ("input_ids int 12", "pixel_values float 3x32x32", "return_loss true"),
+    ),
+}
+"""Models whose inputs nobody can guess."""
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_model_whose_inputs_the_manifest_names_is_computed_as_by_one_process(kind: str) -> None:
+    config, inputs = NAMED[kind]
+    config = {**config, "dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    model = from_hf(config, rows=3, length=1, inputs=inputs)
+    model.module.double()
+    chance = torch.Generator().manual_seed(1)
+    sample = {
+        name: torch.randn(value.shape, generator=chance).double()
+        if value.is_floating_point()
+        else torch.ones_like(value)
+        if value.dtype == torch.bool
+        else torch.randint(0, 2, value.shape, generator=chance)
+        for name, value in model.kwargs.items()
+        if isinstance(value, torch.Tensor)
+    }
+    constants = {name: value for name, value in model.kwargs.items() if value is True}
+    traced = trace(model.module.train(), kwargs={**sample, **constants})
+    assert traced.graph.inputs == tuple(sample)
+    model.module.zero_grad()
+    loss = model.module(**sample, **constants).loss
+    loss.backward()
+    for assignment in random_cuts(traced.graph, 3, seed=1):
+        got = gradients(cut(traced, assignment, seed=0), sample, Microbatch(0, 0))
+        torch.testing.assert_close(got.loss, loss.detach(), rtol=1e-12, atol=1e-12)
+        for name, parameter in model.module.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(got.parameters[name], parameter.grad, rtol=1e-9, atol=1e-12)

@@ -153,6 +153,13 @@ def test_models_of_transformers_by_their_config(tmp_path: Path, capsys: pytest.C
     image = {"model_type": "resnet", "depths": [1, 1], "hidden_sizes": [8, 16], "embedding_size": 4}
     made = from_hf({**image, "architectures": ["ResNetForImageClassification"]}, rows=3, length=1).trace()
     assert made.graph.inputs == ("pixel_values", "labels") and made.statistics
+    speech = {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "num_hidden_layers": 1}
+    with pytest.raises(
+        SetupError, match=r"Wav2Vec2ForCTC\.forward: missing .* say what it is given, such as"
+    ):
+        from_hf(speech, rows=1, length=8)
+    with pytest.raises(SetupError, match=r"Wav2Vec2ForCTC\.forward: .* model\.inputs = "):
+        from_hf(speech, rows=1, length=8, inputs=("input_ids int 8",))
     with pytest.raises(SetupError, match=r"transformers makes no model of this config: .*nonesuch"):
         from_hf({"model_type": "nonesuch"}, rows=1, length=8)
 

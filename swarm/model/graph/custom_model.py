@@ -404,7 +404,7 @@ def _sized(run: Run) -> CustomModel:
     use_threads_of(run)  # an orthogonal initialisation has sums in it
     rows, length = run.batch.microbatch_size, run.data.sequence_length
     if spec.kind == "hf":
-        made = from_hf(json.loads(spec.config), rows=rows, length=length)
+        made = from_hf(json.loads(spec.config), rows=rows, length=length, inputs=spec.inputs)
     else:
         made = from_code(spec.source)
     dtype = weights_dtype(run)

@@ -6,6 +6,7 @@ Nothing is fetched. A function is code that runs with the rights of the peer's u
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,13 +77,14 @@ def transformers() -> Any:
         ) from None
 
 
-def from_hf(config: Mapping[str, Any], *, rows: int, length: int) -> CustomModel:
+def from_hf(config: Mapping[str, Any], *, rows: int, length: int, inputs: Sequence[str] = ()) -> CustomModel:
     """The model of a transformers config (a `config.json`), with weights as its own code initialises them.
 
-    A language model gets `rows` × `length` tokens, a classifier of images `rows` images of the config's size.
+    A language model gets `rows` × `length` tokens, a classifier of images `rows` images of the config's size;
+    any model `rows` samples of `inputs`, if a manifest names them.
 
     Raises:
-        SetupError: the extra [hf] is not installed, or no such model is known.
+        SetupError: the extra [hf] is not installed, no such model is known, or it takes other inputs.
     """
     library = transformers()
     library.utils.logging.set_verbosity_error()  # it tells of defaults that do not concern us
@@ -100,12 +102,21 @@ def from_hf(config: Mapping[str, Any], *, rows: int, length: int) -> CustomModel
         raise SetupError(f"transformers makes no model of this config: {first_line(error)}") from error
     if hasattr(known, "use_cache"):
         known.use_cache = False  # for generation; it is no tensor
-    if module.main_input_name == "pixel_values":
-        size = getattr(known, "image_size", 224)
+    tokens, size = _integers(rows, length), getattr(known, "image_size", 224)
+    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone()}
+    if inputs:
+        given = dict(_input(text, rows) for text in inputs)
+    elif module.main_input_name == "pixel_values":
         images = torch.zeros(rows, getattr(known, "num_channels", 3), size, size)
-        return CustomModel(module=module, kwargs={"pixel_values": images, "labels": _integers(rows)})
-    tokens = _integers(rows, length)
-    return CustomModel(module=module, kwargs={"input_ids": tokens, "labels": tokens.clone()})
+        given = {"pixel_values": images, "labels": _integers(rows)}
+    try:
+        inspect.signature(module.forward).bind(**given)
+    except TypeError as error:
+        raise SetupError(
+            f"{type(module).__name__}.forward: {error}; say what it is given, such as "
+            'model.inputs = ["input_values float 16000", "labels int 40"]'
+        ) from None
+    return CustomModel(module=module, kwargs=given)
 
 
 def _entries(config: Any) -> Iterator[tuple[str, Any]]:
@@ -117,6 +128,16 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(config, list):
         for part in config:
             yield from _entries(part)
+
+
+def _input(text: str, rows: int) -> tuple[str, Any]:
+    """The name and the sample of an input, as a manifest has it."""
+    name, kind, *sizes = text.split(" ")
+    if kind == "true":
+        return name, True
+    shape = (rows, *(int(size) for size in sizes[0].split("x"))) if sizes else (rows,)
+    dtype = {"int": torch.int64, "float": torch.get_default_dtype(), "bool": torch.bool}[kind]
+    return name, torch.zeros(shape, dtype=dtype)
 
 
 def _integers(*shape: int) -> torch.Tensor:
