@@ -1,0 +1,175 @@
+#!/usr/bin/env python
+"""Tokens a second of runs with and without islands, as planned and then simulated.
+
+    scripts/bench/islands_speed.py                       # twenty minutes of CPU time, one core
+    scripts/bench/islands_speed.py --only "home 1.3B"    # six of them
+
+`dtfm`: the 64 devices of 40 Tflop/s in eight cities of `worldwide.py`. `home`: 1,000 peers with 20 to 100
+Mbit/s up and five times that down, 5 to 40 Tflop/s, 40 ms apart, by a seed. 1.3B: 24 layers of width 2048 in
+8 stages; 8B: llama3-8b in 8 stages, at home in 31. Sequences of 2048 tokens, one a microbatch, hadamard4
+between stages, blockwise8 for what islands have changed.
+
+Without islands the layout is `swarm plan`'s; `1 rounded8` sends sums in a quarter of the bytes. With islands
+it is the best `count` for so many steps between two meetings. Both are simulated by the live policies
+(`peers/sim/throughput`); each island by itself, meetings as a formula. Memory limits nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import numpy as np
+from harness import machine, report
+from worldwide import DTFM, read_network
+
+from peers.islands.planning import island_job, islands_of
+from peers.programs.descriptions import job_of
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.islands import simulate_islands
+from peers.sim.throughput.report import Settings
+from swarm.manifest import (
+    PRESETS,
+    BatchSpec,
+    CodecSpec,
+    DataSpec,
+    IslandsSpec,
+    ModelSpec,
+    OptimizerSpec,
+    Run,
+)
+from swarm.plan.islands import IslandsPlan, search_islands
+from swarm.plan.network import Device, Job, Network
+from swarm.plan.search import search_overlapped
+
+COLUMNS = (
+    "devices", "model", "islands", "local_steps", "planned_s", "step_s", "tokens_per_s", "times", "computing",
+    "boundary_gb", "reduce_gb", "meeting_gb",
+)  # fmt: skip
+STEPS, LEARNED = 8, 4
+"""Of a run without islands; from which step on they count."""
+LOCAL_STEPS = (32, 128, 512)
+SETTINGS = Settings(rebalance_every_s=0.0)
+
+
+def home(peers: int, seed: int) -> Network:
+    """Peers behind home lines."""
+    rng = np.random.default_rng(seed)
+    up_bps = rng.uniform(20e6, 100e6, peers)
+    flops = np.exp(rng.uniform(math.log(5e12), math.log(40e12), peers))
+    devices = tuple(
+        Device(f"p{i}", 0, float(flops[i]), upload_bps=float(up), download_bps=5 * float(up))
+        for i, up in enumerate(up_bps)
+    )
+    return Network(devices, ("home",), np.array([[0.04]]), np.array([[np.inf]]))
+
+
+def run_of(model: str, stages: int, microbatches: int, reduce: str = "none") -> Run:
+    """Without islands."""
+    sizes = PRESETS["llama3-8b"] if model == "8B" else {**PRESETS["1B"], "layers": 24}
+    return Run(
+        name=model, seed=1, steps=513, model=ModelSpec(stages=stages, **sizes),
+        data=DataSpec(source="tales", sequence_length=2048),
+        batch=BatchSpec(microbatch_size=1, microbatches_per_step=microbatches),
+        optimizer=OptimizerSpec(lr=1e-3),
+        codec=CodecSpec(forward="hadamard4", backward="hadamard4", reduce=reduce),
+    )  # fmt: skip
+
+
+def without(network: Network, run: Run, job: Job, budget_s: float) -> dict[str, Any]:
+    """One row: no islands."""
+    began_s = time.process_time()
+    plan = search_overlapped(
+        network, job, seed=0, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s
+    )
+    found = simulate(network, job, plan.stage_of.tolist(), end_s=1e9, steps=STEPS, settings=SETTINGS)
+    each_gb = 1e-9 / found.version
+    return {
+        "islands": 1 if run.codec.reduce == "none" else f"1 {run.codec.reduce}",
+        "local_steps": None,
+        "planned_s": plan.step.total_s,
+        "step_s": found.step_s(skip=LEARNED),
+        "computing": found.overall_utilisation,
+        "boundary_gb": found.boundary_bytes * each_gb,
+        "reduce_gb": found.reduce_bytes * each_gb,
+        "meeting_gb": 0.0,
+    }
+
+
+def within(network: Network, run: Run, job: Job) -> list[dict[str, Any]]:
+    """A row for each of `LOCAL_STEPS`, of the count that is best for it."""
+    counts = [n for n in range(2, run.M + 1) if run.M % n == 0 and n * run.S <= len(network)]
+    some = replace(run, islands=IslandsSpec(count=counts[0], local_steps=512, codec="blockwise8"))
+    one, plans = island_job(some, job, counts[0]), dict[int, IslandsPlan]()
+    for count in counts:
+        islands, its_job = replace(islands_of(some), count=count), replace(one, microbatches=run.M // count)
+        plans[count] = search_islands(
+            network, its_job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0
+        )  # fmt: skip
+        print(count, plans[count].inner.total_s, plans[count].meeting_s, file=sys.stderr, flush=True)
+    rows = list[dict[str, Any]]()
+    for steps in LOCAL_STEPS:
+        count = min(plans, key=lambda n: plans[n].inner.total_s + plans[n].meeting_s / steps)
+        plan, islands = plans[count], replace(islands_of(some), count=count, local_steps=steps)
+        its_job = replace(one, microbatches=run.M // count)
+        found = simulate_islands(network, its_job, islands, plan.cell_of, end_s=1e9, settings=SETTINGS)
+        rows.append(
+            {
+                "islands": count,
+                "local_steps": steps,
+                "planned_s": plan.inner.total_s + plan.meeting_s / steps,
+                "step_s": found.step_s,
+                "computing": float(np.mean(found.utilisation)),
+                "boundary_gb": found.sent_bytes("boundary_bytes") / 1e9,
+                "reduce_gb": found.sent_bytes("reduce_bytes") / 1e9,
+                "meeting_gb": found.meeting_bytes / steps / 1e9,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    text, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this in it")
+    parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
+    parser.add_argument("--seed", type=int, default=0, help="of the peers at home (default: 0)")
+    parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of a search (default: 20)")
+    options = parser.parse_args()
+    cases = {
+        "dtfm 1.3B": lambda: (read_network(options.network, 4), 8, 512),
+        "dtfm 8B": lambda: (read_network(options.network, 4), 8, 512),
+        "home 1.3B": lambda: (home(1000, options.seed), 8, 1000),
+        "home 8B": lambda: (home(1000, options.seed), 31, 992),
+    }
+    rows = list[dict[str, Any]]()
+    for name, made in cases.items():
+        if options.only not in name:
+            continue
+        (devices, model), (network, stages, microbatches) = name.split(), made()
+        run = run_of(model, stages, microbatches)
+        job, found = job_of(run), list[dict[str, Any]]()
+        for reduce in ("none", "rounded8"):
+            rounded = run_of(model, stages, microbatches, reduce)
+            found.append(without(network, rounded, job_of(rounded), options.budget))
+        found += within(network, run, job)
+        for row in found:
+            row |= {"devices": devices, "model": model, "times": found[0]["step_s"] / row["step_s"]}
+            row["tokens_per_s"] = round(run.tokens_per_step / row["step_s"])
+            print(row, file=sys.stderr, flush=True)
+        rows += found
+    print(f"{machine()}; {time.strftime('%Y-%m-%d')}; islands_speed.py {' '.join(sys.argv[1:])}")
+    report(rows, COLUMNS, "a step with and without islands, simulated")
+
+
+if __name__ == "__main__":
+    main()
