@@ -31,7 +31,7 @@ from swarm import charter as rules
 from swarm.charter import Ban, Charter, Rule, Terms
 from swarm.errors import SetupError
 from swarm.ids import RunName, fingerprint_of
-from swarm.manifest import Run, audit_run, load_run
+from swarm.manifest import IslandsSpec, Run, audit_run, load_run
 from swarm.records import PeerRecord
 from tests.net.memory_dht import MemoryDht, MemoryNode
 
@@ -89,6 +89,18 @@ def test_the_run_that_is_made_without_a_manifest_needs_no_data_and_is_kept(tmp_p
     assert init(tmp_path / "mine") == 0
     run = load_run(tmp_path / "mine" / "run.toml")
     assert (run.data.source, run.pinned) == ("tales", True) and run.checkpoint_every > 0
+
+
+def test_the_peers_of_all_islands_have_a_line_and_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, islands = tmp_path / "b.toml", IslandsSpec(count=2, local_steps=2)
+    manifest.write_text(replace(audit_run(stages=2, steps=3), islands=islands).to_toml())
+    assert init(tmp_path / "mine", "--manifest", str(manifest)) == 0
+    keys = [Identity.load(tmp_path / "mine" / f"peer{cell}.key").peer_id for cell in range(4)]
+    assert set(load_run(tmp_path / "mine" / "run.toml").admission.founders) == set(keys)
+    printed = capsys.readouterr().out
+    assert all(f"--stage {cell} --identity {tmp_path}/mine/peer{cell}.key" in printed for cell in range(4))
 
 
 def test_what_init_cannot_do_is_said_and_leaves_nothing(
