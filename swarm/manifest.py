@@ -831,7 +831,14 @@ class IslandsSpec(_Spec, section="islands"):
     """How far the weights go, at a meeting, towards where the islands are on average."""
     outer_momentum: float = _rule(_number(0.0, 1.0), 0.9, later=True)
     """Nesterov's, of the meetings."""
-    codec: str = _rule(_CODEC, "none", later=True)
+    codec: str = _rule(
+        _Rule(
+            f"{_VALUES}: what a top-k leaves out would never arrive",
+            lambda v: type(v) is str and v in VALUES,
+        ),
+        "none",
+        later=True,
+    )
     """How what an island has changed travels."""
 
     def trained(self, t: int) -> int:
@@ -845,8 +852,6 @@ class IslandsSpec(_Spec, section="islands"):
     def _cross_check(self) -> None:
         if self.count == 1 and _values(self):
             raise self.wrong("count", "at least 2 when there are other values in [islands]")
-        if _sparse(self.codec):
-            raise self.wrong("codec", f"{_VALUES}: what a top-k leaves out would never arrive")
 
 
 _HUB_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"

@@ -34,7 +34,7 @@ def assert_counted(s: Swarm) -> None:
         assert (-weights * s.run.M).tolist() == pytest.approx(due, rel=1e-12), (name, s.story())
 
 
-async def test_each_microbatch_of_a_smaller_step_counts_once_whoever_dies() -> None:
+async def test_each_microbatch_of_a_smaller_step_counts_once_though_replicas_die() -> None:
     run = warming(audit_run(stages=2, steps=1, microbatches_per_step=8))
     assert [run.microbatches(t) for t in range(run.steps)] == SIZES
     for method, nth in [("", 1), ("work", 4), ("part", 2), ("held", 3)]:
