@@ -2729,7 +2729,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         DIRECT_KEYS,
         "        if not Identity.verify(self._callee, transcript, grant.signature):\n",
         "        if False:\n",
-        "A caller takes keys for those of the peer that it wants, whoever made them.",
+        "A caller takes keys that any peer made for those of the peer that it wants.",
         ("test_direct_path",),
     ),
     Mutation(
