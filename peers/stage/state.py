@@ -157,6 +157,7 @@ class StageCore:
         """After `close`: free all memory of the device."""
         self.steps.clear()
         self.applied = self.met = None
+        self.opened = lambda step: None
         self.compute.free()
 
     def remember(self, commit: Commit | None) -> None:

@@ -126,9 +126,16 @@ async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(
     caller, callee = await added(relay)
     await calls(caller, callee)
     await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
+    entered = asyncio.Event()
+
+    async def never(request: Request) -> Answer:
+        entered.set()
+        await asyncio.get_running_loop().create_future()
+        return Answer(b"")
+
     callee.serve("never", never)
     under_way = asyncio.ensure_future(caller.call(callee.peer_id, "never", b""))
-    await asyncio.sleep(0.05)
+    await entered.wait()
     relay.sever(callee.peer_id)
     with pytest.raises(PeerGone, match="the connection broke"):
         await under_way
@@ -136,11 +143,6 @@ async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(
     assert caller.direct_links == (0, 0)
     assert relay.dials == [callee.peer_id] * 2
     await until(lambda: not caller._dialer.direct.streams and not callee._dialer.direct.streams)
-
-
-async def never(request: Request) -> Answer:
-    await asyncio.get_running_loop().create_future()
-    return Answer(b"")
 
 
 async def test_a_changed_byte_ends_the_connection_and_blames_nobody(relay: Relay) -> None:

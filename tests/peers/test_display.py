@@ -55,7 +55,7 @@ def test_the_time_that_is_left_is_told_from_the_second_step_that_is_said() -> No
 
 RESULT = {
     "steps": 4, "tokens_per_s": 1000.0, "preemptions": 1, "replayed": 0, "missing": 0, "duplicated": 0,
-    "verify": None, "_undone": 0,
+    "verify": None, "_undone": 0, "_place": "stage {}".format,
     "_alone": "5.0 → 1.0  █▁", "_curve": [4.0, 3.0, 2.0, 1.0], "_work": {(0, "12D3KooWabcdef"): 7},
     "_sample": "Once there was a fox",
 }  # fmt: skip
