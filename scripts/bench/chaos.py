@@ -373,6 +373,8 @@ class Chaos:
                     self._version = min(self._version, event.step)
                 elif isinstance(event, events.Serving | events.StateFetched):
                     self._version_of[program] = event.version
+                elif isinstance(event, events.Paused):
+                    self._returning.pop(program, None)  # to be a spare is as good
                 elif isinstance(event, events.Moved):
                     self._note("move", f"{program.name} {event.words()}")
 
