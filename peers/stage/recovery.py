@@ -35,6 +35,9 @@ from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 
+USELESS_S = 15.0
+"""For so long a saved version that could not be downloaded is done without: perhaps the network was to blame,
+and an island that is behind the others has no other one to go on from."""
 MAX_ASKED = 8
 """Peers that are asked whether they know a trainer."""
 SAY_EVERY_S = 15.0
@@ -70,7 +73,7 @@ class Recovery:
         self._said_at = float("-inf")
         """When it was last said what `restore` waits for."""
         self._partial = Partial()
-        self._useless: set[int] = set()
+        self._useless_until: dict[int, float] = {}
         """Saved versions that were offered and could not be downloaded."""
 
     def voice(self) -> Mapping[PeerId, int]:
@@ -266,7 +269,7 @@ class Recovery:
         from_keeper = any(not keepers.isdisjoint(peers) for had in saved.values() for peers in had.values())
         have = {stage: set(versions) for stage, versions in saved.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._store.versions))
-        have[self._stage] -= self._useless
+        have[self._stage] -= {version for version, end in self._useless_until.items() if now_s() < end}
         return have, from_keeper, not keepers.isdisjoint(fault.peer for fault in faults)
 
     async def _ask_saved(
@@ -303,5 +306,5 @@ class Recovery:
         sources = saved[self._stage].get(version, [])
         if sources and await self.download(sources, version=version, generation=goal.generation):
             return True
-        self._useless.add(version)
+        self._useless_until[version] = now_s() + USELESS_S
         return False

@@ -1829,10 +1829,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "try-a-damaged-version-for-ever",
         RECOVERY,
-        "        self._useless.add(version)\n",
+        "        self._useless_until[version] = now_s() + USELESS_S\n",
         "",
         "A stage is never restored while a damaged checkpoint is offered.",
         ("test_stage_lost",),
+    ),
+    Mutation(
+        "never-again-a-version-that-was-once-out-of-reach",
+        RECOVERY,
+        "{version for version, end in self._useless_until.items() if now_s() < end}",
+        "self._useless_until.keys()",
+        "An island that could not download once where the others are never catches up with them.",
+        ("test_islands",),
     ),
     Mutation(
         "restore-while-it-should-wait",

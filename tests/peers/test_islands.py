@@ -287,6 +287,28 @@ async def test_an_island_that_begins_anew_takes_what_the_others_left_behind() ->
         assert any("where the other islands are" in note.text for note in s.seen(Note))
 
 
+@pytest.mark.parametrize("cut_off_s", [0.0, 7.0])
+async def test_an_island_that_begins_anew_catches_up_with_others_that_wait_for_it(cut_off_s: float) -> None:
+    """They wait at a later meeting. For longer than 5 s it cannot even download where they have been."""
+    async with swarm(replace(counting(), steps=9)) as s:
+        await s.until_serving()
+        train(s)
+        await s.until(lambda: all(p.core.version >= 6 for _, p in s.live()))
+        for name in names_of(s, 0):
+            s.kill(name)
+        kept = names_of(s, 1)
+        await s.until(lambda: all(s.peers[name].core.version == 8 for name in kept))
+        s.network.cut(kept)
+        s.add_peer("new 0", 0)
+        s.add_peer("new 1", 1)
+        new = [s.peers[name] for name in ("new 0", "new 1")]
+        await s.until(lambda: all(peer.core.version == 2 for peer in new), limit_s=200)
+        await asyncio.sleep(cut_off_s)
+        s.network.heal()
+        await s.until_finished(limit_s=60.0)
+        assert_counted(s)
+
+
 async def test_a_trainer_stays_with_an_island_that_is_done_until_all_are() -> None:
     """The power fails between the end of one and of the other: the one that was done is trained again."""
     async with swarm(counting()) as s:
