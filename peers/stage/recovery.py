@@ -176,6 +176,9 @@ class Recovery:
         except SwarmError as error:
             self._emit(events.Note(text=error.text))
             return False
+        loaded = found.opened.version
+        if loaded > 0 and self._run.meets_at(loaded - 1):  # any island may need it
+            self._store.pin(loaded, found.tensors)
         commit = found.opened.last_commit
         if generation is None and commit is not None and self._believes(commit):
             core.remember(commit)

@@ -1843,6 +1843,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_islands",),
     ),
     Mutation(
+        "forget-what-a-newcomer-took-of-a-meeting",
+        RECOVERY,
+        "if loaded > 0 and self._run.meets_at(loaded - 1):",
+        "if False:",
+        "What a stage was after a meeting is lost with the island that gave it to a newcomer.",
+        ("test_islands",),
+    ),
+    Mutation(
         "restore-while-it-should-wait",
         RECOVERY,
         "        if wait_s > 0:\n",

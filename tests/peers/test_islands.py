@@ -309,6 +309,29 @@ async def test_an_island_that_begins_anew_catches_up_with_others_that_wait_for_i
         assert_counted(s)
 
 
+@pytest.mark.parametrize("is_cut_off", [False, True])
+async def test_what_a_newcomer_took_of_a_meeting_is_had_from_it(is_cut_off: bool) -> None:
+    """It took what its stage was after a meeting from another island, which then is lost: the only copy."""
+    async with swarm(replace(counting(), steps=9)) as s:
+        await s.until_serving()
+        train(s)
+        await s.until(lambda: all(p.core.version >= 4 for _, p in s.live()))
+        s.kill("s3p0")
+        s.kill("s3p1")
+        s.add_peer("alone", 3)
+        await s.until(lambda: s.peers["alone"].core.version == s.peers["s2p0"].core.version == 5, limit_s=60)
+        for name in names_of(s, 0):
+            s.kill(name)
+        if is_cut_off:
+            s.network.cut(["alone", "s2p0", "s2p1"])
+        new = [s.add_peer(f"new {cell}", cell) for cell in (0, 1)]
+        if is_cut_off:
+            await s.until(lambda: all(peer.core.version == 2 for peer in new), limit_s=200)
+            s.network.heal()
+        await s.until_finished(limit_s=120.0)
+        assert_counted(s)
+
+
 async def test_a_trainer_stays_with_an_island_that_is_done_until_all_are() -> None:
     """The power fails between the end of one and of the other: the one that was done is trained again."""
     async with swarm(counting()) as s:
