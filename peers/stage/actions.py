@@ -101,6 +101,7 @@ class Actions:
         """The run's position when this stage was last said to be lost."""
         coordination.act = self.act
         meeting.overdue = self._go_past_meeting
+        recovery.reached = self._reached
         core.opened = self._opened
 
     # -- tasks --------------------------------------------------------------------------------------
@@ -314,9 +315,13 @@ class Actions:
                 duplicated=None if audited is None else audited.duplicated,
             )
         )  # fmt: skip
+        await self._reached()
+
+    async def _reached(self) -> None:
+        """Have a new version saved; say so if it is the last."""
         await self._save()
-        if core.finished:
-            core.emit(events.Note(text=self._complete()))
+        if self._core.finished:
+            self._core.emit(events.Note(text=self._complete()))
 
     async def _catch_up(self, directive: Directive) -> None:
         """Go to the stage's position: steps were missed, or the run rolled back."""

@@ -9,7 +9,7 @@ no replica has what       a checkpoint: own disk, a replica's, a keeper's; versi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from peers import events
 from peers.clock import now_s
@@ -46,6 +46,9 @@ SHARED_S = 20.0
 """Other stages may have gone on by more than a step, and no longer hold what they found in this one."""
 
 
+async def _nothing() -> None: ...
+
+
 class Recovery:
     """Bring the state of a stage peer up to date."""
 
@@ -70,6 +73,8 @@ class Recovery:
         self._trainers, self._believes, self._emit = trainers, believes, core.emit
         self._run, self._stage = core.run, core.stage
         self._voices = Voices(core.run, transport.signer, directory)
+        self.reached: Callable[[], Awaitable[None]] = _nothing
+        """Called when this peer has a newer version from a replica, as after a step that it took itself."""
         self._said_at = float("-inf")
         """When it was last said what `restore` waits for."""
         self._partial = Partial()
@@ -123,8 +128,12 @@ class Recovery:
         if is_one_step(core.position, max(counted.values())) and core.version in core.steps:
             ahead = [replica for replica, position in counted.items() if position > core.position]
             if await self._one_step(ahead):
+                await self.reached()
                 return True
-        return await self.download(list(replicas))
+        if not await self.download(list(replicas)):
+            return False
+        await self.reached()
+        return True
 
     async def _one_step(self, sources: Sequence[PeerId]) -> bool:
         core = self._core
@@ -177,7 +186,7 @@ class Recovery:
             self._emit(events.Note(text=error.text))
             return False
         loaded = found.opened.version
-        if loaded > 0 and self._run.meets_at(loaded - 1):  # any island may need it
+        if self._run.meets_at(loaded - 1):  # any island may need it
             self._store.pin(loaded, found.tensors)
         commit = found.opened.last_commit
         if generation is None and commit is not None and self._believes(commit):

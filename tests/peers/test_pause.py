@@ -147,6 +147,8 @@ async def test_a_step_later_the_gradient_of_that_step_is_enough(delayed: bool) -
         s.assert_each_counted_once()
         assert not s.seen(StateFetched)
         assert any("taken with the gradient" in event.words() for event in s.seen(Note))
+        complete = [event for event in s.seen(Note) if "the run is complete" in event.words()]
+        assert len(complete) == len(s.peers)  # the one that took the step with another's gradient says it too
 
 
 async def test_after_many_steps_the_state_is_downloaded() -> None:
