@@ -1205,7 +1205,7 @@ class Run(_Spec):
     def meets_at(self, t: int) -> bool:
         """Whether step `t` is a meeting of islands."""
         window = self.islands.local_steps + 1
-        return self.islands.count > 1 and t % window == window - 1
+        return self.islands.count > 1 and t >= 0 and t % window == window - 1
 
     def is_common(self, version: int) -> bool:
         """Whether all islands have the same state of that version: after a meeting."""
@@ -1214,7 +1214,7 @@ class Run(_Spec):
     def is_saved(self, version: int) -> bool:
         """Whether peers save that version: of several islands, what each meeting leaves."""
         every = self.checkpoint_every
-        return (bool(every) and version % every == 0) or (version > 0 and self.meets_at(version - 1))
+        return (bool(every) and version % every == 0) or self.meets_at(version - 1)
 
     def microbatches(self, t: int) -> int:
         """How many step `t` has."""

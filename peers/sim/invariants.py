@@ -67,8 +67,7 @@ class Invariants:
                 + (f", not {due} times" if due != [version] * self._run.M else "")
             )
         bits = weights.numpy().tobytes()
-        met = version == 0 or self._run.meets_at(version - 1)
-        key = NO_ISLAND if met else island, self._first_with[stage], version
+        key = NO_ISLAND if self._run.is_common(version) else island, self._first_with[stage], version
         first, known = self._bits.setdefault(key, (peer, bits))
         if known != bits:
             raise Violation(f"I2: stage {stage}, version {version}: {peer} has other bits than {first}")

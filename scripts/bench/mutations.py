@@ -1845,7 +1845,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "forget-what-a-newcomer-took-of-a-meeting",
         RECOVERY,
-        "if loaded > 0 and self._run.meets_at(loaded - 1):",
+        "if self._run.meets_at(loaded - 1):",
         "if False:",
         "What a stage was after a meeting is lost with the island that gave it to a newcomer.",
         ("test_islands",),
