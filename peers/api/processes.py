@@ -84,10 +84,11 @@ class Tally:
 
     def missing(self, run: Run) -> int:
         """Microbatches that no ledger shows to be counted; a step without a ledger misses all of them."""
+        share = run.island(0)  # all islands have as many
         return sum(
-            self.audits.get((cell, t), (run.island(cell // run.S).microbatches(t), 0))[0]
-            for cell in range(run.cells)
+            self.audits.get((cell, t), (share.microbatches(t), 0))[0]
             for t in range(run.steps)
+            for cell in range(run.cells)
         )
 
     def duplicated(self) -> int:
