@@ -192,7 +192,6 @@ PORT = Kind(_port, "N")
 ADDRESS = Kind(str, "ADDR")
 PEER_ADDRESS = Kind(str, "ADDR", _is_peer_address)
 LISTEN = Kind(listen, "[IP:]PORT")
-RUN_ID = Kind(_run_id, "ID")
 ANY_RUN = Kind(_run_or_name, "ID|NAME@FINGERPRINT")
 PEER_ID_KIND = Kind(_peer_id, "PEER")
 COUNT = Kind(whole(1), "N")
@@ -338,7 +337,7 @@ class WeightsOptions:
     checkpoint_dir: Path | None = optional(
         NEEDED_DIR, "or a folder with the checkpoints of all stages", group=WEIGHTS, one_of="weights!"
     )
-    run: str | None = optional(RUN_ID, "which run (default: the only one there)", group=WEIGHTS)
+    run: str | None = optional(ANY_RUN, "which run (default: the only one there)", group=WEIGHTS)
     step: int | None = optional(
         NUMBER, "which step (default: the newest that all stages have)", group=WEIGHTS
     )

@@ -40,8 +40,8 @@ def run_export(options: ExportOptions) -> None:
         if options.run is None:
             raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
         folder = results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
-        step = asyncio.run(fetch(options.run, options.join, folder, options.allow_code))
-        options = replace(options, join=(), checkpoint_dir=folder, step=step)
+        run_id, step = asyncio.run(fetch(options.run, options.join, folder, options.allow_code))
+        options = replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
     if options.hf is not None:
         run_export_hf(options, options.hf)
         return
@@ -65,8 +65,12 @@ def run_export(options: ExportOptions) -> None:
         print(f"try it: swarm generate --model {options.out}{words} 'The '")
 
 
-async def fetch(run_id: str, join: Sequence[str], folder: Path, allow_code: Sequence[str] = ()) -> int:
-    """Fetch the newest version of all stages that the peers of a run can give, and return it.
+async def fetch(
+    called: str, join: Sequence[str], folder: Path, allow_code: Sequence[str] = ()
+) -> tuple[str, int]:
+    """Fetch the newest version of all stages that peers of a run can give; the run's id and that version.
+
+    `called`: the run's id, or `NAME@FINGERPRINT`.
 
     Raises:
         SetupError: no peer answers, or none can give a version of some stage; says which.
@@ -75,9 +79,10 @@ async def fetch(run_id: str, join: Sequence[str], folder: Path, allow_code: Sequ
     from peers.programs.roles import manifest
     from peers.transfer.keeper import collect
 
-    async with Node(join=join, run_id=run_id) as node:
+    async with Node(join=join, run_id=called) as node:
         run = await manifest(node, allow_code)
-        return await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
+        step = await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
+        return run.id, step
 
 
 def run_export_hf(options: ExportOptions, folder: Path) -> None:

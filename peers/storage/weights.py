@@ -101,6 +101,8 @@ def find_run(folder: Path, run_id: str | None) -> Run:
     Raises:
         SetupError: none is, or several are and `run_id` does not say which.
     """
+    if run_id is not None and "@" in run_id:
+        raise SetupError(f"{run_id} is found in the network: of the runs in {folder} give the id (32 digits)")
     if run_id is None:
         found = sorted(path.parent.name for path in folder.glob("*/run.toml"))
         if not found:

@@ -137,6 +137,8 @@ def test_an_empty_folder_and_two_runs_in_one_are_said(folder: Path, tmp_path: Pa
     save(folder, other, 0)
     with pytest.raises(SetupError, match=f"--run .*{other.id}"):
         find_run(folder, None)
+    with pytest.raises(SetupError, match=r"is found in the network: of the runs in .* give the id"):
+        find_run(folder, "mine@" + 20 * "a")
     assert find_run(folder, RUN.id) == RUN
 
 
