@@ -12,6 +12,10 @@ and draining the pipeline are in it.
 
 Swarm peers are real processes with their own libp2p daemons and one compute thread each.
 
+A synchronous step of M microbatches through S stages takes M + S - 1 times what one takes, so that with a
+device for each stage no swarm could exceed `bound` = M / (M + S - 1); with `--delayed` a step fills the
+pipeline while the one before drains it, and the bound is 1. `of_bound` is `efficiency` ÷ `bound`.
+
 `efficiency` compares speeds; `cpu_efficiency` compares CPU seconds per token, which other load on the machine
 disturbs less, and which leaves idling out. `foreign_cores` says how much of such load there was.
 """
@@ -38,9 +42,9 @@ from peers.system import die_with_parent, tune_malloc, usable_cores
 from swarm.manifest import Run, parse_run
 
 COLUMNS = (
-    "stages", "replicas", "hidden", "dtype", "codec", "efficiency", "swarm_tokens_per_s",
-    "baseline_tokens_per_s", "baseline_kind", "cpu_efficiency", "device_busy", "codec_share", "p2pd_share",
-    "foreign_cores",
+    "stages", "replicas", "hidden", "dtype", "codec", "delayed", "efficiency", "bound", "of_bound",
+    "swarm_tokens_per_s", "baseline_tokens_per_s", "baseline_kind", "cpu_efficiency", "device_busy",
+    "codec_share", "p2pd_share", "foreign_cores",
 )  # fmt: skip
 
 
@@ -227,6 +231,7 @@ def row(
     def clocks(segment: Segment) -> Clocks:
         return segment.clocks
 
+    bound = 1.0 if run.delayed_updates else run.M / (run.M + run.S - 1)
     all_cpu = sum(segment.clocks.ours for segment in segments)
     busy = mean(gather(lambda segment: segment.busy_s))
     p2pd = mean(gather(lambda segment: clocks(segment).p2pd))
@@ -242,7 +247,10 @@ def row(
         "microbatch_size": run.batch.microbatch_size,
         "optimizer": run.optimizer.name,
         "exact_sums": run.adds_exactly,
+        "delayed": run.delayed_updates,
         "efficiency": round(speed / against, 4),
+        "bound": round(bound, 4),
+        "of_bound": round(speed / against / bound, 4),
         "swarm_tokens_per_s": round(speed, 1),
         "baseline_tokens_per_s": round(against, 1),
         "baseline_kind": best.kind,
@@ -272,7 +280,7 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                     codec=options.codec, optimizer=options.optimizer, microbatches=options.microbatches,
                     microbatch_size=options.microbatch_size, sequence_length=options.sequence_length,
                 )  # fmt: skip
-                run = replace(run, exact_sums=not options.float_sums)
+                run = replace(run, exact_sums=not options.float_sums, delayed_updates=options.delayed)
                 rows.append(
                     await measure(
                         run, replicas=int(replicas or 1), steps=options.steps, rounds=options.rounds,
@@ -306,6 +314,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--float-sums", action="store_true", help="manifests with exact_sums = false: sums of floats"
     )  # fmt: skip
+    parser.add_argument("--delayed", action="store_true", help="manifests with delayed_updates = true")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model (default: 4)")
     parser.add_argument("--microbatches", type=int, default=32, help="of a step (default: 32)")
     parser.add_argument("--microbatch-size", type=int, default=4, help="samples (default: 4)")

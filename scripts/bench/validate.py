@@ -53,15 +53,11 @@ from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
 from scripts.bench.chaos import ChaosSwarm
 from scripts.bench.netlab import Lab, Link, why_not
-from swarm.ids import Microbatch
+from scripts.bench.unhurried import Unhurried
 from swarm.manifest import Run, demo_run
-from swarm.model.boundary import Wire
-from swarm.model.gradient_sum import Gradients
-from swarm.model.stage import Forward, StageCompute
 from swarm.plan.network import Device, Network
 from swarm.records import NO_STAGE
 from swarm.sim.dice import Dice
-from swarm.wire.codec import Encoded
 
 COLUMNS = (
     "stages", "replicas", "mbit", "delay_ms", "window", "reduce", "real_per_s", "shipped_per_s",
@@ -137,37 +133,6 @@ class Tokens(Zeros):
         super().__init__(run)
         dice = np.random.default_rng(0)
         self._batch = dice.integers(0, run.model.vocab_size, self._batch.shape).astype(self._batch.dtype)
-
-
-class Unhurried(StageCompute):
-    """Computes one microbatch, and gives what came of it for all others: real sizes, in no time."""
-
-    _outputs: list[Encoded] | None = None
-    _one: Gradients | None = None
-
-    def forward(
-        self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True, codec: str | None = None
-    ) -> Forward:
-        if self._outputs is None:
-            self._outputs = super().forward(mb, inputs, grad=False, codec=codec).outputs
-        kept = [Encoded(meta, buffers) for meta, buffers in inputs]
-        return Forward(mb, self._held_version(mb), self.state.loads, kept, self._outputs)
-
-    def gradients(self, fwd: Forward, grads_out: Sequence[Wire], *, weights: bool) -> Gradients:
-        if self._one is None:
-            forward = super().forward(fwd.mb, fwd.inputs)
-            self._one = super().gradients(forward, grads_out, weights=True)
-        return self._found(fwd.mb, weights)
-
-    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Wire], *, weights: bool) -> Gradients:
-        if self._one is None:
-            self._one = super().loss_gradients(mb, inputs, weights=True)
-        return self._found(mb, weights)
-
-    def _found(self, mb: Microbatch, weights: bool) -> Gradients:
-        assert self._one is not None
-        terms = self._one.terms if weights else {}
-        return replace(self._one, mb=mb, loads=self.state.loads, terms=terms, terms_wanted=weights)
 
 
 def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
