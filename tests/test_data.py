@@ -76,9 +76,7 @@ def test_chunks_and_pools_have_each_window_once(windows: int, chunk: int) -> Non
     assert len(pool) <= POOL_CHUNKS + 1, "windows of a pool are near to each other"
 
 
-@given(
-    tokens=st.integers(10, 900), length=st.integers(1, 9), seed=st.integers(0, 9), warm=st.integers(0, 12)
-)
+@given(tokens=st.integers(10, 900), length=st.integers(1, 9), seed=st.integers(0, 9), warm=st.integers(0, 12))
 def test_an_epoch_has_each_window_once(tokens: int, length: int, seed: int, warm: int) -> None:
     """With a batch warm-up of some steps, too."""
     batch = replace(PINNED.batch, warmup_steps=warm, warmup_microbatches=min(warm, 1))

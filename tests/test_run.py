@@ -58,9 +58,7 @@ FULL = replace(
         rotary_scaling="llama3 8 1 4 8192",
         bottleneck=40,
     ),
-    batch=replace(
-        example_run().batch, microbatch_threads=2, warmup_steps=9, warmup_microbatches=2
-    ),
+    batch=replace(example_run().batch, microbatch_threads=2, warmup_steps=9, warmup_microbatches=2),
     optimizer=replace(
         example_run().optimizer,
         name="muon",
