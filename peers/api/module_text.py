@@ -1,7 +1,8 @@
 """A module as Python text: the operators that it was traced to, one a line.
 
 So a model that was made in a notebook, from classes and functions that are in no file, becomes a file that
-every peer can have: without its classes, and with nothing in it but torch's operators. What is to be
+every peer can have: without its classes, and with nothing in it but torch's operators (an autograd.Function
+of its own is written as one of these). What is to be
 different outside of training (dropout, batch norm) still is.
 """
 
@@ -22,10 +23,12 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
-from swarm.model.graph.capture import Captured, Untraceable, WithLoss, capture
+from swarm.model.graph.capture import Captured, WithLoss, capture
 from swarm.model.graph.functionalize import CHECKS
+from swarm.model.graph.functions import OPERATOR, TracedFunction, constants
 from swarm.model.graph.model_source import CustomModel
 from swarm.model.graph.trace import check_traceable, input_names
+from swarm.model.graph.untraceable import Untraceable
 
 INDENT = "    "
 
@@ -110,6 +113,7 @@ class _Writer:
         }
         zeros = [f"torch.zeros({list(leaf.shape)}, dtype={leaf.dtype})" for leaf in self._sizes]
         lines = [
+            *(line for name, found in self._captured.functions.items() for line in _function(name, found)),
             "class Model(WrittenModule):",
             *(f"{INDENT}{kind} = {names!r}" for kind, names in kinds.items()),
             "",
@@ -172,6 +176,31 @@ class _Writer:
         yield f"{node.name} = {inner.name}({', '.join(map(_word, given))})"
 
 
+def _function(name: str, found: TracedFunction) -> Iterator[str]:
+    """A Function of the model's own, and two empty lines."""
+    yield f"class Function{name}(torch.autograd.Function):"
+    count = len(found.outputs)
+    for part, graph in (("forward", found.forward), ("backward", found.backward)):
+        holders = [holder.name for holder in graph.graph.find_nodes(op="placeholder")]
+        (output,) = graph.graph.find_nodes(op="output")
+        made = output.args[0]
+        given = holders if part == "forward" else holders[-count:]
+        body = []
+        if part == "backward" and len(holders) > count:
+            body.append(f"{', '.join(holders[:-count])}, = ctx.saved_tensors")
+        for node, value in constants(graph).items():
+            body.append(f"{node} = torch.tensor({_word(value.tolist())}, dtype={value.dtype})")
+        body += [f"{node.name} = {_called(node)}" for node in graph.graph.nodes if node.op == "call_function"]
+        if part == "forward":
+            body.append(f"ctx.save_for_backward({', '.join(map(_word, made[count:]))})")
+            made = made[:count]
+        yield f"{INDENT}@staticmethod"
+        yield f"{INDENT}def {part}({', '.join(['ctx', *given])}):"
+        yield from (f"{INDENT}{INDENT}{line}" for line in (*body, f"return {_word(tuple(made))}"))
+        yield ""
+    yield ""
+
+
 def _is_check(node: fx.Node) -> bool:
     target = node.target
     return isinstance(target, OpOverload) and target._schema.name.partition("::")[2].startswith(CHECKS)
@@ -181,8 +210,19 @@ def _called(node: fx.Node) -> str:
     target = node.target
     if target is operator.getitem:
         return f"{_word(node.args[0])}[{_word(node.args[1])}]"
+    if target is OPERATOR:
+        name, tensors = node.args
+        assert isinstance(tensors, (list, tuple))
+        return f"Function{name}.apply({', '.join(map(_word, tensors))})"
+    if target is getattr:
+        return f"{_word(node.args[0])}.{node.args[1]}"
     if not isinstance(target, OpOverload):
         raise Untraceable(f"it calls {target}, which is no operator")
+    if target.namespace not in ("aten", "prims"):
+        raise Untraceable(
+            f"it calls {target}, an operator of a library that peers may not have; name the code in a "
+            'manifest (kind = "code"), and have it installed there'
+        )
     words = [
         _in_training(argument.name, value)
         for argument, value in zip(target._schema.arguments, node.args, strict=False)

@@ -57,6 +57,7 @@ COORDINATION = "peers/stage/coordination.py"
 TRAINER = "peers/trainer.py"
 CHECKPOINT = "peers/storage/checkpoint.py"
 COMPUTE = "swarm/model/stage.py"
+FUNCTIONS = "swarm/model/graph/functions.py"
 SUMS = "swarm/model/gradient_sum.py"
 FIXED_POINT = "swarm/model/fixed_point.py"
 WEIGHTS = "swarm/model/state.py"
@@ -3903,6 +3904,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        assert what",
         "A peer whose processor draws other numbers serves a stage, which never agrees.",
         ("test_brought",),
+    ),
+    Mutation(
+        "take-the-derivative-of-the-forward-for-the-authors-backward",
+        FUNCTIONS,
+        "            return self._call(cls, args, kwargs)",
+        "            return _forward(cls, _Context(()), args, kwargs)",
+        "A clipped gradient is not clipped, and a straight-through estimator gives none.",
+    ),
+    Mutation(
+        "leave-what-a-function-computes-out-of-its-digest",
+        FUNCTIONS,
+        "{hashlib.sha256(text.encode()).hexdigest()}",
+        "{len(text) and 0}",
+        "Peers whose code has another backward take part in the run.",
+    ),
+    Mutation(
+        "have-a-function-draw-what-it-likes",
+        FUNCTIONS,
+        "    if ruled.function not in (op, torch.ops.aten.full.default):",
+        "    if ruled.function is None:",
+        "A microbatch that is computed again has other random numbers.",
+    ),
+    Mutation(
+        "have-a-function-write-to-its-arguments",
+        FUNCTIONS,
+        "        if writes and isinstance(written, fx.Node) and",
+        "        if False and isinstance(written, fx.Node) and",
+        "Another reader of the value finds it changed, in some cuts.",
+    ),
+    Mutation(
+        "write-to-what-a-function-has-handed-on",
+        "swarm/model/graph/functionalize.py",
+        "        if _storage(base) in self._handed_on:",
+        "        if not self._handed_on.isdisjoint(()):",
+        "Another reader of the value does not find it changed, as it does in torch.",
     ),
     Mutation(
         "round-moments-by-their-place-in-the-stage",

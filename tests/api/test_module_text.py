@@ -15,11 +15,15 @@ from peers.api.module_text import module_text
 from peers.storage import written
 from swarm import installed
 from swarm.errors import SetupError
+from swarm.ids import Microbatch
 from swarm.model.graph.capture import find_loss
 from swarm.model.graph.model_source import CustomModel, from_code
+from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import Traced
 from tests.api.nets import net, samples
 from tests.model import zoo
+from tests.model.parity import gradients
+from tests.model.test_own_functions import BODIES, Net, X
 
 
 def again(sample: CustomModel, folder: Path, name: str) -> CustomModel:
@@ -66,6 +70,47 @@ def test_dropout_and_batch_norm_are_off_outside_of_training(tmp_path: Path) -> N
     assert torch.equal(read.eval()(tokens, classes), expected)
     assert not torch.equal(read.train()(tokens, classes), expected)
     assert not hasattr(read, "idle")
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_models_own_functions_are_written_with_the_authors_backward(name: str, tmp_path: Path) -> None:
+    model = Net(BODIES[name]).double()
+    sample = CustomModel(module=model, args=(X,))
+    read = again(sample, tmp_path, f"written_{name.replace(' ', '_')}")
+    loss = model(X)
+    loss.backward()
+    read.module.double()
+    other = read.module.train()(X)
+    other.backward()
+    assert torch.equal(other, loss)
+    for key, weights in read.module.named_parameters():
+        torch.testing.assert_close(weights.grad, model.get_parameter(key).grad, rtol=0, atol=0)
+    traced, first = read.trace(), sample.trace()
+    assert len(traced.graph.operators) == len(first.graph.operators)
+    (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    got = gradients([piece], {"x": X}, Microbatch(0, 0))
+    for key, gradient in got.parameters.items():
+        torch.testing.assert_close(gradient, model.get_parameter(key).grad, rtol=1e-15, atol=1e-15)
+
+
+@torch.library.custom_op("swarmtests::thrice", mutates_args=())
+def thrice(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+thrice.register_fake(torch.empty_like)
+thrice.register_autograd(lambda ctx, grad: 3 * grad)
+
+
+def test_an_operator_of_a_library_is_traced_but_not_written() -> None:
+    model = Net(lambda net, y: thrice(y)).double()
+    sample = CustomModel(module=model, args=(X,))
+    model(X).backward()
+    (piece,) = cut(traced := sample.trace(), [0] * len(traced.graph.operators), seed=0)
+    for key, gradient in gradients([piece], {"x": X}, Microbatch(0, 0)).parameters.items():
+        torch.testing.assert_close(gradient, model.get_parameter(key).grad, rtol=1e-15, atol=1e-15)
+    with pytest.raises(SetupError, match=r"calls swarmtests\.thrice\.default, .* that peers may not have"):
+        module_text(sample)
 
 
 class Tied(nn.Module):

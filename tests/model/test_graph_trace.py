@@ -256,20 +256,6 @@ def ragged(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.linear(x)[x > 0].sum()
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
-        return 3 * grads[0]
-
-
-def custom(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return Twice.apply(net.linear(x)).sum()
-
-
 def noisy(net: Net, x: torch.Tensor) -> torch.Tensor:
     return torch.normal(net.linear(x), 1.0).sum()
 
@@ -345,7 +331,6 @@ LINE = r"test_graph_trace.py:\d+: "
         (autocast, "the model switches autocast on; leave that to the run's dtype"),
         (hidden_write, "operator aten.mul_.* writes to a tensor that needs a gradient, under no_grad"),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
-        (custom, "Twice, an autograd.Function: its backward cannot be traced"),
         (
             hooked,
             r"hangs a hook on the gradient of a tensor \[.*\] \(register_hook\), which cannot be traced",

@@ -16,10 +16,10 @@ from torch.fx.node import map_aggregate
 from swarm.errors import SetupError
 from swarm.model.graph import operators
 from swarm.model.graph.calls import DEVICE, Call, Ref, Statistic, refs
-from swarm.model.graph.capture import Captured, Untraceable, WithLoss
-from swarm.model.graph.functionalize import where
+from swarm.model.graph.capture import Captured, WithLoss
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.kernels import draw_through, write_through
+from swarm.model.graph.untraceable import Untraceable, where
 
 aten = torch.ops.aten
 CONSTANT = "constant:"
@@ -136,8 +136,9 @@ class Builder:
             several=several,
             plain=node.meta.get("plain", False),
         )
-        module, target = self._module(node), str(node.target)
+        module, target = self._module(node), getattr(node.target, "__name__", "")
         if isinstance(node.target, OpOverload):
+            target = str(node.target)
             name, given = operators.name_of(node.target), operators.arguments(node.target, args, kwargs)
             if operators.does_nothing(name, given):
                 self._env[node] = given["input"]
@@ -156,8 +157,8 @@ class Builder:
                 shape=() if several else _shape(results[0], node),
                 site=lambda: self._site(module),
             )
-        else:
-            # `write_through` is named by what writes.
+        elif node.target is write_through:
+            # It is named by what writes.
             target, call = operators.ruled_write(node, call, module=module, site=lambda: self._site(module))
         read = [self._values[ref.name] for ref in refs((call.args, call.kwargs)) if ref.name in self._values]
         depends = any(value.differentiable for value in read) and node.target is not aten.detach.default

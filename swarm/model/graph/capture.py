@@ -6,12 +6,9 @@ It sees tensors without numbers, so that it cannot follow one branch of a decisi
 from __future__ import annotations
 
 import contextlib
-import linecache
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
-
-
-class Untraceable(Exception):
-    """The model is no one graph of operators; the text says why."""
+from swarm.model.graph.functions import Functions, TracedFunction
+from swarm.model.graph.untraceable import Untraceable, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +32,8 @@ class Captured:
     """Placeholder -> full name."""
     buffers: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
+    functions: Mapping[str, TracedFunction]
+    """By the first argument of a `functions.OPERATOR`."""
     inputs: tuple[str, ...]
     output: torch.fx.Node
     """The loss."""
@@ -112,7 +109,8 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     """
     # One tensor that is given twice would be one input to the tracer.
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
-    with _explained():
+    functions = Functions()
+    with _explained(), functions.traced():
         program = torch.export.export(model, example, strict=False)
     names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     inputs = []
@@ -139,6 +137,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
             name: cast(torch.Tensor, program.constants[target])
             for name, target in names[InputKind.CONSTANT_TENSOR].items()
         },
+        functions=functions.found,
         inputs=tuple(inputs),
         output=output.args[0][-1],
     )
@@ -148,53 +147,18 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
 def _explained() -> Iterator[None]:
     """Turn what tracing raises into one sentence that names the user's own line."""
     try:
-        with warnings.catch_warnings(), _no_custom_gradients():
+        with warnings.catch_warnings(), _no_hooks():
             warnings.simplefilter("ignore")  # about torch's own code
             yield
     except (SetupError, Untraceable):
         raise
     except Exception as error:  # a tracer raises anything, and so does a model
-        first = str(error).strip().partition("\n")[0].strip() or type(error).__name__
-        raise Untraceable(f"{_where(error)}{_meaning(error) or first}") from error
-
-
-def _meaning(error: BaseException) -> str:
-    """In plain words, for the one mistake that is common."""
-    name, text = type(error).__name__, str(error)
-    if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "Data-dependent" in text:
-        operator = getattr(error, "func", None)
-        return (
-            f"{f'operator {operator}: ' if operator else ''}what the code does depends on the numbers in a "
-            "tensor; use torch.where or a mask, so that every microbatch takes the same path"
-        )
-    return ""
-
-
-def _where(error: BaseException) -> str:
-    """The last line outside of torch and of this package that led to the error, or that its text names."""
-    ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-    found = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((ours, torchs, "<"))
-    ]
-    if not found:
-        return ""
-    frame = found[-1]
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{Path(frame.filename).name}:{frame.lineno}: `{line}`: "
+        raise Untraceable(reason(error)) from error
 
 
 @contextlib.contextmanager
-def _no_custom_gradients() -> Iterator[None]:
-    """Refuse torch.autograd.Function and hooks of tensors: a trace silently loses what they do backward."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise SetupError(
-            f"the model uses {cls.__module__}.{cls.__qualname__}, an autograd.Function: its backward cannot "
-            "be traced; write it with torch's own operators"
-        )
+def _no_hooks() -> Iterator[None]:
+    """Refuse hooks of tensors: a trace silently loses what they do backward."""
 
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise SetupError(
@@ -202,12 +166,11 @@ def _no_custom_gradients() -> Iterator[None]:
             "cannot be traced; write what it does with torch's own operators"
         )
 
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
     register_hook, torch.Tensor.register_hook = torch.Tensor.register_hook, refuse_hook
     try:
         yield
     finally:
-        torch.autograd.Function.apply, torch.Tensor.register_hook = original, register_hook
+        torch.Tensor.register_hook = register_hook
 
 
 class _NoOtherWeights(TorchFunctionMode):

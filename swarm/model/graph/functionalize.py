@@ -15,8 +15,10 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 
 from swarm.errors import SetupError
-from swarm.model.graph.capture import Captured, Untraceable
+from swarm.model.graph.capture import Captured
+from swarm.model.graph.functions import OPERATOR
 from swarm.model.graph.kernels import write_through
+from swarm.model.graph.untraceable import Untraceable, where
 
 aten = torch.ops.aten
 
@@ -50,7 +52,7 @@ class _Flat:
 
     def __init__(self, captured: Captured) -> None:
         self.graph = fx.Graph()
-        self._grad, self._plain = True, False
+        self._grad, self._plain, self._functions = True, False, captured.functions
         env: dict[fx.Node, Any] = {}
         for holder in captured.module.graph.find_nodes(op="placeholder"):
             env[holder] = self.graph.node_copy(holder)
@@ -82,7 +84,13 @@ class _Flat:
         )
         if not (isinstance(node.target, OpOverload) or node.target is operator.getitem or symbolic):
             raise Untraceable(f"{where(node)}it calls {_called(node)}, which is no operator")
-        copy = self.graph.node_copy(node, lambda n: env[n])
+        if node.target is OPERATOR:
+            function = self._functions[str(node.args[0])]
+            given: Any = map_arg(node.args[1], lambda n: env[n])
+            copy = self.graph.create_node("call_function", function.compute(), tuple(given), name=node.name)
+            copy.meta = {**node.meta, "shares": function.shares}
+        else:
+            copy = self.graph.node_copy(node, lambda n: env[n])
         copy.meta["plain"], copy.meta["no_grad"] = self._plain, not self._grad
         return copy
 
@@ -147,6 +155,9 @@ class _Functional:
         self._taken: dict[tuple[fx.Node, int], fx.Node] = {}
         """(view, number of writes) -> the view taken anew."""
 
+        self._handed_on: set[int | None] = set()
+        """Storages of what an autograd.Function was given or gave that may be one in torch."""
+
     def run(self, flat: fx.Graph, loss: fx.Node) -> fx.Node:
         """Copy all; the loss in the new graph."""
         for node in flat.nodes:
@@ -159,6 +170,9 @@ class _Functional:
                 self._env[node] = self._env[self._source[node]]
                 self._same.add(node)
                 continue
+            if node.meta.get("shares"):
+                self._handed_on.update(map(_storage, node.all_input_nodes))
+                self._handed_on.update(map(_storage, node.users))
             if (source := self._viewed(node)) is not None:
                 self._source[node] = source
             self._env[node] = self.graph.node_copy(node, self._read)
@@ -207,6 +221,11 @@ class _Functional:
                 f"{where(node)}operator {op} changes the {kind} {name} while the model computes; what it is "
                 "would depend on which peer computed what: only the statistics of batch norm may change"
             )
+        if _storage(base) in self._handed_on:
+            raise SetupError(
+                f"{where(node)}operator {op} writes to a tensor that an autograd.Function has handed on as "
+                "it was: make a new tensor instead"
+            )
         rest = map_arg(node.args[1:], self._read)
         kwargs = map_arg(node.kwargs, self._read)
         whole = self._read(base)
@@ -237,17 +256,6 @@ class _Functional:
         rest = map_arg(view.args[1:], self._read)
         op = None if view.target is operator.getitem else view.target
         return op, rest, map_arg(dict(view.kwargs), self._read)
-
-
-def where(node: fx.Node) -> str:
-    """The user's line that a node comes from, "file.py:12: ", or nothing."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    found = [line.strip() for line in lines if line.strip().startswith("File ")]
-    if not found:
-        return ""
-    parts = found[-1].split(",")
-    file = parts[0].removeprefix("File ").strip('"').rpartition("/")[2]
-    return f"{file}:{parts[1].strip().removeprefix('line ')}: "
 
 
 def _called(node: fx.Node) -> str:

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
 from swarm.model.graph.builder import Builder, Traced
-from swarm.model.graph.capture import Untraceable, WithLoss, capture
+from swarm.model.graph.capture import WithLoss, capture
 from swarm.model.graph.functionalize import lower
+from swarm.model.graph.untraceable import Untraceable
 
 
 def trace(

@@ -1,0 +1,387 @@
+"""A model's own autograd.Functions as operators of the graph: the author's forward and the author's backward.
+
+torch.export takes the forward alone, so each call is traced apart: what `forward` computes and saves, and
+what `backward` makes of that. Both are graphs of ATen calls. In the model's graph the call is one operator;
+a stage that has it computes these graphs as a Function, so that no cut and no repetition changes a gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from swarm.errors import SetupError
+from swarm.model.graph import operators
+from swarm.model.graph.calls import Call
+from swarm.model.graph.untraceable import reason
+
+_LIBRARY = torch.library.Library("swarm", "DEF")
+_LIBRARY.define("function(str name, Tensor[] tensors) -> Tensor[]")
+OPERATOR: OpOverload = torch.ops.swarm.function.default
+"""Stands for a call in the graph that torch.export makes; `name` is that of one of `Functions.found`."""
+_FROM_TORCH = "torch._library.autograd"
+"""Where torch makes Functions of operators that a library registers: a graph has these operators."""
+
+
+class Form(NamedTuple):
+    """What a tensor is apart from its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+
+    def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TracedFunction:
+    """One call of a Function, for tensors of some form."""
+
+    name: str
+    """Of the class, with its module."""
+    forward: fx.GraphModule
+    """Tensors of the call -> the outputs, then what is saved."""
+    backward: fx.GraphModule
+    """What was saved, then the gradients of the outputs -> those of the tensors of the call, or None."""
+    outputs: tuple[Form, ...]
+    shares: bool
+    """An output lies in the memory of an argument."""
+
+    def compute(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """A function of the tensors of the call, called as the class; by its full name with a digest."""
+        forward, backward, count = self.forward.forward, self.backward.forward, len(self.outputs)
+
+        class Traced(Function):
+            @staticmethod
+            def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                made = forward(*tensors)
+                ctx.save_for_backward(*made[count:])
+                return tuple(made[:count])
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+                return tuple(backward(*ctx.saved_tensors, *gradients))
+
+        def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return Traced.apply(*tensors)
+
+        text = "\n".join(f"{part.graph} {constants(part)}" for part in (self.forward, self.backward))
+        function.__name__ = self.name
+        function.__qualname__ = f"{self.name} {hashlib.sha256(text.encode()).hexdigest()}"
+        return function
+
+
+def constants(part: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a forward or backward has written out in numbers, by the names of their nodes."""
+    return {node.name: getattr(part, str(node.target)) for node in part.graph.find_nodes(op="get_attr")}
+
+
+class Functions:
+    """The calls of Functions in one model."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, TracedFunction] = {}
+        """By a name that is an argument of `OPERATOR`."""
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Inside, a call of a Function is one of `OPERATOR`."""
+        global _open
+        original, before = Function.__dict__["apply"], _open
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if cls.__module__ == _FROM_TORCH:
+                return original.__get__(None, cls)(*args, **kwargs)
+            return self._call(cls, args, kwargs)
+
+        Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        _open = self.found
+        try:
+            yield
+        finally:
+            Function.apply, _open = original, before
+
+    def _call(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _Tracer.inside:
+            # No gradient passes a Function's own code, so it is what its forward computes.
+            return _forward(cls, _Context(()), args, kwargs)
+        tracer = _Tracer(cls, args, kwargs)
+        # A thread of its own has none of the modes in which the model is traced, nor what they note.
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(tracer.trace).result()
+        name = str(len(self.found))
+        self.found[name] = found
+        made = OPERATOR(name, tracer.tensors)
+        return tuple(made) if tracer.gives_tuple else made[0]
+
+
+_open: Mapping[str, TracedFunction] = {}
+
+
+def _forms(name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [form.empty(tensors[0].device) for form in _open[name].outputs]
+
+
+_LIBRARY.impl("function", _forms, "CompositeExplicitAutograd")
+
+
+# --- one call -----------------------------------------------------------------------------------------------
+
+
+class _Context:
+    """What a Function calls `ctx`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: torch.Tensor | None) -> None:
+        """For derivatives along a direction, which no stage takes."""
+
+    def mark_dirty(self, *_: torch.Tensor) -> None:
+        _refuse("it writes to its arguments (mark_dirty); make new tensors")
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        if any(tensor.is_floating_point() for tensor in tensors):
+            _refuse(
+                "it gives numbers without a gradient (mark_non_differentiable); make them outside of it, "
+                "under torch.no_grad()"
+            )
+
+    def set_materialize_grads(self, value: bool) -> None:
+        if not value:
+            _refuse("it asks for gradients that may be None (set_materialize_grads); take zeros instead")
+
+
+class _Tracer:
+    """Traces the forward and the backward of one call."""
+
+    inside = False
+    """Whether one is at work: the model's code waits for it."""
+
+    def __init__(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._cls, self._args, self._kwargs = cls, args, kwargs
+        self._name = f"{cls.__module__}.{cls.__qualname__}"
+        self.tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self.gives_tuple = False
+        self._needs = tuple(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        self._given = [Form.of(tensor) for tensor in self.tensors]
+        self._outputs: list[Form] = []
+        self._saved: list[Form] = []
+        self._state: tuple[list[Any], Any] = ([], None)
+        """What the forward left in `ctx`: leaves, of which tensors count only as places, and their form."""
+
+    def trace(self) -> TracedFunction:
+        """
+        Raises:
+            SetupError: a stage could not do what it does; says which Function and why.
+        """
+        _Tracer.inside = True
+        try:
+            forward = self._graph(self._forward, self._given, "forward")
+            backward = self._graph(self._backward, [*self._saved, *self._outputs], "backward")
+        except _Refused as error:
+            raise self._refused(str(error)) from error
+        except SetupError as error:
+            raise self._refused(error.text) from error
+        except Exception as error:  # a model's code raises anything
+            raise self._refused(reason(error)) from error
+        finally:
+            _Tracer.inside = False
+        return TracedFunction(
+            name=self._name, forward=forward, backward=backward, outputs=tuple(self._outputs),
+            shares=_shares(forward, len(self._outputs)),
+        )  # fmt: skip
+
+    def _refused(self, why: str) -> SetupError:
+        return SetupError(
+            f"the model uses {self._name}, an autograd.Function that cannot be traced: {why}; or write it "
+            "with torch's own operators"
+        )
+
+    def _graph(self, compute: Callable[..., list[Any]], forms: Sequence[Form], part: str) -> fx.GraphModule:
+        with FakeTensorMode() as fake, torch.no_grad():
+            given = [form.empty() for form in forms]
+
+            def watched(*tensors: torch.Tensor) -> list[Any]:
+                with _NothingElse(fake, part):
+                    return compute(*tensors)
+
+            found = make_fx(watched, pre_dispatch=True)(*given)
+        _check(found, given, part, self._name)
+        return found
+
+    def _forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        rest = iter(tensors)
+        args = [next(rest) if isinstance(arg, torch.Tensor) else arg for arg in self._args]
+        others = [arg for arg in (*self._args, self._kwargs) if not isinstance(arg, torch.Tensor)]
+        if not tensors or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(others)):
+            _refuse("it has to be given tensors, each as an argument of its own")
+        ctx = _Context(self._needs)
+        made = _forward(self._cls, ctx, args, self._kwargs)
+        self.gives_tuple = isinstance(made, tuple)
+        outputs = list(made) if isinstance(made, tuple) else [made]
+        if not outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
+            _refuse("its forward has to return a tensor, or a tuple of tensors")
+        if getattr(ctx, "_fwd_used_autocast", None) is not None:
+            _refuse("it looks at whether autocast is on (custom_fwd)")
+        leaves, spec = pytree.tree_flatten(vars(ctx))
+        saved = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._state = leaves, spec
+        self._outputs, self._saved = list(map(Form.of, outputs)), list(map(Form.of, saved))
+        return [*outputs, *saved]
+
+    def _backward(self, *tensors: torch.Tensor) -> list[torch.Tensor | None]:
+        rest = iter(tensors)
+        leaves, spec = self._state
+        leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        ctx = _Context(())
+        vars(ctx).update(pytree.tree_unflatten(leaves, spec))
+        cls = self._cls
+        backward = cls.backward if cls.vjp is Function.vjp else cls.vjp
+        made = backward(ctx, *rest)
+        made = list(made) if isinstance(made, tuple) else [made]
+        if len(made) < len(self._args) or any(gradient is not None for gradient in made[len(self._args) :]):
+            _refuse(f"its backward gives {len(made)} gradients, but it has {len(self._args)} arguments")
+        forms, kept = iter(self._given), []
+        for number, (arg, gradient) in enumerate(zip(self._args, made, strict=False)):
+            form = next(forms) if isinstance(arg, torch.Tensor) else None
+            if gradient is not None and not (form and _fits(gradient, form)):
+                _refuse(f"its backward gives as gradient of argument {number} what has not its shape")
+            kept += [gradient] if form else []
+        return kept
+
+
+def _fits(gradient: Any, form: Form) -> bool:
+    """Whether torch takes it as the gradient of such a tensor; it adds up along what was expanded."""
+    with contextlib.suppress(RuntimeError):
+        return torch.broadcast_shapes(form.shape, gradient.shape) == gradient.shape
+    return False
+
+
+def _forward(cls: Any, ctx: _Context, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `forward` returns; `ctx` is as it and `setup_context` leave it."""
+    if cls.setup_context is Function.setup_context:
+        return cls.forward(ctx, *args, **kwargs)
+    made = cls.forward(*args, **kwargs)
+    cls.setup_context(ctx, tuple(args), made)
+    return made
+
+
+class _Refused(Exception):
+    """The text says what no stage may do."""
+
+
+def _refuse(text: str) -> NoReturn:
+    raise _Refused(text)
+
+
+_MEMORY = frozenset(("data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"))
+"""How code gets at a tensor's memory, where there is none yet."""
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _shares(forward: fx.GraphModule, count: int) -> bool:
+    """Whether one of the first so many that it returns lies in the memory of what it is given."""
+    made: Any = forward.graph.output_node().args[0]
+    given = forward.graph.find_nodes(op="placeholder")
+    memory = {_storage(holder.meta["val"]) for holder in given}
+    return any(_storage(node.meta["val"]) in memory for node in made[:count])
+
+
+class _NothingElse(TorchFunctionMode):
+    """Refuse what no graph of operators can have: tensors that were not given nor made of these (their
+    numbers would be in the trace for good), and numbers that are read past torch.
+    """
+
+    def __init__(self, fake: FakeTensorMode, part: str) -> None:
+        super().__init__()
+        self._fake, self._part = fake, part
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (called := getattr(func, "__name__", "")) in _MEMORY:
+            _refuse(f"its {self._part} reads a tensor's memory ({called}), as numpy and C do")
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and getattr(leaf, "fake_mode", None) is not self._fake:
+                _refuse(
+                    f"its {self._part} reads a tensor {list(leaf.shape)} that is not among its arguments; "
+                    "give it as one"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _check(found: fx.GraphModule, given: Sequence[torch.Tensor], part: str, name: str) -> None:
+    """Refuse what no stage may do, and have the graph compute on the device of what it is given."""
+    graph, whose = found.graph, set(map(_storage, given))
+    device: fx.Node | None = None
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if node.target is torch._C._set_grad_enabled:
+            if node.args[0]:
+                _refuse(f"its {part} switches gradients on")
+            graph.erase_node(node)
+            continue
+        if not isinstance(node.target, OpOverload):
+            _refuse(f"its {part} calls {getattr(node.target, '__name__', node.target)}, which is no operator")
+        _check_operator(node, whose, part, name)
+        if pytree.tree_any(lambda leaf: isinstance(leaf, torch.device), (node.args, node.kwargs)):
+            if device is None:
+                first = graph.find_nodes(op="placeholder")[0]
+                with graph.inserting_before(node):
+                    device = graph.call_function(getattr, (first, "device"))
+            here = device
+
+            def moved(leaf: Any, here: fx.Node = here) -> Any:
+                return here if isinstance(leaf, torch.device) else leaf
+
+            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+    found.recompile()
+
+
+def _check_operator(node: fx.Node, given: set[int], part: str, name: str) -> None:
+    op = node.target
+    assert isinstance(op, OpOverload)
+    inside = f"operator {op} in its {part}"
+    named = operators.arguments(op, node.args, node.kwargs)
+    value = node.meta.get("val")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        _refuse(f"{inside} makes a number that depends on data")
+    for argument in op._schema.arguments:
+        written = named.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and isinstance(written, fx.Node) and _storage(written.meta["val"]) in given:
+            what = "its arguments" if part == "forward" else "what it is given"
+            _refuse(f"{inside} writes to {what}; make a new tensor")
+    if operators.does_nothing(operators.name_of(op), named):
+        return
+    call = Call(function=op, args=node.args, kwargs=dict(node.kwargs), outputs=(), several=False, plain=False)
+    ruled = operators.ruled(node, call, named, module=f"{name}.{part}", shape=(), site=str)
+    if ruled.function not in (op, torch.ops.aten.full.default):
+        _refuse(f"{inside} draws random numbers or keeps statistics; do that outside of it")

@@ -1,0 +1,58 @@
+"""Why a model is no graph, and which of the user's lines says so."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from pathlib import Path
+
+import torch
+from torch import fx
+
+
+class Untraceable(Exception):
+    """The model is no one graph of operators; the text says why."""
+
+
+def reason(error: BaseException) -> str:
+    """What tracing raised, as one sentence that names the user's own line."""
+    first = str(error).strip().partition("\n")[0].strip() or type(error).__name__
+    return f"{_line_of(error)}{_meaning(error) or first}"
+
+
+def _meaning(error: BaseException) -> str:
+    """In plain words, for the one mistake that is common."""
+    name, text = type(error).__name__, str(error)
+    if name in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "Data-dependent" in text:
+        operator = getattr(error, "func", None)
+        return (
+            f"{f'operator {operator}: ' if operator else ''}what the code does depends on the numbers in a "
+            "tensor; use torch.where or a mask, so that every microbatch takes the same path"
+        )
+    return ""
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line outside of torch and of this package that led to the error, or that its text names."""
+    ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    found = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((ours, torchs, "<"))
+    ]
+    if not found:
+        return ""
+    frame = found[-1]
+    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{Path(frame.filename).name}:{frame.lineno}: `{line}`: "
+
+
+def where(node: fx.Node) -> str:
+    """The user's line that a node comes from, "file.py:12: ", or nothing."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    found = [line.strip() for line in lines if line.strip().startswith("File ")]
+    if not found:
+        return ""
+    parts = found[-1].split(",")
+    file = parts[0].removeprefix("File ").strip('"').rpartition("/")[2]
+    return f"{file}:{parts[1].strip().removeprefix('line ')}: "
