@@ -14,7 +14,11 @@ from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run, write_cut
 from swarm.model.graph.custom_model import custom_model, model_inputs
+from swarm.model.graph.stage_module import cut
+from swarm.model.graph.trace import trace
+from swarm.model.kept import foretold_bytes
 from swarm.model.reference import SingleProcess
+from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
 from tests.model.chain import Chain, farthest
@@ -30,7 +34,7 @@ def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
             kind="code",
             source=f"tests.model.zoo:{name}",
             stages=max(assignment, default=0) + 1,
-            vocab_size=7 if name in ("resnet", "deep") else 41,
+            vocab_size=7 if name in ("resnet", "deep", "quantised") else 41,
             cut=write_cut(assignment),
         ),
         "data": DataSpec(source="code", code=f"tests.model.zoo:{name}", sequence_length=1, tokens=1000),
@@ -97,6 +101,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deep",
         {"dtype": "bfloat16", "codec": CodecSpec(forward="blockwise8", backward="blockwise8")},
     ),
+    "own functions": ("quantised", {}),
+    "own functions, bfloat16": ("quantised", {"dtype": "bfloat16"}),
     "batch norm": ("resnet", {"codec": CodecSpec(forward="blockwise8", backward="bf16")}),
 }
 
@@ -111,3 +117,36 @@ def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
     for t in range(run.steps):
         assert chain.step(t) == single.step(t)
     assert farthest(chain.named_weights(), single.named_weights()) == 0.0
+
+
+def test_a_microbatch_of_a_models_own_functions_keeps_what_was_foretold() -> None:
+    run = run_of("quantised", cut_of("quantised", 3))
+    for stage in range(run.S):
+        kept = [StageCompute(run, stage, "cpu", recompute=again).saved_bytes() for again in (False, True)]
+        assert foretold_bytes(run, stage) == kept[0] > kept[1]
+
+
+def test_a_function_that_is_computed_again_gives_the_same_bits() -> None:
+    run = run_of("quantised", cut_of("quantised", 3))
+    once, again = (CustomModel(run, recompute=recompute) for recompute in (False, True))
+    for t in range(run.steps):
+        assert once.step(t) == again.step(t)
+    assert farthest(once.named_weights(), again.named_weights()) == 0.0
+
+
+def test_a_function_under_autocast_computes_what_the_module_does() -> None:
+    torch.manual_seed(0)
+    model, (x, labels) = zoo.quantised()
+    traced = trace(model, (x, labels))
+    (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    losses = []
+    for compute in (lambda: model(x, labels), lambda: piece(x, labels, mb=Microbatch(0, 0)).values[0]):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compute()
+        loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    for name, parameter in piece.named_parameters():
+        expected = model.get_parameter(name).grad
+        assert parameter.grad is not None and expected is not None
+        assert torch.equal(parameter.grad, expected)

@@ -288,6 +288,43 @@ def deep() -> tuple[nn.Module, Sample]:
     return Deep(width=8, layers=4, classes=7), (_normal(3, 8), _tokens(3, 1, 7, 1)[:, 0])
 
 
+class Coarse(torch.autograd.Function):
+    """A product [N, E] @ [E, D], rounded to eighths as if it were not; its gradients are clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bound: float) -> torch.Tensor:
+        made = x @ weight
+        ctx.save_for_backward(x, weight, made.abs() < 2.0)
+        ctx.bound = bound
+        return (made * 8).round().div_(8)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, inside = ctx.saved_tensors
+        grad = (grads[0] * inside).clamp(-ctx.bound, ctx.bound).to(x.dtype)
+        return grad @ weight.T, x.T @ grad, None
+
+
+class Quantised(nn.Module):
+    """Layers whose products are coarse, and a classifier."""
+
+    def __init__(self, width: int, layers: int, classes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
+            x = x + functional.gelu(Coarse.apply(x, layer.weight, 0.1) + layer.bias)
+        return functional.cross_entropy(self.head(x), labels)
+
+
+def quantised() -> tuple[nn.Module, Sample]:
+    """Three layers."""
+    return Quantised(width=8, layers=3, classes=7), (_normal(3, 8), _tokens(3, 1, 7, 1)[:, 0])
+
+
 def unet() -> tuple[nn.Module, Sample]:
     """Four levels."""
     return UNet(width=2, depth=4), (_normal(2, 1, 32, 32),)
