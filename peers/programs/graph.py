@@ -213,7 +213,10 @@ def _colour(op: Operator, assignment: Sequence[int]) -> str:
 
 
 def _short(op: Operator) -> str:
-    return op.target.split(".")[1] if op.target.count(".") else op.target
+    parts = op.target.split(".")
+    if parts[-1] == "default" or parts[0] == "aten":  # namespace, name, overload; else a class of the model's
+        return parts[1]
+    return parts[-1]
 
 
 def _sizes(value: Value) -> str:

@@ -205,6 +205,12 @@ MODELS = {
         | {"lru_width": 24, "attention_window_size": 8, "head_dim": 8, "attention_dropout": 0.0},
         "SqrtBoundDerivative",
     ),
+    "phimoe": (
+        {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 3}
+        | {"intermediate_size": 32, "num_local_experts": 4, "experts_implementation": "batched_mm"}
+        | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+        "PhimoeMultiplier",
+    ),
 }
 
 

@@ -81,6 +81,11 @@ def test_dot_has_every_operator_in_its_stages_colour(capsys: pytest.CaptureFixtu
     assert sum("->" in line for line in lines) >= 32
 
 
+def test_a_models_own_function_is_called_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    text = graph(capsys, "--model", "tests.model.zoo:quantised", "--stages", "2", "--dot")
+    assert text.count('label="Coarse\\n') == 3 and 'label="gelu\\n' in text
+
+
 def test_the_decoder_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["manifest"])
     text = capsys.readouterr().out

@@ -39,14 +39,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One ATen call."""
+    """One ATen call, or one of a Function of the model's own."""
 
     index: int
     """Its place in a topological order."""
     name: str
     """The traced node's, unique."""
     target: str
-    """Such as `aten.addmm.default`."""
+    """Such as `aten.addmm.default`; or the class with its module."""
     module: str
     """Full name of the module that it belongs to, `layers.3.attention`; "" if none."""
     inputs: tuple[str, ...]
