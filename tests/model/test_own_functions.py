@@ -99,6 +99,8 @@ class Sorted(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        (_, descending) = inputs
+        assert descending is True and ctx.needs_input_grad == (True, False)
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
 

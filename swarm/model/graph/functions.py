@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +123,10 @@ class Functions:
             Function.apply, _open = original, before
 
     def _call(self, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if cls.setup_context is not Function.setup_context:  # torch gives it all arguments then
+            bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
         if _Tracer.inside:
             # No gradient passes a Function's own code, so it is what its forward computes.
             return _forward(cls, _Context(()), args, kwargs)
