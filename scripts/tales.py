@@ -1,6 +1,6 @@
-"""Write little tales, and others that no training sees: the text of docs/recipes/tales.toml.
+"""Write little tales, and others that no training sees: the text of docs/recipes/tales*.toml.
 
-python scripts/tales.py DIR              # DIR/train.txt (17 MB), DIR/held-out.txt
+python scripts/tales.py DIR              # DIR/train.txt (20 MB), DIR/held-out.txt
 python scripts/tales.py DIR --tales 4000
 """
 

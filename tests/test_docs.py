@@ -355,10 +355,12 @@ def test_every_preset_is_listed_with_its_sizes() -> None:
 
 
 def test_the_recipes_are_runs_of_the_sizes_that_the_page_says(tmp_path: Path) -> None:
-    assert {path.name for path in (DOCS / "recipes").iterdir()} == {"shakespeare.toml", "tales.toml"}
-    plays, told = (load_run(DOCS / "recipes" / f"{name}.toml") for name in ("shakespeare", "tales"))
+    names = ("shakespeare", "tales", "tales-small")
+    assert {path.name for path in (DOCS / "recipes").iterdir()} == {f"{name}.toml" for name in names}
+    plays, told, small = (load_run(DOCS / "recipes" / f"{name}.toml") for name in names)
     assert (plays.steps, plays.batch.microbatch_size * plays.M, plays.data.sequence_length) == (2000, 12, 64)
     assert parameter_count(told.built_in) / 1e6 == pytest.approx(10.0, rel=0.02)
+    assert parameter_count(small.built_in) / 1e6 == pytest.approx(3.1, rel=0.02)
     write_tales([str(tmp_path), "--tales", "40"])
     train, held_out = ((tmp_path / name).read_bytes() for name in ("train.txt", "held-out.txt"))
     assert train == tales.text(40) and held_out and held_out not in train
