@@ -12,6 +12,11 @@ passes the point `name`; `SWARM_STOP_AT` stops it there with SIGSTOP.
     frozen     this member's sum is frozen for a reduce
     took       this member has taken a step, and said nothing of it yet
     handing    a leaving member's sum is at its replica, which does not count it yet
+    meeting    islands are to meet, and what this one has changed is not encoded yet
+    encoded    it is, and nobody else has it
+    given      another replica asked for it, and is not told yet where to get it
+    gathered   what another island has changed is here
+    kept       a version is kept in memory: for islands that are lost, and for keepers
 
 A simulation, in which a process is no process of the system, is told of each point instead: `on_point`.
 

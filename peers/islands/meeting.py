@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from peers.clock import now_s
+from peers.fault_points import fault_point
 from peers.islands.directory import Island, Islands
 from peers.ports import Rank, Transport
 from peers.stage.open_step import OpenStep
@@ -52,7 +53,9 @@ class IslandMeeting:
         """What this island has changed since the last meeting, as it travels; from now on it is given out."""
         core = self._core
         if step.reduced is None:
+            fault_point("meeting")
             step.reduced = await core.device.run(Rank.STEP, step.t, core.compute.state.difference)
+            fault_point("encoded")
             step.reduced_there.set()
         return step.reduced
 
@@ -77,6 +80,7 @@ class IslandMeeting:
         async with step.getting[number]:
             if number not in step.shared:
                 step.shared[number] = await self._fetched(step, number)
+                fault_point("gathered")
 
     async def _fetched(self, step: OpenStep, number: int) -> torch.Tensor:
         """What island `number` has changed: from its replicas of this stage, or from one that got it."""

@@ -19,6 +19,8 @@ from swarm.sim.dice import Dice
 
 POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "handing")
 """Moments in the life of a stage peer at which a fault hurts most: `peers.fault_points`."""
+MEETING_POINTS = ("meeting", "encoded", "given", "gathered", "kept")
+"""Those of islands."""
 
 
 class Fault(NamedTuple):
@@ -428,6 +430,7 @@ def calm(swarm: Swarm) -> None:
 def schedule(dice: Dice, has: Collection[str], *, most: int, within_s: float) -> list[Fault]:
     """Up to `most` faults of a swarm that `has` what their kinds need, by time."""
     bag = [name for name, kind in KINDS.items() if kind.needs in has for _ in range(kind.weight)]
+    points = POINTS + MEETING_POINTS if "islands" in has else POINTS
     count = dice.below(most + 1)
     faults = [
         Fault(
@@ -435,7 +438,7 @@ def schedule(dice: Dice, has: Collection[str], *, most: int, within_s: float) ->
             kind=dice.pick(bag),
             which=dice.number(),
             lasts_s=dice.between(0.2, 1.0) if dice.chance(0.4) else dice.between(1.0, 7.0),
-            point=dice.pick(POINTS),
+            point=dice.pick(points),
             number=1 + dice.below(4),
         )
         for _ in range(count)

@@ -87,7 +87,10 @@ class Setting:
     def has(self) -> set[str]:
         """What kinds of faults may need."""
         disks = self.keeper or self.disks != "none"
-        there = {"peers": True, "disks": disks, "keeper": self.keeper, "crowd": self.crowd}
+        islands = self.run.islands.count > 1
+        there = {
+            "peers": True, "disks": disks, "keeper": self.keeper, "crowd": self.crowd, "islands": islands,
+        }  # fmt: skip
         return {name for name, has in there.items() if has}
 
 

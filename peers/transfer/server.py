@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.state import StageCore
 from peers.transfer.leases import Lease, Leases, Snapshot
@@ -265,6 +266,8 @@ class StateServer:
         if vector is None:
             raise NotReady(f"no such sum of step {wanted.t} is held here", version=core.version)
         part = vector if other < 0 or meets else core.compute.shared.part(vector, other)
+        if meets:
+            fault_point("given")
         content = Snapshot(
             version=wanted.t, tensors={"gradient": part}, generation=core.generation,
             last_commit=commit, prepared=prepared,

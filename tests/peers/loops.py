@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from peers import fault_points
 from peers.clock import now_s
 from peers.events import Event, RoundAborted, Stepped
 from peers.islands.directory import split_cell
@@ -22,6 +23,7 @@ from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
 from peers.sim.device import SimDevice
 from peers.sim.members import tree_of_zeros
+from peers.sim.processes import PROCESS, Killed
 from peers.stage import pause as paused
 from peers.stage.open_step import OpenStep
 from peers.stage.pause import PausedPeer
@@ -62,6 +64,13 @@ class Zeros:
         return prove_samples(run, tree_of_zeros(run), offsets)
 
 
+When = Callable[[str], bool]
+
+
+def always(_: str) -> bool:
+    return True
+
+
 @dataclass
 class Swarm:
     """`peers[name]` serve, `trainers[name]` train; each in a task of its own."""
@@ -76,6 +85,7 @@ class Swarm:
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     orders: list[Callable[[str, str, str], bool]] = field(default_factory=list)
+    points: list[Callable[[str, str], bool]] = field(default_factory=list)
 
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
         """`stage`: of a run of several islands the cell."""
@@ -166,6 +176,29 @@ class Swarm:
             return False
 
         self.orders.append(order)
+
+    def at_point(self, point: str, act: Callable[[str], None], *, nth: int = 1, when: When = always) -> None:
+        """Do `act(name)` when the n-th peer of those that are meant passes a fault point."""
+        left = nth
+
+        def order(name: str, passed: str) -> bool:
+            nonlocal left
+            if passed == point and when(name):
+                left -= 1
+                if left == 0:
+                    act(name)
+                    return True
+            return False
+
+        self.points.append(order)
+
+    def passed(self, point: str) -> None:
+        """A process passes a fault point: if it is killed there, it is between two instructions."""
+        process = PROCESS.get()
+        if process is not None and process.name in self.peers:
+            self.points[:] = [order for order in self.points if not order(process.name, point)]
+            if not process.alive:
+                raise Killed
 
     def delivered(self, caller: str, callee: str, method: str) -> None:
         self.orders[:] = [order for order in self.orders if not order(caller, callee, method)]
@@ -331,11 +364,13 @@ async def swarm(
     run = run or audit_run(stages=stages, steps=3, microbatches_per_step=8)
     built = Swarm(run, network, batches or Zeros(run))
     network.on_deliver = built.delivered
+    fault_points.on_point = built.passed
     try:
         for stage in range(built.run.cells):
             for replica in range(replicas):
                 built.add_peer(f"s{stage}p{replica}", stage)
         yield built
     finally:
+        fault_points.on_point = None
         await network.close()
         assert not network.loop.bugs, network.loop.bugs
