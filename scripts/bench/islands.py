@@ -6,7 +6,8 @@
 Real processes (bootstrap, peers, a trainer), each on a host of its own (`netlab.py`) whose line has the
 stated Mbit/s up and down, 5 ms from all others. A case is COUNT/LOCAL_STEPS/CODEC, or `1`: a run without
 islands. All have as many peers, `--peers` for each stage: the islands divide them, and the microbatches of a
-step, among themselves.
+step, among themselves. COUNT/LOCAL_STEPS/CODEC/copies is plain DiLoCo: each peer is an island that has the
+whole model, and a device takes as long for a microbatch as the stages do together.
 
 Devices are slow ones, so that two cores can play several: a forward, a backward, and the two together in the
 last stage, take `--job` seconds each; what is really computed takes a part of that. The model has few tokens
@@ -54,7 +55,7 @@ from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import TrainerSettings
 from scripts.bench.netlab import Lab, Link, why_not
-from swarm.manifest import Run
+from swarm.manifest import IslandsSpec, Run
 from swarm.model.layout import stage_layout
 from swarm.plan.network import Network as Described
 from swarm.sim.dice import Dice
@@ -80,13 +81,38 @@ class Found:
     busy: float
 
 
+COPIES = "/copies"
+JOBS = 2 * STAGES - 1
+"""Of a microbatch on all stages."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a case is run with."""
+
+    spec: IslandsSpec
+    stages: int
+    peers: int
+    """Of each stage, of all islands."""
+    job_s: float
+
+
+def shape_of(case: str, options: argparse.Namespace) -> Shape:
+    """What a case is run with: as many devices, which work as much for a microbatch."""
+    spec = islands_of(case.removesuffix(COPIES))
+    if case.endswith(COPIES):
+        return Shape(spec, 1, STAGES * options.peers, JOBS * options.job)
+    return Shape(spec, STAGES, options.peers, options.job)
+
+
 def run_of(case: str, options: argparse.Namespace) -> Run:
     """The run of a case."""
+    shape = shape_of(case, options)
     base = bench_run(
-        stages=STAGES, hidden=options.hidden, layers=STAGES * options.layers, codec="blockwise8",
+        stages=shape.stages, hidden=options.hidden, layers=STAGES * options.layers, codec="blockwise8",
         microbatches=options.microbatches, microbatch_size=1, sequence_length=16,
     )  # fmt: skip
-    spec = islands_of(case)
+    spec = shape.spec
     window = spec.local_steps + 1 if spec.count > 1 else 1
     model = replace(base.built_in, ffn_hidden=options.ffn)
     steps = base.steps // window * window
@@ -128,7 +154,7 @@ def found_in(segment: Segment, run: Run, stage_of: Mapping[str, int]) -> Found:
     )
 
 
-def shape(lab: Lab, mbit: float) -> None:
+def lay(lab: Lab, mbit: float) -> None:
     """Lay lines of that many Mbit/s between all hosts; 0: as fast as they will."""
     for host in lab.hosts:
         lab.set_bandwidth(host, 1e6 * mbit)
@@ -152,10 +178,10 @@ class CountedLines(SharedLines):
 class Virtual:
     """The classes that ship, in virtual time, on one of the lines."""
 
-    def __init__(self, run: Run, mbit: float, options: argparse.Namespace) -> None:
+    def __init__(self, run: Run, mbit: float, shape: Shape, options: argparse.Namespace) -> None:
         self._run = run = replace(run, data=replace(run.data, tokens=1_000_000))
-        self._replicas, window = options.peers // run.islands.count, window_of(run)
-        self._job_s = options.job
+        self._replicas, window = shape.peers // run.islands.count, window_of(run)
+        self._job_s = shape.job_s
         self._case = Case(run.cells, self._replicas, mbit, DELAY_S, window, max_inflight=window)
         self._loop, self._lines = VirtualLoop(lambda: 0.001), CountedLines(hosts_of(self._case))
         self._network, self._dht = Network(self._loop, Dice(1), self._lines), Dht(self._loop, Dice(2))
@@ -237,22 +263,22 @@ def window_of(run: Run) -> int:
     return run.M // run.islands.count
 
 
-async def measure(lab: Lab, run: Run, options: argparse.Namespace) -> dict[float, Found]:
+async def measure(lab: Lab, run: Run, shape: Shape, options: argparse.Namespace) -> dict[float, Found]:
     """One swarm on each of the lines."""
-    shape(lab, 0.0)
+    lay(lab, 0.0)
     found: dict[float, Found] = {}
     spec = run.islands
     steps = spec.local_steps + 1 if spec.count > 1 else 1 + options.steps
     async with Swarm(
-        run, replicas=options.peers // spec.count, window=window_of(run), lab=lab,
-        environment={"SWARM_JOB_S": str(options.job)}, peer_arguments=["--max-inflight", str(window_of(run))],
+        run, replicas=shape.peers // spec.count, window=window_of(run), lab=lab,
+        environment={"SWARM_JOB_S": str(shape.job_s)}, peer_arguments=["--max-inflight", str(window_of(run))],
     ) as swarm:  # fmt: skip
         stage_of = {role.name: (role.stage or 0) % run.S for role in swarm.peers}
         await swarm.train(1)  # connects, and allocates
         for mbit in options.lines:
-            shape(lab, mbit)
+            lay(lab, mbit)
             found[mbit] = found_in(await swarm.train(steps), run, stage_of)
-        shape(lab, 0.0)  # they leave at once
+        lay(lab, 0.0)  # they leave at once
     return found
 
 
@@ -290,13 +316,13 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     }
     for number in range(options.rounds):
         for case in options.case if number % 2 == 0 else reversed(options.case):
-            run, began = run_of(case, options), time.monotonic()
+            run, shape, began = run_of(case, options), shape_of(case, options), time.monotonic()
             if options.virtual:
-                found = {mbit: Virtual(run, mbit, options).found() for mbit in options.lines}
+                found = {mbit: Virtual(run, mbit, shape, options).found() for mbit in options.lines}
             else:
-                hosts = role_names(run.cells, options.peers // run.islands.count)
+                hosts = role_names(run.cells, shape.peers // run.islands.count)
                 with Lab(hosts, queue_s=QUEUE_S) as lab:
-                    found = uvloop.run(measure(lab, run, options))
+                    found = uvloop.run(measure(lab, run, shape, options))
             for mbit, one in found.items():
                 measured[case, mbit].append(one)
             told = ", ".join(f"{one.tokens_per_s:,.0f} at {mbit:g}" for mbit, one in found.items())
@@ -326,7 +352,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--virtual", action="store_true", help="no processes")
     options = parser.parse_args(arguments)
     for case in options.case:
-        if options.peers % (count := islands_of(case).count) or options.microbatches % count:
+        shape = shape_of(case, options)
+        if shape.peers % (count := shape.spec.count) or options.microbatches % count:
             parser.error(f"{case}: {count} islands must divide --peers and --microbatches")
     return options
 
