@@ -814,6 +814,17 @@ class AdmissionSpec(_Spec, section="admission"):
         return peer in self.trainers or peer == self.owner != ""
 
 
+SUMMED_FROM = 6
+"""Of so many islands each adds up a part for all: with an 8-bit codec 1 byte a weight, and 4 of the sums.
+Each of fewer gets all that the others have changed, 1 byte of each.
+"""
+
+
+def parts_summed(islands: int) -> int:
+    """Into how many parts so many islands divide the work of adding up; 1: each adds up all."""
+    return islands if islands >= SUMMED_FROM else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsSpec(_Spec, section="islands"):
     """Virtual workers that train by themselves, and meet every few steps (DiLoCo, arXiv 2311.08105).

@@ -28,7 +28,9 @@ from peers.transfer.client import GATHER_S, DownloadFailed, download
 from peers.transfer.gradient import wanted_of
 from swarm.errors import NotReady, PeerFault, Refused
 from swarm.ids import PeerId
-from swarm.model.meeting import added_up
+from swarm.manifest import parts_summed
+from swarm.model.gpt import weights_dtype
+from swarm.model.meeting import added_up, difference_bytes, part_of, sum_bytes, take_sum, told_of
 from swarm.policy.backoff import Backoff
 from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
@@ -40,12 +42,15 @@ RETRY_S = 0.2
 ASKED_AT_ONCE = 4
 """Replicas that are asked at once: what most of them say, by voice, is believed."""
 
+Fits = Callable[[Opened, Mapping[str, torch.Tensor]], "str | None"]
+
 
 class IslandMeeting:
     """This replica's part in the meetings of its stage."""
 
     def __init__(self, core: StageCore, transport: Transport, islands: Islands, backoff: Backoff) -> None:
         self._core, self._transport, self._islands, self._backoff = core, transport, islands, backoff
+        self._count, self._parts = len(islands.all), parts_summed(core.run.islands.count)
         self.overdue: Callable[[], None] = lambda: None
         """Told now and then while a meeting waits for others."""
 
@@ -61,8 +66,7 @@ class IslandMeeting:
 
     async def prepare(self, step: OpenStep) -> None:
         """Bring all together that the meeting takes."""
-        await self.difference(step)
-        await asyncio.gather(*(self._part(step, number) for number in self._islands.others))
+        await self._gather(step, await self.difference(step))
 
     async def sum(self, step: OpenStep, own: torch.Tensor) -> torch.Tensor:
         """What all islands have changed, added up. `own`: what this one has.
@@ -70,32 +74,71 @@ class IslandMeeting:
         Raises:
             NotReady: the step ended meanwhile.
         """
-        core, islands = self._core, self._islands
-        await asyncio.gather(*(self._part(step, number) for number in islands.others))
-        parts = [step.shared.get(number, own) for number in range(len(islands.all))]
-        return await asyncio.to_thread(added_up, core.run, core.compute.layout, parts)
+        await self._gather(step, own)
+        return await asyncio.to_thread(self._added_up, step, own)
+
+    def _added_up(self, step: OpenStep, own: torch.Tensor) -> torch.Tensor:
+        run, layout = self._core.run, self._core.compute.layout
+        if self._parts == 1:
+            return added_up(run, layout, self._changes(step, own))
+        total = torch.zeros(layout.sum_numel, dtype=weights_dtype(run))
+        for part in range(self._parts):
+            take_sum(run, layout, part, step.shared[self._count + part], total)
+        return total
+
+    def _changes(self, step: OpenStep, own: torch.Tensor) -> list[torch.Tensor]:
+        """What each island has changed, or of the part that this one adds up; in their order."""
+        return [step.shared.get(number, own) for number in range(self._count)]
+
+    async def _gather(self, step: OpenStep, own: torch.Tensor) -> None:
+        """Have in `step.shared` all that the sum is made of.
+
+        Of a few islands that is what each has changed. Of many each adds up its part of that, gives the sum
+        out, and gets those of the other parts.
+        """
+        await asyncio.gather(*(self._part(step, number) for number in self._islands.others))
+        if self._parts > 1:
+            await self._add_up(step, own)
+            sums = (self._count + part for part in range(self._parts))
+            await asyncio.gather(*(self._part(step, number) for number in sums))
+
+    async def _add_up(self, step: OpenStep, own: torch.Tensor) -> None:
+        """Have the sum of the part that is this island's."""
+        run, layout, number = self._core.run, self._core.compute.layout, self._core.run.number
+        async with step.getting[self._count + number]:
+            if not step.added_up.is_set():
+                changes = self._changes(step, part_of(run, layout, own, number))
+                total = await asyncio.to_thread(added_up, run, layout, changes, number)
+                step.shared[self._count + number] = told_of(run, layout, total, number)
+                step.added_up.set()
+                fault_point("summed")
 
     async def _part(self, step: OpenStep, number: int) -> None:
-        """Have what island `number` has changed."""
+        """Have what island `number` has changed; or from their count on, the sum of a part."""
         async with step.getting[number]:
             if number not in step.shared:
                 step.shared[number] = await self._fetched(step, number)
                 fault_point("gathered")
 
     async def _fetched(self, step: OpenStep, number: int) -> torch.Tensor:
-        """What island `number` has changed: from its replicas of this stage, or from one that got it."""
-        core, numel = self._core, self._core.compute.result_numel(step.t)
+        """The same from replicas of this stage of the island that has it, or from one that got it."""
+        core, holders = self._core, self._holders(number)
+        part = core.run.number if self._parts > 1 else -1
+        numel, fits = self._expected(number)
+        if numel == 0:  # more islands than blocks
+            return torch.empty(0, dtype=torch.uint8)
         looked_at = now_s()
         while not step.over:
-            for holder, island in sorted(enumerate(self._islands.all), key=lambda one: one[0] != number):
+            for holder, island in holders:
                 asks_own = holder == number  # of other islands it gives out what it got
                 question = OpenHeld(
                     run=island.run.id, t=step.t,
                     shared_with=core.stage if asks_own else -1, shared_of=-1 if asks_own else number,
+                    part=part if asks_own else -1,
                 )  # fmt: skip
                 sources = self._serving(island)
                 with contextlib.suppress(DownloadFailed):
-                    wanted = replace(wanted_of(core, question, numel, self._fits), gather_s=GATHER_S)
+                    wanted = replace(wanted_of(core, question, numel, fits), gather_s=GATHER_S)
                     found = await download(
                         self._transport, wanted, sources,
                         voice=island.voices.of(core.stage, version=core.version),
@@ -108,12 +151,32 @@ class IslandMeeting:
             await asyncio.sleep(RETRY_S)
         raise NotReady(f"meeting {step.t} ended before all of it was here", version=core.version)
 
-    def _fits(self, opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        try:
-            added_up(self._core.run, self._core.compute.layout, [tensors["gradient"]])
-        except Refused as refused:
-            return refused.text
-        return None
+    def _holders(self, number: int) -> list[tuple[int, Island]]:
+        """Islands whose replicas may have it, first that which makes it. Where each adds up a part, no third
+        has what another has changed of this one's.
+        """
+        first = number % self._count
+        islands = sorted(enumerate(self._islands.all), key=lambda one: one[0] != first)
+        few = self._parts > 1 and number < self._count
+        return [one for one in islands if not few or one[0] in (first, self._core.run.number)]
+
+    def _expected(self, number: int) -> tuple[int, Fits]:
+        """The length of it, and why it cannot be it."""
+        run, layout, part = self._core.run, self._core.compute.layout, number - self._count
+        mine = run.number if self._parts > 1 else None
+
+        def fits(_: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+            told = tensors["gradient"]
+            try:
+                if part >= 0:
+                    take_sum(run, layout, part, told, torch.empty(layout.sum_numel, dtype=weights_dtype(run)))
+                else:
+                    added_up(run, layout, [told], mine)
+            except Refused as refused:
+                return refused.text
+            return None
+
+        return sum_bytes(run, layout, part) if part >= 0 else difference_bytes(run, layout, mine), fits
 
     def _failed(self, fault: PeerFault) -> None:
         self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)

@@ -19,7 +19,7 @@ from swarm.sim.dice import Dice
 
 POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "handing")
 """Moments in the life of a stage peer at which a fault hurts most: `peers.fault_points`."""
-MEETING_POINTS = ("meeting", "encoded", "given", "gathered", "kept")
+MEETING_POINTS = ("meeting", "encoded", "given", "gathered", "summed", "kept")
 """Those of islands."""
 
 

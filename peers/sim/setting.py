@@ -73,6 +73,8 @@ class Setting:
     """Peers go where the rebalancer sends them."""
     crowd: bool = False
     """Vectors travel in chunks of one element, and replicas leave together."""
+    parts: bool = False
+    """Each island adds up a part for all, however few they are."""
 
     def voucher_of(self, peer: PeerId, stage: Stage) -> Voucher | None:
         """What a peer of a stage, or cell, brings along in a run that names its trainers."""
@@ -213,8 +215,9 @@ def _of_islands(setting: Setting, dice: Dice) -> Setting:
         islands=IslandsSpec(count=count, local_steps=local_steps, outer_lr=1.0, outer_momentum=0.0),
     )
     return replace(
-        setting, run=run, first_peers=[dice.pick((1, 2, 2)) for _ in range(run.cells)], first_trainers=1
-    )
+        setting, run=run, first_peers=[dice.pick((1, 2, 2)) for _ in range(run.cells)], first_trainers=1,
+        parts=not dice.chance(0.7),
+    )  # fmt: skip
 
 
 def _longer(run: Run, *, steps: int, microbatches: int) -> Run:

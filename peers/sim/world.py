@@ -18,6 +18,7 @@ from peers.sim.swarm import Swarm
 from peers.stage import all_reduce
 from peers.storage import checkpoint
 from peers.transfer import leases
+from swarm import manifest
 
 MAX_FAULTS = 8
 END_WITHIN_S = 240.0
@@ -83,6 +84,8 @@ class World:
             if swarm.setting.crowd:
                 stack.enter_context(patch.object(all_reduce, "SMALL_CHUNK_ELEMENTS", 1))
                 stack.enter_context(patch.object(leases, "CHUNK_BYTES", 8))
+            if swarm.setting.parts:
+                stack.enter_context(patch.object(manifest, "SUMMED_FROM", 2))
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
             self._begin()
             ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)

@@ -71,9 +71,13 @@ class OpenStep(ReplicaStep):
         """The stage's summed gradient with each microbatch in it once, flat."""
         self.reduced_there = asyncio.Event()
         self.shared: dict[Stage, torch.Tensor] = {}
-        """Of weights that other stages hold as well: what those found."""
+        """Of weights that other stages hold as well: what those found. At a meeting what islands have
+        changed, by their numbers, and counted on from there the sums of parts.
+        """
         self.getting: dict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Who holds one gets what that island has changed, at a meeting."""
+        self.added_up = asyncio.Event()
+        """At a meeting: the sum of the part that is this island's is there."""
         self.whole: torch.Tensor | None = None
         """`reduced` with those: what the step is taken with."""
         self.commit: Commit | None = None

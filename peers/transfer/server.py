@@ -31,6 +31,7 @@ from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
 from swarm.manifest import Run
 from swarm.model.layout import start_tensors
+from swarm.model.meeting import part_of
 from swarm.wire.messages import (
     START,
     AskSaved,
@@ -246,7 +247,8 @@ class StateServer:
             if step is None and kept is not None and kept.t == wanted.t:
                 step = kept
         meets = core.run.meets_at(wanted.t)
-        if step is None and meets and other >= 0:  # another island is there first
+        asks_sum = meets and wanted.shared_of == core.run.islands.count + core.run.number
+        if step is None and meets and (other >= 0 or asks_sum):  # another island is there first
             step = await core.step(wanted.t, wait_s=SHARED_WAIT_S)
         vector, prepared, commit = None, None, None
         if step is not None and other >= 0:
@@ -256,6 +258,8 @@ class StateServer:
                 await happens(step.reduced_there, SHARED_WAIT_S)
             vector = step.reduced
         elif step is not None and wanted.shared_of >= 0:  # for a replica that reaches no peer of that stage
+            if asks_sum:
+                await happens(step.added_up, SHARED_WAIT_S)
             vector = step.shared.get(wanted.shared_of)
         elif (
             step is not None
@@ -265,12 +269,15 @@ class StateServer:
             vector, prepared, commit = step.reduced, step.prepared, step.commit
         if vector is None:
             raise NotReady(f"no such sum of step {wanted.t} is held here", version=core.version)
-        part = vector if other < 0 or meets else core.compute.shared.part(vector, other)
+        if meets:
+            part = vector if wanted.part < 0 else part_of(core.run, core.compute.layout, vector, wanted.part)
+        else:
+            part = vector if other < 0 else core.compute.shared.part(vector, other)
         if meets:
             fault_point("given")
         content = Snapshot(
             version=wanted.t, tensors={"gradient": part}, generation=core.generation,
             last_commit=commit, prepared=prepared,
         )  # fmt: skip
-        what = (wanted.shared_with, wanted.shared_of, prepared, commit)
+        what = (wanted.shared_with, wanted.shared_of, wanted.part, prepared, commit)
         return await self.leases.lend(request.peer, "held", what, content, vector)

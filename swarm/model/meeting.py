@@ -7,17 +7,17 @@ and all add up the decoded ones in the order of the islands: so they end with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from swarm.errors import Refused
-from swarm.manifest import Run
+from swarm.manifest import Run, parts_summed
 from swarm.model.gpt import weights_dtype
 from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, met_vectors
 from swarm.wire.codec import decode, dtype_name, encode
-from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
+from swarm.wire.tensor_meta import BLOCK, TensorMeta, encoded_sizes
 
 
 class Meetings:
@@ -44,7 +44,8 @@ class Meetings:
         """
         changed = self.vectors[MET_WEIGHTS] - torch.cat([weights, statistics])
         codec, parts = self._run.islands.codec, list[torch.Tensor]()
-        for name, (start, end, _) in self._layout.terms.items():
+        for start, end in spans_of(self._run, self._layout):
+            name = next(n for n, span in self._layout.terms.items() if span.start <= start < span.end)
             buffers = encode(changed[start:end], codec, name=f"the change of {name}").buffers
             parts += [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers if len(buffer)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
@@ -67,32 +68,89 @@ class Meetings:
         self.vectors = {}
 
 
-def difference_bytes(run: Run, layout: Layout) -> int:
-    """Length of what an island has changed of a stage, as it travels."""
-    return sum(sum(encoded_sizes(meta)) for _, meta in _metas(run, layout))
+def spans_of(run: Run, layout: Layout, part: int | None = None) -> list[tuple[int, int]]:
+    """Where the numbers of a part lie in the vector of a stage, or those of all parts, as they travel.
+
+    No block of a codec is cut: so a number travels as the same bytes whatever the parts are.
+    """
+    parts = parts_summed(run.islands.count)
+    if part is None:
+        return [span for one in range(parts) for span in spans_of(run, layout, one)]
+    block = BLOCK if run.islands.codec in ("blockwise8", "hadamard4") else 1
+    ends, found = [layout.sum_numel * number // parts for number in (part, part + 1)], list[tuple[int, int]]()
+    for start, end, _ in layout.terms.values():
+        first, last = (end if at >= end else start + max(0, at - start) // block * block for at in ends)
+        found += [(first, last)] if first < last else []
+    return found
 
 
-def added_up(run: Run, layout: Layout, differences: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of what all islands have changed, each as bytes, in the order of the islands.
+def difference_bytes(run: Run, layout: Layout, part: int | None = None) -> int:
+    """Length of what an island has changed of a stage, or of a part of it, as it travels."""
+    return sum(sum(encoded_sizes(_meta(run, span))) for span in spans_of(run, layout, part))
+
+
+def sum_bytes(run: Run, layout: Layout, part: int) -> int:
+    """Length of the sum of a part."""
+    return sum(end - start for start, end in spans_of(run, layout, part)) * weights_dtype(run).itemsize
+
+
+def part_of(run: Run, layout: Layout, difference: torch.Tensor, part: int) -> torch.Tensor:
+    """A view of a part of what an island has changed.
+
+    Raises:
+        Refused: there is no such part.
+    """
+    if not 0 <= part < parts_summed(run.islands.count):
+        raise Refused(f"there is no part {part} of {parts_summed(run.islands.count)}")
+    start = sum(difference_bytes(run, layout, before) for before in range(part))
+    return difference[start : start + difference_bytes(run, layout, part)]
+
+
+def added_up(
+    run: Run, layout: Layout, differences: Sequence[torch.Tensor], part: int | None = None
+) -> torch.Tensor:
+    """The sum of what all islands have changed, or of a part of it, each as bytes, in the islands' order.
 
     Raises:
         Refused: one has another length, or a number that is not finite.
     """
     total = torch.zeros(layout.sum_numel, dtype=weights_dtype(run))
+    spans, expected = spans_of(run, layout, part), difference_bytes(run, layout, part)
     for number, difference in enumerate(differences):
-        if difference.shape != (difference_bytes(run, layout),) or difference.dtype != torch.uint8:
+        if difference.shape != (expected,) or difference.dtype != torch.uint8:
             raise Refused(f"what island {number} has changed has {difference.numel()} bytes")
         at, data = 0, difference.numpy().data
-        for (start, end, _), meta in _metas(run, layout):
-            ends = [at]
+        for span in spans:
+            meta, ends = _meta(run, span), [at]
             for size in encoded_sizes(meta):
                 ends.append(ends[-1] + size)
             at, buffers = ends[-1], [data[begin:end] for begin, end in pairwise(ends)]
-            total[start:end] += decode(meta, buffers, name=f"a change of island {number}")
+            total[slice(*span)] += decode(meta, buffers, name=f"a change of island {number}")
     return total
 
 
-def _metas(run: Run, layout: Layout) -> Iterator[tuple[tuple[int, int, torch.Size], TensorMeta]]:
-    dtype = dtype_name(weights_dtype(run))
-    for span in layout.terms.values():
-        yield span, TensorMeta((span.end - span.start,), dtype, run.islands.codec)
+def told_of(run: Run, layout: Layout, total: torch.Tensor, part: int) -> torch.Tensor:
+    """The sum of a part, as it travels: bytes."""
+    return torch.cat([total[slice(*span)] for span in spans_of(run, layout, part)] or [total[:0]]).view(
+        torch.uint8
+    )
+
+
+def take_sum(run: Run, layout: Layout, part: int, told: torch.Tensor, total: torch.Tensor) -> None:
+    """Write the sum of a part, as it travelled, where it belongs in that of all.
+
+    Raises:
+        Refused: it has another length, or a number that is not finite.
+    """
+    if told.numel() != sum_bytes(run, layout, part):
+        raise Refused(f"the sum of part {part} has {told.numel()} bytes")
+    found, at = told.view(total.dtype), 0
+    if not found.isfinite().all():
+        raise Refused(f"the sum of part {part} has a number that is not finite")
+    for start, end in spans_of(run, layout, part):
+        total[start:end] = found[at : at + end - start]
+        at += end - start
+
+
+def _meta(run: Run, span: tuple[int, int]) -> TensorMeta:
+    return TensorMeta((span[1] - span[0],), dtype_name(weights_dtype(run)), run.islands.codec)

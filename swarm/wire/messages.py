@@ -288,6 +288,10 @@ class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):
 
     `shared_with`: only the weights that this stage shares with that one; -1: all.
     `shared_of`: instead, what that stage gave to this one.
+
+    Of a meeting of islands `shared_with` is the stage itself, and `part` which part is wanted of what its
+    island has changed; -1: all. `shared_of` is an island that gave it to this one, or their count and the
+    number of the part of which the sum is wanted.
     """
 
     run: str
@@ -295,6 +299,7 @@ class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):
     round: str = ""
     shared_with: Stage = -1
     shared_of: Stage = -1
+    part: int = -1
 
 
 class OpenSum(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,8 +52,8 @@ def test_weights_equal_a_single_process_whoever_of_which_island_was_killed(tmp_p
 def test_weights_equal_a_single_process_when_a_stage_of_all_islands_is_lost(tmp_path: Path) -> None:
     """float64, no codec: 1e-9. Replicas die at points of a meeting, then all peers that have stage 1.
 
-    Only the last bits of gradients differ, but the optimizer, which begins anew at each meeting, makes more of
-    them where a gradient is as small as its epsilon: 1e-8 after 36 steps, with and without faults.
+    Only the last bits of gradients differ, but the optimizer, which begins anew at each meeting, makes more
+    of them where a gradient is as small as its epsilon: 1e-8 after 36 steps, with and without faults.
     """
     base = replace(tiny(dtype="float64", codec="none", steps=24), checkpoint_every=6)
     run, disk = islands_of(base), tmp_path / "disk"
