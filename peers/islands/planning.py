@@ -70,12 +70,14 @@ def island_job(run: Run, job: Job, islands: int) -> Job:
 def islands_of(run: Run) -> Islands:
     """How a run's islands meet."""
     from swarm.model.layout import stage_layout
-    from swarm.model.meeting import difference_bytes
+    from swarm.model.meeting import difference_bytes, sum_bytes
 
+    layouts = [stage_layout(run, stage) for stage in range(run.S)]
     return Islands(
         count=run.islands.count,
         local_steps=run.islands.local_steps,
-        difference_bytes=tuple(float(difference_bytes(run, stage_layout(run, s))) for s in range(run.S)),
+        difference_bytes=tuple(float(difference_bytes(run, layout)) for layout in layouts),
+        sum_bytes=tuple(float(sum_bytes(run, layout)) for layout in layouts),
     )
 
 
@@ -115,9 +117,7 @@ def proposal(network: Network, run: Run, job: Job, step_s: float, *, seed: int) 
     except SetupError as error:
         return f"islands, which seldom reduce, may be faster, but this run cannot have them: {error.text}"
     one = island_job(with_islands(run, counts[0], 1), job, counts[0])
-    found = propose(
-        network, lambda n: replace(one, microbatches=run.M // n), islands.difference_bytes, counts, seed=seed
-    )
+    found = propose(network, lambda n: replace(one, microbatches=run.M // n), islands, counts, seed=seed)
     if found is None or step_s < WORTH * found[1].step_s:
         return ""
     best, planned = found

@@ -89,8 +89,8 @@ def difference_bytes(run: Run, layout: Layout, part: int | None = None) -> int:
     return sum(sum(encoded_sizes(_meta(run, span))) for span in spans_of(run, layout, part))
 
 
-def sum_bytes(run: Run, layout: Layout, part: int) -> int:
-    """Length of the sum of a part."""
+def sum_bytes(run: Run, layout: Layout, part: int | None = None) -> int:
+    """Length of the sum of what all have changed, or of a part of that."""
     return sum(end - start for start, end in spans_of(run, layout, part)) * weights_dtype(run).itemsize
 
 

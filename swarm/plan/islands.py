@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from swarm.errors import SetupError
+from swarm.manifest import parts_summed
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 from swarm.plan.search import fenced_row, search_overlapped
@@ -32,6 +33,16 @@ class Islands:
     """Between two meetings."""
     difference_bytes: tuple[float, ...]
     """Per stage: what an island has changed, as it travels."""
+    sum_bytes: tuple[float, ...]
+    """Per stage: the sum of what all have changed."""
+
+    @property
+    def from_each_bytes(self) -> tuple[float, ...]:
+        """Per stage: what a device gets from each other island in a meeting."""
+        parts = parts_summed(self.count)
+        if parts == 1:
+            return self.difference_bytes
+        return tuple(sum(both) / parts for both in zip(self.difference_bytes, self.sum_bytes, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,12 +140,13 @@ def part_of(network: Network, members: np.ndarray) -> Network:
 
 
 def meeting_s(network: Network, job: Job, islands: Islands, cell_N: np.ndarray) -> float:
-    """Seconds of a meeting: each device gets from every other island what it has changed of its stage.
+    """Seconds of a meeting: each device gets from every other island what it has changed of its stage; or,
+    where each adds up a part, that part of it and the sum of its own.
 
     The devices of a cell share what they send. All stages meet at once, and no device is in two.
     """
     longest_s, region_N = 0.0, network.region_of()
-    for stage, size_bytes in enumerate(islands.difference_bytes):
+    for stage, size_bytes in enumerate(islands.from_each_bytes):
         members = np.flatnonzero((cell_N != IDLE) & (cell_N % job.stages == stage))
         island_n = cell_N[members] // job.stages
         of_island = np.bincount(island_n, minlength=islands.count)[island_n]
@@ -153,33 +165,33 @@ def meeting_bytes(job: Job, islands: Islands, cell_N: np.ndarray) -> float:
     """What all devices send in a meeting."""
     used = cell_N[cell_N != IDLE] % job.stages
     members_S = np.bincount(used, minlength=job.stages)
-    return float((islands.count - 1) * members_S @ np.array(islands.difference_bytes))
+    return float((islands.count - 1) * members_S @ np.array(islands.from_each_bytes))
 
 
 def propose(
     network: Network,
     job_of_islands: Callable[[int], Job],
-    difference_bytes: tuple[float, ...],
+    islands: Islands,
     counts: Sequence[int],
     *,
     seed: int,
 ) -> tuple[Islands, IslandsPlan] | None:
     """The fastest of so many islands each, that meet as seldom as they must; None: none can be.
 
-    `job_of_islands`: the job of one of so many.
+    `job_of_islands`: the job of one of so many; `islands`: what is said of them, for any count.
     """
     found = list[tuple[Islands, IslandsPlan]]()
     for count in counts:
-        islands = Islands(count=count, local_steps=LOCAL_STEPS[0], difference_bytes=difference_bytes)
+        one = replace(islands, count=count, local_steps=LOCAL_STEPS[0])
         try:
             plan = search_islands(
-                network, job_of_islands(count), islands, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
+                network, job_of_islands(count), one, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
             )
         except SetupError:
             continue
         enough = plan.meeting_s / (MEETING_PART * plan.inner.total_s)
         steps = next((steps for steps in LOCAL_STEPS if steps >= enough), LOCAL_STEPS[-1])
-        found.append((replace(islands, local_steps=steps), replace(plan, local_steps=steps)))
+        found.append((replace(one, local_steps=steps), replace(plan, local_steps=steps)))
     return min(found, key=lambda each: each[1].step_s, default=None)
 
 

@@ -26,7 +26,10 @@ def job(*, microbatches: int = 8, gradient_bytes: float = 4e6) -> Job:
 
 
 def islands(count: int = 2, local_steps: int = 10) -> Islands:
-    return Islands(count=count, local_steps=local_steps, difference_bytes=(DIFFERENCE_BYTES,) * 2)
+    return Islands(
+        count=count, local_steps=local_steps,
+        difference_bytes=(DIFFERENCE_BYTES,) * 2, sum_bytes=(4 * DIFFERENCE_BYTES,) * 2,
+    )  # fmt: skip
 
 
 def cities(each: int, *, count: int = 2, between_bps: float = 1e6, **device: float) -> Network:
@@ -92,6 +95,16 @@ def test_a_meeting_takes_as_long_as_the_slowest_upload_or_line() -> None:
     assert meeting_s(replace(network, devices=downloads), job(), four, cell_N) == pytest.approx(0.1 + 24.0)
 
 
+@pytest.mark.parametrize("count", [6, 60])
+def test_a_meeting_of_many_islands_takes_no_longer_than_that_of_six(count: int) -> None:
+    """Each device gets a part of what all others have changed, and the sums of the other parts."""
+    network = cities(2 * count, count=1, upload_bps=1e6)
+    cell_N = np.arange(2 * count)
+    got = 5 * DIFFERENCE_BYTES * (count - 1) / count
+    assert meeting_s(network, job(), islands(count), cell_N) == pytest.approx(8 * got / 1e6)
+    assert meeting_bytes(job(), islands(count), cell_N) == pytest.approx(2 * count * got)
+
+
 def test_a_step_has_its_part_of_a_meeting_and_waits_for_the_slowest_island() -> None:
     network = cities(2, between_bps=1e9)
     slow = replace(network, devices=(*network.devices[:3], replace(network.devices[3], flops_per_s=1e12)))
@@ -114,8 +127,7 @@ def test_devices_that_are_missing_are_counted_and_the_first_empty_cell_is_named(
 def test_so_many_islands_are_proposed_as_make_a_step_shortest() -> None:
     """Uploads that take 64 s for a reduce, and 1 s for all activations of a step."""
     network = cities(8, count=1, upload_bps=1e6)
-    differences = (DIFFERENCE_BYTES,) * 2
-    found = propose(network, lambda n: job(microbatches=8 // n), differences, [2, 4], seed=0)
+    found = propose(network, lambda n: job(microbatches=8 // n), islands(), [2, 4], seed=0)
     assert found is not None
     best, plan = found
     assert best.count == 4 and plan.local_steps == best.local_steps
@@ -123,7 +135,7 @@ def test_so_many_islands_are_proposed_as_make_a_step_shortest() -> None:
     fewer = best.local_steps // 2
     assert plan.meeting_s <= 0.1 * best.local_steps * plan.inner.total_s
     assert fewer < 8 or plan.meeting_s > 0.1 * fewer * plan.inner.total_s
-    assert propose(cities(1, count=1), lambda n: job(), differences, [2], seed=0) is None
+    assert propose(cities(1, count=1), lambda n: job(), islands(), [2], seed=0) is None
 
 
 def test_the_division_is_a_function_of_the_seed() -> None:
