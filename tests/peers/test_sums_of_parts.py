@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.peers.test_islands import (
     assert_bits,
     assert_counted,
     counting,
+    names_of,
     train,
     trained_alone,
 )
@@ -77,6 +79,20 @@ async def test_a_sum_is_had_from_any_island_and_after_its_next_step() -> None:
         question = OpenHeld(run=s.run.island(0).id, t=2, shared_with=1, part=2)
         with pytest.raises(Refused, match="no part 2 of 2"):
             await stranger.ask("s1p0", "held", question, Opened)
+
+
+async def test_what_another_island_has_changed_is_had_from_no_third() -> None:
+    """Two of four do not reach one another: the others have only what was changed of their own parts."""
+    async with swarm(counting(count=4), replicas=1) as s:
+        await s.until_serving()
+        s.network.cut(names_of(s, 0), names_of(s, 1))
+        train(s)
+        await s.until_version(2)
+        await asyncio.sleep(5.0)
+        assert all(peer.core.version == 2 for _, peer in s.live())
+        s.network.heal()
+        await s.until_finished(limit_s=60.0)
+        assert_counted(s)
 
 
 async def test_a_sum_is_given_out_as_soon_as_it_is_there() -> None:
