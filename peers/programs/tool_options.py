@@ -456,6 +456,9 @@ class VerifyOptions:
     from_: int = option(NUMBER, "the version to start at: 0, or one with a checkpoint")
     to: int = option(COUNT, "the version to end at; its checkpoint is compared too, if it is there")
     stage: int | None = optional(NUMBER, "compare this one only (default: all)")
+    scratch: Path | None = optional(
+        DIR, "put there what is not being computed: one stage at a time is in memory (default: all are)"
+    )
     device: str = option(DEVICE, "of the kind that the peers had: then bits are compared", "cpu")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,9 +17,11 @@ from peers.progress import Bar
 from peers.storage import transcript
 from peers.storage.checkpoint import Checkpoint
 from peers.storage.samples import open_data
+from peers.storage.scratch import open_scratch
 from peers.storage.start_weights import offer_start
 from peers.storage.weights import say, with_step
 from peers.trainer import entering
+from swarm.audit.by_stage import ByStage
 from swarm.audit.rerun import (
     NEAR,
     Said,
@@ -34,7 +37,6 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run, load_run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reductions import weights_digest
-from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import signable
@@ -76,10 +78,15 @@ class Account(NamedTuple):
     stages: Sequence[Stage]
     """Those that are compared."""
     by_step: dict[int, list[Said]]
+    """Of all stages."""
     kinds: dict[Stage, set[str]]
-    """Of the devices of those that signed."""
+    """Of the devices of those that signed: of all stages, since each computes with what others send it."""
     convictions: list[Verdict]
-    """Of peers of these stages, at any step."""
+    """Of peers of the stages that are compared, at any step."""
+
+    def compared(self, t: int) -> list[Said]:
+        """What was signed of a step at the stages that are compared."""
+        return [one for one in self.by_step.get(t, []) if one.stage in self.stages]
 
 
 def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> bool:
@@ -96,38 +103,54 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     device = choose_device(options.device)
     data = open_data(run, options.data, options.tokenizer)
     offer_start(run, options.start)
-    start = states(folder, run, first)
     torch.set_num_threads(1)
     if why := why_not_exact(told, device):
         say(f"bits are not compared, since {why}: a referee computes in float64")
-    before = told.by_step.get(first - 1, []) if realigns(run, first) else []
-    if wrong := [s for s in before if s.took.weights not in ("", weights_digest(start[s.stage]))]:
+    start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
+    before = told.compared(first - 1) if realigns(run, first) else []
+    signed_start = [one for one in before if one.took.weights]
+    if wrong := [one for one in signed_start if one.took.weights != weights_digest(start(one.stage))]:
         return differs(run, first - 1, "weights", wrong, f"The checkpoint of step {first} has others.")
-    single = SingleProcess(referee_of(run) if why else run, data.batch, device)
-    single.load(first, start)
-    signed = 0
-    with Bar("computing again", (last - first) * run.M, unit="microbatches") as bar:
-        for t in range(first, last):
-            said = told.by_step.get(t, [])
-            if not why and not run.delayed_updates:
-                judge_answers(told, t, single, data.batch, device)
-            signed += len({one.stage for one in said})
-            what, wrong = rerun_step(single, said, exact=not why, done=bar)
-            if wrong:
-                return differs(run, t, what, wrong, HINT)
-    also = ""
-    if all(Checkpoint(folder, run, stage, last).path.exists() for stage in range(run.S)):
-        near, saved = NEAR[run.dtype] if why else None, states(folder, run, last)
-        if other := [s for s in told.stages if not is_same_state(single, s, start[s], saved[s], near)]:
-            print(
-                f"the checkpoint of step {last} is not what was computed: stage {' '.join(map(str, other))}"
-            )
+    with open_scratch(options.scratch) as scratch:
+        again = ByStage(referee_of(run) if why else run, data.batch, device, first, start, scratch)
+        if not rerun(told, again, last, data.batch, exact=not why):
             return False
-        also = f", and the checkpoint of step {last}"
+        also, near = "", NEAR[run.dtype] if why else None
+        if all(Checkpoint(folder, run, stage, last).path.exists() for stage in range(run.S)):
+            if other := [
+                stage
+                for stage in told.stages
+                # Where bits are compared, it does not matter where they came from.
+                if not is_same_state(again.state_of(stage), start(stage) if near else {}, saved(stage), near)
+            ]:
+                which = " ".join(map(str, other))
+                print(f"the checkpoint of step {last} is not what was computed: stage {which}")
+                return False
+            also = f", and the checkpoint of step {last}"
     how = "as far as another kind of device can tell" if why else "to the last bit"
     print(f"steps {first} to {last - 1} are what the peers signed, {how}")
+    signed = sum(len({one.stage for one in told.compared(t)}) for t in range(first, last))
     print(f"compared: {signed} of {(last - first) * len(told.stages)} signed steps of stages{also}")
     print(f"run {run.name} {run.id}")
+    return True
+
+
+def rerun(
+    told: Account, again: ByStage, last: int, batch: Callable[[list[int]], Any], *, exact: bool
+) -> bool:
+    """Compute up to version `last`; whether all is as it was signed. Says where not."""
+    run, aside = told.run, set[Stage]()
+    with Bar("computing again", (last - again.version) * run.M * run.S, unit="microbatches") as bar:
+        for t in range(again.version, last):
+            if exact and not run.delayed_updates:
+                judge_answers(told, again, batch)
+            found = rerun_step(again, told.by_step.get(t, []), told.stages, exact=exact, done=bar)
+            for what, one in found:
+                if one.stage not in aside.union(told.stages):
+                    say(f"not compared, but seen: {other_than(t, what, one)}")
+                    aside.add(one.stage)
+            if wrong := [(what, one) for what, one in found if one.stage in told.stages]:
+                return differs(run, t, wrong[0][0], [one for _, one in wrong], HINT)
     return True
 
 
@@ -146,19 +169,17 @@ HINT = (
 )
 
 
-def judge_answers(
-    told: Account, t: int, single: SingleProcess, batch: Callable[[list[int]], Any], device: str
-) -> None:
-    """Say of each answer to a microbatch of this step that convicted its peer whether that was a lie."""
-    run, true = told.run, dict[Microbatch, list[Answered]]()
+def judge_answers(told: Account, again: ByStage, batch: Callable[[list[int]], Any]) -> None:
+    """Say of each answer to a microbatch of the next step that convicted its peer whether that was a lie."""
+    run, t, true = told.run, again.version, dict[Microbatch, list[Answered]]()
     for verdict in told.convictions:
         said = verdict.evidence.statement
         if not isinstance(said, Answered) or said.t != t or not 0 <= said.m < run.M:
             continue
         mb = Microbatch(t, said.m)
         if mb not in true:
-            held = [single.state_of(stage) for stage in range(run.S)]
-            true[mb] = answers_of(run, t, held, mb, entering(run, batch(sample_offsets(run, *mb))), device)
+            body = entering(run, batch(sample_offsets(run, *mb)))
+            true[mb] = answers_of(run, t, again.state_of, mb, body, again.device)
         lied = is_false(said, true[mb][said.stage], is_last=said.stage == run.S - 1)
         print(f"computed again, microbatch ({t}, {said.m}): peer {verdict.evidence.accused}: {FOUND[lied]}")
 
@@ -166,9 +187,13 @@ def judge_answers(
 def differs(run: Run, t: int, what: str, wrong: Sequence[Said], hint: str) -> bool:
     """Say which step is the first that differs, where, and which peers signed it; False."""
     for one in wrong:
-        print(f"step {t}, stage {one.stage}: other {what} than {' and '.join(one.by)} signed")
+        print(other_than(t, what, one))
     print(f"{hint}\nrun {run.name} {run.id}")
     return False
+
+
+def other_than(t: int, what: str, one: Said) -> str:
+    return f"step {t}, stage {one.stage}: other {what} than {' and '.join(one.by)} signed"
 
 
 def read(options: VerifyOptions, verify: Verify) -> Account:
@@ -198,7 +223,7 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
             by = tuple(dict.fromkeys(s.peer for s in entry.by if verify(s.peer, said, s.signature)))
             if by and verify(evidence.accused, signable(run.id, evidence.statement), evidence.signature):
                 told.convictions.append(Verdict(evidence, by))
-        if not isinstance(entry, transcript.Took) or entry.steps.stage not in told.stages:
+        if not isinstance(entry, transcript.Took) or not 0 <= entry.steps.stage < run.S:
             continue
         took = entry.steps
         if took.end < first or took.start >= last:
@@ -213,7 +238,7 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         say(f"the last {rest} bytes of the transcript are damaged, and not read")
     if forged:
         say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
-    if not told.kinds:
+    if not told.kinds.keys() & set(told.stages):
         raise SetupError(
             f"{options.transcript} has no signed step from {first} to {last - 1}: take others, or the "
             "transcript of another keeper"
@@ -221,25 +246,19 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     return told
 
 
-def states(folder: Path, run: Run, version: int) -> Sequence[Mapping[str, torch.Tensor]]:
-    """The state of each stage at a version, from the seed or from the folder.
+def read_state(folder: Path, run: Run, version: int, stage: Stage) -> Mapping[str, torch.Tensor]:
+    """The state of a stage at a version that all stages have in the folder, or of version 0 from the seed.
 
     Raises:
-        SetupError: it is not there, damaged, or not of these stages.
+        SetupError: it is not there, damaged, or not of this stage.
     """
-    stages = range(run.S)
     if version == 0:
-        return [initial_state(run, stage) for stage in stages]
-    found = with_step(
-        folder, run, version, lambda step: [Checkpoint(folder, run, s, step).load() for s in stages]
-    )
-    for stage, state in enumerate(found):
-        forms = [
-            {name: (v.shape, v.dtype) for name, v in s.items()} for s in (state, empty_state(run, stage))
-        ]
-        if forms[0] != forms[1]:
-            raise SetupError(f"the checkpoint of step {version} in {folder} is not one of stage {stage}")
-    return found
+        return initial_state(run, stage)
+    state = with_step(folder, run, version, lambda step: Checkpoint(folder, run, stage, step).load())
+    forms = [{name: (v.shape, v.dtype) for name, v in s.items()} for s in (state, empty_state(run, stage))]
+    if forms[0] != forms[1]:
+        raise SetupError(f"the checkpoint of step {version} in {folder} is not one of stage {stage}")
+    return state
 
 
 def why_not_exact(told: Account, device: str) -> str:

@@ -3379,10 +3379,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "verify-no-weights",
         "swarm/audit/rerun.py",
-        "        if exact\n",
-        "        if False\n",
+        "if exact and s.took.weights not in",
+        "if False and s.took.weights not in",
         "A stage that changes its weights is not told from the others.",
         ("test_verify",),
+    ),
+    Mutation(
+        "compare-bits-that-came-from-another-kind-of-device",
+        "peers/programs/verify.py",
+        "or not 0 <= entry.steps.stage < run.S:",
+        "or entry.steps.stage not in told.stages:",
+        "A stage that computed with what another kind of device sent is said to have lied.",
+        ("test_verify",),
+    ),
+    Mutation(
+        "tied-weights-by-one-stage-at-a-time",
+        "swarm/audit/by_stage.py",
+        "(self.sum_of(stage)), **self._shared}",
+        "(self.sum_of(stage))}",
+        "Runs with tied weights are said to be false, and nobody lied.",
     ),
     Mutation(
         "a-referee-that-believes-all-weights",

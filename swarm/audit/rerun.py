@@ -7,18 +7,18 @@ large the gradients were, and at the end where the weights went.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from swarm.audit.answers import digest, split_tensors
+from swarm.audit.by_stage import ByStage
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.reductions import WEIGHTS, vectors_digest, weights_digest
-from swarm.model.reference import SingleProcess
-from swarm.model.stage import Forward, StageCompute
+from swarm.model.reductions import vectors_digest
+from swarm.model.stage import StageCompute
 from swarm.model.stage_io import allowed_inputs
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.proofs import ALIKE
@@ -49,58 +49,70 @@ def referee_of(run: Run) -> Run:
 
 
 def rerun_step(
-    single: SingleProcess, said: Sequence[Said], *, exact: bool, done: Callable[[int], None]
-) -> tuple[str, list[Said]]:
-    """Do the next step. Returns what differs first, such as `sum`, and what was signed otherwise.
+    again: ByStage,
+    said: Sequence[Said],
+    stages: Collection[Stage],
+    *,
+    exact: bool,
+    done: Callable[[int], None],
+) -> list[tuple[str, Said]]:
+    """Do the next step. Returns what differs, such as `sum`, and what was signed instead.
 
-    `exact`: compare bits, on a device of the kind that the peers have. `done`: told of each microbatch.
+    Where it does at one of `stages`, nothing after that is computed. `exact`: compare bits, on a device of
+    the kind that the peers have. `done`: as `ByStage.compute` has it.
     """
-    for m in range(single.run.microbatches(single.version)):
-        single.loss(Microbatch(single.version, m))
-        done(1)
-    totals, squares = single.totals()
-    sums = [vectors_digest([flat], on_device=False) for flat in single.sums] if exact else []
-    if wrong := [one for one in said if exact and one.took.sum != sums[one.stage]]:
-        return "sum", wrong
+    found: list[tuple[str, Said]] = []
+
+    def ends(what: str, wrong: Iterable[Said]) -> bool:
+        found.extend((what, one) for one in wrong)
+        return any(one.stage in stages for _, one in found)
+
+    of_all = range(again.run.S)
+    squares = again.compute(done)
+    sums = [vectors_digest([again.sum_of(s)], on_device=False) for s in of_all if exact]
+    if ends("sum", (one for one in said if exact and one.took.sum != sums[one.stage])):
+        return found
     near = ALIKE if exact else NEAR_NORM
-    if wrong := [one for one in said if not math.isclose(one.took.total_sqnorm, squares, rel_tol=near)]:
-        return "norm", wrong
+    if ends("norm", (s for s in said if not math.isclose(s.took.total_sqnorm, squares, rel_tol=near))):
+        return found
     # Hosts add a norm in different orders: peers took the step with the one that they said.
-    single.take(totals, said[0].took.total_sqnorm if said else squares)
-    on_device = not realigns(single.run, single.version)
-    return "weights", [
-        one
-        for one in said
-        if exact
-        and one.took.weights
-        not in ("", weights_digest(single.state_of(one.stage, *WEIGHTS), on_device=on_device))
-    ]
+    took = sorted(said, key=lambda one: one.stage not in stages)
+    again.take(took[0].took.total_sqnorm if took else squares)
+    on_device = not realigns(again.run, again.version)
+    weights = [again.weights_digest(stage, on_device=on_device) for stage in of_all if exact]
+    ends("weights", (s for s in said if exact and s.took.weights not in ("", weights[s.stage])))
+    return found
 
 
 def answers_of(
     run: Run,
     version: int,
-    states: Sequence[Mapping[str, torch.Tensor]],
+    state: Callable[[Stage], Mapping[str, torch.Tensor]],
     mb: Microbatch,
     body: Sequence[Buffer],
     device: str,
 ) -> list[Answered]:
     """What the peers of each stage sign of a microbatch if none of them lies, on devices of this kind.
 
-    `states`: of the version that it is computed with; `body`: what stage 0 is sent.
+    `state`: of the version that it is computed with; `body`: what stage 0 is sent. One stage at a time is in
+    memory.
     """
-    stages = [StageCompute(run, stage, device) for stage in range(run.S)]
-    for stage, state in zip(stages, states, strict=True):
-        stage.load_state(version, state)
+
+    def load(number: Stage) -> StageCompute:
+        stage = StageCompute(run, number, device)
+        stage.load_state(version, state(number))
+        return stage
+
     split = split_tensors([allowed_inputs(run, 0)[0]], body)
     assert split is not None  # samples of this run
-    wires, forwards = split, list[Forward]()
-    for stage in stages[:-1]:
-        forwards.append(stage.forward(mb, wires[-1]))
-        wires.append(forwards[-1].outputs)
-    last = stages[-1].loss_gradients(mb, wires[-1], weights=False)
+    wires = split
+    for number in range(run.S - 1):
+        wires.append(load(number).forward(mb, wires[-1], grad=False).outputs)
+    last = load(run.S - 1).loss_gradients(mb, wires[-1], weights=False)
     grads = [list(last.answer)]
-    for stage, forward in zip(stages[-2::-1], forwards[::-1], strict=True):
+    for number in reversed(range(run.S - 1)):
+        stage = load(number)
+        forward = stage.forward(mb, wires[number], grad=False)
         grads.insert(0, list(stage.gradients(forward, grads[0], weights=False).answer))
     forth, back = [*map(digest, wires), digest([])], [*map(digest, grads), digest([])]
     return [
@@ -121,16 +133,15 @@ def is_false(said: Answered, true: Answered, *, is_last: bool) -> bool | None:
 
 
 def is_same_state(
-    single: SingleProcess,
-    stage: Stage,
+    computed: Mapping[str, torch.Tensor],
     start: Mapping[str, torch.Tensor],
     saved: Mapping[str, torch.Tensor],
     near: float | None,
 ) -> bool:
-    """Whether a state that was saved is the one that was computed, to the bit; or `near`: whether its weights
+    """Whether a state that was saved is the `computed` one, to the bit; or `near`: whether its weights
     went since `start` to where the computed ones did, up to that part of the distance.
     """
-    mine = {name: vector.cpu() for name, vector in single.state_of(stage).items()}
+    mine = {name: vector.cpu() for name, vector in computed.items()}
     if near is None:
         return mine.keys() == saved.keys() and all(torch.equal(mine[n], saved[n]) for n in mine)
     before, after = start["weights"].double(), saved["weights"].double()

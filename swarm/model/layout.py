@@ -92,6 +92,10 @@ class Layout(NamedTuple):
         for name, (start, end, shape) in self.spans.items():
             yield name, flat[start:end].view(shape)
 
+    def terms_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients and statistics in a sum by full name, likewise."""
+        return {name: flat[start:end].view(shape) for name, (start, end, shape) in self.terms.items()}
+
     def statistics_views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The statistics in their flat vector, likewise."""
         for name, ((start, end, shape), _) in self.statistics.items():

@@ -7,6 +7,7 @@ share what a stage is (`swarm.model.stage_function`), the initial weights, and t
 from __future__ import annotations
 
 import math
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from swarm.manifest import NO_ISLAND, Run, Terms
 from swarm.model.custom import model_inputs
 from swarm.model.fixed_point import Rounded, add_exact, blocks_of, dropped_after, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, empty_state, initial_vectors, stage_layout
+from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, empty_state, initial_vectors, stage_layout
 from swarm.model.optimizer import moment_seed, muon_update, to_bfloat16
 from swarm.model.reductions import sqnorm
 from swarm.model.same_bits import aligned, use_threads_of
@@ -35,9 +36,16 @@ class SingleProcess:
     """All stages of a run in a row, with the codecs' round trips at the boundaries."""
 
     def __init__(
-        self, run: Run, batch: Callable[[list[int]], Any], device: str | torch.device = "cpu"
+        self,
+        run: Run,
+        batch: Callable[[list[int]], Any],
+        device: str | torch.device = "cpu",
+        *,
+        only: Stage | None = None,
     ) -> None:
         """`batch`: offsets -> samples, as a dataset's method of that name.
+
+        `only`: of the stages this one, without weights until it is given a state (`swarm.audit.by_stage`).
 
         Raises:
             SetupError: the optimizer is adamw8bit, which has no reference, or what is sent depends on routes.
@@ -57,9 +65,9 @@ class SingleProcess:
         """The newest weights by full name. One that several stages hold is one tensor here."""
         self._statistics: dict[str, torch.Tensor] = {}
         """Those of batch norms, likewise."""
-        layouts = [stage_layout(run, stage) for stage in range(run.S)]
-        for stage, layout in enumerate(layouts):
-            weights, told = initial_vectors(run, stage, layout, torch.device("cpu"))
+        layouts = {s: stage_layout(run, s) for s in (range(run.S) if only is None else [only])}
+        for stage, layout in layouts.items():
+            weights, told = _vectors(run, stage, layout, blank=only is not None)
             for name, value in layout.views(weights):
                 self.parameters[name] = torch.nn.Parameter(value.to(self._device, copy=True))
             self._statistics |= dict(layout.statistics_views(told.to(self._device)))
@@ -75,7 +83,7 @@ class SingleProcess:
         }
         """Of a run that rounds gradients, the bits that those of each weight drop in the next step."""
         self._met = _Met(run, {**self.parameters, **self._statistics}, self._statistics)
-        self._stages = [_Stage(run, stage, self._held, self._dropped, self._device) for stage in range(run.S)]
+        self.stages = {s: _Stage(run, s, self._held, self._dropped, self._device) for s in layouts}
         self.sums: list[torch.Tensor] = []
         """What each stage alone found, when `totals` was last called: flat, not divided by M."""
         terms = {name: run.optimizer.terms_of(name, w.dim()) for name, w in self.parameters.items()}
@@ -85,22 +93,28 @@ class SingleProcess:
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
         """The mean loss of a microbatch of the present step; `grad`: also add its gradient."""
-        run = self.run
-        use_threads_of(run)
-        rows = self._batch(sample_offsets(run, mb.t, mb.m))
-        inputs = model_inputs(run, rows) if run.brings_model else [torch.from_numpy(rows.astype(np.int64))]
-        arriving = [aligned(values).to(self._device) for values in inputs]
-        passed: list[_Passed] = []
-        for stage in self._stages:
+        use_threads_of(self.run)
+        arriving, stages = self.samples(mb), [*self.stages.values()]
+        passed: list[Passed] = []
+        for stage in stages:
             passed.append(stage.forward(arriving, mb, grad=grad))
             arriving = passed[-1].arriving
         (loss,) = passed[-1].outputs
         if grad:
             back = [torch.ones_like(loss)]
             before = [None, *passed[:-1]]
-            for stage, own, sender in zip(self._stages[::-1], passed[::-1], before[::-1], strict=True):
+            for stage, own, sender in zip(stages[::-1], passed[::-1], before[::-1], strict=True):
                 back = stage.backward(own, back, sender.places if sender else [], mb)
         return float(loss.item())
+
+    def samples(self, mb: Microbatch) -> list[torch.Tensor]:
+        """What enters the first stage."""
+        rows = self._batch(sample_offsets(self.run, mb.t, mb.m))
+        if self.run.brings_model:
+            inputs = model_inputs(self.run, rows)
+        else:
+            inputs = [torch.from_numpy(rows.astype(np.int64))]
+        return [aligned(values).to(self._device) for values in inputs]
 
     @torch.no_grad()
     def totals(self) -> tuple[dict[str, torch.Tensor], float]:
@@ -108,23 +122,11 @@ class SingleProcess:
 
         A weight's total is the sum of its stages', in their order; its square counts at the first.
         """
-        totals: dict[str, torch.Tensor] = {}
-        first: list[list[str]] = []
-        self.sums = [stage.totals() for stage in self._stages]
-        for stage, flat in zip(self._stages, self.sums, strict=True):
-            first.append([name for name in stage.layout.spans if name not in totals])
-            for name, (start, end, shape) in stage.layout.terms.items():
-                total = flat[start:end].view(shape)
-                totals[name] = totals[name] + total if name in totals else total
-        squares = 0.0
-        for stage, names in zip(self._stages, first, strict=True):
-            # As a stage adds them: at their places in its vector.
-            flat = torch.zeros(stage.layout.numel, dtype=weights_dtype(self.run), device=self._device)
-            views = dict(stage.layout.views(flat))
-            for name in names:
-                views[name].copy_(totals[name])
-            squares += sqnorm(flat)
-        return totals, squares
+        self.sums = [stage.totals() for stage in self.stages.values()]
+        layouts = [stage.layout for stage in self.stages.values()]
+        shared, squares = add_up(layouts, self.sums.__getitem__)
+        named = [layout.terms_of(flat) for layout, flat in zip(layouts, self.sums, strict=True)]
+        return {**ChainMap(*named), **shared}, squares
 
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; return the losses of its microbatches in order."""
@@ -160,7 +162,7 @@ class SingleProcess:
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(squares) / M + 1e-6))
         for name, (_, momentum) in {
-            n: s for one in self._stages for n, s in one.layout.statistics.items()
+            n: s for one in self.stages.values() for n, s in one.layout.statistics.items()
         }.items():
             mean = totals[name] * (1.0 / M)
             self._statistics[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
@@ -195,12 +197,13 @@ class SingleProcess:
 
     @torch.no_grad()
     def load(self, version: int, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Become a version: of each stage, what `StageState.copy` gives."""
+        """Become a version: of each stage that is here, what `StageState.copy` gives."""
         age = float(self.run.islands.moments_age(version))
+        given = {vector for vectors in states for vector in vectors}
         for parameter in self.parameters.values():
-            moments = {torch_name: torch.zeros_like(parameter) for torch_name in _MOMENTS.values()}
+            moments = {name: torch.zeros_like(parameter) for v, name in _MOMENTS.items() if v in given}
             self._optimizer.state[parameter] = {"step": torch.tensor(age), **moments}
-        for stage, vectors in enumerate(states):
+        for stage, vectors in zip(self.stages, states, strict=True):
             for vector, flat in vectors.items():
                 for view, value in self._values(stage, vector, flat):
                     value.copy_(view)
@@ -224,7 +227,7 @@ class SingleProcess:
         self, stage: Stage, vector: str, flat: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What lies in a vector of a stage's state: as a view of `flat`, and as it is held here."""
-        layout = self._stages[stage].layout
+        layout = self.stages[stage].layout
         if vector == "statistics":
             yield from ((view, self._statistics[name]) for name, view in layout.statistics_views(flat))
             return
@@ -293,7 +296,7 @@ class _Met:
         return self._optimizer.state[then].setdefault("momentum_buffer", torch.zeros_like(then))
 
 
-class _Passed(NamedTuple):
+class Passed(NamedTuple):
     """A microbatch that has passed a stage."""
 
     leaves: list[torch.Tensor]
@@ -327,7 +330,7 @@ class _Stage:
         self._module.to(device)
         self._sums: dict[str, torch.Tensor] = {}
 
-    def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> _Passed:
+    def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> Passed:
         """Compute the stage, and what its outputs are for the next one."""
         run, function = self._run, self._function
         leaves: list[torch.Tensor] = []
@@ -340,13 +343,13 @@ class _Stage:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
                 made, statistics = function.compute(self._module, values, run.named(mb))
             if not function.gives:
-                return _Passed(leaves, [made[0]], statistics, [], [])
+                return Passed(leaves, [made[0]], statistics, [], [])
             outputs = [
                 made[number].to(getattr(torch, what.dtype))
                 for number, what in enumerate(function.gives)
                 if what.graded
             ]
-        passed = _Passed(leaves, outputs, statistics, [], [])
+        passed = Passed(leaves, outputs, statistics, [], [])
         graded = iter(outputs)
         for number, what in enumerate(function.gives):
             if what.graded:
@@ -360,7 +363,7 @@ class _Stage:
 
     def backward(
         self,
-        passed: _Passed,
+        passed: Passed,
         gradients: Sequence[torch.Tensor],
         places: Sequence[torch.Tensor | None],
         mb: Microbatch,
@@ -410,6 +413,41 @@ class _Stage:
             self._sums[name] = term.detach().clone()
         else:
             total.add_(term)
+
+
+def add_up(
+    layouts: Sequence[Layout], sum_of: Callable[[Stage], torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], float]:
+    """(the totals of what several stages sum, by name, the sum of all gradients' squares): see
+    `SingleProcess.totals`. `sum_of`: asked for one stage's sum at a time.
+    """
+    held = Counter(name for layout in layouts for name in layout.terms)
+    shared: dict[str, torch.Tensor] = {}
+    for stage, layout in enumerate(layouts):
+        for name in (name for name in layout.terms if held[name] > 1):
+            start, end, shape = layout.terms[name]
+            total = sum_of(stage)[start:end].view(shape)
+            shared[name] = shared[name] + total if name in shared else total.clone()
+    squares, seen = 0.0, set[str]()
+    for stage, layout in enumerate(layouts):
+        # As a stage adds them: at their places in its vector.
+        own = sum_of(stage)
+        flat = torch.zeros_like(own[: layout.numel])
+        for name, view in layout.views(flat):
+            if name not in seen:
+                start, end, shape = layout.spans[name]
+                view.copy_(shared[name] if name in shared else own[start:end].view(shape))
+        seen |= layout.spans.keys()
+        squares += sqnorm(flat)
+    return shared, squares
+
+
+def _vectors(run: Run, stage: Stage, layout: Layout, *, blank: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and statistics on the CPU: those of version 0, or `blank` zeros."""
+    if not blank:
+        return initial_vectors(run, stage, layout, torch.device("cpu"))
+    sizes, dtype = (layout.numel, layout.statistics_numel), weights_dtype(run)
+    return torch.zeros(sizes[0], dtype=dtype), torch.zeros(sizes[1], dtype=dtype)
 
 
 def _optimizer_of(

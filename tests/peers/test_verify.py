@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,50 @@ def test_all_peers_of_a_stage_that_collude_are_found_and_named(
     assert not was.verify(2, 6, stage=1) and was.verify(2, 4, stage=0)
 
 
+def test_with_one_stage_in_memory_at_a_time_the_verdicts_are_the_same(
+    honest: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path / "lie", before=flipped_sum)
+    was.write()
+    for recorded in (honest, was):
+        for more in ({}, {"stage": 1}):
+            said = []
+            for scratch in (None, tmp_path / "scratch"):
+                equal = recorded.verify(2, 6, scratch=scratch, **more)
+                said.append((equal, capsys.readouterr().out))
+            assert said[0] == said[1] and said[0][0] == (recorded is honest)
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_what_differs_at_a_stage_that_is_not_compared_is_said_and_judges_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path, before=flipped_sum)
+    was.write()
+    both = " and ".join(peer.peer_id for peer in was.peers[1])
+    assert was.verify(2, 4, stage=0)
+    told = capsys.readouterr()
+    assert f"not compared, but seen: step 3, stage 1: other sum than {both} signed" in told.err.splitlines()
+    assert told.err.count("not compared") == 1
+    assert told.out.startswith("steps 2 to 3 are what the peers signed, to the last bit\n")
+
+
+def test_a_stage_that_computed_with_what_another_kind_of_device_sent_is_refereed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path)
+    was.kinds[1] = "f" * 32
+    was.write()
+    for stage in (-1, 2):  # the run has none such
+        took = TookSteps(stage, 0, "e" * 32, pack_rows(was.rows[0]))
+        signed = Signed(was.peers[0][0].peer_id, sign(was.peers[0][0], was.run.id, took))
+        TranscriptWriter(tmp_path, was.run).append([Took(took, (signed,))])
+    assert was.verify(0, 2, stage=0)
+    told = capsys.readouterr()
+    assert "since peers of stage 1 computed on another kind of device" in told.err
+    assert "as far as another kind of device can tell" in told.out
+
+
 def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = replace(small(), steps=2)
     was = record(tmp_path, run)
@@ -301,9 +346,8 @@ def test_as_a_command_it_ends_with_0_if_equal_with_1_if_not_and_says_what_to_do(
 
 def answered(run: Run, t: int, m: int) -> list[Answered]:
     """What honest peers sign of a microbatch at version 0."""
-    states = [initial_state(run, stage) for stage in range(run.S)]
     body = entering(run, batch_of(run)(sample_offsets(run, t, m)))
-    return answers_of(run, 0, states, Microbatch(t, m), body, "cpu")
+    return answers_of(run, 0, partial(initial_state, run), Microbatch(t, m), body, "cpu")
 
 
 def convict(was: Recorded, said: Answered, *, judges: int = 2, forged: bool = False) -> str:

@@ -1,0 +1,62 @@
+"""A run computed with one stage in memory at a time is the one that `SingleProcess` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.audit.by_stage import ByStage, Scratch
+from swarm.ids import Microbatch
+from swarm.manifest import Run
+from swarm.model.layout import initial_state
+from swarm.model.reference import SingleProcess
+from tests.model.chain import batch_of, tiny_run
+from tests.model.test_custom_exact import CASES as CUSTOM
+from tests.model.test_custom_exact import cut_of, run_of, samples
+from tests.model.test_reference_resumes import CASES
+
+
+def compare(run: Run, batch: Callable[[list[int]], Any]) -> None:
+    scratch: Scratch = {}
+    single = SingleProcess(run, batch)
+    again = ByStage(run, batch, "cpu", 0, lambda stage: initial_state(run, stage), scratch)
+    for t in range(run.steps):
+        for m in range(run.microbatches(t)):
+            single.loss(Microbatch(t, m))
+        totals, squares = single.totals()
+        done: list[int] = []
+        assert again.compute(done.append) == squares
+        assert sum(done) == run.S * run.microbatches(t)
+        assert all(torch.equal(again.sum_of(stage), own) for stage, own in enumerate(single.sums))
+        single.take(totals, squares)
+        again.take(squares)
+        for stage in range(run.S):
+            ours, theirs = again.state_of(stage), single.state_of(stage)
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), (t, stage)
+    kinds = {name.split()[0] for name in scratch}
+    assert kinds == {"state", "sum"}, "what passed the boundaries is not kept"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *CASES.values(),
+        {"codec": {"forward": "topk:0.25+bf16", "backward": "bf16"}},
+        {"dtype": "float64", "batch": {"warmup_steps": 2, "warmup_microbatches": 2}},
+    ],
+)
+def test_one_stage_at_a_time_finds_the_same_bits(changes: dict[str, Any]) -> None:
+    codec = {"forward": "blockwise8", "backward": "blockwise8"}
+    run = tiny_run(**{"dtype": "float32", "steps": 3, "codec": codec, **changes})
+    compare(run, batch_of(run))
+
+
+@pytest.mark.parametrize("case", ["tied, delayed", "batch norm"])
+def test_of_a_custom_model_too_with_tied_weights_and_statistics(case: str) -> None:
+    name, changes = CUSTOM[case]
+    run = run_of(name, cut_of(name, 3), **changes)
+    compare(run, lambda offsets: samples(run, offsets))
