@@ -3601,6 +3601,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_lying_coordinators",),
     ),
     Mutation(
+        "a-coordinator-that-rested-is-back-in-the-same-step",
+        "swarm/policy/rotation.py",
+        " if self._turns[peer] == fewest]",
+        "]",
+        "Of three replicas the third coordinates for three seconds before the first, which lies, is back.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
+        "turns-that-never-grow",
+        "swarm/policy/rotation.py",
+        " * 2 ** min(self._turns[peer], MAX_DOUBLED)",
+        "",
+        "On a busy machine no coordinator has the time to end a step that a liar holds up.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
         "charge-for-what-nobody-saw",
         "swarm/policy/rotation.py",
         "        if slept:\n            self._stepped_s = now\n",

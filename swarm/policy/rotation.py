@@ -9,6 +9,7 @@ not coordinate for a while. That costs it nothing else.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from swarm.ids import PeerId
@@ -19,6 +20,10 @@ LATE_S = 10.0
 """A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it."""
 FIRST_LATE_S = 30.0
 """The same, before this peer has taken a step."""
+MAX_DOUBLED = 6
+"""In its next turn of the same step each has twice the time, up to so often: where a step takes longer than
+usual whoever coordinates, such as on machines that are busy, one turn is long enough in the end (as the views
+of Castro and Liskov's PBFT, 1999)."""
 SLEPT_S = 5.0
 """This peer itself was away for so long: it has not seen who held what up."""
 
@@ -32,6 +37,8 @@ class Rotation:
         self._stepped_s = self._seen_s = -math.inf
         self._since_s: dict[PeerId, float] = {}
         """Since when each of those that coordinate this step has done so."""
+        self._turns = Counter[PeerId]()
+        """How often each has coordinated this step, and cost too much."""
 
     def stepped(self, *, now: float) -> None:
         """This peer has taken a step, or got its weights otherwise."""
@@ -42,6 +49,7 @@ class Rotation:
             self._usual.gave_up(limit_s)
         self._stepped_s = now
         self._since_s.clear()
+        self._turns.clear()
 
     def charge(self, coordinators: Iterable[PeerId], *, t: int, now: float) -> None:
         """Charge those that coordinate now, if step `t` is late. Called every second or so."""
@@ -54,11 +62,19 @@ class Rotation:
         began_s = now if self._since_s else self._stepped_s
         self._since_s = {peer: self._since_s.get(peer, began_s) for peer in coordinators}
         for peer, since_s in self._since_s.items():
-            if now - since_s > limit_s:
-                self._lost.charge(peer, t=t, since_s=since_s, now=now)
+            if now - since_s > limit_s * 2 ** min(self._turns[peer], MAX_DOUBLED):
+                rested = now < self._lost.rests_until_s(peer)
+                if self._lost.charge(peer, t=t, since_s=since_s, now=now) and not rested:
+                    self._turns[peer] += 1
 
     def awake(self, peers: Sequence[PeerId], *, now: float) -> list[PeerId]:
-        """Those of `peers` that may coordinate; if all rest, the one whose rest ends first."""
+        """Those of `peers` that may coordinate; if all rest, the one whose rest ends first.
+
+        Of those that rested during this step none, while others have had fewer turns of it: one that holds
+        it up would be back before the next one has found out who does, and left it out.
+        """
         rests_until_s = self._lost.rests_until_s
         awake = [peer for peer in peers if now >= rests_until_s(peer)]
+        fewest = min((self._turns[peer] for peer in awake), default=0)
+        awake = [peer for peer in awake if self._turns[peer] == fewest]
         return awake or sorted(peers, key=lambda peer: (rests_until_s(peer), peer))[:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from swarm.ids import PeerId
 from swarm.policy.rotation import FIRST_LATE_S, LATE_S, SLEPT_S, Rotation
@@ -102,3 +103,21 @@ def test_one_that_coordinates_another_stage_is_charged_by_itself() -> None:
     this.steps(3)
     this.waits(30.0, lambda: [this.first, "zoe"])
     assert this.rotation.awake(["zoe", "yan"], now=this.now) == ["yan"]
+
+
+def test_each_has_a_whole_turn_before_one_that_rested_has_another_and_later_turns_are_longer() -> None:
+    this = Watched()
+    this.steps(3)
+    turns: list[tuple[PeerId, float]] = []
+
+    def noted() -> list[PeerId]:
+        if not turns or turns[-1][0] != this.first:
+            turns.append((this.first, this.now))
+        return [this.first]
+
+    this.waits(600.0, noted)
+    names, began = [name for name, _ in turns], [at for _, at in turns]
+    lasted = [end - start for start, end in pairwise(began)]
+    assert names[:3] == PEERS and min(lasted[:3]) >= 25.0
+    assert max(names[:6].count(name) for name in PEERS) <= 2
+    assert min(lasted[3:]) >= 2 * LATE_S
