@@ -51,11 +51,13 @@ Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 @dataclass(frozen=True, slots=True)
 class NetworkPath:
-    """What the line between this peer and another can do; 0 = not measured."""
+    """What the line between this peer and another can do, and has done; 0 = not measured."""
 
     rtt_s: float = 0.0
     bandwidth_bps: float = 0.0
     """Bits per second that came from the other."""
+    memory_bytes: int = 0
+    """Handed over in memory, both ways: the other is on the same machine."""
 
 
 PROBE_BYTES = 64 * 1024

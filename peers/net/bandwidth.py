@@ -120,7 +120,7 @@ class Line:
 
     __slots__ = (
         *("_calls", "_control", "_rates_bps", "_round_trips_s", "_traffic"),
-        *("direct_at", "handling", "held_bytes", "logged_at", "received_bytes", "sent_bytes"),
+        *("direct_at", "handling", "held_bytes", "logged_at", "memory_bytes", "received_bytes", "sent_bytes"),
     )
 
     def __init__(self, traffic: Traffic) -> None:
@@ -128,6 +128,8 @@ class Line:
         self.sent_bytes = 0
         self.received_bytes = 0
         """Calls of the peer and its answers to ours share the line."""
+        self.memory_bytes = 0
+        """Of both: what did not leave this machine (`peers.net.direct.memory`)."""
         self.held_bytes = 0
         """Of bodies that were not accepted yet."""
         self.handling = 0
@@ -157,13 +159,21 @@ class Line:
         if size_bytes >= PROBE_BYTES:
             self._rates_bps.append(min(MAX_BPS, 8 * all_bytes / took_s) if took_s > 0 else MAX_BPS)
 
+    def count(self, *, sent: int = 0, received: int = 0, in_memory: bool) -> None:
+        """Bytes that passed, frames included."""
+        self.sent_bytes += sent
+        self.received_bytes += received
+        self.memory_bytes += (sent + received) * in_memory
+
     def path(self) -> NetworkPath:
         """The line as far as it is known. What goes the other way is no wider than our limit."""
         rates_bps = sorted(self._rates_bps) or [0.0]
-        most_bps = self.limiter.limit_bps if self.limiter is not None else float("inf")
+        limiter = None if self.memory_bytes else self.limiter
+        most_bps = limiter.limit_bps if limiter is not None else float("inf")
         return NetworkPath(
             rtt_s=min(self._round_trips_s, default=0.0),
             bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
+            memory_bytes=self.memory_bytes,
         )
 
     def pays(self, frame: frames.Prefix, *, now: float) -> float:

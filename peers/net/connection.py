@@ -56,6 +56,8 @@ class Connection(asyncio.Protocol):
         self.timings = timings
         self.direct = False
         """It passes no p2pd (`peers.net.direct`)."""
+        self.in_memory = False
+        """It does not leave this machine (`peers.net.direct.memory`)."""
         self.closed = self._loop.create_future()
         """Done when the connection is gone."""
         self.line = Line(Traffic(most_peers=1))
@@ -122,7 +124,7 @@ class Connection(asyncio.Protocol):
             return
         self._last_byte_at = self._loop.time()
         if self._opened:
-            self.line.received_bytes += len(data)
+            self.line.count(received=len(data), in_memory=self.in_memory)
         self._came = memoryview(bytes(self._came) + data if self._came else data)
         try:
             while not self.over and not self._resting and self._parse():
@@ -188,7 +190,7 @@ class Connection(asyncio.Protocol):
                 return False
             self._opened = True
             self._open(bytes(message[found[1] :]))
-            self.line.received_bytes += len(self._came)
+            self.line.count(received=len(self._came), in_memory=self.in_memory)
         else:
             packed = self._take(frames.PREFIX_BYTES)
             if packed is None:
@@ -231,9 +233,10 @@ class Connection(asyncio.Protocol):
         transport, outbox = self._transport, self.outbox
         if transport is None or self.over or (outbox.empty and not self._finishing):
             return
+        limiter = None if self.in_memory else self.line.limiter
         while self._opened and self._paused_since is None:
             before = outbox.sent_bytes
-            frame, whole = outbox.next(self.line.limiter, self._loop.time())
+            frame, whole = outbox.next(limiter, self._loop.time())
             if not frame:
                 break
             if self.direct:
@@ -243,7 +246,7 @@ class Connection(asyncio.Protocol):
                     transport.write(part)
             if whole is not None:
                 self._body_sent(whole)
-            self.line.sent_bytes += outbox.sent_bytes - before
+            self.line.count(sent=outbox.sent_bytes - before, in_memory=self.in_memory)
         if outbox.turn_at is not None and self._turn is None:
             self._turn = self._loop.call_later(max(0.0, outbox.turn_at - self._loop.time()), self._turn_comes)
         if self._finishing and not self._finished and self._opened and outbox.empty:

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from peers.net import nat
 from peers.net.charter.doorkeeper import Doorkeeper
+from peers.net.direct.memory import AVAILABLE
 from peers.net.direct.paths import DirectOptions
 from peers.net.directory import NetDirectory
 from peers.net.identity import (
@@ -79,7 +80,8 @@ def direct_options(options: DaemonOptions) -> DirectOptions | None:
     if not options.direct:
         return None
     host = None if options.reachable is False else host_part(options.host).rpartition("/")[2]
-    return DirectOptions(host=host, port=options.direct_port)
+    memory = options.memory and AVAILABLE
+    return DirectOptions(host=host, port=options.direct_port, memory=memory)
 
 
 class Node:

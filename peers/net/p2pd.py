@@ -103,6 +103,8 @@ class DaemonOptions:
     """Connect to peers beside p2pd, where that can be done (`peers.net.direct`)."""
     direct_port: int = 0
     """TCP port for such connections; 0 lets the system choose one."""
+    memory: bool = True
+    """Those to other processes of this machine hand over in memory."""
 
 
 def hivemind_folder() -> Path | None:

@@ -143,15 +143,14 @@ class Dialer:
         try:
             places = map(place_of, (await self.control.connections()).get(peer, ()))
             hosts = dict.fromkeys(place.host for place in places if place is not None and place.ip)
-            if hosts:  # none: it is reached through relays only
-                better = await direct.dial(link, hosts)
-                better.closed.add_done_callback(lambda _: self._drop(better))
-                try:
-                    await self._introduce(better, asyncio.get_running_loop().time() + self._timings.direct_s)
-                except BaseException:
-                    better.fail(PeerGone(peer, "could not show what admits us"))
-                    raise
-                await self._move(link, better, self._timings.punched_after_s[0])
+            better = await direct.dial(link, list(hosts))
+            better.closed.add_done_callback(lambda _: self._drop(better))
+            try:
+                await self._introduce(better, asyncio.get_running_loop().time() + self._timings.direct_s)
+            except BaseException:
+                better.fail(PeerGone(peer, "could not show what admits us"))
+                raise
+            await self._move(link, better, self._timings.punched_after_s[0])
         except (SwarmError, OSError, asyncio.TimeoutError) as error:
             logger.debug("no direct connection to peer %s: %s", short(peer), error)
 

@@ -21,6 +21,7 @@ from peers.start_line import start_line
 from peers.voices import Voices
 from peers.watch.monitor import ASK_S, ask_or_why
 from peers.watch.terminal import render
+from swarm.errors import count
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.monitoring import validation
@@ -77,6 +78,10 @@ def table(health: SwarmHealth, width: int) -> RenderableType:
         notes.append(
             Text("codec.adaptive: each microbatch counts once, but the weights depend on the routes")
         )
+    if handed_over := [peer for peer in health.peers if peer.memory_bytes]:
+        moved_gb = sum(peer.memory_bytes for peer in handed_over) / 1e9
+        text = f"{count(len(handed_over), 'peer')} handed over {moved_gb:.3g} GB in memory, both ways"
+        notes.append(Text(f"{text}: to others on the same machine"))
     return Group(render(health, width=width, height=ALL), *notes)
 
 

@@ -112,6 +112,7 @@ class StageStatus:
             LinkStatus(
                 peer=peer, bytes_in=received.get(peer, 0), bytes_out=sent.get(peer, 0),
                 rtt_s=lines.get(peer, unknown).rtt_s, bandwidth_bps=lines.get(peer, unknown).bandwidth_bps,
+                memory_bytes=lines.get(peer, unknown).memory_bytes,
             )
             for peer in {*sent, *received}
         ]  # fmt: skip

@@ -184,7 +184,8 @@ def _about(peer: PeerHealth) -> list[str]:
     audit = peer.audit
     lines = [
         f"device {peer.device}; uploads {peer.bandwidth_bps / 1e6:.1f} Mbit/s, measured",
-        f"sent {peer.bytes_out / 1e6:,.1f} MB, received {peer.bytes_in / 1e6:,.1f} MB",
+        f"sent {peer.bytes_out / 1e6:,.1f} MB, received {peer.bytes_in / 1e6:,.1f} MB; of both "
+        f"{peer.memory_bytes / 1e6:,.1f} MB in memory",
         f"audited {audit.steps} steps: {audit.missing} missing, {audit.duplicated} counted twice, "
         f"{audit.undone} undone in time",
     ]

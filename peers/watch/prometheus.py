@@ -93,6 +93,7 @@ COUNTERS: dict[str, tuple[Callable[[PeerHealth], float | None], str]] = {
     "computed_microbatches": (lambda peer: peer.computed if peer.answered else None, "That it computed."),
     "received_bytes": (lambda peer: peer.bytes_in if peer.answered else None, "From other peers."),
     "sent_bytes": (lambda peer: peer.bytes_out if peer.answered else None, "To other peers."),
+    "memory_bytes": (lambda peer: peer.memory_bytes if peer.answered else None, "Of both: in memory."),
 }
 """Of a peer that does not answer none is known: it would be 0, and a counter never falls."""
 

@@ -79,6 +79,7 @@ CALLS = "peers/net/transport.py"
 DIRECT_KEYS = "peers/net/direct/handshake.py"
 DIRECT_RECORDS = "peers/net/direct/records.py"
 DIRECT_PATHS = "peers/net/direct/paths.py"
+DIRECT_MEMORY = "peers/net/direct/memory.py"
 NODES = "peers/net/dht_protocol.py"
 DIRECTORY = "peers/net/directory.py"
 RECEIPTS = "peers/vouching/receipts.py"
@@ -2784,16 +2785,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "direct-ticket-twice",
         DIRECT_PATHS,
-        "        del self._granted[ticket]\n        end",
-        "        end",
+        "        del self._granted[ticket]\n        return granted",
+        "        return granted",
         "What was recorded on the line opens a second connection in the name of the caller.",
         ("test_direct_ticket",),
     ),
     Mutation(
         "direct-ticket-without-the-key",
         DIRECT_PATHS,
-        "        except SealError:\n            return False\n",
-        "        except SealError:\n            opening = OPENING\n",
+        "        opening = _opened(opener, hello[TICKET_BYTES:])\n",
+        "        opening = OPENING\n",
         "Who saw a ticket on the line opens the connection, and the caller cannot.",
         ("test_direct_ticket",),
     ),
@@ -2804,6 +2805,54 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if granted is None:\n",
         "A grant of long ago, for a peer that was let in then, opens a connection.",
         ("test_direct_ticket",),
+    ),
+    Mutation(
+        "memory-that-shrinks",
+        DIRECT_MEMORY,
+        "if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted != wanted or os.fstat(fd)",
+        "if os.fstat(fd)",
+        "A process that shares memory with a peer ends it by cutting the memory short: SIGBUS.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
+        "memory-of-another-user",
+        DIRECT_MEMORY,
+        "    return _CREDENTIALS.unpack(told)[1] == os.geteuid()\n",
+        "    return True\n",
+        "Any user of the machine may share memory with a peer.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
+        "memory-read-in-place",
+        DIRECT_MEMORY,
+        "            return bytes(self._into[at : at + size])\n",
+        "            return self._into[at : at + size]\n",
+        "The other end changes a frame while a peer looks at it.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
+        "memory-says-anything",
+        DIRECT_MEMORY,
+        "        if not (wrote or freed) or wrote > RING_BYTES - self._owed or freed",
+        "        if freed",
+        "The other end has a peer read what was never written, or write over what was not read.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
+        "memory-full-ring",
+        DIRECT_MEMORY,
+        "        if self._free < MAX_WRITE_BYTES and not self._full:\n",
+        "        if False:\n",
+        "A peer writes over what the other end has not read.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
+        "memory-never-said-to-be-read",
+        DIRECT_MEMORY,
+        "            if self._owed >= TOLD_BYTES:\n",
+        "            if False:\n",
+        "The other end waits for ever for room that is there.",
+        ("test_memory_rings",),
     ),
     Mutation(
         "ban-keeps-records",

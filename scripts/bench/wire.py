@@ -18,9 +18,10 @@ once, in turn, so that all have the same disturbances; `…_to_8bit` is the medi
 blockwise8.
 
 `--paths`: CPU seconds for each GB (10^9 bytes) that one peer sends another on this machine, of both ends with
-their p2pds, by calls with 8 MiB in the body, four at a time: by p2pd, and by a direct connection beside it.
-In each round both paths carry as much, in turn, and so does bare TCP: one loop writes a quarter of a MB at a
-time, another reads into one buffer. `to_p2pd` is the median of the rounds' ratios, and `to_tcp` likewise.
+their p2pds, by calls with 8 MiB in the body, four at a time: by p2pd, by a sealed connection beside it, and
+in memory. In each round all paths carry as much, in turn, and so does bare TCP: one loop writes a quarter of
+a MB at a time, another reads into one buffer. `to_p2pd` is the median of the rounds' ratios, and `to_tcp`
+likewise.
 """
 
 from __future__ import annotations
@@ -199,27 +200,29 @@ async def serve_bodies() -> None:
 
 
 async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: float) -> list[dict[str, Any]]:
-    """A row for p2pd, and one for a direct connection."""
+    """A row for p2pd, and one for each kind of direct connection."""
     assert callee.stdout is not None
     p2pd_pid, port, *addresses = callee.stdout.readline().split()
     peer, pythons = split_peer_id(addresses[0])[1], (os.getpid(), callee.pid)
     async with (
         Node(join=addresses, options=DaemonOptions(direct=False)) as plain,
-        Node(join=addresses) as direct,
+        Node(join=addresses, options=DaemonOptions(memory=False)) as direct,
+        Node(join=addresses) as memory,
     ):
-        for node in (plain, direct):
+        for node in (plain, direct, memory):
             node.transport.learn(peer, addresses)
-        while direct.transport.direct_links != (1, 0):
-            await send_bodies(direct, peer, AT_ONCE)
-            await asyncio.sleep(0.1)
+        for node in (direct, memory):
+            while node.transport.direct_links != (1, 0):
+                await send_bodies(node, peer, AT_ONCE)
+                await asyncio.sleep(0.1)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
         senders: dict[str, Callable[[int], Awaitable[None]]] = {
             "tcp": lambda calls: send_bare(reader, writer, calls),
             "p2pd": lambda calls: send_bodies(plain, peer, calls),
             "direct": lambda calls: send_bodies(direct, peer, calls),
+            "memory": lambda calls: send_bodies(memory, peer, calls),
         }
-        assert plain.p2pd_pid is not None and direct.p2pd_pid is not None
-        p2pds = plain.p2pd_pid, direct.p2pd_pid, int(p2pd_pid)
+        p2pds = [int(p2pd_pid), *(cast(int, node.p2pd_pid) for node in (plain, direct, memory))]
         spent: dict[str, list[tuple[float, float, float]]] = {path: [] for path in senders}
         calls = round(gigabytes * 1e9 / BODY_BYTES)
         gb = calls * BODY_BYTES / 1e9
@@ -230,7 +233,9 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
                 took_s = time.monotonic() - began
                 used = cpu_of(pythons) - before[0], cpu_of(p2pds) - before[1]
                 spent[path].append((used[0] / gb, used[1] / gb, gb / took_s))
-        assert direct.transport.direct_links == (1, 0), "it broke"
+        assert direct.transport.direct_links == memory.transport.direct_links == (1, 0), "it broke"
+        moved = [node.transport.lines[peer].memory_bytes for node in (direct, memory)]
+        assert moved[0] == 0 < gb * rounds <= moved[1] / 1e9, "they took another path"
         writer.close()
 
     def ratio(path: str, to: str) -> float:

@@ -490,6 +490,7 @@ class Aggregator:
             inconsistencies=tuple(self._inconsistencies(seen, now)),
             address=_address(record),
             voice=self._voice.get(record.peer, 0),
+            memory_bytes=sum(link.memory_bytes for link in status.links) if status is not None else 0,
         )
 
     def _inconsistencies(self, seen: _Seen, now: float) -> Iterable[str]:

@@ -114,6 +114,8 @@ class PeerHealth:
     """What others dial it at, as it says; empty: it has not said."""
     voice: int = 0
     """How much its word counts: steps of work that trainers saw; 0: none."""
+    memory_bytes: int = 0
+    """Of what it sent and received: handed over in memory, to other processes of its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

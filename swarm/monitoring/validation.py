@@ -140,6 +140,7 @@ def _can_be(link: LinkStatus) -> bool:
     return (
         0 <= link.bytes_in <= MAX_COUNT
         and 0 <= link.bytes_out <= MAX_COUNT
+        and 0 <= link.memory_bytes <= MAX_COUNT
         and _is_id(link.peer)
         and math.isfinite(link.rtt_s)
         and math.isfinite(link.bandwidth_bps)

@@ -398,6 +398,8 @@ class LinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Round trip; 0 = not measured."""
     bandwidth_bps: float = 0.0
     """Bits per second that came from it; 0 = not measured."""
+    memory_bytes: int = 0
+    """Handed over in memory, both ways: it is on the same machine."""
 
 
 class PeerStatus(Positioned, frozen=True, kw_only=True):

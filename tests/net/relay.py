@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from peers.net._hivemind import p2pd_pb2
 from peers.net.connection import pack_varint
+from peers.net.direct.memory import _SAYS
+from peers.net.direct.paths import SEALED_OPENING_BYTES
 from peers.net.identity import Identity
 from peers.net.p2pd_control import ControlError, peer_bytes
 from peers.net.transport import NetTransport
@@ -56,7 +59,52 @@ class Relay:
         self._running[peer] = asyncio.Event()
         self._running[peer].set()
         self._transports.append(transport)
+        if (direct := transport._dialer.direct) is not None:
+            hand_over = direct._hand_over
+            direct._hand_over = lambda link, near, keys: hand_over(
+                link, self._between(peer, link.peer, near), keys
+            )
         return transport
+
+    def _between(self, caller: PeerId, callee: PeerId, far: socket.socket) -> socket.socket:
+        """What the caller has instead of its socket to the callee, whose memory it shares all the same."""
+        near, ours = socket.socketpair()
+        near.setblocking(False)
+        ours.setblocking(False)
+        self._start(self._carry_memory(caller, callee, ours, far))
+        return near
+
+    async def _carry_memory(
+        self, caller: PeerId, callee: PeerId, ours: socket.socket, far: socket.socket
+    ) -> None:
+        while True:
+            try:
+                hello, fds, _, _ = socket.recv_fds(ours, 100, 1)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+        socket.send_fds(far, [hello], fds)
+        for fd in fds:
+            os.close(fd)
+        ends = await asyncio.open_unix_connection(sock=ours), await asyncio.open_unix_connection(sock=far)
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            ends[0][1].write(await ends[1][0].readexactly(SEALED_OPENING_BYTES))
+        await self._both_ways(caller, callee, *ends[0], *ends[1], pump=self._pump_memory)
+
+    async def _pump_memory(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: PeerId, target: PeerId
+    ) -> None:
+        """What is said of the rings, late by what was written."""
+        with contextlib.suppress(OSError):
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                while data := await reader.readexactly(_SAYS.size):
+                    wrote, _ = _SAYS.unpack(data)
+                    if self.latency_s or self.bandwidth_bps:
+                        await asyncio.sleep(self.latency_s + 8 * wrote / (self.bandwidth_bps or math.inf))
+                    await self._running[source].wait()
+                    await self._running[target].wait()
+                    writer.write(data)
+            writer.write_eof()
 
     def freeze(self, peer: PeerId) -> None:
         """Nothing comes out of the peer, and nothing goes in, until `thaw`."""
@@ -122,11 +170,13 @@ class Relay:
         near_writer: asyncio.StreamWriter,
         far_reader: asyncio.StreamReader,
         far_writer: asyncio.StreamWriter,
+        pump: Callable[..., Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        pump = pump or self._pump
         self._pairs.append((caller, callee, [near_writer, far_writer]))
-        task = asyncio.ensure_future(self._pump(near_reader, far_writer, caller, callee))
+        task = asyncio.ensure_future(pump(near_reader, far_writer, caller, callee))
         try:
-            await self._pump(far_reader, near_writer, callee, caller)
+            await pump(far_reader, near_writer, callee, caller)
         finally:
             task.cancel()
             for writer in (near_writer, far_writer):
@@ -149,7 +199,10 @@ class Relay:
             writer.write_eof()
 
     def start(self, caller: PeerId, callee: PeerId, far: socket.socket) -> None:
-        task = asyncio.get_running_loop().create_task(self.carry(caller, callee, far))
+        self._start(self.carry(caller, callee, far))
+
+    def _start(self, carrying: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(carrying)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -33,7 +33,7 @@ from tests.net.test_transport import QUICK, echo, relay, until
 
 __all__ = ["relay"]
 
-AT_ONCE = DirectOptions(after_bytes=0)
+AT_ONCE = DirectOptions(after_bytes=0, memory=False)
 CALLER = Identity.generate()
 
 
@@ -57,7 +57,7 @@ async def calls(caller: NetTransport, callee: NetTransport, count: int = 3) -> N
 
 
 async def test_a_pair_that_moves_a_megabyte_connects_directly_and_keeps_one_stream(relay: Relay) -> None:
-    caller, callee = await added(relay, direct=DirectOptions(after_bytes=1 << 20))
+    caller, callee = await added(relay, direct=DirectOptions(after_bytes=1 << 20, memory=False))
     await calls(caller, callee)
     assert caller.direct_links == (0, 0), "it moved less"
     await calls(caller, callee, 6)
@@ -360,7 +360,7 @@ def no_end(peer: str) -> ServerConnection:
 
 async def test_a_peer_that_only_dials_takes_none(relay: Relay) -> None:
     caller = await relay.add(direct=AT_ONCE, timings=QUICK)
-    callee = await relay.add(direct=DirectOptions(host=None, after_bytes=0), timings=QUICK)
+    callee = await relay.add(direct=DirectOptions(host=None, after_bytes=0, memory=False), timings=QUICK)
     for transport in (caller, callee):
         transport.serve("echo", echo, max_body_bytes=1 << 24)
     await calls(caller, callee)

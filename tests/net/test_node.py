@@ -124,6 +124,7 @@ def test_a_peer_that_others_cannot_dial_takes_no_direct_connections() -> None:
     assert direct_options(DaemonOptions(host="::1", direct_port=7)) == DirectOptions(host="::1", port=7)
     assert direct_options(DaemonOptions(host="0.0.0.0", reachable=False)) == DirectOptions(host=None)
     assert direct_options(DaemonOptions(direct=False)) is None
+    assert direct_options(DaemonOptions(memory=False)) == DirectOptions(host="127.0.0.1", memory=False)
 
 
 async def directly(caller: Node, callee: Node, calls: int) -> list[bytes]:
@@ -142,9 +143,10 @@ async def test_peers_that_can_dial_one_another_leave_p2pd_and_those_that_cannot_
 ) -> None:
     callee = await start(stack)
     callee.transport.serve("echo", echo, max_body_bytes=MIB)
+    elsewhere = DaemonOptions(memory=False)
     caller, blocked, plain = [
         await start(stack, callee, options=options)
-        for options in (DaemonOptions(), DaemonOptions(), DaemonOptions(direct=False))
+        for options in (elsewhere, elsewhere, DaemonOptions(direct=False))
     ]
     await directly(caller, callee, 2)
     await until(lambda: caller.transport.direct_links == (1, 0) and callee.transport.links == (0, 1))

@@ -13,6 +13,9 @@ from tests.net.test_transport import pair, relay
 
 __all__ = ["pair", "relay"]
 
+ON_A_LINE = pytest.mark.parametrize("pair", ["p2pd", "direct"], indirect=True)
+"""In memory there is no limit (test_memory_path.py)."""
+
 
 @pytest.mark.parametrize("limit_bps", [1e6, 20e6, 1e9])
 @pytest.mark.parametrize("links", [1, 7, 60])
@@ -64,6 +67,7 @@ def test_frames_that_do_not_wait_leave_bodies_half_of_the_line() -> None:
     assert 8 * turns * limiter.turn_bytes >= 0.45 * 1e6 * 60.0
 
 
+@ON_A_LINE
 async def test_a_body_takes_its_time_and_a_control_message_passes_it(
     pair: tuple[NetTransport, NetTransport],
 ) -> None:
@@ -89,6 +93,7 @@ async def test_a_body_takes_its_time_and_a_control_message_passes_it(
     assert passed >= 5, "they did not wait for the body"
 
 
+@ON_A_LINE
 async def test_answers_are_within_the_limit_too(pair: tuple[NetTransport, NetTransport]) -> None:
     caller, callee = pair
 

@@ -50,16 +50,30 @@ async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
     assert not [task for task in left if "fixture" not in repr(task)], left
 
 
-@pytest_asyncio.fixture(params=["p2pd", "direct"])
+OPTIONS = {
+    "p2pd": {},
+    "direct": {"direct": DirectOptions(after_bytes=0, memory=False)},
+    "memory": {"direct": DirectOptions(after_bytes=0, host=None)},
+}
+
+
+@pytest_asyncio.fixture(params=OPTIONS)
 async def pair(request: pytest.FixtureRequest, relay: Relay) -> tuple[NetTransport, NetTransport]:
-    """(caller, callee), on either path; the callee echoes."""
-    options = {"direct": DirectOptions(after_bytes=0)} if request.param == "direct" else {}
+    """(caller, callee), on each path; the callee echoes."""
+    options = OPTIONS[request.param]
     caller, callee = await relay.add(**options), await relay.add(**options)
     callee.serve("echo", echo, max_body_bytes=256 * MIB)
     if options:
         await caller.call(callee.peer_id, "echo", b"")
         await until(lambda: (caller.direct_links, callee.links) == ((1, 0), (0, 1)))
+    assert memory_links(caller) == ((1, 0) if request.param == "memory" else (0, 0))
     return caller, callee
+
+
+def memory_links(transport: NetTransport) -> tuple[int, int]:
+    """How many streams hand over in memory: to peers that it calls, and from peers that call it."""
+    links = transport._dialer.links.values(), transport._incoming
+    return sum(link.in_memory for link in links[0]), sum(link.in_memory for link in links[1])
 
 
 QUICK = NetTimings(tick_s=0.0125, alive_every_s=0.05, send_stall_s=0.5)

@@ -159,4 +159,4 @@ def test_malformed_messages_are_no_messages() -> None:
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(wrong, AskDirect)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"key": bytes(32), "signature": bytes(64), "port": 0}, GrantDirect)
+        msgspec.convert({"key": bytes(32), "signature": bytes(64), "port": -1}, GrantDirect)

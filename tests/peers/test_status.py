@@ -21,7 +21,7 @@ from swarm.manifest import CodecSpec, demo_run
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
-from swarm.wire.messages import AskStatus, Audit, PastStep, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, Audit, LinkStatus, PastStep, PeerStatus, pack, unpack
 from tests.peers.network import CalmNetwork
 
 RUN = demo_run(stages=2, steps=40)
@@ -79,6 +79,20 @@ def drawn(view: SwarmHealth) -> str:
     out = io.StringIO()
     Console(file=out, width=100, color_system=None).print(table(view, 100))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+@pytest.mark.virtual_time
+async def test_what_is_handed_over_in_memory_is_said(network: CalmNetwork) -> None:
+    link = LinkStatus(peer="peer-c", bytes_in=3 * 10**9, bytes_out=10**9, memory_bytes=25 * 10**8)
+
+    async def answer(request: Request) -> Answer:
+        return Answer(pack(msgspec.structs.replace(status("peer-a", 0), links=(link, link))))
+
+    network.peers["peer-a"].transport.serve("status", answer)
+    view = await look(network)
+    assert [peer.memory_bytes for peer in view.peers] == [5 * 10**9, 0, 0]
+    assert "1 peer handed over 5 GB in memory, both ways: to others on the same machine" in drawn(view)
+    assert json.loads(to_json(view))["stages"][0]["peers"][0]["memory_bytes"] == 5 * 10**9
 
 
 @pytest.mark.virtual_time

@@ -43,7 +43,8 @@ class GrantDirect(msgspec.Struct, frozen=True, kw_only=True):
     """You may, at this port of the host at which you reach us."""
 
     key: Key
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    """0: only from the same machine (`peers.net.direct.memory`)."""
     signature: Signature
 
 

@@ -6,13 +6,15 @@ Nothing here is needed for a call: where it fails, the stream of p2pd is there, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from peers.net.bandwidth import Allowance
 from peers.net.connection import ClientConnection, Connection, ServerConnection
+from peers.net.direct import memory
 from peers.net.direct.handshake import (
     TICKET_BYTES,
     Agreed,
@@ -28,7 +30,7 @@ from peers.net.tasks import TaskKeeper
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
 from peers.waiting import within
-from swarm.errors import Busy, PeerGone, Refused, SetupError
+from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.ids import PeerId
 from swarm.wire import frames
 from swarm.wire.messages import pack, unpack, unpack_answer
@@ -36,7 +38,8 @@ from swarm.wire.messages import pack, unpack, unpack_answer
 METHOD = "direct"
 OPENING = b"\0"
 """The first record each way: a connection that opens with an empty message, where p2pd says something."""
-HELLO_BYTES = TICKET_BYTES + LENGTH_BYTES + len(OPENING) + TAG_BYTES
+SEALED_OPENING_BYTES = LENGTH_BYTES + len(OPENING) + TAG_BYTES
+HELLO_BYTES = TICKET_BYTES + SEALED_OPENING_BYTES
 """What a stranger on the port may say, and what is held of it, until it has shown a ticket and a record."""
 MAX_KNOCKS = 64
 """Strangers at a time; one more takes the place of the one that came first."""
@@ -45,6 +48,8 @@ KNOCKS_AT_ONCE = 256.0
 """Connections beyond wait in the kernel, which refuses them when its queue is full."""
 MAX_STREAMS = 256
 """Each takes 64 kB. A peer works with fewer, and more stay on p2pd; grants that are not used yet count."""
+MAX_IN_MEMORY = 64
+"""Of those: each has 2 MiB of shared memory. More of one machine are connected by TCP."""
 MAX_HOSTS = 2
 """Of a peer, that are tried."""
 _TCP = (
@@ -65,6 +70,8 @@ class DirectOptions:
     """0: the system chooses one."""
     after_bytes: int = 1 << 20
     """Pairs that moved less stay on p2pd: they need no second connection."""
+    memory: bool = memory.AVAILABLE
+    """Hand over in memory what goes to another process of this machine and user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +131,16 @@ class DirectPaths:
         self.options, self.timings = options, timings
         self.port = 0
         """That we listen on."""
+        self.near = False
+        """Processes of this machine can connect."""
         self.streams: set[Connection] = set()
         self.knocks: dict[_Knock, None] = {}
         """The oldest first."""
         self._signer, self._receive = signer, receive
         self._tasks = TaskKeeper()
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
+        self._greeted: set[asyncio.Task[None]] = set()
+        """Processes of this machine that have shown nothing yet."""
         self._granted: dict[bytes, _Granted] = {}
         """By ticket, the oldest first."""
 
@@ -137,34 +148,48 @@ class DirectPaths:
 
     def listen(self) -> None:
         """Begin to take connections, if that is wanted. Raises SetupError: the port cannot be had."""
-        if self.options.host is None or self._listener is not None:
+        if self._listeners:
             return
-        ip = plain_ip(self.options.host)
+        if self.options.host is not None:
+            listener = self._tcp_listener(self.options.host)
+            self.port = listener.getsockname()[1]
+            self._take(listener, self._knocked)
+        if self.options.memory and (near := memory.listener_of(self._signer.peer_id)):
+            self.near = True
+            self._take(near, self._came_near)
+
+    def _tcp_listener(self, host: str) -> socket.socket:
+        ip = plain_ip(host)
         listener = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((self.options.host, self.options.port))
+            listener.bind((host, self.options.port))
             listener.listen(MAX_KNOCKS)
         except OSError as error:
             listener.close()
             raise SetupError(
-                f"port {self.options.port} for direct connections cannot be had on {self.options.host} "
+                f"port {self.options.port} for direct connections cannot be had on {host} "
                 f"({error.strerror}): choose another one with --direct-port, or --no-direct"
             ) from None
         listener.setblocking(False)
-        self._listener, self.port = listener, listener.getsockname()[1]
-        self._tasks.create_task(self._accept(listener))
+        return listener
+
+    def _take(self, listener: socket.socket, let_in: Callable[[socket.socket], Awaitable[None]]) -> None:
+        self._listeners.append(listener)
+        self._tasks.create_task(self._accept(listener, let_in))
 
     async def close(self) -> None:
         """Take no more connections. Those that are there belong to others."""
         await self._tasks.close()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         self._granted.clear()
         for knock in list(self.knocks):
             knock.abort()
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(
+        self, listener: socket.socket, let_in: Callable[[socket.socket], Awaitable[None]]
+    ) -> None:
         loop, pace = asyncio.get_running_loop(), Allowance(KNOCKS_PER_S, KNOCKS_AT_ONCE)
         while True:
             try:
@@ -172,19 +197,57 @@ class DirectPaths:
             except OSError:  # it is gone again, or files are short
                 await asyncio.sleep(1 / KNOCKS_PER_S)
                 continue
-            if len(self.knocks) >= MAX_KNOCKS:
-                next(iter(self.knocks)).abort()
             try:
-                _set_up(came)
-                await loop.connect_accepted_socket(lambda: _Knock(self), came)
+                await let_in(came)
             except OSError:  # the stranger is gone
                 came.close()
             await asyncio.sleep(pace.take(1.0, now=loop.time()))
 
+    async def _knocked(self, came: socket.socket) -> None:
+        """A stranger connected to the port."""
+        if len(self.knocks) >= MAX_KNOCKS:
+            next(iter(self.knocks)).abort()
+        _set_up(came)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: _Knock(self), came)
+
+    async def _came_near(self, came: socket.socket) -> None:
+        """A process of this machine connected."""
+        came.setblocking(False)
+        if len(self._greeted) >= MAX_KNOCKS or not self._memory_left or not memory.of_this_user(came):
+            came.close()
+            return
+        task = self._tasks.create_task(self._admit_near(came))
+        self._greeted.add(task)
+        task.add_done_callback(self._greeted.discard)
+
+    async def _admit_near(self, came: socket.socket) -> None:
+        try:
+            hello, rings = await within(memory.receive(came, HELLO_BYTES), self.timings.knock_s)
+            found = self._redeem(hello)
+            if found is None:
+                raise Refused("a ticket that opens nothing")
+        except BaseException:
+            came.close()
+            raise
+        granted, _, opening = found
+        end = self._served(granted.peer)
+        end.in_memory = True
+        reply = b"".join(Sealer(granted.keys.to_caller).seal([OPENING]))
+        stream = memory.MemoryStream(end, rings[1], rings[0], opening, reply)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, came)
+        except BaseException:
+            end.fail(PeerGone(granted.peer, "no connection in memory came about"))
+            raise
+
+    @property
+    def _memory_left(self) -> bool:
+        return sum(end.in_memory for end in self.streams) < MAX_IN_MEMORY
+
     async def grant(self, request: Request) -> Answer:
         """A handler of the transport: answers `AskDirect`."""
         ask = unpack(request.header, AskDirect)
-        if not self.port:
+        if not (self.port or self.near):
             raise Refused("no direct connections are taken here")
         now = asyncio.get_running_loop().time()
         for ticket, granted in list(self._granted.items()):
@@ -198,22 +261,12 @@ class DirectPaths:
 
     def admit(self, hello: bytes, tcp: asyncio.Transport) -> bool:
         """Whether this opens a connection that was granted; then it is open, and cannot be opened again."""
-        ticket = hello[:TICKET_BYTES]
-        granted = self._granted.get(ticket)
-        if granted is None or granted.until < asyncio.get_running_loop().time():
+        found = self._redeem(hello)
+        if found is None:
             return False
-        opener = Opener(granted.keys.to_callee)
-        try:
-            opening = opener.put(hello[TICKET_BYTES:])
-        except SealError:
-            return False
-        if not opening:
-            return False
-        del self._granted[ticket]
-        end = self._receive(granted.peer)
-        end.direct = True
+        granted, opener, opening = found
+        end = self._served(granted.peer)
         stream = SealedStream(end, Sealer(granted.keys.to_caller), opener)
-        self._keep(end)
         tcp.set_protocol(stream)
         stream.connection_made(tcp)
         end.data_received(opening)
@@ -221,13 +274,32 @@ class DirectPaths:
             stream.write(OPENING)
         return True
 
+    def _redeem(self, hello: bytes) -> tuple[_Granted, Opener, bytes] | None:
+        """What a ticket opens, once, if the first record proves the key; and what is in that record."""
+        ticket = hello[:TICKET_BYTES]
+        granted = self._granted.get(ticket)
+        if granted is None or granted.until < asyncio.get_running_loop().time():
+            return None
+        opener = Opener(granted.keys.to_callee)
+        opening = _opened(opener, hello[TICKET_BYTES:])
+        if opening is None:
+            return None
+        del self._granted[ticket]
+        return granted, opener, opening
+
+    def _served(self, peer: PeerId) -> ServerConnection:
+        end = self._receive(peer)
+        end.direct = True
+        self._keep(end)
+        return end
+
     def _keep(self, end: Connection) -> None:
         self.streams.add(end)
         end.closed.add_done_callback(lambda _: self.streams.discard(end))
 
     # -- the end that calls ---------------------------------------------------------------------
 
-    async def dial(self, link: ClientConnection, hosts: Iterable[str]) -> ClientConnection:
+    async def dial(self, link: ClientConnection, hosts: Sequence[str]) -> ClientConnection:
         """A direct connection to the peer of a link, which is asked over it.
 
         Raises:
@@ -236,22 +308,66 @@ class DirectPaths:
         peer, limit_s = link.peer, self.timings.direct_s
         if len(self.streams) >= MAX_STREAMS:
             raise Busy(f"{MAX_STREAMS} direct connections are open")
-        asking = Asking(self._signer, peer)
-        answer = await within(link.call(METHOD, pack(asking.ask()), (), 0), limit_s)
-        given = unpack_answer(peer, answer.header, GrantDirect)
-        keys = asking.agree(given)
-        tcp = await _first_that_connects([(host, given.port) for host in hosts][:MAX_HOSTS], limit_s)
-        end = ClientConnection(peer, OPENING, link.timings)
-        end.line, end.direct = link.line, True
+        with contextlib.ExitStack() as unused:
+            near = memory.connect(peer) if self.options.memory and self._memory_left else None
+            if near is not None:
+                unused.callback(near.close)
+            elif not hosts:
+                raise PeerGone(peer, "it is reached through relays only")
+            asking = Asking(self._signer, peer)
+            answer = await within(link.call(METHOD, pack(asking.ask()), (), 0), limit_s)
+            given = unpack_answer(peer, answer.header, GrantDirect)
+            keys = asking.agree(given)
+            if near is not None:
+                with contextlib.suppress(SwarmError, OSError, asyncio.TimeoutError):
+                    end = await self._hand_over(link, near, keys)
+                    unused.pop_all()
+                    return end
+        return await self._dial_tcp(link, keys, [(host, given.port) for host in hosts][:MAX_HOSTS])
+
+    async def _hand_over(self, link: ClientConnection, near: socket.socket, keys: Agreed) -> ClientConnection:
+        """The connection in memory, by a socket of this machine."""
+        hello = keys.ticket + b"".join(Sealer(keys.to_callee).seal([OPENING]))
+        rings = memory.send(near, hello)
+        receiving = asyncio.get_running_loop().sock_recv(near, SEALED_OPENING_BYTES)
+        opening = _opened(Opener(keys.to_caller), await within(receiving, self.timings.direct_s))
+        if opening is None:
+            raise Refused("a process that does not know the key")
+        end = self._end_of(link, b"")
+        end.in_memory = True
+        stream = memory.MemoryStream(end, *rings, opening)
+        await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=near)
+        self._keep(end)
+        return end
+
+    async def _dial_tcp(
+        self, link: ClientConnection, keys: Agreed, places: Sequence[tuple[str, int]]
+    ) -> ClientConnection:
+        limit_s = self.timings.direct_s
+        tcp = await _first_that_connects(places, limit_s)
+        end = self._end_of(link, OPENING)
         stream = SealedStream(end, Sealer(keys.to_callee), Opener(keys.to_caller), keys.ticket)
         try:
             await asyncio.get_running_loop().create_connection(lambda: stream, sock=tcp)
             await within(end.opened, limit_s)
         except BaseException:
-            end.fail(PeerGone(peer, "no direct connection came about"))
+            end.fail(PeerGone(link.peer, "no direct connection came about"))
             raise
         self._keep(end)
         return end
+
+    def _end_of(self, link: ClientConnection, opening: bytes) -> ClientConnection:
+        """Our end of another connection to the peer of a link."""
+        end = ClientConnection(link.peer, opening, link.timings)
+        end.line, end.direct = link.line, True
+        return end
+
+
+def _opened(opener: Opener, sealed: bytes) -> bytes | None:
+    """What is in a whole record; None: it is not what the other end sealed."""
+    with contextlib.suppress(SealError):
+        return opener.put(sealed) or None
+    return None
 
 
 async def _first_that_connects(places: Sequence[tuple[str, int]], limit_s: float) -> socket.socket:

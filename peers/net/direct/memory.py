@@ -1,0 +1,244 @@
+"""Hand-over in memory between two processes of one machine and one user: a direct connection without TCP.
+
+    caller ──AF_UNIX: the ticket, a sealed record, and a memfd with a ring for each direction──▶ callee
+           ◀──a sealed record──
+           ◀──8 bytes at a time: so much I wrote into my ring, so much I have read of yours──▶
+
+All that a `Connection` sends goes through the rings. The socket only says how much: that wakes the other end,
+has what was written be there before it is read, and breaks at once when a process dies. Nothing that one end
+counts by lies where the other can change it. Bytes are copied out before anything looks at them. The socket
+has an abstract name and the memory has none, so SIGKILL leaves nothing behind. Linux only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+
+from peers.net.connection import Connection
+from peers.net.direct.records import SMALL_BYTES
+from peers.net.direct.stream import Stream
+from swarm.errors import BadAnswer, Refused
+from swarm.ids import PeerId
+from swarm.wire import frames
+from swarm.wire.buffers import Buffer
+
+AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
+RING_BYTES = 1 << 20
+"""Of each direction: what the other end can have us hold. Four chunks, so that one is written while others
+are read."""
+TOLD_BYTES = frames.CHUNK_BYTES
+"""So much is read before the other end is told that there is room again."""
+MAX_WRITE_BYTES = frames.CHUNK_BYTES + frames.PREFIX_BYTES
+"""The largest frame. While there is room for less, the end writes nothing."""
+_SAYS = struct.Struct("=II")
+_SAID_AT_ONCE = 64 * _SAYS.size
+_CREDENTIALS = struct.Struct("=iII")
+
+
+def address_of(peer: PeerId) -> bytes:
+    """Where a peer listens for processes of this machine (and network namespace)."""
+    return b"\0swarm/" + peer.encode()
+
+
+def listener_of(peer: PeerId) -> socket.socket | None:
+    """Where other processes connect; None: it cannot be had, and all goes on without."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address_of(peer))
+        listener.listen()
+    except OSError:
+        listener.close()
+        return None
+    listener.setblocking(False)
+    return listener
+
+
+def connect(peer: PeerId) -> socket.socket | None:
+    """A connection to a peer of this machine and user; None: it is elsewhere, or takes none."""
+    near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    near.setblocking(False)
+    try:
+        near.connect(address_of(peer))
+        if of_this_user(near):
+            return near
+    except OSError:
+        pass
+    near.close()
+    return None
+
+
+def of_this_user(near: socket.socket) -> bool:
+    """Whether the process at the other end runs for the user that we run for, as the kernel says."""
+    told = near.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(told)[1] == os.geteuid()
+
+
+def send(near: socket.socket, hello: bytes) -> tuple[memoryview, memoryview]:
+    """Say hello, with rings, which are returned. Raises OSError, Refused."""
+    fd = make_rings()
+    try:
+        if socket.send_fds(near, [hello], [fd]) != len(hello):
+            raise OSError("the hello was not taken whole")
+        return map_rings(fd)
+    finally:
+        os.close(fd)
+
+
+async def receive(came: socket.socket, nbytes: int) -> tuple[bytes, tuple[memoryview, memoryview]]:
+    """A hello of so many bytes, and the rings that came with it. Raises OSError, Refused."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(came, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(came)
+    hello, fds, _, _ = socket.recv_fds(came, nbytes, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if len(hello) != nbytes or not fds:
+            raise Refused("no hello with shared memory")
+        return hello, map_rings(fds[0])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def make_rings() -> int:
+    """A memfd with both rings, all of it reserved, which cannot become smaller. Raises OSError."""
+    fd = os.memfd_create("swarm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 2 * RING_BYTES)
+        os.posix_fallocate(fd, 0, 2 * RING_BYTES)  # no memory left: an error here, not SIGBUS later
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_rings(fd: int) -> tuple[memoryview, memoryview]:
+    """(to the callee, to the caller) of a memfd.
+
+    Raises:
+        Refused: it could become smaller, at which a read of it would end this process; or it is none.
+    """
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted != wanted or os.fstat(fd).st_size != 2 * RING_BYTES:
+            raise Refused("shared memory that is not sealed, or of another size")
+        both = memoryview(mmap.mmap(fd, 2 * RING_BYTES))
+    except (OSError, ValueError) as error:
+        raise Refused(f"shared memory that is none: {error}") from None
+    return both[:RING_BYTES], both[RING_BYTES:]
+
+
+class MemoryStream(Stream):
+    """Puts what its end writes into one ring, and gives it what comes in the other."""
+
+    def __init__(
+        self, end: Connection, out: memoryview, into: memoryview, opening: bytes, hello: bytes = b""
+    ) -> None:
+        """`opening`: what its end hears first; `hello`: what is said on the socket then, as it is."""
+        super().__init__(end)
+        self._out, self._into, self._opening, self._hello = out, into, opening, hello
+        self._wrote = self._read = 0
+        """Bytes so far, of all."""
+        self._free = RING_BYTES
+        """Of our ring, as far as the other end has said."""
+        self._owed = 0
+        """Bytes that we have read and not said so."""
+        self._full = False
+        self._said, self._here = memoryview(bytearray(_SAID_AT_ONCE)), 0
+
+    # -- as a protocol of the socket ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._end.over:
+            self._end.data_received(self._opening)
+        if self._hello and not self._end.over:  # else refused meanwhile
+            self._below.write(self._hello)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._said[self._here :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._here += nbytes
+        whole = self._here - self._here % _SAYS.size
+        for wrote, freed in _SAYS.iter_unpack(bytes(self._said[:whole])):
+            if not self._end.over:
+                self._hear(wrote, freed)
+        self._said[: self._here - whole] = self._said[whole : self._here]
+        self._here -= whole
+
+    def _hear(self, wrote: int, freed: int) -> None:
+        if not (wrote or freed) or wrote > RING_BYTES - self._owed or freed > RING_BYTES - self._free:
+            text = f"said {wrote} bytes written and {freed} read of a ring in memory, which cannot be"
+            self._end.fail(BadAnswer(self._end.peer, text))
+            return
+        if max(wrote, freed) < SMALL_BYTES:
+            self._rest()
+        if freed:
+            self._free += freed
+            self._end.heard()
+            if self._full and self._free >= MAX_WRITE_BYTES:
+                self._full = False
+                self._end.resume_writing()
+        if wrote:
+            data = self._copied(wrote)
+            self._owed += wrote
+            if self._owed >= TOLD_BYTES:
+                self._say(0)
+            self._end.data_received(data)
+
+    def _copied(self, size: int) -> bytes:
+        """The next bytes that came. A copy: the other end can still change what lies in the ring."""
+        at = self._read % RING_BYTES
+        self._read += size
+        if at + size <= RING_BYTES:
+            return bytes(self._into[at : at + size])
+        return bytes(self._into[at:]) + bytes(self._into[: at + size - RING_BYTES])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._out = self._into = memoryview(b"")
+
+    def pause_writing(self) -> None:
+        """What is said on the socket is bounded by what the rings hold: 0.5 MB for frames of 16 bytes."""
+
+    def resume_writing(self) -> None:
+        """See `pause_writing`."""
+
+    # -- as the transport of its end ------------------------------------------------------------
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """The ring is the buffer."""
+
+    def writelines(self, list_of_data: Sequence[Buffer]) -> None:
+        """All of these: there is room, or the end had been told to pause."""
+        wrote = sum(map(self._put, list_of_data))
+        self._free -= wrote
+        if wrote:
+            self._say(wrote)
+        if self._free < MAX_WRITE_BYTES and not self._full:
+            self._full = True
+            self._end.pause_writing()
+
+    def _put(self, data: Buffer) -> int:
+        view = memoryview(data)
+        at, size = self._wrote % RING_BYTES, view.nbytes
+        first = min(size, RING_BYTES - at)
+        self._out[at : at + first] = view[:first]
+        self._out[: size - first] = view[first:]
+        self._wrote += size
+        return size
+
+    def _say(self, wrote: int) -> None:
+        self._below.write(_SAYS.pack(wrote, self._owed))
+        self._owed = 0
