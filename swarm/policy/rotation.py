@@ -37,7 +37,7 @@ class Rotation:
         self._stepped_s = self._seen_s = -math.inf
         self._since_s: dict[PeerId, float] = {}
         """Since when each of those that coordinate this step has done so."""
-        self._turns = Counter[PeerId]()
+        self._held_up = Counter[PeerId]()
         """How often each has coordinated this step, and cost too much."""
 
     def stepped(self, *, now: float) -> None:
@@ -49,7 +49,7 @@ class Rotation:
             self._usual.gave_up(limit_s)
         self._stepped_s = now
         self._since_s.clear()
-        self._turns.clear()
+        self._held_up.clear()
 
     def charge(self, coordinators: Iterable[PeerId], *, t: int, now: float) -> None:
         """Charge those that coordinate now, if step `t` is late. Called every second or so."""
@@ -62,10 +62,10 @@ class Rotation:
         began_s = now if self._since_s else self._stepped_s
         self._since_s = {peer: self._since_s.get(peer, began_s) for peer in coordinators}
         for peer, since_s in self._since_s.items():
-            if now - since_s > limit_s * 2 ** min(self._turns[peer], MAX_DOUBLED):
+            if now - since_s > limit_s * 2 ** min(self._held_up[peer], MAX_DOUBLED):
                 rested = now < self._lost.rests_until_s(peer)
                 if self._lost.charge(peer, t=t, since_s=since_s, now=now) and not rested:
-                    self._turns[peer] += 1
+                    self._held_up[peer] += 1
 
     def awake(self, peers: Sequence[PeerId], *, now: float) -> list[PeerId]:
         """Those of `peers` that may coordinate; if all rest, the one whose rest ends first.
@@ -75,6 +75,6 @@ class Rotation:
         """
         rests_until_s = self._lost.rests_until_s
         awake = [peer for peer in peers if now >= rests_until_s(peer)]
-        fewest = min((self._turns[peer] for peer in awake), default=0)
-        awake = [peer for peer in awake if self._turns[peer] == fewest]
+        fewest = min((self._held_up[peer] for peer in awake), default=0)
+        awake = [peer for peer in awake if self._held_up[peer] == fewest]
         return awake or sorted(peers, key=lambda peer: (rests_until_s(peer), peer))[:1]
