@@ -3652,7 +3652,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-coordinator-that-rested-is-back-in-the-same-step",
         "swarm/policy/rotation.py",
-        " if self._held_up[peer] == fewest]",
+        " if self._overspent[peer] == fewest]",
         "]",
         "Of three replicas the third coordinates for three seconds before the first, which lies, is back.",
         ("test_lying_coordinators",),
@@ -3660,7 +3660,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-that-never-grow",
         "swarm/policy/rotation.py",
-        " * 2 ** min(self._held_up[peer], MAX_DOUBLED)",
+        " * 2 ** min(self._overspent[peer], MAX_DOUBLED)",
         "",
         "On a busy machine no coordinator has the time to end a step that a liar holds up.",
         ("test_lying_coordinators",),

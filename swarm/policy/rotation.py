@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from swarm.ids import PeerId
-from swarm.policy.lost_time import LostTime
+from swarm.policy.lost_time import STEPS, LostTime
 from swarm.policy.timeouts import AdaptiveTimeout
 
 LATE_S = 10.0
@@ -21,7 +21,7 @@ LATE_S = 10.0
 FIRST_LATE_S = 30.0
 """The same, before this peer has taken a step."""
 MAX_DOUBLED = 6
-"""In its next turn of the same step each has twice the time, up to so often: where a step takes longer than
+"""In its next turn each has twice the time, up to so often: where a step takes longer than
 usual whoever coordinates, such as on machines that are busy, one turn is long enough in the end (as the views
 of Castro and Liskov's PBFT, 1999)."""
 SLEPT_S = 5.0
@@ -37,19 +37,25 @@ class Rotation:
         self._stepped_s = self._seen_s = -math.inf
         self._since_s: dict[PeerId, float] = {}
         """Since when each of those that coordinate this step has done so."""
-        self._held_up = Counter[PeerId]()
-        """How often each has coordinated this step, and cost too much."""
+        self._overspent = Counter[PeerId]()
+        """How often each has coordinated late steps, and cost too much."""
+        self._in_time = 0
+        """Steps in a row that were not late."""
 
     def stepped(self, *, now: float) -> None:
         """This peer has taken a step, or got its weights otherwise."""
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
+        self._in_time = self._in_time + 1 if took_s <= limit_s else 0
+        if self._in_time >= STEPS:
+            self._overspent.clear()
+        for peer in self._since_s:
+            self._overspent[peer] = 0  # the late step was taken under these
         if took_s <= limit_s:
             self._usual.answered(took_s)
         elif took_s < math.inf:
             self._usual.gave_up(limit_s)
         self._stepped_s = now
         self._since_s.clear()
-        self._held_up.clear()
 
     def charge(self, coordinators: Iterable[PeerId], *, t: int, now: float) -> None:
         """Charge those that coordinate now, if step `t` is late. Called every second or so."""
@@ -62,19 +68,20 @@ class Rotation:
         began_s = now if self._since_s else self._stepped_s
         self._since_s = {peer: self._since_s.get(peer, began_s) for peer in coordinators}
         for peer, since_s in self._since_s.items():
-            if now - since_s > limit_s * 2 ** min(self._held_up[peer], MAX_DOUBLED):
+            if now - since_s > limit_s * 2 ** min(self._overspent[peer], MAX_DOUBLED):
                 rested = now < self._lost.rests_until_s(peer)
                 if self._lost.charge(peer, t=t, since_s=since_s, now=now) and not rested:
-                    self._held_up[peer] += 1
+                    self._overspent[peer] += 1
 
     def awake(self, peers: Sequence[PeerId], *, now: float) -> list[PeerId]:
         """Those of `peers` that may coordinate; if all rest, the one whose rest ends first.
 
-        Of those that rested during this step none, while others have had fewer turns of it: one that holds
-        it up would be back before the next one has found out who does, and left it out.
+        Of those that rested none, while others have had fewer turns, until `STEPS` steps in a row were in
+        time: one that holds a step up would be back before the next one has found out who does, and left it
+        out; or in the step after it.
         """
         rests_until_s = self._lost.rests_until_s
         awake = [peer for peer in peers if now >= rests_until_s(peer)]
-        fewest = min((self._held_up[peer] for peer in awake), default=0)
-        awake = [peer for peer in awake if self._held_up[peer] == fewest]
+        fewest = min((self._overspent[peer] for peer in awake), default=0)
+        awake = [peer for peer in awake if self._overspent[peer] == fewest]
         return awake or sorted(peers, key=lambda peer: (rests_until_s(peer), peer))[:1]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from swarm.ids import PeerId
+from swarm.policy.lost_time import STEPS
 from swarm.policy.rotation import FIRST_LATE_S, LATE_S, SLEPT_S, Rotation
 
 PEERS = ["ann", "bob", "cid"]
@@ -121,3 +122,16 @@ def test_each_has_a_whole_turn_before_one_that_rested_has_another_and_later_turn
     assert names[:3] == PEERS and min(lasted[:3]) >= 25.0
     assert max(names[:6].count(name) for name in PEERS) <= 2
     assert min(lasted[3:]) >= 2 * LATE_S
+
+
+def test_under_whom_a_late_step_was_taken_coordinates_the_next_ones_too() -> None:
+    this = Watched()
+    this.steps(3)
+    this.waits(60.0)
+    assert this.first == "cid"
+    this.steps(1)
+    this.waits(20.0)
+    assert this.first == "cid", "ann has rested"
+    this.steps(1)
+    this.steps(STEPS)
+    assert this.first == "ann", "all steps were in time for a while"
