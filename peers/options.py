@@ -180,6 +180,11 @@ def _has_driver(flag: str, device: str) -> None:
         ) from None
 
 
+def _stages(text: str) -> tuple[int | None, ...]:
+    number = whole(0)
+    return tuple(None if word == "-" else int(number(word)) for word in text.split(","))
+
+
 WORD = Kind(str, "NAME")
 FILE = Kind(Path, "FILE")
 NEEDED_FILE = Kind(Path, "FILE", _is_there)
@@ -198,6 +203,7 @@ COUNT = Kind(whole(1), "N")
 NUMBER = Kind(whole(0), "N")
 PID = Kind(int, "PID")
 STAGE = Kind(whole(0, or_auto=True), "auto|N")
+STAGES = Kind(_stages, "N,N,…")
 COUNT_OR_AUTO = Kind(whole(1, or_auto=True), "auto|N")
 SECONDS = Kind(between(86_400, "a number of seconds, 0 to 86400"), "S")
 RATE = Kind(_rate, "RATE")
@@ -378,6 +384,9 @@ class PeerOptions(MemberOptions, NetworkOptions):
     stage: Literal["auto"] | int = option(STAGE, "default: the one that needs a peer most", "auto")
     device: str = option(
         DEVICES, "default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each", "auto"
+    )
+    stages: tuple[int | None, ...] = option(
+        STAGES, "with several devices: the stage of each, such as 0,1,2,3; - for no peer on it", ()
     )
     start: Path | None = optional(NEEDED_FILE, START_HELP + " (default: ask others)")
     recompute: bool = switch("keep only stage inputs and run forwards twice: less memory")

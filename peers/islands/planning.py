@@ -175,7 +175,7 @@ def render(answer: IslandsAnswer, run: Run, network: Network) -> str:
     plan, spec = answer.plan, run.islands
     lines = [
         f"{run.name}: {spec.count} islands of {run.S} stages, {run.M // spec.count} microbatches a step, on "
-        f"{count(len(network), 'device')} in {count(len(network.regions), 'region')}"
+        f"{count(len(network), 'device')} in {count(len(set(network.place_of())), 'region')}"
     ]
     for cell in range(run.cells):
         members = _members(plan, cell)

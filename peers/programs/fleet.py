@@ -39,7 +39,7 @@ OWN_EXITS = (0, 2, 3)
 
 OWN_OPTIONS = frozenset(
     {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
-    | {"--direct-port"}
+    | {"--direct-port", "--stages"}
 )
 """Those in which the peers differ."""
 
@@ -189,6 +189,13 @@ def arguments(
         raise SetupError(
             f"--identity {options.identity} is one key, and there are {len(names)} peers: name a folder"
         )
+    wanted = [stage for stage in options.stages if stage is not None]
+    if options.stages and (len(options.stages) != len(names) or not wanted or options.stage != "auto"):
+        raise SetupError(
+            f"--stages has {count(len(wanted), 'stage')} in {len(options.stages)} words, and there are "
+            f"{count(len(names), 'device')} ({', '.join(names)}): give a stage for each, or - where no peer "
+            "is wanted, and no --stage"
+        )
     least_bps = MIN_UPLOAD_BPS * len(names)
     if options.max_upload is not None and options.max_upload < least_bps:
         raise SetupError(
@@ -199,7 +206,11 @@ def arguments(
     for number, name in enumerate(names):
         label = name if not seen[name] else f"{name}#{seen[name] + 1}"
         seen[name] += 1
+        stages = options.stages[number : number + 1]
+        if stages == (None,):
+            continue
         own = [*words, "--device", name]
+        own += [word for stage in stages for word in ("--stage", str(stage))]
         if options.identity is not None:
             own += ["--identity", str(options.identity / f"{label.replace(':', '-')}.key")]
         if options.port:

@@ -35,6 +35,7 @@ RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
 HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
 """How much of the slowest stage's time for a microbatch its transfer may take: AdaTopK tries these."""
+MAX_MACHINES_SHOWN = 16
 SEARCHES = 3
 """At most, where codecs are chosen too: the best layout for what they leave to send is another one."""
 WORTH = 0.02
@@ -276,8 +277,8 @@ def plan_codecs(
 def worst_loss(network: Network, job: Job, stage_of: np.ndarray) -> tuple[str, float] | None:
     """The region without which a step takes longest, and how long; None: without some, a stage is empty."""
     overlap, found = Overlap(network, job), list[tuple[float, str]]()
-    for region in np.unique(overlap.region_N[stage_of != IDLE]):
-        left = np.where(overlap.region_N == region, IDLE, stage_of)
+    for region in np.unique(overlap.place_N[stage_of != IDLE]):
+        left = np.where(overlap.place_N == region, IDLE, stage_of)
         if len(np.unique(left[left != IDLE])) < job.stages:
             return None
         found.append((overlap.predict(left).total_s, network.regions[region]))
@@ -302,6 +303,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "in_flight": {names[i]: int(answer.in_flight[i]) for i in np.flatnonzero(answer.in_flight)},
         "now_s": None if answer.now_s == math.inf else answer.now_s,
         "measured": answer.measured,
+        "machines": machines(network, answer.plan.stage_of),
         "worst_lost_region": answer.without_s and answer.without_s[0],
         "step_without_it_s": answer.without_s and answer.without_s[1],
         "random_s": answer.random_s,
@@ -320,7 +322,7 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
     step, stage_of = answer.plan.step, answer.plan.stage_of
     lines = [
         f"{run.name}: {run.S} stages, {run.M} microbatches a step, {count(len(network), 'device')} in "
-        f"{count(len(network.regions), 'region')}"
+        f"{count(len(set(network.place_of())), 'region')}"
     ]
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
         lines.append(
@@ -335,6 +337,7 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"{step.first_s:.3g} s until the first microbatch is back, {step.busy_s:.3g} s for the others, "
         f"{step.tail_s:.3g} s to exchange gradients",
         f"what limits it: {step.limit}",
+        *_in_memory(network, stage_of),
         *_in_flight(answer, network, job),
         *_losses(answer, network),
         f"a random layout: {answer.random_s:.3g} s ({answer.random_s / step.total_s:.2f} times as long); "
@@ -361,9 +364,34 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
     return "\n".join(lines)
 
 
+def machines(network: Network, stage_of: np.ndarray) -> dict[str, list[Stage]]:
+    """Machine with several cards -> the stage of each, or `IDLE`."""
+    found: dict[str, list[Stage]] = {}
+    for device, stage in enumerate(stage_of):
+        if name := network.machine_of(device):
+            found.setdefault(name, []).append(int(stage))
+    return found
+
+
+def _in_memory(network: Network, stage_of: np.ndarray) -> list[str]:
+    """Which stages are handed over inside a machine, and how its peers are started."""
+    lines: list[str] = []
+    for name, stages in list(machines(network, stage_of).items())[:MAX_MACHINES_SHOWN]:
+        there = sorted({stage for stage in stages if stage != IDLE})
+        if not there:
+            continue
+        ends = [stage for stage in there if stage + 1 not in there]
+        begins = [stage for stage in there if stage - 1 not in there]
+        rows = [f"{a} to {b}" for a, b in zip(begins, ends, strict=True) if a < b]
+        inside = f"stages {', '.join(rows)} in memory" if rows else "nothing in memory"
+        words = ",".join("-" if stage == IDLE else str(stage) for stage in stages)
+        lines.append(f"{name} hands over {inside}: swarm peer --device all --stages={words}")
+    return lines
+
+
 def _losses(answer: Answer, network: Network) -> list[str]:
     """What the loss of a whole region would do."""
-    if len(network.regions) < 2:
+    if len(set(network.places)) < 2:
         return []
     if answer.without_s is None:
         return ["the loss of one region can leave a stage without a device (--survive-region plans for it)"]

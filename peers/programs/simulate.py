@@ -188,7 +188,7 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
     """The same for people."""
     lines = [
         f"{run.name}: {run.S} stages, {run.M} microbatches a step, {len(network)} devices in "
-        f"{len(network.regions)} region{'s' * (len(network.regions) > 1)}",
+        f"{count(len(set(network.place_of())), 'region')}",
         f"{report.version} steps in {_clock(report.end_s)}: {report.per_s:.3g} microbatches/s, "
         f"{_tokens_per_s(report, run):,.0f} tokens/s",
         "",
@@ -244,7 +244,7 @@ def render_islands(report: IslandsReport, run: Run, network: Network) -> str:
     slowest, fastest = inner_s.index(max(inner_s)), inner_s.index(min(inner_s))
     lines = [
         f"{run.name}: {spec.count} islands of {run.S} stages, {run.M // spec.count} microbatches a step, on "
-        f"{count(len(network), 'device')} in {count(len(network.regions), 'region')}"
+        f"{count(len(network), 'device')} in {count(len(set(network.place_of())), 'region')}"
     ]
     if max(inner_s) == math.inf:
         all_s = _clock(report.islands[slowest].end_s)

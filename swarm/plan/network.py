@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,13 @@ BACKWARD_FORWARDS = 2.0
 
 MEMORY_SHARE = 0.5
 """Of the memory that the state leaves, for microbatches in flight; as in `peers/owner/memory_limit.py`."""
+
+CARDS_LATENCY_S, CARDS_BPS = 0.5e-3, 6e9
+"""Between two cards of one machine, unless [machine] says otherwise: what two processes handed over in
+memory, frames and all, on two busy cores (2026-11-26)."""
+MAX_MACHINES = 1000
+"""Of several cards: each is a row of a matrix."""
+MAX_CARDS = 64
 
 MAX_DEVICES = 100_000
 """Ten times the largest swarm that we simulate: a `count` beyond it is a typo."""
@@ -79,9 +86,14 @@ class Network:
     """[R, R] one way; on the diagonal: between two devices inside the region."""
     bandwidth_bps: np.ndarray
     """[R, R] bits a second that one pair of devices has; inf = only the devices' own lines limit it."""
+    places: tuple[int, ...] = ()
+    """[R] the region that a region lies in: a machine with several cards is one of its own, inside another.
+    None given: each in itself."""
 
     def __post_init__(self) -> None:
         size = len(self.regions)
+        if not self.places:
+            object.__setattr__(self, "places", tuple(range(size)))
         for name in ("latency_s", "bandwidth_bps"):
             matrix_RR = np.array(getattr(self, name), dtype=np.float64)
             if matrix_RR.shape != (size, size):
@@ -153,6 +165,15 @@ class Network:
     def region_of(self) -> np.ndarray:
         """[N] of every device, as an index."""
         return np.array([device.region for device in self.devices], dtype=np.int64)
+
+    def place_of(self) -> np.ndarray:
+        """[N] the region that every device lies in, and can be lost with, as an index."""
+        return np.array(self.places, dtype=np.int64)[self.region_of()]
+
+    def machine_of(self, device: int) -> str:
+        """The machine of which it is one of several cards; empty: it is the only one."""
+        region = self.devices[device].region
+        return self.regions[region] if self.places[region] != region else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +294,7 @@ def check_fit(network: Network, job: Job) -> None:
 # --- devices.toml -------------------------------------------------------------------------------------------
 
 _LINE = ("latency_ms", "bandwidth_mbps")
-_GROUP = ("tflops", "speed", "memory_gb", "upload_mbps", "download_mbps")
+_GROUP = ("tflops", "speed", "memory_gb", "upload_mbps", "download_mbps", "cards")
 
 
 def read_devices(text: str) -> Network:
@@ -287,7 +308,7 @@ def read_devices(text: str) -> Network:
         tables: dict[str, Any] = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SetupError(f"the devices are not TOML: {str(error)[:200]}") from None
-    _known(tables, ("defaults", "devices", "inside", "links"), "the devices' file")
+    _known(tables, ("defaults", "devices", "inside", "links", "machine"), "the devices' file")
     defaults = _table(tables.get("defaults", {}), "[defaults]")
     _known(defaults, _GROUP, "[defaults]")
     groups = _tables(tables.get("devices", []), "devices")
@@ -295,16 +316,66 @@ def read_devices(text: str) -> Network:
         raise SetupError("there are no devices: at least one [[devices]] with name, region, count is needed")
     regions: dict[str, int] = {}
     devices: list[Device] = []
+    cards: list[int] = []
+    """Of each of these."""
     for number, group in enumerate(groups):
         where = f"[[devices]] {group.get('name', number + 1)!r}"
         _known(group, ("name", "region", "count", *_GROUP), where)
         region = regions.setdefault(_text(group, "region", where), len(regions))
         devices += _devices(group, {**defaults, **group}, region, where)
-        if len(devices) > MAX_DEVICES:
+        cards += [_cards({**defaults, **group}, where)] * (len(devices) - len(cards))
+        if sum(cards) > MAX_DEVICES:
             raise SetupError(f"more than {MAX_DEVICES} devices: look at the count of {where}")
+        if sum(count > 1 for count in cards) > MAX_MACHINES:
+            raise SetupError(
+                f"more than {MAX_MACHINES} machines with several cards: look at the count of {where}"
+            )
     members = np.bincount([device.region for device in devices])
     latency_s, bandwidth_bps = _lines(tables, tuple(regions), members)
-    return Network(tuple(devices), tuple(regions), latency_s, bandwidth_bps)
+    machine = _table(tables.get("machine", {}), "[machine]")
+    _known(machine, _LINE, "[machine]")
+    return _with_cards(
+        Network(tuple(devices), tuple(regions), latency_s, bandwidth_bps),
+        cards,
+        _number(machine, "latency_ms", "[machine]", default=1e3 * CARDS_LATENCY_S) / 1e3,
+        _number(machine, "bandwidth_mbps", "[machine]", default=CARDS_BPS / 1e6) * 1e6,
+    )
+
+
+def _with_cards(network: Network, cards: Sequence[int], latency_s: float, bandwidth_bps: float) -> Network:
+    """The same with several devices for a machine that has several cards, and a line of memory between them.
+
+    The machine's own line is not in the way of what stays inside: it is in those to others instead, in equal
+    parts. `cards`: of each device.
+    """
+    devices: list[Device] = []
+    regions, places = list(network.regions), list(network.places)
+    share_bps = [math.inf] * len(regions)
+    for device, count in zip(network.devices, cards, strict=True):
+        if count == 1:
+            devices.append(device)
+            continue
+        devices += [
+            replace(device, name=f"{device.name}/{card}", region=len(regions), upload_bps=math.inf,
+                    download_bps=math.inf)
+            for card in range(count)
+        ]  # fmt: skip
+        regions.append(device.name)
+        places.append(device.region)
+        share_bps.append(min(device.upload_bps, device.download_bps) / count)
+    share_R, here = np.array(share_bps), np.ix_(places, places)
+    latency_RR = network.latency_s[here]
+    bandwidth_RR = np.minimum(np.minimum(network.bandwidth_bps[here], share_R[:, None]), share_R)
+    for machine in range(len(network.regions), len(regions)):
+        latency_RR[machine, machine], bandwidth_RR[machine, machine] = latency_s, bandwidth_bps
+    return Network(tuple(devices), tuple(regions), latency_RR, bandwidth_RR, tuple(places))
+
+
+def _cards(group: dict[str, Any], where: str) -> int:
+    cards = group.get("cards", 1)
+    if type(cards) is not int or not 1 <= cards <= MAX_CARDS:
+        raise SetupError(f"cards = {cards!r} in {where}: it must be a whole number from 1 to {MAX_CARDS}")
+    return cards
 
 
 def _devices(own: dict[str, Any], group: dict[str, Any], region: int, where: str) -> list[Device]:

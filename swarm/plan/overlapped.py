@@ -94,6 +94,8 @@ class Overlap:
         self.network, self.job = network, job
         self.region_N = network.region_of()
         """[N] of every device, as an index."""
+        self.place_N = network.place_of()
+        """[N] the region that can be lost with all that is in it."""
         self._memory_N = np.array([device.memory_bytes for device in network.devices])
         self._flops_N = np.array([device.flops_per_s for device in network.devices])
         self._up_N = np.array([device.upload_bps for device in network.devices])

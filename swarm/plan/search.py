@@ -200,7 +200,7 @@ def repaired(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
 
 def outlives(overlap: Overlap, stage_of: np.ndarray, stage: int) -> bool:
     """Whether a stage has devices in two regions."""
-    there = overlap.region_N[stage_of == stage]
+    there = overlap.place_N[stage_of == stage]
     return bool((there != there[:1]).any())
 
 
@@ -210,13 +210,13 @@ def spread_out(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
     Raises:
         SetupError: no such move was found; there are too few devices, or in too few regions.
     """
-    of_N, region_N = stage_of.copy(), overlap.region_N
+    of_N, place_N = stage_of.copy(), overlap.place_N
     swift = np.argsort([-device.flops_per_s for device in overlap.network.devices], kind="stable")
     for stage in range(overlap.job.stages):
         if outlives(overlap, of_N, stage):
             continue
         here = np.flatnonzero(of_N == stage)
-        others = [int(i) for i in swift if region_N[i] != region_N[here[0]] and overlap.fits_SN[stage, i]]
+        others = [int(i) for i in swift if place_N[i] != place_N[here[0]] and overlap.fits_SN[stage, i]]
         for i, j in ((i, j) for j in (-1, *here) for i in others):
             tried = of_N.copy()
             tried[i] = stage

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from peers.cli import Exit, main
 from peers.events import Event, Note, Trouble
 from peers.options import PeerOptions
 from peers.programs.fleet import Fleet, arguments, labelled, names_of, shared
@@ -33,6 +34,18 @@ def test_each_device_has_a_key_and_ports_of_its_own(tmp_path: Path) -> None:
     found = arguments(of("cpu,cpu", direct_port=4100), names_of("cpu,cpu"))
     assert list(found) == ["cpu", "cpu#2"]
     assert found["cpu#2"] == ["--device", "cpu", "--direct-port", "4101"]
+
+
+def test_each_device_serves_the_stage_that_a_plan_gives_it() -> None:
+    options = of("all", stages=(4, None, 5))
+    found = arguments(options, ["cuda:0", "cuda:1", "cuda:2"], shared(["--run", "5a", "--stages=4,-,5"]))
+    assert found == {
+        "cuda:0": ["--run", "5a", "--device", "cuda:0", "--stage", "4"],
+        "cuda:2": ["--run", "5a", "--device", "cuda:2", "--stage", "5"],
+    }
+    for wrong in ({"stages": (4,)}, {"stages": (None, None, None)}, {"stages": (0, 1, 2), "stage": 1}):
+        with pytest.raises(SetupError, match=r"--stages has . stages? in . words?, and there are 3 devices"):
+            arguments(of("all", **wrong), ["cuda:0", "cuda:1", "cuda:2"])
 
 
 def test_what_cannot_be_shared_is_refused(tmp_path: Path) -> None:
@@ -199,3 +212,13 @@ async def test_a_second_ctrl_c_leaves_no_process(children: None) -> None:
         while True:
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(0.01)
+
+
+def test_a_list_of_stages_is_for_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    join = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+    words = ["peer", "--run", "5a" * 16, "--join", join, "--device", "cpu", "--stages"]
+    assert main([*words, "0,1"]) == Exit.SETUP
+    assert "--stages is for several devices (--device all, or cuda:0,cuda:1)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "0,one"])
+    assert "a whole number of at least 0" in capsys.readouterr().err

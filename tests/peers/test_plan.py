@@ -29,7 +29,7 @@ from swarm.errors import SetupError
 from swarm.example import EXAMPLE as RUN
 from swarm.manifest import CodecSpec, demo_run, parse_run
 from swarm.monitoring.health import Observation
-from swarm.plan.network import Device, Network
+from swarm.plan.network import Device, Network, read_devices
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.records import PeerRecord
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
@@ -174,6 +174,32 @@ def test_without_a_budget_the_plan_is_a_function_of_the_seed(
         assert planned(files, "--json", "--seed", "3") == Exit.OK
         found.append({**json.loads(capsys.readouterr().out), "cpu_s": 0})
     assert found[0] == found[1]
+
+
+def test_a_plan_says_what_is_handed_over_in_memory_and_how_a_machine_is_started(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = (
+        '[[devices]]\nname = "host"\nregion = "Oslo"\ntflops = 20\nmemory_gb = 16\ncount = 2\ncards = 4\n'
+    )
+    slow = "upload_mbps = 50\n[inside]\nlatency_ms = 20\nbandwidth_mbps = 100\n"
+    files[0].write_text(re.sub("stages = 3 ", "stages = 4 ", RUN))
+    files[1].write_text(machines + slow)
+    assert planned(files) == Exit.OK
+    said = capsys.readouterr().out
+    assert "host-0 hands over stages 0 to 3 in memory: swarm peer --device all --stages=0,1,2,3\n" in said
+    assert "idle, since with them a step takes no less: host-1/0, host-1/1, host-1/2, host-1/3" in said
+    assert (
+        "8 devices in 1 region\n" in said and "region may be lost" not in said and "host-1 hands" not in said
+    )
+    assert planned(files, "--json") == Exit.OK
+    assert json.loads(capsys.readouterr().out)["machines"] == {"host-0": [0, 1, 2, 3], "host-1": [IDLE] * 4}
+    network = read_devices((machines + slow).replace("count = 2", "count = 1"))
+    job = job_of(parse_run(files[0].read_text()))
+    some = replace(plan(network, job, seed=1, budget_s=0.0).plan, stage_of=np.array([3, 0, IDLE, 1]))
+    answer = replace(plan(network, job, seed=1, budget_s=0.0), plan=some)
+    said = render(answer, parse_run(files[0].read_text()), network, job)
+    assert "host-0 hands over stages 0 to 1 in memory: swarm peer --device all --stages=3,0,-,1\n" in said
 
 
 @pytest.mark.parametrize(

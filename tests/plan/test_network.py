@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network, read_devices
+from swarm.plan.network import CARDS_BPS, CARDS_LATENCY_S, Device, Job, Network, read_devices
+from swarm.plan.search import search_overlapped
 from tests.plan.documented import DEVICES
 
 TWO = """
@@ -195,3 +196,102 @@ def test_a_stage_fits_where_a_peer_of_it_would_be_let_in() -> None:
     assert held.fits(0, Device("x", 0, 1e12, memory_bytes=1.02e8))
     assert held.room(1, Device("x", 0, 1e12, memory_bytes=4.1e8)) == 5.0
     assert job().least_bytes(1) == job(fixed_bytes=(1e8, 2e8)).least_bytes(1) == 2.02e8
+
+
+# -- machines with several cards -----------------------------------------------------------------------------
+
+CARDS = """
+[defaults]
+tflops = 30
+memory_gb = 16
+
+[[devices]]
+name = "host"
+region = "Oslo"
+count = 2
+cards = 4
+upload_mbps = 400
+download_mbps = 1000
+
+[[devices]]
+name = "laptop"
+region = "Oslo"
+upload_mbps = 40
+
+[inside]
+latency_ms = 5
+bandwidth_mbps = 2000
+"""
+
+
+def test_cards_of_a_machine_are_devices_with_a_line_of_memory_between_them() -> None:
+    network = read_devices(CARDS)
+    assert [d.name for d in network.devices[:5]] == [
+        "host-0/0",
+        "host-0/1",
+        "host-0/2",
+        "host-0/3",
+        "host-1/0",
+    ]
+    assert [network.machine_of(i) for i in range(9)] == ["host-0"] * 4 + ["host-1"] * 4 + [""]
+    latency_NN, bandwidth_NN = network.latency_matrix_s(), network.bandwidth_matrix_bps()
+    assert (latency_NN[0, 3], bandwidth_NN[0, 3]) == (CARDS_LATENCY_S, CARDS_BPS)
+    assert (latency_NN[0, 4], bandwidth_NN[0, 4]) == (0.005, 100e6), "a fourth of the machine's slower way"
+    assert (latency_NN[0, 8], bandwidth_NN[0, 8], bandwidth_NN[8, 0]) == (0.005, 100e6, 40e6)
+    assert set(network.place_of()) == {network.regions.index("Oslo")}, "all can be lost together"
+    slower = read_devices(CARDS + "[machine]\nbandwidth_mbps = 900\nlatency_ms = 2\n")
+    assert slower.bandwidth_matrix_bps()[0, 1] == 900e6 and slower.latency_matrix_s()[0, 1] == 0.002
+
+
+def test_one_machine_alone_needs_nothing_said_of_lines() -> None:
+    network = read_devices('[[devices]]\nname = "a"\nregion = "x"\ntflops = 1\ncards = 2\n')
+    assert [device.name for device in network.devices] == ["a/0", "a/1"]
+    assert network.bandwidth_matrix_bps()[0, 1] == CARDS_BPS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("cards = 0", "cards = 0 in .*: it must be a whole number from 1 to 64"),
+        ('cards = "all"', "cards = 'all' in .*: it must be a whole number"),
+        ("cards = 2\ncount = 1001", "more than 1000 machines with several cards: look"),
+        ("cards = 2\n[machine]\nspeed = 1", r"speed in \[machine\]: unknown key"),
+    ],
+)
+def test_cards_that_cannot_be_are_refused(text: str, words: str) -> None:
+    with pytest.raises(SetupError, match=words):
+        read_devices(f'[[devices]]\nname = "a"\nregion = "x"\ntflops = 1\n{text}\n')
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_consecutive_stages_are_on_one_machine(stages: int) -> None:
+    """Two machines of four cards with 100 Mbit/s between them: one boundary crosses that."""
+    text = CARDS.replace('[[devices]]\nname = "laptop"\nregion = "Oslo"\nupload_mbps = 40\n', "")
+    network = read_devices(text.replace("upload_mbps = 400", "upload_mbps = 100"))
+    job = Job(
+        stages=stages, microbatches=32, forward_flops=(1e12,) * stages, forward_bytes=(4e6,) * (stages - 1),
+        backward_bytes=(4e6,) * (stages - 1), gradient_bytes=(4e7,) * stages, state_bytes=(1e8,) * stages,
+        activation_bytes=(1e7,) * stages,
+    )  # fmt: skip
+    shuffled = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+    mixed = Network(
+        tuple(network.devices[i] for i in shuffled), network.regions, network.latency_s,
+        network.bandwidth_bps, network.places,
+    )  # fmt: skip
+    found = search_overlapped(mixed, job, seed=1, budget_s=0.0, spent_s=lambda: 1.0).stage_of
+    of_machine = {
+        name: sorted({int(found[i]) for i in range(8) if mixed.machine_of(i) == name})
+        for name in ("host-0", "host-1")
+    }
+    half = stages // 2
+    assert sorted(of_machine.values()) == [list(range(half)), list(range(half, stages))]
+
+
+def test_a_stage_on_two_machines_of_one_region_does_not_outlive_it() -> None:
+    network = read_devices(CARDS)
+    job = Job(
+        stages=1, microbatches=4, forward_flops=(1e12,), forward_bytes=(), backward_bytes=(),
+        gradient_bytes=(1e6,), state_bytes=(1e6,), activation_bytes=(1e6,),
+    )  # fmt: skip
+    with pytest.raises(SetupError, match="no plan was found that survives the loss of any one region"):
+        search_overlapped(network, job, seed=1, budget_s=0.0, spent_s=lambda: 1.0, survive=True)

@@ -75,9 +75,8 @@ class Members:
         network = self._world.network
         where = network.regions.index(region) if region else None
         free = self._free
-        place = next(
-            i for i in reversed(range(len(free))) if where in (None, network.devices[free[i]].region)
-        )
+        place_of = [network.places[network.devices[i].region] for i in free]
+        place = next(i for i in reversed(range(len(free))) if where in (None, place_of[i]))
         return free.pop(place)
 
     def _add(self, device: int, stage: Stage, name: PeerId, *, spare: bool = False) -> None:
