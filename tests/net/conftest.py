@@ -3,6 +3,8 @@
 Programs use uvloop where it is installed, asyncio elsewhere. What handles sockets is tested on both; what
 starts p2pd, which takes its time, on uvloop, and a few of them (`both_loops`) on both. Tests marked
 `virtual_time` wait for nothing: their loop moves its clock instead.
+
+Of a pair of peers every loop and every path is tested, and not every path on every loop.
 """
 
 from __future__ import annotations
@@ -25,3 +27,17 @@ def pytest_asyncio_loop_factories(
     if item.get_closest_marker("net") is not None and item.get_closest_marker("both_loops") is None:
         del factories["asyncio"]
     return factories
+
+
+PATH_OF = {"asyncio": "p2pd", "uvloop": "direct"}
+"""Which path a `pair` of peers takes on each loop."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    def superfluous(item: pytest.Item) -> bool:
+        path = getattr(getattr(item, "callspec", None), "params", {}).get("pair")
+        loop = next((name for name in PATH_OF if f"[{name}-" in item.name), None)
+        return path is not None and loop is not None and path != PATH_OF[loop]
+
+    config.hook.pytest_deselected(items=[item for item in items if superfluous(item)])
+    items[:] = [item for item in items if not superfluous(item)]
