@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import heapq
 import itertools
 import json
@@ -94,6 +95,12 @@ def why_not() -> str:
         return "needs /dev/net/tun"
     if shutil.which("ip") is None:
         return "needs ip (iproute2)"
+    return _refusal()
+
+
+@functools.cache
+def _refusal() -> str:
+    """Why the kernel gives no lab, or nothing; found by making one."""
     try:
         with Lab(["probe"]):
             return ""
