@@ -74,8 +74,9 @@ def test_any_split_equals_the_whole_model(stages: int) -> None:
     assert farthest(chain.named_weights(), reference.named_weights()) < 1e-12
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["delayed", "muon", "llama", "document mask, learned"])
 def test_the_terms_of_a_run_mean_the_same_in_the_chain_and_in_a_single_process(case: str) -> None:
+    """In float64, without exact sums; with them all terms are the same to the last bit, below."""
     ours, theirs, distance = both(**CASES[case])
     assert differs(ours, theirs) < 1e-12 and distance < 1e-12
 

@@ -275,13 +275,12 @@ async def test_an_answer_whose_loss_is_far_from_the_usual_is_computed_again() ->
     assert accused(s) == {"s0p1"} and 0 < found_after < 20
 
 
-@pytest.mark.parametrize("times", [0.0, 100.0])
-async def test_an_answer_whose_gradient_is_far_longer_or_shorter_is_computed_again(times: float) -> None:
-    """Its loss is true, and callers have to know first how long gradients are."""
+async def test_an_answer_whose_gradient_is_far_shorter_is_computed_again() -> None:
+    """Its loss is true, and callers have to know first how long gradients are. (Longer: `test_screen.py`.)"""
     answered = count()
 
     def later(values: np.ndarray) -> np.ndarray:
-        return values * times if next(answered) >= 80 else values
+        return values * 0.0 if next(answered) >= 80 else values
 
     s, found_after = await play(audited_run(steps=18, microbatches=16), 2, later)
     assert accused(s) == {"s2p1"} and 0 < found_after < 90

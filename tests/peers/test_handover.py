@@ -62,8 +62,10 @@ ROUNDED = CodecSpec(forward="none", backward="none", reduce="rounded16")
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("terms", [{}, {"dtype": "float32"}, {"dtype": "float32", "codec": ROUNDED}])
+@pytest.mark.parametrize(
+    ("stage", "terms"),
+    [(0, {}), (1, {}), (2, {}), (1, {"dtype": "float32"}), (2, {"dtype": "float32", "codec": ROUNDED})],
+)
 async def test_a_sum_that_is_handed_over_is_not_run_again(stage: int, terms: dict[str, Any]) -> None:
     run = replace(a_run(), **terms)
     async with swarm(run) as built:

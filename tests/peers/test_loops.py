@@ -269,8 +269,9 @@ async def test_one_stage_after_another_loses_peers_and_gets_new_ones() -> None:
 # --- answers are lost ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["s0p0", "s1p0", "s2p0"])
-@pytest.mark.parametrize("fault", ["drop_answer", "corrupt_answer"])
+@pytest.mark.parametrize(
+    ("name", "fault"), [(f"s{stage}p0", "drop_answer") for stage in range(3)] + [("s1p0", "corrupt_answer")]
+)
 async def test_work_whose_answer_is_lost_still_counts_once(name: str, fault: str) -> None:
     async with swarm() as s:
         for nth in (1, 2, 5):

@@ -54,8 +54,7 @@ async def test_of_two_replicas_the_one_that_lies_is_left_out_by_all(
         assert trainer._verdicts.convicted == {liar}  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize("voice", [30, 100])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "voice"), [(0, 30), (1, 100), (2, 30)])
 async def test_of_two_replicas_the_one_that_accuses_falsely_is_left_out_by_all(
     stage: int, voice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,20 +104,22 @@ def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
 def test_on_random_networks_the_prediction_agrees_with_the_simulation(seed: int) -> None:
     """Few microbatches, so chance has more of a say than in `scripts/bench/worldwide.py --predictions`."""
     net, work = random_case(seed, most=96)
-    by_index = even(len(net), work.stages)
-    for of in (by_index, np.random.default_rng(1).permutation(by_index)):
-        said = Overlap(net, work).predict(of).total_s
-        assert said == pytest.approx(simulated_s(net, work, of), rel=0.15)
+    of = even(len(net), work.stages)
+    if seed % 2:
+        of = np.random.default_rng(1).permutation(of)
+    said = Overlap(net, work).predict(of).total_s
+    assert said == pytest.approx(simulated_s(net, work, of), rel=0.15)
 
 
 @pytest.mark.skipif(not DTFM.exists(), reason="no ../shared/data/networks/dtfm.json")
 @pytest.mark.parametrize("case", range(6))
 def test_on_dt_fms_cases_the_prediction_agrees_with_the_simulation(case: int) -> None:
-    """Layouts by index and by chance; DT-FM's model of 1.3 B weights in 8 stages, on 64 V100s."""
-    net, work = read_network(DTFM, case), job_of(128)
-    for of in (even(64, 8), np.random.default_rng(1).permutation(even(64, 8))):
-        said = Overlap(net, work).predict(of).total_s
-        assert said == pytest.approx(simulated_s(net, work, of), rel=0.10)
+    """Layouts by index and by chance, in turn; DT-FM's model of 1.3 B weights in 8 stages, on 64 V100s."""
+    net, work, of = read_network(DTFM, case), job_of(128), even(64, 8)
+    if case % 2:
+        of = np.random.default_rng(1).permutation(of)
+    said = Overlap(net, work).predict(of).total_s
+    assert said == pytest.approx(simulated_s(net, work, of), rel=0.10)
 
 
 # --- what must hold whatever the numbers are ----------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_delayed_updates_hide_the_reduce() -> None:
     assert delayed.step_s() == pytest.approx(max(20 * BOTH_S / 2, 4.0), rel=0.35)
 
 
-@pytest.mark.parametrize(("number", "within"), [(0, 0.03), (1, 0.1), (2, 0.1), (3, 0.18), (4, 0.1)])
+@pytest.mark.parametrize(("number", "within"), [(0, 0.03), (2, 0.1), (3, 0.18)])
 def test_the_shipped_classes_over_the_same_lines_are_about_as_fast(number: int, within: float) -> None:
     """In virtual time, with devices that take as long; on the slowest lines their control messages count."""
     case = CASES[number]
