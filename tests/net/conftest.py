@@ -29,15 +29,15 @@ def pytest_asyncio_loop_factories(
     return factories
 
 
-PATH_OF = {"asyncio": "p2pd", "uvloop": "direct"}
-"""Which path a `pair` of peers takes on each loop."""
+PATHS_OF = {"asyncio": ("p2pd", "memory"), "uvloop": ("direct", "memory")}
+"""Which paths a `pair` of peers takes on each loop."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def superfluous(item: pytest.Item) -> bool:
         path = getattr(getattr(item, "callspec", None), "params", {}).get("pair")
-        loop = next((name for name in PATH_OF if f"[{name}-" in item.name), None)
-        return path is not None and loop is not None and path != PATH_OF[loop]
+        loop = next((name for name in PATHS_OF if f"[{name}-" in item.name), None)
+        return path is not None and loop is not None and path not in PATHS_OF[loop]
 
     config.hook.pytest_deselected(items=[item for item in items if superfluous(item)])
     items[:] = [item for item in items if not superfluous(item)]
