@@ -41,7 +41,8 @@ TRIES = 4
 """A call may take that part of this time."""
 LAST_S = 120.0
 """For what the run came to: its peers may be gone by then."""
-RETRY_S = 0.2
+RETRY_S, MAX_RETRY_S = 0.2, 3.0
+"""Pause of a microbatch that came to nothing: half as long again each time."""
 MAX_ANSWERS = 16
 """Of a microbatch, whose routes do not agree."""
 
@@ -163,7 +164,7 @@ class Evaluations:
         """
         assert self._entering is not None
         body = self._entering(eval_offsets(self._run, e))
-        found: list[tuple[list[PeerId], float]] = []
+        found, pause_s = list[tuple[list[PeerId], float]](), RETRY_S
         while len(found) < MAX_ANSWERS:
             try:
                 route = self._route({peer for there, _ in found for peer in there})
@@ -182,7 +183,8 @@ class Evaluations:
                 refusals.append(refused.text)
             except (NoPeerForStage, NotNow, Stale):
                 pass
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_RETRY_S, 1.5 * pause_s)
         return None
 
     async def _ask(self, t: int, e: int, route: list[PeerId], body: list[Buffer], limit_s: float) -> float:

@@ -109,9 +109,12 @@ async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_
 async def test_peers_that_evaluate_nothing_end_no_trainer_and_hold_the_run_up_for_a_while(how: str) -> None:
     run, held_out = eval_run(steps=2), Text(batch_of(eval_run()))
     reference = expected(run)[1].named_weights()
+    asked = 0
     async with swarm(run, batches=held_out) as s:
 
         async def evaluate_nothing(request: Request) -> Answer:
+            nonlocal asked
+            asked += 1
             if how == "never":
                 await request.accept()
                 return await asyncio.get_running_loop().create_future()
@@ -129,6 +132,7 @@ async def test_peers_that_evaluate_nothing_end_no_trainer_and_hold_the_run_up_fo
         (first, *_) = s.seen(Trouble)
         assert first.text.startswith("the evaluation before step 0 is given up, and the run goes on: 3 of 3")
         assert first.text.endswith("the last refusal: not by me") == (how == "refused")
+        assert asked < 1500, "not five times a second, for minutes"
 
 
 def boast(s: Swarm, *liars: str) -> None:
