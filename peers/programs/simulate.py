@@ -47,12 +47,9 @@ def run_simulate(options: SimulateOptions) -> None:
     if options.layout is not None:
         layout = read_layout(read_text(options.layout), options.layout.name, network, run)
     if run.islands.count > 1:
-        if trace is not None:
-            raise SetupError(
-                "--trace: islands are simulated by themselves, in steps that nobody comes or goes in; "
-                "simulate one as a run without [islands]"
-            )
-        found = simulate_cells(run, network, end_s=3600.0 * options.hours, seed=options.seed, layout=layout)
+        found = simulate_cells(
+            run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout
+        )  # fmt: skip
         print(json.dumps(islands_json(found, run)) if options.json else render_islands(found, run, network))
         return
     report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout)
@@ -120,12 +117,18 @@ def simulate_run(
 
 
 def simulate_cells(
-    run: Run, network: Network, *, end_s: float, seed: int, layout: Sequence[Stage] | None = None
+    run: Run,
+    network: Network,
+    trace: Trace | None = None,
+    *,
+    end_s: float,
+    seed: int,
+    layout: Sequence[Stage] | None = None,
 ) -> IslandsReport:
     """A run of islands; without a layout near devices are on one island, as `swarm plan` begins its search.
 
     Raises:
-        SetupError: fewer devices than cells, or a layout that the devices cannot hold.
+        SetupError: fewer devices than cells, a layout that the devices cannot hold, or a trace of regions.
     """
     job, islands = job_of(run.island(0)), islands_of(run)
     check_cells(network, job, islands)
@@ -134,8 +137,11 @@ def simulate_cells(
         cells = search_islands(
             network, job, islands, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
         ).cell_of  # fmt: skip
-    settings = Settings(rebalance_every_s=0.0)  # nobody moves between islands
-    return simulate_islands(network, job, islands, cells, end_s=end_s, settings=settings, seed=seed)
+    settings = Settings(rebalance_every_s=run.rebalance_every_s if trace is not None else 0.0)
+    end_s = end_s if trace is None else min(end_s, trace.end_s)
+    return simulate_islands(
+        network, job, islands, cells, end_s=end_s, settings=settings, trace=trace, seed=seed
+    )  # fmt: skip
 
 
 # --- what came of it ----------------------------------------------------------------------------------------
@@ -235,6 +241,9 @@ def islands_json(report: IslandsReport, run: Run) -> dict[str, Any]:
         "boundary_bytes": report.sent_bytes("boundary_bytes"),
         "reduce_bytes": report.sent_bytes("reduce_bytes"),
         "meeting_bytes": report.meeting_bytes / report.local_steps,
+        "joins": sum(each.joins for each in report.islands),
+        "deaths": sum(each.deaths for each in report.islands),
+        "went_back": sum(each.generations for each in report.islands),
     }
 
 
@@ -261,8 +270,15 @@ def render_islands(report: IslandsReport, run: Run, network: Network) -> str:
         f"sent in a step: {shown_bytes(report.sent_bytes('boundary_bytes'))} between stages, "
         f"{shown_bytes(report.sent_bytes('reduce_bytes'))} in reduces, "
         f"{shown_bytes(report.meeting_bytes / spec.local_steps)} for its part of a meeting",
-        f"simulated: {STEPS} steps of each island by itself, the meeting as what its transfers take",
     ]
+    deaths = sum(each.deaths for each in report.islands)
+    simulated = f"simulated: {STEPS} steps of each island by itself"
+    if deaths:
+        again = count(sum(each.generations for each in report.islands), "time")
+        again = count(sum(each.generations for each in report.islands), "time")
+        lines.append(f"{count(deaths, 'device')} vanished; an island went back to its last meeting {again}")
+        simulated = "simulated: each island by itself, with its share of the devices that are up"
+    lines.append(f"{simulated}; the meeting as what its transfers take")
     return "\n".join(lines)
 
 

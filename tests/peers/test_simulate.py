@@ -13,6 +13,7 @@ from peers.cli import Exit, main
 from peers.owner.memory_limit import needs_of
 from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, simulate_cells, simulate_run
+from peers.sim.throughput.islands import divided
 from peers.sim.throughput.report import Moved
 from swarm.errors import SetupError
 from swarm.manifest import IslandsSpec, audit_run, demo_run
@@ -20,7 +21,7 @@ from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
 from swarm.plan.network import read_devices
-from swarm.sim.trace import read_trace
+from swarm.sim.trace import Trace, read_trace
 from tests.peers.test_brought import resnet_run
 
 DEVICES = """\
@@ -115,14 +116,46 @@ def test_an_island_that_is_slow_holds_up_the_others() -> None:
     assert 0.45 < found.utilisation[1] < 0.55  # one of two devices works all the time
 
 
+def test_islands_whose_devices_vanish_wait_for_the_slowest_and_go_back_to_a_meeting(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["manifest"].write_text(
+        replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9)).to_toml()
+    )
+    files["devices"].write_text(DEVICES.format(count=8))
+    assert simulate(files, "--json", "--hours", "0.2") == Exit.OK
+    calm = json.loads(capsys.readouterr().out)
+    files["trace"].write_text("0,8\n120,4\n240,8\n360,2\n420,8\n600,8\n")
+    assert simulate(files, "--json", trace=True) == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert told["deaths"] == 4 + 6 and told["joins"] == 8 + 4 + 6
+    assert told["went_back"] > 0, "with a device an island has no second stage"
+    assert told["step_s"] > 1.1 * calm["step_s"]
+    assert simulate(files, trace=True) == Exit.OK
+    assert "10 devices vanished; an island went back to its last meeting" in capsys.readouterr().out
+
+
+def test_devices_that_are_up_are_divided_among_islands_by_their_size() -> None:
+    trace = Trace((0.0, 1.0, 2.0, 3.0), (10, 7, 1, 0), 4.0)
+    found = divided(trace, [5, 3, 2])
+    assert [one.counts for one in found] == [(5, 4, 1, 0), (3, 2, 0, 0), (2, 1, 0, 0)]
+    assert all(one.times_s == trace.times_s and one.end_s == 4.0 for one in found)
+
+
 def test_what_cannot_be_simulated_of_islands_is_refused(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     files["manifest"].write_text(
         replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9)).to_toml()
     )
+    trace = files["trace"].read_text()
+    files["trace"].write_text("0,4,here\n60,4,here\n")
     assert simulate(files, trace=True) == Exit.SETUP
-    assert "simulate one as a run without [islands]" in capsys.readouterr().err
+    assert "a trace of regions does not say which island lost a device" in capsys.readouterr().err
+    files["trace"].write_text("0,99\n60,4\n")
+    assert simulate(files, trace=True) == Exit.SETUP
+    assert "the trace has 99 devices up at once, but the islands have only" in capsys.readouterr().err
+    files["trace"].write_text(trace)
     plan = files["manifest"].with_name("plan.json")
     plan.write_text('{"stages": [["gpu-0"], ["gpu-1"]]}')
     assert simulate(files, "--layout", str(plan)) == Exit.SETUP

@@ -1,22 +1,25 @@
 """Throughput of a run of islands: each is simulated by itself, since between meetings none knows of another.
 
-The slowest island says when all meet. A meeting is a formula, as the reduces are: `swarm.plan.islands`.
+The slowest island says when all meet. A meeting is a formula, as the reduces are: `swarm.plan.islands`. With
+a trace each has its share of the devices that are up, by its size, and whoever comes stays on its island.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
+from swarm.errors import SetupError
 from swarm.plan.islands import Islands, meeting_bytes, meeting_s, members_of_islands, part_of
 from swarm.plan.network import Job, Network
+from swarm.sim.trace import Trace
 
 STEPS = 16
-"""Simulated of each island; the others are taken to last as long."""
+"""Simulated of each island without a trace; the others are taken to last as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,12 @@ class IslandsReport:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of all of them."""
-        return max(self.inner_s) + self.meeting_s / self.local_steps
+        """Seconds of a step of all of them: before each meeting the slowest is waited for."""
+        each_s, steps = max(self.inner_s), self.local_steps
+        if (windows := min(each.version for each in self.islands) // steps) > 1:
+            ends_s = [each.step_ends_s[steps - 1 : windows * steps : steps] for each in self.islands]
+            each_s = float(np.diff(ends_s, prepend=0.0).max(axis=0).sum()) / (windows * steps)
+        return each_s + self.meeting_s / steps
 
     @property
     def utilisation(self) -> list[float]:
@@ -63,22 +70,48 @@ def simulate_islands(
     *,
     end_s: float,
     settings: Settings | None = None,
+    trace: Trace | None = None,
     seed: int = 0,
 ) -> IslandsReport:
-    """The first steps of each island, for at most `end_s`. `job`: of one; `cell_of`: of every device.
+    """The first steps of each island, for at most `end_s`; with a trace all until then. `job`: of one;
+    `cell_of`: of every device.
 
     Raises:
-        SetupError: as `simulate`.
+        SetupError: as `simulate`; a trace of regions.
     """
     cell_N = np.asarray(cell_of, dtype=np.int64)
+    members_of = members_of_islands(cell_N, job.stages, islands.count)
+    traces = [None] * islands.count if trace is None else divided(trace, [len(each) for each in members_of])
+    if trace is not None:  # an island that is lost begins again at the last meeting
+        settings = replace(settings or Settings(), checkpoint_every=islands.local_steps)
     reports = [
         simulate(
-            part_of(network, members), job, (cell_N[members] % job.stages).tolist(), end_s=end_s, steps=STEPS,
-            settings=settings, seed=seed,
+            part_of(network, members), job, (cell_N[members] % job.stages).tolist(), end_s=end_s,
+            steps=STEPS if trace is None else None, settings=settings, trace=its, seed=seed + number,
         )
-        for members in members_of_islands(cell_N, job.stages, islands.count)
+        for number, (members, its) in enumerate(zip(members_of, traces, strict=True))
     ]  # fmt: skip
     return IslandsReport(
         reports, job, islands.local_steps, meeting_s(network, job, islands, cell_N),
         meeting_bytes(job, islands, cell_N),
     )  # fmt: skip
+
+
+def divided(trace: Trace, sizes: Sequence[int]) -> list[Trace]:
+    """How many of each island's devices are up: in proportion, with the largest remainders rounded up.
+
+    Raises:
+        SetupError: it says where devices are; or more are up than there are.
+    """
+    if trace.regions:
+        raise SetupError("a trace of regions does not say which island lost a device: give one without")
+    if max(trace.counts) > sum(sizes):
+        raise SetupError(
+            f"the trace has {max(trace.counts)} devices up at once, but the islands have only {sum(sizes)}"
+        )
+    exact_TK = np.outer(trace.counts, sizes) / sum(sizes)
+    counts_TK = np.floor(exact_TK).astype(int)
+    for t, count in enumerate(trace.counts):
+        rest_K = np.argsort(counts_TK[t] - exact_TK[t], kind="stable")
+        counts_TK[t, rest_K[: count - counts_TK[t].sum()]] += 1
+    return [replace(trace, counts=tuple(counts_TK[:, k].tolist())) for k in range(len(sizes))]
