@@ -3,6 +3,7 @@
 
     scripts/bench/islands_speed.py                       # twenty minutes of CPU time, one core
     scripts/bench/islands_speed.py --only "home 1.3B"    # six of them
+    scripts/bench/islands_speed.py --only "home 1.3B" --trace trace.csv --hours 4
 
 `dtfm`: the 64 devices of 40 Tflop/s in eight cities of `worldwide.py`. `home`: 1,000 peers with 20 to 100
 Mbit/s up and five times that down, 5 to 40 Tflop/s, 40 ms apart, by a seed. 1.3B: 24 layers of width 2048 in
@@ -12,6 +13,9 @@ between stages, blockwise8 for what islands have changed.
 Without islands the layout is `swarm plan`'s; `1 rounded8` sends sums in a quarter of the bytes. With islands
 it is the best `count` for so many steps between two meetings. Both are simulated by the live policies
 (`peers/sim/throughput`); each island by itself, meetings as a formula. Memory limits nothing here.
+
+With `--trace` the same share of the devices is up as of those of the trace, over its first hours; who comes
+goes where it is needed, on its island, and loads its stage first.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import argparse
 import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +52,11 @@ from swarm.manifest import (
 from swarm.plan.islands import IslandsPlan, search_islands
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.search import search_overlapped
+from swarm.sim.trace import Trace, read_trace
 
 COLUMNS = (
     "devices", "model", "islands", "local_steps", "planned_s", "step_s", "tokens_per_s", "times", "computing",
-    "boundary_gb", "reduce_gb", "meeting_gb",
+    "boundary_gb", "reduce_gb", "meeting_gb", "deaths",
 )  # fmt: skip
 STEPS, LEARNED = 8, 4
 """Of a run without islands; from which step on they count."""
@@ -83,27 +88,52 @@ def run_of(model: str, stages: int, microbatches: int, reduce: str = "none") -> 
     )  # fmt: skip
 
 
-def without(network: Network, run: Run, job: Job, budget_s: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Churn:
+    """Who is up."""
+
+    trace: Trace | None = None
+    end_s: float = 1e9
+
+    @property
+    def settings(self) -> Settings:
+        return SETTINGS if self.trace is None else Settings()
+
+    @staticmethod
+    def of(options: argparse.Namespace, devices: int) -> Churn:
+        """As many of the devices as the trace has of its own."""
+        if options.trace is None:
+            return Churn()
+        trace, end_s = read_trace(options.trace.read_text()), 3600.0 * options.hours
+        counts = tuple(count * devices // max(trace.counts) for count in trace.counts)
+        return Churn(replace(trace, counts=counts, regions=()), min(end_s, trace.end_s))
+
+
+def without(network: Network, run: Run, job: Job, budget_s: float, churn: Churn) -> dict[str, Any]:
     """One row: no islands."""
     began_s = time.process_time()
     plan = search_overlapped(
         network, job, seed=0, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s
     )
-    found = simulate(network, job, plan.stage_of.tolist(), end_s=1e9, steps=STEPS, settings=SETTINGS)
-    each_gb = 1e-9 / found.version
+    found = simulate(
+        network, job, plan.stage_of.tolist(), end_s=churn.end_s, steps=None if churn.trace else STEPS,
+        settings=churn.settings, trace=churn.trace,
+    )  # fmt: skip
+    each_gb = 1e-9 / max(1, found.version)
     return {
         "islands": 1 if run.codec.reduce == "none" else f"1 {run.codec.reduce}",
         "local_steps": None,
         "planned_s": plan.step.total_s,
-        "step_s": found.step_s(skip=LEARNED),
+        "step_s": found.end_s / max(1, found.version) if churn.trace else found.step_s(skip=LEARNED),
         "computing": found.overall_utilisation,
         "boundary_gb": found.boundary_bytes * each_gb,
         "reduce_gb": found.reduce_bytes * each_gb,
         "meeting_gb": 0.0,
+        "deaths": found.deaths,
     }
 
 
-def within(network: Network, run: Run, job: Job) -> list[dict[str, Any]]:
+def within(network: Network, run: Run, job: Job, churn: Churn) -> list[dict[str, Any]]:
     """A row for each of `LOCAL_STEPS`, of the count that is best for it."""
     counts = [n for n in range(2, run.M + 1) if run.M % n == 0 and n * run.S <= len(network)]
     some = replace(run, islands=IslandsSpec(count=counts[0], local_steps=512, codec="blockwise8"))
@@ -119,7 +149,10 @@ def within(network: Network, run: Run, job: Job) -> list[dict[str, Any]]:
         count = min(plans, key=lambda n: plans[n].inner.total_s + plans[n].meeting_s / steps)
         plan, islands = plans[count], replace(islands_of(some), count=count, local_steps=steps)
         its_job = replace(one, microbatches=run.M // count)
-        found = simulate_islands(network, its_job, islands, plan.cell_of, end_s=1e9, settings=SETTINGS)
+        found = simulate_islands(
+            network, its_job, islands, plan.cell_of, end_s=churn.end_s, settings=churn.settings,
+            trace=churn.trace,
+        )  # fmt: skip
         rows.append(
             {
                 "islands": count,
@@ -130,6 +163,7 @@ def within(network: Network, run: Run, job: Job) -> list[dict[str, Any]]:
                 "boundary_gb": found.sent_bytes("boundary_bytes") / 1e9,
                 "reduce_gb": found.sent_bytes("reduce_bytes") / 1e9,
                 "meeting_gb": found.meeting_bytes / steps / 1e9,
+                "deaths": sum(each.deaths for each in found.islands),
             }
         )
     return rows
@@ -144,6 +178,8 @@ def main() -> None:
     parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
     parser.add_argument("--seed", type=int, default=0, help="of the peers at home (default: 0)")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of a search (default: 20)")
+    parser.add_argument("--trace", type=Path, help="how many devices are up, as spot traces tell it")
+    parser.add_argument("--hours", type=float, default=4.0, help="of the trace (default: 4)")
     options = parser.parse_args()
     cases = {
         "dtfm 1.3B": lambda: (read_network(options.network, 4), 8, 512),
@@ -156,12 +192,12 @@ def main() -> None:
         if options.only not in name:
             continue
         (devices, model), (network, stages, microbatches) = name.split(), made()
-        run = run_of(model, stages, microbatches)
+        run, churn = run_of(model, stages, microbatches), Churn.of(options, len(network))
         job, found = job_of(run), list[dict[str, Any]]()
         for reduce in ("none", "rounded8"):
             rounded = run_of(model, stages, microbatches, reduce)
-            found.append(without(network, rounded, job_of(rounded), options.budget))
-        found += within(network, run, job)
+            found.append(without(network, rounded, job_of(rounded), options.budget, churn))
+        found += within(network, run, job, churn)
         for row in found:
             row |= {"devices": devices, "model": model, "times": found[0]["step_s"] / row["step_s"]}
             row["tokens_per_s"] = round(run.tokens_per_step / row["step_s"])
