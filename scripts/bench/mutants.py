@@ -58,7 +58,7 @@ PURE = {
         "tests/model/test_fixed_point.py",
         "tests/model/test_reference_resumes.py",
     ),
-    "swarm/model/graph": ("tests/model/test_own_functions.py",),
+    "swarm/model/graph": ("tests/model/test_own_functions.py", "tests/model/test_stage_module.py"),
     "swarm/policy": ("tests/policy",),
     "swarm/protocol": ("tests/protocol", "tests/policy"),
     "swarm/wire": ("tests/wire",),

@@ -4014,6 +4014,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Another reader of the value finds it changed, in some cuts.",
     ),
     Mutation(
+        "send-memory-as-it-was",
+        "swarm/model/graph/operators.py",
+        " or name in UNWRITTEN:",
+        ":",
+        "Where a cut comes before room is written to, a peer sends what its memory held, and no two agree.",
+    ),
+    Mutation(
         "write-to-what-a-function-has-handed-on",
         "swarm/model/graph/functionalize.py",
         "        if _storage(base) in self._handed_on:",

@@ -147,6 +147,32 @@ def test_random_numbers_are_drawn_of_run_microbatch_and_place_and_of_nothing_els
     assert gradients(cut(traced, assignment, seed=8), {"x": X}, MB).loss != got.loss
 
 
+class Fills(nn.Module):
+    """Makes room first, and writes to it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two, three = torch.empty_like(x), x.new_empty(2, 5), torch.empty(3, 5, dtype=x.dtype)
+        one.copy_(x * self.weight)
+        two[0], two[1] = 2.0, x[0, 0, 0] * self.weight
+        return (one.sum() + two.sum() + three.normal_().square().sum()) * self.weight.sum()
+
+
+def test_room_that_is_yet_to_be_written_to_is_zeros_when_a_cut_comes_before() -> None:
+    traced = trace(Fills(), (X,))
+    operators = range(len(traced.graph.operators))
+    torch.use_deterministic_algorithms(True)  # torch fills such room with what is no number then
+    try:
+        for end in operators[1:]:
+            piece = cut(traced, [int(number >= end) for number in operators], seed=7)[0]
+            assert all(value.isfinite().all() for value in piece(*[X] * len(piece.plan.inputs), mb=MB).values)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_an_evaluation_draws_the_same_each_time_and_drops_no_path() -> None:
     model = Draws().train()
     traced = trace(model, (X,))

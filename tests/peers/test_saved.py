@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from peers.ports import Answer, Request
-from peers.transfer import catalog as saved
-from peers.transfer.catalog import ask_saved, check_saved, chosen
+from peers.transfer.catalog import MAX_ASKED, ask_saved, check_saved, chosen
 from swarm.errors import BadAnswer, PeerFault, Refused
 from swarm.manifest import audit_run
 from swarm.records import NO_STAGE, PeerRecord
@@ -105,12 +104,18 @@ async def test_what_cannot_be_is_refused_with_its_reason(record: PeerRecord, sai
     assert [fault.text for fault in faults] == [f"peer p: {why}"]
 
 
-def test_few_are_asked_and_the_furthest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved, "MAX_ASKED", 2)
-    records = [serving(f"p{i}", i % 2, version=i) for i in range(8)] + [keeper(f"k{i}") for i in range(5)]
+def test_few_are_asked_and_the_furthest_first() -> None:
+    records = [serving(f"p{i}", i % 2, version=i) for i in range(4 * MAX_ASKED)]
+    records += [keeper(f"k{i:02}") for i in range(MAX_ASKED + 3)]
     records += [serving("gone", 0, 99, state="left"), serving("new", 1, 99, state="joining")]
-    asked = [record.peer for record in chosen(RUN, records, "p7")]
-    assert asked == ["k0", "k1", "p6", "p4", "p5", "p3"]
+    newest = records[4 * MAX_ASKED - 1].peer
+    asked = [record.peer for record in chosen(RUN, records, newest)]
+    furthest = range(4 * MAX_ASKED - 2, 2 * MAX_ASKED - 2, -2)
+    assert asked == [
+        *(f"k{i:02}" for i in range(MAX_ASKED)),
+        *(f"p{i}" for i in furthest),
+        *(f"p{i - 1}" for i in furthest),
+    ]
 
 
 async def test_a_refusal_is_no_fault() -> None:

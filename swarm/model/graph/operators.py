@@ -41,6 +41,10 @@ def arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return given
 
 
+UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+"""Operators whose tensors hold what the memory did."""
+
+
 def does_nothing(name: str, given: Mapping[str, Any]) -> bool:
     """Whether an operator is a dropout that is switched off, which gives its input."""
     return name in DROPOUTS and not (given["train"] and given["p"])
@@ -154,8 +158,10 @@ def name_of(op: OpOverload) -> str:
 
 
 def _constant(name: str, given: Mapping[str, Any]) -> float | None:
-    """The number that fills a tensor which takes its form from another."""
-    if name in ("zeros_like", "new_zeros"):
+    """The number that fills a tensor which takes its form from another. What is to be written yet is filled
+    too: a cut may come before it is, and then memory as it was would travel.
+    """
+    if name in ("zeros_like", "new_zeros") or name in UNWRITTEN:
         return 0
     if name in ("ones_like", "new_ones"):
         return 1
