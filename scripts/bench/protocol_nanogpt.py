@@ -18,7 +18,8 @@ one way, and passes beside other messages, as on real lines.
 With `--real` beside it are a bootstrap, eight peers and a trainer, each a process on a host of its own with
 such a line (`netlab.py`). Their devices are played: they send real boundary tensors, take the time of the
 device above, and compute nothing; a stage has 4 M weights, since nothing of them travels. `cores` is what all
-processes used of the two cores, the lines' included.
+processes used of the two cores, the lines' included. One process plays all lines, and carries no 2.8 Gbit/s:
+so all runs `--slower` times as slowly, lines, latencies and devices, and what it takes is divided by that.
 """
 
 from __future__ import annotations
@@ -122,10 +123,13 @@ def measure(run: Run, latency_s: float, steps: int) -> dict[str, Any]:
     }
 
 
-def real(codec: str, bottleneck: int, microbatches: int, latency_s: float, steps: int) -> dict[str, Any]:
+def real(
+    codec: str, bottleneck: int, microbatches: int, latency_s: float, steps: int, slower: float
+) -> dict[str, Any]:
     """The same with processes: seconds of a step, the median of the second half of them."""
     run = yardstick(codec, bottleneck, microbatches)
-    busy_s = [(1 + BACKWARD_FORWARDS) * flops / device_speed() for flops in job_of(run).forward_flops]
+    seconds = slower * (1 + BACKWARD_FORWARDS) / device_speed()
+    busy_s = [seconds * flops for flops in job_of(run).forward_flops]
     played = replace(
         run,
         data=DataSpec(source="tales", sequence_length=LENGTH),
@@ -135,7 +139,7 @@ def real(codec: str, bottleneck: int, microbatches: int, latency_s: float, steps
     )
     lab = Lab(
         [f"h{i}" for i in range(STAGES + 2)],
-        link=Link(delay_s=latency_s), bandwidth_bps=LINE_BPS, queue_s=QUEUE_S,
+        link=Link(delay_s=slower * latency_s), bandwidth_bps=LINE_BPS / slower, queue_s=slower * QUEUE_S,
     )  # fmt: skip
     with lab, tempfile.TemporaryDirectory() as folder, Swarm(Path(folder), played, lab=lab) as swarm:
         swarm.bootstrap()
@@ -152,7 +156,7 @@ def real(codec: str, bottleneck: int, microbatches: int, latency_s: float, steps
         cores = (machine_busy_s() - used) / (time.monotonic() - began)
         ends_s = [event.at for event in trainer.heard(StepDone)]
         swarm.ends(trainer)
-    took_s = [b - a for a, b in pairwise(ends_s)]
+    took_s = [(b - a) / slower for a, b in pairwise(ends_s)]
     print(f"{codec}, {bottleneck or 1024} channels: {took_s} s", file=sys.stderr, flush=True)
     return {"real_step_s": round(statistics.median(took_s[steps // 2 - 1 :]), 2), "cores": round(cores, 2)}
 
@@ -162,10 +166,11 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     Processes.fork_server = ForkServer(["scripts.bench.played_peers"])
     rows = []
     try:
-        for way in REAL[: options.ways]:
+        for way in [REAL[number] for number in options.ways]:
             found = measure(yardstick(*way), 0.025, options.steps)
-            row = real(*way, 0.025, options.steps)
+            row = real(*way, 0.025, options.steps, options.slower)
             ratio = round(found["step_s"] / row["real_step_s"], 3)
+            print(row, file=sys.stderr, flush=True)
             rows.append({"codec": way[0], "channels": way[1] or 1024, **found, **row, "ratio": ratio})
     finally:
         Processes.fork_server.close()
@@ -179,7 +184,11 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=8, help="of which the second half counts (default: 8)")
     parser.add_argument("--real", action="store_true", help="processes, beside the simulation")
-    parser.add_argument("--ways", type=int, default=len(REAL), help="of --real, the first so many")
+    parser.add_argument(
+        "--ways", type=int, nargs="+", choices=range(len(REAL)), default=[*range(len(REAL))],
+        help="of --real: codecs, from 0 (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--slower", type=float, default=1.0, help="of --real (default: 1)")
     options = parser.parse_args()
     if options.real:
         if why_not():
