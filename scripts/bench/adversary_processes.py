@@ -76,10 +76,11 @@ def play(lie: str | None, options: argparse.Namespace) -> Played:
                 for number in range(options.replicas):
                     if lie and number == 1 and (options.liars > 1 or stage == 1):
                         with lying(f"{lie}:{options.honest_steps}"):
-                            liars.append(swarm.peer(stage))
+                            # In memory nothing limits what a tarpit sends.
+                            liars.append(swarm.peer(stage, "--no-direct"))
                         liars[-1].sentenced = True
                     else:
-                        honest.append(swarm.peer(stage))
+                        honest.append(swarm.peer(stage, "--no-direct"))
             swarm.all_serve()
             trainer = swarm.trainer("--identity", str(key))
             limit_s = 60.0 + STEP_S * options.steps
