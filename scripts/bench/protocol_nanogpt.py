@@ -166,12 +166,13 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     Processes.fork_server = ForkServer(["scripts.bench.played_peers"])
     rows = []
     try:
-        for way in [REAL[number] for number in options.ways]:
-            found = measure(yardstick(*way), 0.025, options.steps)
-            row = real(*way, 0.025, options.steps, options.slower)
+        for number in options.ways:
+            codec, channels, microbatches = REAL[number]
+            found = measure(yardstick(codec, channels, microbatches), 0.025, options.steps)
+            row = real(codec, channels, microbatches, 0.025, options.steps, options.slower)
             ratio = round(found["step_s"] / row["real_step_s"], 3)
             print(row, file=sys.stderr, flush=True)
-            rows.append({"codec": way[0], "channels": way[1] or 1024, **found, **row, "ratio": ratio})
+            rows.append({"codec": codec, "channels": channels or 1024, **found, **row, "ratio": ratio})
     finally:
         Processes.fork_server.close()
     return rows
