@@ -53,6 +53,25 @@ async def calls(caller: NetTransport, callee: NetTransport, count: int = 3) -> N
         assert answer.header == b"%d" % number
 
 
+async def breaks(relay: Relay, caller: NetTransport, callee: NetTransport) -> None:
+    """The connection breaks during a call, which fails; the next ones pass p2pd."""
+    entered = asyncio.Event()
+
+    async def never(request: Request) -> Answer:
+        entered.set()
+        await asyncio.get_running_loop().create_future()
+        return Answer(b"")
+
+    callee.serve("never", never)
+    under_way = asyncio.ensure_future(caller.call(callee.peer_id, "never", b""))
+    await entered.wait()
+    relay.sever(callee.peer_id)
+    with pytest.raises(PeerGone, match="the connection broke"):
+        await under_way
+    await calls(caller, callee)
+    assert caller.direct_links == (0, 0)
+
+
 # -- when it is used -----------------------------------------------------------------------------------------
 
 
@@ -126,21 +145,7 @@ async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(
     caller, callee = await added(relay)
     await calls(caller, callee)
     await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
-    entered = asyncio.Event()
-
-    async def never(request: Request) -> Answer:
-        entered.set()
-        await asyncio.get_running_loop().create_future()
-        return Answer(b"")
-
-    callee.serve("never", never)
-    under_way = asyncio.ensure_future(caller.call(callee.peer_id, "never", b""))
-    await entered.wait()
-    relay.sever(callee.peer_id)
-    with pytest.raises(PeerGone, match="the connection broke"):
-        await under_way
-    await calls(caller, callee)
-    assert caller.direct_links == (0, 0)
+    await breaks(relay, caller, callee)
     assert relay.dials == [callee.peer_id] * 2
     await until(lambda: not caller._dialer.direct.streams and not callee._dialer.direct.streams)
 

@@ -27,10 +27,9 @@ from peers.net.direct.records import Opener
 from peers.net.identity import Identity
 from peers.net.node import Node
 from peers.net.transport import NetTransport
-from peers.ports import Answer, Request
 from swarm.errors import PeerGone
 from tests.net.relay import Relay
-from tests.net.test_direct import added, calls, hello_of, keys_of
+from tests.net.test_direct import added, breaks, calls, hello_of, keys_of
 from tests.net.test_transport import MIB, QUICK, echo, memory_links, relay, until
 
 __all__ = ["relay"]
@@ -108,21 +107,7 @@ async def test_what_stays_on_the_machine_is_not_of_the_owners_upload(relay: Rela
 
 async def test_when_it_breaks_the_next_calls_pass_p2pd(relay: Relay) -> None:
     caller, callee = await connected(relay)
-    entered = asyncio.Event()
-
-    async def never(request: Request) -> Answer:
-        entered.set()
-        await asyncio.get_running_loop().create_future()
-        return Answer(b"")
-
-    callee.serve("never", never)
-    under_way = asyncio.ensure_future(caller.call(callee.peer_id, "never", b""))
-    await entered.wait()
-    relay.sever(callee.peer_id)
-    with pytest.raises(PeerGone, match="the connection broke"):
-        await under_way
-    await calls(caller, callee)
-    assert caller.direct_links == (0, 0)
+    await breaks(relay, caller, callee)
     await until(lambda: not caller._dialer.direct.streams and not callee._dialer.direct.streams)
     assert "memfd:swarm" not in Path("/proc/self/maps").read_text(), "nothing is mapped any more"
 
