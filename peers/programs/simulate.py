@@ -275,7 +275,6 @@ def render_islands(report: IslandsReport, run: Run, network: Network) -> str:
     simulated = f"simulated: {STEPS} steps of each island by itself"
     if deaths:
         again = count(sum(each.generations for each in report.islands), "time")
-        again = count(sum(each.generations for each in report.islands), "time")
         lines.append(f"{count(deaths, 'device')} vanished; an island went back to its last meeting {again}")
         simulated = "simulated: each island by itself, with its share of the devices that are up"
     lines.append(f"{simulated}; the meeting as what its transfers take")
