@@ -30,7 +30,7 @@ from swarm.errors import NotReady, PeerFault, Refused
 from swarm.ids import PeerId
 from swarm.manifest import parts_summed
 from swarm.model.gpt import weights_dtype
-from swarm.model.meeting import added_up, difference_bytes, part_of, sum_bytes, take_sum, told_of
+from swarm.model.meeting import added_up, difference_bytes, part_of, sum_bytes, sum_told, take_sum, told_of
 from swarm.policy.backoff import Backoff
 from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
@@ -166,12 +166,11 @@ class IslandMeeting:
         mine = run.number if self._parts > 1 else None
 
         def fits(_: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
-            told = tensors["gradient"]
             try:
                 if part >= 0:
-                    take_sum(run, layout, part, told, torch.empty(layout.sum_numel, dtype=weights_dtype(run)))
+                    sum_told(run, layout, part, tensors["gradient"])
                 else:
-                    added_up(run, layout, [told], mine)
+                    added_up(run, layout, [tensors["gradient"]], mine)
             except Refused as refused:
                 return refused.text
             return None

@@ -131,25 +131,26 @@ def added_up(
 
 def told_of(run: Run, layout: Layout, total: torch.Tensor, part: int) -> torch.Tensor:
     """The sum of a part, as it travels: bytes."""
-    return torch.cat([total[slice(*span)] for span in spans_of(run, layout, part)] or [total[:0]]).view(
-        torch.uint8
-    )
+    numbers = [total[slice(*span)] for span in spans_of(run, layout, part)]
+    return torch.cat(numbers or [total[:0]]).view(torch.uint8)
+
+
+def sum_told(run: Run, layout: Layout, part: int, told: torch.Tensor) -> torch.Tensor:
+    """The numbers of a part's sum, as it travelled. Raises Refused: another length, or one is not finite."""
+    if told.numel() != sum_bytes(run, layout, part):
+        raise Refused(f"the sum of part {part} has {told.numel()} bytes")
+    found = told.view(weights_dtype(run))
+    if not found.isfinite().all():
+        raise Refused(f"the sum of part {part} has a number that is not finite")
+    return found
 
 
 def take_sum(run: Run, layout: Layout, part: int, told: torch.Tensor, total: torch.Tensor) -> None:
-    """Write the sum of a part, as it travelled, where it belongs in that of all.
-
-    Raises:
-        Refused: it has another length, or a number that is not finite.
-    """
-    if told.numel() != sum_bytes(run, layout, part):
-        raise Refused(f"the sum of part {part} has {told.numel()} bytes")
-    found, at = told.view(total.dtype), 0
-    if not found.isfinite().all():
-        raise Refused(f"the sum of part {part} has a number that is not finite")
-    for start, end in spans_of(run, layout, part):
-        total[start:end] = found[at : at + end - start]
-        at += end - start
+    """Write the sum of a part, as it travelled, where it belongs in that of all. Raises as `sum_told`."""
+    spans = spans_of(run, layout, part)
+    numbers = sum_told(run, layout, part, told).split([end - start for start, end in spans])
+    for (start, end), found in zip(spans, numbers, strict=True):
+        total[start:end] = found
 
 
 def _meta(run: Run, span: tuple[int, int]) -> TensorMeta:
