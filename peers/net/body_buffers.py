@@ -48,7 +48,7 @@ class Body:
         if size > self.left:
             raise FrameError(f"a body with {size - self.left} bytes more than announced")
         come = self.total - self.left + size
-        if not self.accepted and come > frames.WINDOW_BYTES:
+        if not self.accepted and come > frames.WINDOW_BYTES + frames.AHEAD_BYTES:
             raise FrameError(f"{come} bytes of a body before it was accepted")
 
     def put(self, data: memoryview) -> None:

@@ -327,6 +327,8 @@ class _Pending:
     """Bytes of the call, then of its answer."""
     since: float
     """When it was made, then when its answer began."""
+    ahead: int = 0
+    """Of its body, beyond what each may send, before the other end has said anything to it."""
     heard: bool = False
     """The other end has said something to it."""
     came_before: int = 0
@@ -352,6 +354,8 @@ class ClientConnection(Connection):
         self._request = request
         self._calls: dict[int, _Pending] = {}
         self._waiting_since = 0.0
+        self._ahead = frames.AHEAD_BYTES
+        """What may still be sent of bodies before they are accepted, beyond `WINDOW_BYTES` of each."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -385,10 +389,13 @@ class ClientConnection(Connection):
         frame = frames.pack_call(number, method, header, [part.nbytes for part in body])
         self._newest = number
         outgoing, answer = Outgoing(number, body, frames.WINDOW_BYTES), self._loop.create_future()
+        ahead = max(0, min(self._ahead, outgoing.left - outgoing.credit))
+        outgoing.credit += ahead
+        self._ahead -= ahead
         if not self._calls:
             self._waiting_since = now
         size = len(frame) + outgoing.left
-        self._calls[number] = _Pending(answer, max_answer_bytes, outgoing, size, now)
+        self._calls[number] = _Pending(answer, max_answer_bytes, outgoing, size, now, ahead)
         self._keep_ticking()
         self._send(frame, outgoing)
         self.flush()
@@ -405,10 +412,16 @@ class ClientConnection(Connection):
 
     def _forget(self, number: int) -> asyncio.Future[Answer]:
         pending = self._calls.pop(number)
+        self._give_back(pending)
         self.outbox.drop(pending.outgoing)
         if self._body is pending.body:
             self._body = None
         return pending.answer
+
+    def _give_back(self, pending: _Pending) -> None:
+        """Others may send ahead what it has sent."""
+        self._ahead += pending.ahead
+        pending.ahead = 0
 
     def _fault(self, number: int, error: SwarmError) -> None:
         answer = self._forget(number)
@@ -422,6 +435,7 @@ class ClientConnection(Connection):
         call, pending = prefix.call, self._calls.get(prefix.call)
         if pending is None:
             return  # given up before
+        self._give_back(pending)
         if not pending.heard:
             pending.heard = True
             self.line.answered(now - pending.since, pending.size)
@@ -649,7 +663,7 @@ class ServerConnection(Connection):
         if not body.accepted:
             body.accept()
             call.accepted_at = self._loop.time()
-            if body.left and body.total > frames.WINDOW_BYTES:
+            if body.total > frames.WINDOW_BYTES:
                 self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
                 self.flush()
         if body.left:

@@ -19,7 +19,7 @@ import numpy as np
 from swarm.ids import PeerId
 from swarm.plan.network import Network, exchange_s
 from swarm.sim.dice import Dice
-from swarm.wire.frames import WINDOW_BYTES
+from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
 SMALL_BYTES = 4096
 """A header; a report of a run of thousands of microbatches."""
@@ -90,7 +90,7 @@ class SharedLines(Lines):
     ) -> float:
         i, j = self.device_of[source], self.device_of[destination]
         sent_s = now_s if since_s is None else since_s
-        if since_s is not None and size_bytes > WINDOW_BYTES:
+        if since_s is not None and size_bytes > WINDOW_BYTES + AHEAD_BYTES:
             sent_s = now_s + self.latency_s(j, i)  # its caller waits until it is accepted
         return max(0.0, self.send(i, j, size_bytes, sent_s) - now_s)
 

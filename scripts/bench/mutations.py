@@ -76,6 +76,7 @@ FOLLOWER = "peers/net/charter/keeper.py"
 DOORKEEPER = "peers/net/charter/doorkeeper.py"
 ENTRY = "peers/net/charter/entry.py"
 CALLS = "peers/net/transport.py"
+CONNECTION = "peers/net/connection.py"
 DIRECT_KEYS = "peers/net/direct/handshake.py"
 DIRECT_RECORDS = "peers/net/direct/records.py"
 DIRECT_PATHS = "peers/net/direct/paths.py"
@@ -2288,6 +2289,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_moves",),
     ),
     # --- the wire ---
+    Mutation(
+        "ahead-without-end",
+        CONNECTION,
+        "        self._ahead -= ahead\n",
+        "",
+        "Each call sends MBs before it is accepted: what a peer holds of one caller ends with Busy.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "ahead-once",
+        CONNECTION,
+        "        self._ahead += pending.ahead\n",
+        "",
+        "After some bodies each waits at each stage for as long as the line is.",
+        ("test_connection",),
+    ),
     Mutation(
         "another-version-of-the-protocol",
         FRAMES,

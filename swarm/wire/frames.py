@@ -15,7 +15,8 @@ One stream carries the calls of one caller to one callee. Call ids count up from
                                            ERROR   the answer is an error
                                            ALIVE   calls are being worked on
 
-At most `WINDOW_BYTES` of a body may be sent before ACCEPT. Bodies go in parts of at most `CHUNK_BYTES`,
+At most `WINDOW_BYTES` of a body may be sent before ACCEPT, and `AHEAD_BYTES` beyond that of all bodies of a
+stream. Bodies go in parts of at most `CHUNK_BYTES`,
 so that a heartbeat never waits behind more than a few of them.
 """
 
@@ -37,6 +38,8 @@ CHUNK_BYTES = 256 * 1024
 WINDOW_BYTES = 1024 * 1024
 """Bytes that a stranger can make this process hold for a call that was not accepted. Less stalls a fast long
 line."""
+AHEAD_BYTES = 4 * WINDOW_BYTES
+"""So boundary tensors of some MB do not wait for ACCEPT, at each stage, for as long as the line is."""
 MAX_HEADER_BYTES = 64 * 1024
 """Size of a method's header at most. The largest, a manifest, has 16 kB."""
 MAX_BUFFERS = 1024

@@ -144,6 +144,34 @@ def test_each_call_gets_its_own_answer_once_whatever_the_order(data: st.DataObje
     run_virtual(any_order(data))
 
 
+@pytest.mark.virtual_time
+async def test_a_body_of_some_megabytes_does_not_wait_to_be_accepted() -> None:
+    pair, whole = Pair(), frames.WINDOW_BYTES + frames.AHEAD_BYTES
+
+    async def come() -> list[int]:
+        """Bytes of each call's body that are here."""
+        await asyncio.sleep(0)
+        pair.carry(1 << 30)
+        return [call.incoming.total - call.incoming.left for call in pair.called if call.incoming]
+
+    made = [pair.call([whole])]
+    assert await come() == [whole]
+    made += [pair.call([whole])]
+    assert await come() == [whole, frames.WINDOW_BYTES]  # what goes ahead is of all of them
+    pair.accept(pair.called[0])
+    await come()
+    made += [pair.call([whole]), pair.call([whole])]
+    assert await come() == [whole, frames.WINDOW_BYTES, whole, frames.WINDOW_BYTES]
+    made[2].cancel()
+    await come()
+    made += [pair.call([whole])]
+    assert (await come())[-1] == whole
+    for call in made:
+        call.cancel()
+    await asyncio.sleep(0)
+    assert pair.client._ahead == frames.AHEAD_BYTES
+
+
 async def any_split(splits: list[int]) -> None:
     said = OPENING + frames.pack_call(1, "a", b"one", [5, 0]) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 2)
     said += b"he" + frames.pack_call(2, "b", b"", []) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 3) + b"llo"
