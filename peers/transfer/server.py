@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.state import StageCore
+from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
@@ -56,20 +57,6 @@ Start: TypeAlias = Callable[[Stage], Mapping[str, torch.Tensor]]
 """Stage -> the tensors that it starts with; called in worker threads. Raises SetupError: not here."""
 
 
-class SavedStates(Protocol):
-    """The saved versions of one stage. Both methods may block: they are called in worker threads."""
-
-    def versions(self) -> Sequence[int]: ...
-
-    def load(self, version: int) -> Mapping[str, torch.Tensor]:
-        """Host tensors that are not written to.
-
-        Raises:
-            SetupError: it is not there, or damaged.
-        """
-        ...
-
-
 class StateLeases(Leases):
     """Serves `state` and `saved`, and what it opens."""
 
@@ -77,7 +64,7 @@ class StateLeases(Leases):
         self,
         run: Run,
         transport: Transport,
-        stores: Mapping[Stage, SavedStates],
+        stores: Mapping[Stage, CheckpointStore],
         *,
         live: StateServer | None = None,
         most_saved: int = MAX_LEASES,
@@ -190,7 +177,7 @@ class StateServer:
     """What a stage peer gives out: to joiners its state and its checkpoints, to members that missed a step
     the gradient of that."""
 
-    def __init__(self, core: StageCore, transport: Transport, store: SavedStates | None = None) -> None:
+    def __init__(self, core: StageCore, transport: Transport, store: CheckpointStore | None = None) -> None:
         self._core = core
         stores = {} if store is None else {core.stage: store}
         start = partial(start_tensors, core.run) if core.run.start.weights else None

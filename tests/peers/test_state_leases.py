@@ -16,7 +16,7 @@ from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
 from peers.transfer.leases import Leases, Snapshot
-from peers.transfer.server import MAX_LEASES, SavedStates, StateLeases, StateServer
+from peers.transfer.server import MAX_LEASES, StateLeases, StateServer
 from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
@@ -74,7 +74,7 @@ class SavedHere:
 class Source:
     """A peer that gives its state out, and those that ask for it."""
 
-    def __init__(self, store: SavedStates | None = None) -> None:
+    def __init__(self, store: SavedHere | None = None) -> None:
         self.network = CalmNetwork()
         self.core = StageCore(
             RUN, 0, "source", StageCompute(RUN, 0), lambda event: None, device=SimDevice(Dice(1), 0.01)
