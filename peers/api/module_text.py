@@ -48,7 +48,7 @@ def _silent(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
+def unlogged() -> Iterator[None]:
     """Without the pages that torch logs and prints of a model that it cannot trace: the error says it in a
     sentence.
     """
@@ -64,7 +64,7 @@ def _unlogged() -> Iterator[None]:
             handler.removeFilter(_silent)
 
 
-@_unlogged()
+@unlogged()
 def module_text(sample: CustomModel) -> ModuleText:
     """Trace a module in training, with its loss.
 

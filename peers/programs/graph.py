@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import logging
 import math
 import statistics
 import time
@@ -16,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peers.api.module_text import unlogged
 from peers.owner.memory_limit import weight_bytes
 from peers.programs.descriptions import shown_bytes
 from peers.programs.tool_options import GraphOptions
@@ -41,7 +39,7 @@ ROUNDS = 5
 
 def run_graph(options: GraphOptions) -> None:
     """Trace, cut, and print. Raises SetupError: the model cannot be had, traced or cut."""
-    with _quiet():
+    with unlogged():
         traced, own_cut, optimizer = _traced(options)
     graph = traced.graph
     costs = timed_s(traced) if options.calibrate else reckoned_s(traced)
@@ -229,16 +227,3 @@ def _form(value: Value) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace('"', '\\"') + '"'
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A tracer that fails prints pages; what counts of them is in our error."""
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(before)
