@@ -69,7 +69,8 @@ class CharterKeeper:
         self.owner: PeerId = ""
         self.name: RunName | None = None
         self.run: Run | None = None
-        self._sealed = b""
+        self.sealed = b""
+        """The charter as its owner signed it."""
         self._storage, self._door, self._random, self._life_s = storage, door, rng, life_s
         self._cache, self._is_there = cache, is_there
         self._revoked: dict[PeerId, float] = {}
@@ -83,7 +84,8 @@ class CharterKeeper:
         """Look for the charter of this name from now on, and believe no other owner's."""
         if self.name != name:
             self.name, self.charter = name, None
-            self._load()
+            if (remembered := self._remembered()) is not None:
+                self.adopt(*remembered)
 
     def follow_manifest(self, run: Run) -> None:
         """The run's manifest is known, and with it whose charter it would be.
@@ -237,11 +239,6 @@ class CharterKeeper:
         return self._is_there(peer) or peer in {self.owner, *self.charter.founders, *chain(*named)}
 
     @property
-    def sealed(self) -> bytes:
-        """The charter as its owner signed it."""
-        return self._sealed
-
-    @property
     def revoked(self) -> frozenset[PeerId]:
         """Keys that were seen to revoke themselves."""
         return frozenset(self._revoked)
@@ -260,7 +257,7 @@ class CharterKeeper:
             return False
         if self.charter is not None:
             logger.info("charter %s, sequence %d: it holds from now on", self.name, charter.sequence)
-        self.charter, self.owner, self._sealed = charter, owner, sealed
+        self.charter, self.owner, self.sealed = charter, owner, sealed
         self._stored_at = -math.inf
         self._save()
         self._tell()
@@ -302,18 +299,14 @@ class CharterKeeper:
         assert self.name is not None
         # Not all peers at the same moment.
         self._stored_at = now_s() - self._life_s / 6 * self._random.random()
-        entry = Entry(self.owner, self._sealed, self._kept_until())
+        entry = Entry(self.owner, self.sealed, self._kept_until())
         return await self._storage.store(charter_key(self.name), entry)
 
     def _path(self) -> Path | None:
         return None if self._cache is None or self.name is None else self._cache / str(self.name)
 
-    def _load(self) -> None:
-        """What was seen before we were started."""
-        if (remembered := self._remembered()) is not None:
-            self.adopt(*remembered)
-
     def _remembered(self) -> tuple[Charter, PeerId, bytes] | None:
+        """What was seen before we were started."""
         path = self._path()
         if path is not None:
             with contextlib.suppress(OSError, Refused):
@@ -328,6 +321,6 @@ class CharterKeeper:
         if remembered is not None and remembered[0].rank >= self.charter.rank:
             return
         try:
-            write_charter(path, self.owner, self._sealed)
+            write_charter(path, self.owner, self.sealed)
         except OSError as error:
             logger.warning("the charter cannot be remembered in %s: %s", path.parent, error.strerror)
