@@ -140,9 +140,7 @@ def local(
         SetupError: there would be more processes than this machine is likely to bear, or no such device.
     """
     check_size(run.terms.cells, peers, yes)
-    processes = Processes(
-        run.terms, peers, on_event or (lambda event: None), files=run.files, tokenizer=run.tokenizer,
-        start=run.start, eval_data=run.eval_data, code=run.code, device=device,
-        folder=None if folder is None else Path(folder),
-    )  # fmt: skip
+    emit = on_event or (lambda event: None)
+    own = None if folder is None else Path(folder)
+    processes = Processes(run, peers, emit, folder=own, device=device)
     return LocalSwarm(run, processes, progress=progress)

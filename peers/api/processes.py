@@ -12,7 +12,7 @@ import shlex
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -28,12 +28,14 @@ from peers.events import Emit, Event, Note, StepDone, count, parse_event
 from peers.programs.fleet import Child, names_of, stop_all
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens
+from swarm import manifest
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
-from swarm.manifest import Run
 
 if TYPE_CHECKING:
     import torch
+
+    from peers.api.run import Run
 
 START_S = 120.0
 """Limit for the first step: processes start slowly on a loaded machine."""
@@ -82,7 +84,7 @@ class Tally:
         elif isinstance(event, events.Undone):
             self.undone += event.count
 
-    def missing(self, run: Run) -> int:
+    def missing(self, run: manifest.Run) -> int:
         """Microbatches that no ledger shows to be counted; a step without a ledger misses all of them."""
         share = run.island(0)  # all islands have as many
         return sum(
@@ -95,7 +97,7 @@ class Tally:
         """Microbatches that the ledgers show in two sums."""
         return sum(twice for _, twice in self.audits.values())
 
-    def tokens_per_s(self, run: Run) -> float:
+    def tokens_per_s(self, run: manifest.Run) -> float:
         """Over all steps but the first, which pays for the start."""
         elapsed_s = self.last_step_at - self.first_step_at
         tokens = sum(map(run.microbatches, range(1, self.steps))) * run.tokens_per_step / run.M
@@ -110,19 +112,12 @@ class Processes:
     """The processes of one run, from `start` to `close`. One caller at a time."""
 
     def __init__(
-        self, run: Run, peers: int, emit: Emit, *, files: Sequence[Path | str] = (),
-        tokenizer: Path | None = None, start: Path | None = None, code: Path | None = None,
-        folder: Path | None = None, eval_data: Sequence[Path | str] = (), device: str = "cpu",
-    ) -> None:  # fmt: skip
+        self, given: Run, peers: int, emit: Emit, *, folder: Path | None = None, device: str = "cpu"
+    ) -> None:
         """
         Args:
-            run: pinned.
             peers: of each stage.
             emit: hears what is worth a line; what one process says of itself alone is left out.
-            files, tokenizer: what the run's text is made of, if it is of files.
-            start: the folder of the weights that the run starts from, if it is one.
-            code: a module of the owner's own that the manifest names.
-            eval_data: what the run is evaluated on, if that is text.
             folder: that `swarm init` made of this run: with its keys, and checkpoints there.
             device: one or several, which the peers have in turn.
 
@@ -130,14 +125,14 @@ class Processes:
             SetupError: this machine has none of that name.
         """
         devices = [choose_device(name) for name in names_of(device)] or [choose_device(device)]
-        self.run, self.tally = run, Tally()
+        self.run, self.tally, run, code = given.terms, Tally(), given.terms, given.code
         self._peers, self._emit, self._folder = peers, emit, folder
         self._data: list[str] = []
-        for option, given in (("--data", files), ("--eval-data", eval_data)):
-            words = [str(f.resolve() if isinstance(f, Path) else f) for f in given]
+        for option, files in (("--data", given.files), ("--eval-data", given.eval_data)):
+            words = [str(f.resolve() if isinstance(f, Path) else f) for f in files]
             self._data += [option, *words] if words else []
-        self._data += ["--tokenizer", str(tokenizer.resolve())] if tokenizer is not None else []
-        self._start = ["--start", str(start.resolve())] if start is not None else []
+        self._data += [] if given.tokenizer is None else ["--tokenizer", str(given.tokenizer.resolve())]
+        self._start = [] if given.start is None else ["--start", str(given.start.resolve())]
         installed = [name for name in run.code if code is None or name.partition(":")[0] != code.stem]
         allowed = [*installed, *([str(code.resolve())] if code is not None else [])]
         self._allowed = [word for code in allowed for word in ("--allow-code", code)]

@@ -239,7 +239,7 @@ async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: 
     monkeypatch.setattr("peers.api.processes.choose_device", lambda name: name)
     for device, expected in (("cpu", ["cpu"] * 3), ("cuda:0, cuda:1", ["cuda:0", "cuda:1", "cuda:0"])):
         spawned.clear()
-        processes = Processes(demo_run(), 1, lambda event: None, device=device)
+        processes = Processes(swarm.Run.of(demo_run()), 1, lambda event: None, device=device)
         for stage in range(3):
             await processes._spawn_peer(stage)
         assert [words[words.index("--device") + 1] for words in spawned] == expected
@@ -253,7 +253,7 @@ async def test_what_ends_says_so_and_nothing_after_it() -> None:
             processes._emit(Note(text="a peer is lost"))
 
     said: list[Event] = []
-    processes = Processes(demo_run(), 1, said.append)
+    processes = Processes(swarm.Run.of(demo_run()), 1, said.append)
     processes.children.append(Stuck())  # type: ignore[arg-type]
     await processes.close()
     assert said == [Note(text="ending all processes")]
