@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # torch is imported while p2pd starts
     from swarm.model.stage import StageCompute
 
 OptionsT = TypeVar("OptionsT", bound=NetworkOptions)
+PreparedT = TypeVar("PreparedT")
 RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper", "audit"]
 AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper", "audit": "peer"}
 """What a program is admitted as. A trainer that audits is admitted as a trainer."""
@@ -123,10 +124,11 @@ class Networked(Generic[OptionsT]):
         self,
         role: RoleName,
         run: MemberOptions,
-        prepare: Callable[[], object],
+        prepare: Callable[[], PreparedT],
         accepts: Callable[[Run], object] = lambda _: None,
-    ) -> AsyncIterator[tuple[Node, Run]]:
-        """The node in the network, and the run's manifest; an error of `accepts` is raised at once.
+    ) -> AsyncIterator[tuple[Node, Run, PreparedT]]:
+        """The node in the network, the run's manifest, and what `prepare` found; an error of `accepts` is
+        raised at once.
 
         Meanwhile `prepare` imports torch in a thread, which may take seconds.
         """
@@ -144,9 +146,9 @@ class Networked(Generic[OptionsT]):
                 admitted_as = "trainer" if audits else AS[role]
                 entering = enter(node, admitted_as, run.token, stamps_folder(), self._note)
                 await unless(prepared, entering)
-                await prepared
+                found = await prepared
                 self.preparing = False
-                yield node, terms
+                yield node, terms, found
         finally:
             prepared.cancel()
 
@@ -296,16 +298,11 @@ def check_code(run: Run, allow_code: Sequence[str]) -> None:
     import_handed(run, allow_code)
 
 
-async def offer_start(run: Run, folder: Path | None) -> None:
-    """Have this process start from the weights that the manifest names, if it can read them.
+def _choose_device(name: str) -> str:
+    """Imports torch. Raises SetupError: there is no such device."""
+    from peers.device import choose_device
 
-    Raises:
-        SetupError: what was given cannot be read, or the run starts from none.
-    """
-    if run.start.weights or folder is not None:
-        from peers.storage import start_weights
-
-        await asyncio.to_thread(start_weights.offer_start, run, folder)
+    return choose_device(name)
 
 
 class Peer(Networked[PeerOptions]):
@@ -317,13 +314,6 @@ class Peer(Networked[PeerOptions]):
 
     async def run(self) -> None:
         options = self.options
-        device = ""
-
-        def prepare() -> None:
-            nonlocal device
-            from peers.device import choose_device
-
-            device = choose_device(options.device)
 
         def accepts(run: Run) -> None:
             if options.stage != "auto" and options.stage >= run.cells:
@@ -331,13 +321,17 @@ class Peer(Networked[PeerOptions]):
                 raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
 
         async with contextlib.AsyncExitStack() as stack:
-            node, run = await stack.enter_async_context(self._joined("peer", options, prepare, accepts))
+            prepare = partial(_choose_device, options.device)
+            joined = self._joined("peer", options, prepare, accepts)
+            node, run, device = await stack.enter_async_context(joined)
             import torch
+
+            from peers.storage.start_weights import offer_start
 
             torch.set_num_threads(1)  # cores are for several microbatches at once
             if options.max_upload is not None:
                 node.transport.limit_upload(options.max_upload)
-            await offer_start(run, options.start)
+            await asyncio.to_thread(offer_start, run, options.start)
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
                 self._watch_the_device(stack, device)
@@ -507,7 +501,7 @@ class Train(_Looping[TrainOptions]):
 
     async def run(self) -> None:
         options = self.options
-        async with self._joined("train", options, lambda: None) as (node, run):
+        async with self._joined("train", options, lambda: None) as (node, run, _):
             from peers.evaluation.data import fetch_eval, open_eval
             from peers.islands.trainers import IslandTrainers
             from peers.storage.samples import open_data
@@ -536,13 +530,12 @@ class Keeper(_Looping[KeeperOptions]):
 
     async def run(self) -> None:
         options = self.options
-
         prepare = partial(importlib.import_module, "peers.transfer.keeper")
 
         def accepts(run: Run) -> object:
             return kept_stages(run, options.stages)
 
-        async with self._joined("keeper", options, prepare, accepts) as (node, run):
+        async with self._joined("keeper", options, prepare, accepts) as (node, run, _):
             from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 
             settings = KeepingSettings(
@@ -560,19 +553,13 @@ class Audit(_Looping[AuditOptions]):
 
     async def run(self) -> None:
         options = self.options
-        device = ""
-
-        def prepare() -> None:
-            nonlocal device
-            from peers.device import choose_device
-
-            device = choose_device(options.device)
-
-        async with self._joined("audit", options, prepare) as (node, run):
+        prepare = partial(_choose_device, options.device)
+        async with self._joined("audit", options, prepare) as (node, run, device):
             import torch
 
             from peers.audit.auditor import Auditor
             from peers.stage.device import DeviceThreads
+            from peers.storage.start_weights import offer_start
             from swarm.audit.answers import is_audited
             from swarm.model.stage import StageCompute
 
@@ -587,7 +574,7 @@ class Audit(_Looping[AuditOptions]):
                     "leave numbers out"
                 )
             torch.set_num_threads(1)
-            await offer_start(run, options.start)
+            await asyncio.to_thread(offer_start, run, options.start)
             cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
             threads = DeviceThreads("audits", max(1, cores) if device == "cpu" else 1)
             auditor = Auditor(
