@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -65,6 +65,14 @@ async def unless(watch: asyncio.Future[Any], awaitable: Awaitable[T]) -> T:
     finally:
         task.cancel()
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it was looked at
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel all of them, and return when none runs any more, whatever became of it."""
+    ended = list(tasks)
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)
 
 
 async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:

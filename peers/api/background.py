@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from peers.waiting import end_tasks
+
 T = TypeVar("T")
 
 INTERRUPTED_S = 0.5
@@ -57,8 +59,6 @@ def result_of(future: Future[T]) -> T:
 
 async def _cancel_all() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await end_tasks(others)
     await asyncio.get_running_loop().shutdown_asyncgens()
     await asyncio.get_running_loop().shutdown_default_executor()

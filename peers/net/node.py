@@ -37,6 +37,7 @@ from peers.net.p2pd import Daemon, DaemonOptions, shortage
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.net.transport import SHOW_METHOD, NetTransport
+from peers.waiting import end_tasks
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId, RunName
 from swarm.manifest import Run, check_id
@@ -403,10 +404,7 @@ class Node:
     async def close(self) -> None:
         """End p2pd and every task, and remove its directory. Idempotent."""
         started, self._started = self._started, []
-        for task in (self._probing, self._reviving):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task for task in (self._probing, self._reviving) if task is not None)
         try:
             if "transport" in started:
                 await self.transport.close()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from peers.waiting import end_tasks
 from swarm.errors import SwarmError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,4 @@ class TaskKeeper:
     async def close(self) -> None:
         """Cancel the tasks, and those that they start meanwhile, until none is left."""
         while self._tasks:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(self._tasks)

@@ -21,7 +21,7 @@ import msgspec
 
 from peers.events import Emit, Note, Trouble, count
 from peers.options import MIN_UPLOAD_BPS, VARIABLES, Listen, PeerOptions
-from peers.waiting import happens, within
+from peers.waiting import end_tasks, happens, within
 from swarm.errors import SetupError
 
 STOP_S = 5.0
@@ -102,8 +102,7 @@ class Child:
         except asyncio.TimeoutError:
             self.signal(signal.SIGKILL)
             await self._process.wait()
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        await end_tasks([self._reader])
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -259,9 +258,7 @@ class Fleet:
         finally:
             for child in self._running.values():
                 child.signal(signal.SIGKILL)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def leave(self) -> None:
         """All of them finish what they have."""

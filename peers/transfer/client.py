@@ -27,7 +27,7 @@ from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
 from peers.ports import Answer, Transport
 from peers.transfer.leases import chunks_of, flat, forms_of
-from peers.waiting import happens
+from peers.waiting import end_tasks, happens
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
@@ -369,9 +369,7 @@ class _Downloading:
                 if until == float("inf") and (self._has_voice(o.source for o in offers) or not waits):
                     until = now_s() + (self.wanted.gather_s if offers else float("inf"))
         finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await end_tasks(pending)
         return offers
 
     async def _open(self, source: PeerId, question: Question) -> Offer:
@@ -434,9 +432,7 @@ class _Downloading:
                     elif error is not None:
                         raise error
         finally:
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await end_tasks(pending)
         return pull.complete.is_set()
 
     async def _recruit(self, pull: _Pull, model: Offer, source: PeerId) -> None:
@@ -496,9 +492,7 @@ class _Pull:
             await asyncio.gather(*workers)
         finally:
             self.active.discard(source)
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await end_tasks(workers)
 
     async def _work(self, source: PeerId, lease: str, turn: int) -> None:
         for _ in range(turn):

@@ -29,7 +29,7 @@ from peers.transfer.catalog import Sources, ask_saved, is_keeper
 from peers.transfer.client import DownloadFailed, Partial, download, shown, state_of
 from peers.transfer.server import StateLeases
 from peers.voices import Voices
-from peers.waiting import happens, within
+from peers.waiting import end_tasks, happens, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -183,14 +183,10 @@ class CheckpointKeeper:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a bug in a loop ends the keeper, with its traceback
-            for task in loops:
-                task.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await end_tasks(loops)
             await self._keep_the_last()
         finally:
-            for task in loops:
-                task.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await end_tasks(loops)
             await self._directory.withdraw()
 
     def leave(self) -> None:

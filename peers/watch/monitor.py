@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from peers.ports import Directory, Transport
 from peers.voices import Voices
+from peers.waiting import end_tasks
 from swarm.errors import BadAnswer, PeerGone, Refused, SwarmError, clean, short
 from swarm.ids import PeerId
 from swarm.manifest import Run
@@ -132,9 +133,7 @@ class Monitor:
                 self._take(self._observe())
                 await asyncio.sleep(self._observe_every_s)
         finally:
-            for task in self._asked.values():
-                task.cancel()
-            await asyncio.gather(*self._asked.values(), return_exceptions=True)
+            await end_tasks(self._asked.values())
 
     def _observe(self) -> Observation:
         """What is new since the last observation."""
