@@ -23,12 +23,12 @@ from swarm.manifest import MAX_FOUNDERS, demo_run, load_run
 
 if TYPE_CHECKING:
     from peers.net.node import Node
+    from peers.options import Membership
     from peers.programs.tool_options import (
         BanOptions,
         CharterOptions,
         InitOptions,
         InviteOptions,
-        OwnersOptions,
         RevokeOptions,
         UnbanOptions,
     )
@@ -143,7 +143,7 @@ def run_invite(options: InviteOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def _at_the_run(
-    options: OwnersOptions, identity: Path | None = None
+    options: Membership, identity: Path | None = None
 ) -> AsyncIterator[tuple[Node, Charter]]:
     """A node in the network of the run, and the highest charter, be it expired.
 

@@ -174,12 +174,7 @@ class InviteOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnersOptions(Membership):
-    """Of commands that speak with the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BanOptions(OwnersOptions):
+class BanOptions(Membership):
     """Keep a peer out of your run.
 
     swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
@@ -191,7 +186,7 @@ class BanOptions(OwnersOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnbanOptions(OwnersOptions):
+class UnbanOptions(Membership):
     """Let a peer that you banned take part again.
 
     swarm unban PEER @join.txt --owner myrun/owner.key
@@ -202,7 +197,7 @@ class UnbanOptions(OwnersOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CharterOptions(OwnersOptions):
+class CharterOptions(Membership):
     """Show which peers may take part in a run; with its key, change that.
 
     swarm charter @join.txt
@@ -228,7 +223,7 @@ class CharterOptions(OwnersOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RevokeOptions(OwnersOptions):
+class RevokeOptions(Membership):
     """Say of a key of yours that it is to be trusted no more.
 
     swarm revoke @join.txt --identity stolen.key
