@@ -17,6 +17,7 @@ import msgspec
 from peers.owner import local_socket
 from peers.owner.commands import Owner
 from peers.owner.local_socket import OwnerCommand
+from peers.storage import cache_folder
 from peers.waiting import happens
 from swarm.errors import SetupError, short
 
@@ -43,8 +44,7 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def control_folder() -> Path:
     """Where the sockets are."""
-    cache = os.environ.get("SWARM_CACHE")
-    return (Path(cache) if cache else Path.home() / ".cache" / "swarm") / "control"
+    return cache_folder() / "control"
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from peers.programs.tool_options import CheckOptions
+from peers.storage import cache_folder
 from swarm.errors import SetupError, SwarmError, printable
 
 MIN_FREE_BYTES = 1_500_000_000
@@ -108,7 +109,7 @@ def _fitting(free_bytes: int, *, on_gpu: bool) -> str:
 
 def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:
     """The cache folder can be written and has room."""
-    folder = folder or Path(os.environ.get("SWARM_CACHE") or Path.home() / ".cache" / "swarm")
+    folder = folder or cache_folder()
     at = folder
     while not at.exists() and at != at.parent:
         at = at.parent
