@@ -301,11 +301,6 @@ def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()
     return given or ("0.0.0.0" if announce or not all(map(is_loopback, join)) else "127.0.0.1")
 
 
-def to_ask(join: Sequence[str]) -> DaemonOptions:
-    """How p2pd is started for a program that asks at a run and is not asked itself."""
-    return DaemonOptions(host=listening_host("", join))
-
-
 async def settled(
     options: DaemonOptions, join: Sequence[str], reach: Reach, *, needed: bool = True
 ) -> tuple[DaemonOptions, str]:

@@ -108,13 +108,14 @@ class Node:
         `run_id`: or `NAME@FINGERPRINT`, which is looked up; it is the id once this is entered. `charters`: a
         folder for the highest charters that were seen.
 
-        `daemon`: one that was spawned before; else `options` and `identity_path` say how to start it.
+        `daemon`: one that was spawned before; else `options` and `identity_path` say how to start it. Without
+        options it is of a program that asks at a run and is not asked itself.
         A p2pd that ends, or hangs, without being asked to is started again, on the same identity and port:
         calls under way fail with PeerGone, new ones wait. After `timings.revivals` deaths in a row the task
         that entered the node is interrupted, and leaves it with a SetupError.
         """
         self.daemon = daemon
-        self._options = options or DaemonOptions()
+        self._options = options
         self._identity_path = identity_path
         self._join = tuple(join)
         self.run_id = run_id
@@ -140,7 +141,8 @@ class Node:
             for address in self._join:
                 split_peer_id(address)
             if self.daemon is None:
-                self.daemon = Daemon.spawn(self._options, identity_path=self._identity_path)
+                options = self._options or DaemonOptions(host=nat.listening_host("", self._join))
+                self.daemon = Daemon.spawn(options, identity_path=self._identity_path)
             self._owner = asyncio.current_task()
             await self._start(self.daemon)
             self._probing = asyncio.get_running_loop().create_task(self._probe())

@@ -150,12 +150,10 @@ async def _at_the_run(
     Raises:
         SetupError: no route to the run, or it has no charter.
     """
-    from peers.net.nat import to_ask
     from peers.net.node import Node
 
     name = RunName.parse(options.run)
     async with Node(
-        options=to_ask(options.join),
         join=options.join,
         run_id=None if name else options.run,
         charters=charters_folder(),

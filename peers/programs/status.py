@@ -102,10 +102,9 @@ async def observe(run_id: str, join: Sequence[str], *, calls: bool = True) -> tu
     Raises:
         SetupError: no route to any of `join`, or no peer knows that run.
     """
-    from peers.net.nat import to_ask
     from peers.net.node import Node
 
-    async with Node(options=to_ask(join), join=join, run_id=run_id) as node:
+    async with Node(join=join, run_id=run_id) as node:
         run = await node.manifest()
         records = await node.directory.lookup_all()
         transport = node.transport if calls else None

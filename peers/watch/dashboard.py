@@ -57,14 +57,11 @@ async def run_dashboard(options: DashboardOptions) -> None:
 
 
 async def _watch(options: DashboardOptions, run_id: str) -> None:
-    from peers.net.nat import to_ask
     from peers.net.node import Node
     from peers.watch.monitor import Monitor
 
     async with contextlib.AsyncExitStack() as stack:
-        node = await stack.enter_async_context(
-            Node(options=to_ask(options.join), join=options.join, run_id=run_id)
-        )
+        node = await stack.enter_async_context(Node(join=options.join, run_id=run_id))
         board = Board(await node.manifest())
         record: Callable[[Observation], None] | None = None
         if options.record is not None:
