@@ -115,17 +115,10 @@ def find_run(folder: Path, run_id: str | None) -> Run:
     return check_id(checkpoint.load_manifest(folder, run_id), run_id)
 
 
-def with_step(
-    folder: Path,
-    run: Run,
-    step: int | None,
-    use: Callable[[int], T],
-    *,
-    note: Callable[[str], None] = say,
-) -> T:
+def with_step(folder: Path, run: Run, step: int | None, use: Callable[[int], T]) -> T:
     """`use(step)`; where none is given, of the newest that all stages have and that is whole.
 
-    `use` raises Damaged for a step that is damaged; the next older one is then taken, and `note` told.
+    `use` raises Damaged for a step that is damaged; the next older one is then taken, and the user told.
 
     Raises:
         SetupError: there is none, or the step that was asked for is damaged or not complete.
@@ -147,7 +140,7 @@ def with_step(
         except Damaged as damaged:
             first = first or damaged
             if step is None:
-                note(f"step {candidate} cannot be used: {damaged.text}")
+                say(f"step {candidate} cannot be used: {damaged.text}")
     if first is not None:
         raise first
     there = "; ".join(

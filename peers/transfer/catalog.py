@@ -41,7 +41,6 @@ async def ask_saved(
     records: Sequence[PeerRecord],
     *,
     voice: Mapping[PeerId, int] = NO_VOICE,
-    ask_s: float = ASK_S,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> Sources:
     """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
@@ -55,7 +54,7 @@ async def ask_saved(
         try:
             question = pack(AskSaved(run=run.id))
             answer = await transport.call(
-                record.peer, "saved", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=ask_s
+                record.peer, "saved", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=ASK_S
             )
             return check_saved(run, record, unpack_answer(record.peer, answer.header, Saved, answer.body))
         except PeerFault as fault:
