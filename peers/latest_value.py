@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from peers.waiting import end_tasks
+
 K = TypeVar("K")
 """Whom it goes to, and as what."""
 M = TypeVar("M")
@@ -36,6 +38,4 @@ class LatestValueSender(Generic[K, M]):
         """Stop sending what has one of these keys."""
         self._waiting = {key: message for key, message in self._waiting.items() if not which(key)}
         tasks = [task for key, task in self._running.items() if which(key)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from peers.ports import Directory, Transport
+from peers.waiting import end_tasks
 from swarm.errors import PeerFault, SwarmError
 from swarm.ids import PeerId
 from swarm.policy.backoff import Backoff
@@ -32,10 +33,7 @@ class Prober:
                 await asyncio.sleep(PROBE_EVERY_S)
                 self._ask_all()
         finally:
-            asking = list(self._asking.values())
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await end_tasks(self._asking.values())
 
     def _ask_all(self) -> None:
         for peer in self._backoff.silent():

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
+from peers.waiting import end_tasks
 from swarm.audit.unusual import AnswerScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
@@ -87,6 +88,4 @@ class AuditCaller:
 
     async def close(self) -> None:
         """Ask nothing more."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)

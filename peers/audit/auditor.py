@@ -29,6 +29,7 @@ from peers.stage.all_reduce import chunks_of
 from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
 from peers.voices import Voices
+from peers.waiting import end_tasks
 from swarm.audit.answers import make, proves_answer
 from swarm.audit.contributions import Recount
 from swarm.audit.projection import coefficients
@@ -115,9 +116,7 @@ class Auditor:
             if work.done():
                 work.result()
         finally:
-            for task in (work, leaving):
-                task.cancel()
-            await asyncio.gather(work, leaving, return_exceptions=True)
+            await end_tasks((work, leaving))
             self._device.stop()
         liars = f"; other work was signed by {' '.join(sorted(self.found))}" if self.found else ""
         self._emit(events.Note(text=f"{self.audited} contributions were computed again{liars}"))

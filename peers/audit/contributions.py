@@ -26,6 +26,7 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.ports import Device, Rank, Transport
 from peers.stage.state import StageCore
+from peers.waiting import end_tasks
 from swarm.audit.answers import is_audited
 from swarm.audit.contributions import Recount
 from swarm.audit.evidence import numbers
@@ -79,9 +80,7 @@ async def count_again(
     try:
         return sum(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> bool:

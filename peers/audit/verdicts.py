@@ -10,6 +10,7 @@ from peers import events
 from peers.ports import Directory, Transport
 from peers.status_query import MAX_VOICES
 from peers.voices import Voices
+from peers.waiting import end_tasks
 from swarm.errors import SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -107,9 +108,7 @@ class Verdicts:
 
     async def close(self) -> None:
         """Stop telling others."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
 
 class TrustedDirectory:

@@ -12,6 +12,7 @@ from peers import events
 from peers.islands.directory import telling_cells
 from peers.ports import Directory, Transport
 from peers.trainer import Batches, Trainer, TrainerSettings
+from peers.waiting import end_tasks
 from swarm.manifest import Run
 
 
@@ -59,9 +60,7 @@ class IslandTrainers:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     def leave(self) -> None:
         """Start nothing more and end `run`."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from peers.ports import Buffer, Directory, Transport
 from peers.vouching.tickets import ticket_for
+from peers.waiting import end_tasks
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.manifest import Run
@@ -78,9 +79,7 @@ class VoucherGiver:
 
     async def close(self) -> None:
         """Give nothing more."""
-        for task in self._giving:
-            task.cancel()
-        await asyncio.gather(*self._giving, return_exceptions=True)
+        await end_tasks(self._giving)
 
     async def _give_all(self, due: Sequence[Worked]) -> None:
         room = asyncio.Semaphore(AT_ONCE)
