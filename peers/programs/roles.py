@@ -173,10 +173,8 @@ class Bootstrap(Networked[BootstrapOptions]):
             from peers.programs.manifest_pinning import pinned
             from peers.storage.samples import open_data
 
-            data, held_out = (
-                open_data(run, options.data, options.tokenizer),
-                open_eval(run, options.eval_data, options.tokenizer),
-            )
+            data = open_data(run, options.data, options.tokenizer)
+            held_out = open_eval(run, options.eval_data, options.tokenizer)
             run = pinned(run, data, options.start, held_out)
         async with Node(
             options=await self._daemon_options(options.join),
