@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from peers.programs.descriptions import shown_bytes, shown_names
+from peers.programs.descriptions import heading, shown_bytes, shown_names
 from swarm.errors import SetupError, count
 from swarm.manifest import IslandsSpec, Run
 from swarm.plan.islands import (
@@ -173,10 +173,7 @@ def as_json(answer: IslandsAnswer, run: Run, network: Network) -> dict[str, Any]
 def render(answer: IslandsAnswer, run: Run, network: Network) -> str:
     """The same for people."""
     plan, spec = answer.plan, run.islands
-    lines = [
-        f"{run.name}: {spec.count} islands of {run.S} stages, {run.M // spec.count} microbatches a step, on "
-        f"{count(len(network), 'device')} in {count(len(set(network.place_of())), 'region')}"
-    ]
+    lines = [heading(run, network)]
     for cell in range(run.cells):
         members = _members(plan, cell)
         lines.append(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, count
 from swarm.manifest import Run
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
 
@@ -98,6 +98,15 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise SetupError(f"{path} cannot be read: {reason}") from None
+
+
+def heading(run: Run, network: Network) -> str:
+    """The run, and the machines."""
+    there = f"{count(len(network), 'device')} in {count(len(set(network.place_of())), 'region')}"
+    if (islands := run.islands.count) == 1:
+        return f"{run.name}: {run.S} stages, {run.M} microbatches a step, {there}"
+    each = run.M // islands
+    return f"{run.name}: {islands} islands of {run.S} stages, {each} microbatches a step, on {there}"
 
 
 def shown_bytes(size: float) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from peers.islands import planning as plan_islands
 from peers.islands.planning import IslandsAnswer
-from peers.programs.descriptions import job_of, load_devices, shown_names
+from peers.programs.descriptions import heading, job_of, load_devices, shown_names
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError, count
@@ -320,10 +320,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
 def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
     """The same for people."""
     step, stage_of = answer.plan.step, answer.plan.stage_of
-    lines = [
-        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {count(len(network), 'device')} in "
-        f"{count(len(set(network.place_of())), 'region')}"
-    ]
+    lines = [heading(run, network)]
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
         lines.append(
             f"stage {stage}: {count(len(members), 'device')}, {job.least_bytes(stage) / 1e9:.3g} GB on each: "

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from peers.islands.planning import islands_of
-from peers.programs.descriptions import job_of, load_devices, read_text, shown_bytes
+from peers.programs.descriptions import heading, job_of, load_devices, read_text, shown_bytes
 from peers.programs.tool_options import SimulateOptions
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.islands import STEPS, IslandsReport, simulate_islands
@@ -191,8 +191,7 @@ def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
 def render(report: ThroughputReport, run: Run, network: Network) -> str:
     """The same for people."""
     lines = [
-        f"{run.name}: {run.S} stages, {run.M} microbatches a step, {len(network)} devices in "
-        f"{count(len(set(network.place_of())), 'region')}",
+        heading(run, network),
         f"{report.version} steps in {_clock(report.end_s)}: {report.per_s:.3g} microbatches/s, "
         f"{_tokens_per_s(report, run):,.0f} tokens/s",
         "",
@@ -249,10 +248,7 @@ def render_islands(report: IslandsReport, run: Run, network: Network) -> str:
     """The same for people."""
     inner_s, spec = report.inner_s, run.islands
     slowest, fastest = inner_s.index(max(inner_s)), inner_s.index(min(inner_s))
-    lines = [
-        f"{run.name}: {spec.count} islands of {run.S} stages, {run.M // spec.count} microbatches a step, on "
-        f"{count(len(network), 'device')} in {count(len(set(network.place_of())), 'region')}"
-    ]
+    lines = [heading(run, network)]
     if max(inner_s) == math.inf:
         all_s = _clock(report.islands[slowest].end_s)
         return "\n".join([*lines, f"island {slowest} took no step in {all_s}: --hours simulates for longer"])
