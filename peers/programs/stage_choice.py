@@ -25,31 +25,27 @@ async def choose_stage(
     """The stage that needs this peer most, of those that are allowed; none: of all.
 
     The peer first announces that it is choosing, and looks which others are: they place one another, in the
-    order of their ids, by the same rule. So ten that start together do not all go to the stage that was
-    slowest before they came.
+    order of their machines and ids, by the same rule. So ten that start together do not all go to the stage
+    that was slowest before they came, and those of one machine come next to one another.
     """
 
-    async def announce(stage: Stage) -> None:
-        await directory.announce(
-            PeerRecord(
-                peer=me,
-                run=run.id,
-                stage=stage,
-                state="choosing" if stage == NO_STAGE else "joining",
-                version=0,
-                addresses=tuple(addresses),
-                since=time.time(),
-            )
-        )
+    def record(stage: Stage) -> PeerRecord:
+        state = "choosing" if stage == NO_STAGE else "joining"
+        return PeerRecord(
+            peer=me, run=run.id, stage=stage, state=state, version=0, addresses=tuple(addresses),
+            since=time.time(),
+        )  # fmt: skip
 
-    await announce(NO_STAGE)
+    mine = record(NO_STAGE)
+    await directory.announce(mine)
     await asyncio.sleep(OTHERS_S)
     records = await directory.lookup_all()
-    others = sorted(r.peer for r in records if r.state == "choosing" and r.peer != me)[:MAX_OTHERS]
-    stage = choose_stages(records, [me, *others], stages=run.cells, now_s=time.time())[me]
+    others = [r for r in records if r.state == "choosing" and r.peer != me]
+    coming = [mine, *sorted(others, key=lambda r: r.peer)[:MAX_OTHERS]]
+    stage = choose_stages(records, coming, stages=run.cells, depth=run.S, now_s=time.time())[me]
     if allowed and stage not in allowed:
         stage = min(allowed, key=Counter(record.stage for record in records).__getitem__)
-    await announce(stage)  # peers that choose after this count us there
+    await directory.announce(record(stage))  # peers that choose after this count us there
     return stage
 
 

@@ -64,6 +64,7 @@ WEIGHTS = "swarm/model/state.py"
 QUEUE = "swarm/policy/fair_queue.py"
 BACKOFF = "swarm/policy/backoff.py"
 REBALANCE = "swarm/policy/rebalance.py"
+RECORDS = "swarm/records.py"
 FRAMES = "swarm/wire/frames.py"
 HEADERS = "swarm/wire/messages.py"
 META = "swarm/wire/tensor_meta.py"
@@ -2287,6 +2288,62 @@ MUTATIONS: tuple[Mutation, ...] = (
         "speed=speed or typical,",
         "One peer that claims to be fast keeps others from a stage for ever.",
         ("test_moves",),
+    ),
+    Mutation(
+        "beside-its-machine-whatever-the-need",
+        REBALANCE,
+        "(levels[s] > most, s not in beside, levels[s], s)",
+        "(s not in beside, levels[s], s)",
+        "Cards join stages next to their machine's while another stands empty.",
+        ("test_stage_choice",),
+    ),
+    Mutation(
+        "large-stages-as-noisy-as-small",
+        REBALANCE,
+        "(_min_gain(sum(r.stage == slowest for r in there)) - 1e-9)",
+        "MIN_GAIN",
+        "Cards join a stage from which the rebalancer sends others away.",
+        ("test_stage_choice",),
+    ),
+    Mutation(
+        "machines-in-the-order-of-ids",
+        REBALANCE,
+        "key=lambda r: (r.machine, r.peer)",
+        "key=lambda r: r.peer",
+        "Two machines that start at once are interleaved.",
+        ("test_stage_choice",),
+    ),
+    Mutation(
+        "unknown-machines-are-one",
+        REBALANCE,
+        "if r.machine and r.machine == new.machine",
+        "if r.machine == new.machine",
+        "Relayed peers all over the world are taken for cards of one machine.",
+        ("test_stage_choice",),
+    ),
+    Mutation(
+        "beside-across-islands",
+        REBALANCE,
+        " if s // depth == at // depth",
+        "",
+        "The last stage of an island is taken for a neighbour of the next one's first.",
+        ("test_stage_choice",),
+    ),
+    Mutation(
+        "relay-is-the-machine",
+        RECORDS,
+        '"" if "/p2p-circuit" in self.address else ',
+        "",
+        "Peers of one relay are taken for cards of one machine.",
+        ("test_stage_choice",),
+    ),
+    Mutation(
+        "loopback-is-the-machine",
+        RECORDS,
+        'key=lambda a: a.startswith(("/ip4/127.", "/ip6/::1/"))',
+        "key=lambda a: 0",
+        "All peers that listen on loopback too are taken for one machine.",
+        ("test_stage_choice",),
     ),
     # --- the wire ---
     Mutation(

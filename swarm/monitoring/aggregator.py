@@ -488,7 +488,7 @@ class Aggregator:
             computed=self._work.get(record.peer, _Work()).total,
             slower=slower,
             inconsistencies=tuple(self._inconsistencies(seen, now)),
-            address=_address(record),
+            address=clean(record.address),
             voice=self._voice.get(record.peer, 0),
             memory_bytes=sum(link.memory_bytes for link in status.links) if status is not None else 0,
         )
@@ -598,9 +598,3 @@ def _slower(seen: _Seen, speeds: Sequence[tuple[float, PeerId]]) -> float:
     if not others or not seen.serves or seen.speed <= 0 or warming:
         return 0.0
     return statistics.median(others) / seen.speed
-
-
-def _address(record: PeerRecord) -> str:
-    """One that other machines can dial, if there is any."""
-    far = [a for a in record.addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))]
-    return clean(next(iter((*far, *record.addresses)), ""))

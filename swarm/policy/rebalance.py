@@ -192,21 +192,31 @@ def neediest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> lis
 
 
 def choose_stages(
-    records: Iterable[PeerRecord], newcomers: Iterable[PeerId], *, stages: int, now_s: float
+    records: Iterable[PeerRecord], newcomers: Iterable[PeerRecord], *, stages: int, depth: int, now_s: float
 ) -> dict[PeerId, Stage]:
-    """A stage for each newcomer, as if each in order of its id joined the slowest stage.
+    """A stage for each newcomer, as if one after the other joined the slowest stage, or an equal of it.
 
-    So newcomers of one instant spread over the stages, and each can compute where all go.
+    So newcomers of one instant spread over the stages, and each can compute where all go. Those of a machine
+    come in a row, and each takes, of stages that are equal up to noise, one next to its machine's, to which
+    it hands over in memory: a stranger's word on where it is decides between those. `depth`: stages of an
+    island.
     """
-    coming = sorted(set(newcomers))
-    there = [record for record in records if record.peer not in coming]
+    coming = {new.peer: new for new in newcomers}
+    there = _newest((r for r in records if r.peer not in coming), stages=stages, now_s=now_s)
     chosen: dict[PeerId, Stage] = {}
-    for peer in coming:
+    for new in sorted(coming.values(), key=lambda r: (r.machine, r.peer)):
         levels = _levels(there, stages=stages, now_s=now_s)
-        chosen[peer] = levels.index(min(levels))
-        there.append(
-            PeerRecord(peer=peer, run="", stage=chosen[peer], state="joining", version=0, since=now_s)
-        )
+        slowest = levels.index(min(levels))
+        most = levels[slowest] * (_min_gain(sum(r.stage == slowest for r in there)) - 1e-9)
+        own = {r.stage for r in there if r.machine and r.machine == new.machine}
+        beside = {s for at in own for s in (at - 1, at + 1) if s // depth == at // depth}
+        stage = min(range(stages), key=lambda s: (levels[s] > most, s not in beside, levels[s], s))
+        chosen[new.peer] = stage
+        joins = PeerRecord(
+            peer=new.peer, run="", stage=stage, state="joining", version=0, addresses=new.addresses,
+            since=now_s,
+        )  # fmt: skip
+        there.append(joins)
     return chosen
 
 
@@ -275,9 +285,9 @@ def _since(record: PeerRecord, now_s: float) -> float:
     return record.since if 0.0 <= record.since <= now_s else now_s
 
 
-def _min_gain(there: Sequence[_Replica]) -> float:
+def _min_gain(peers: int) -> float:
     """The factor by which moves must speed up the slowest stage."""
-    return 1.0 + (MIN_GAIN - 1.0) * min(1.0, math.sqrt(NOISY / max(1, len(there))))
+    return 1.0 + (MIN_GAIN - 1.0) * min(1.0, math.sqrt(NOISY / max(1, peers)))
 
 
 def _between(value: float, low: float, high: float) -> float:
@@ -481,7 +491,7 @@ def _next_few(
     proven: bool,
 ) -> list[Move] | Stay:
     to, before = thought.slowest, min(thought.levels)
-    gain = _min_gain(by_stage[to])
+    gain = _min_gain(len(by_stage[to]))
     steps: list[_Step] = []
     price_s = [0.0] * len(by_stage)
     # Several stages may be equally slow: then the run is faster only when the last of them got a peer.

@@ -33,6 +33,22 @@ async def test_those_who_start_together_do_not_all_take_the_same_stage() -> None
     await network.close()
 
 
+async def test_cards_that_start_beside_strangers_come_next_to_one_another() -> None:
+    """Ids in turn, of two machines: each of all computes that."""
+    network, run = CalmNetwork(), audit_run(stages=4)
+
+    async def one(name: str, host: str, more: str = "") -> int:
+        # The first is an address of every machine.
+        addresses = ["/ip4/127.0.0.1/tcp/1", f"/ip4/{host}/tcp/1{more}"]
+        return await choose_stage(name, run, network.join(name).directory, addresses[bool(more) :])
+
+    hosts = ["192.0.2.1", "192.0.2.2"] * 2
+    assert await asyncio.gather(*(one(f"new{i}", host) for i, host in enumerate(hosts))) == [0, 2, 1, 3]
+    assert await one("far", "192.0.2.2", "/p2p/new1/p2p-circuit") == 0, "it is where its relay is not"
+    assert await one("more", "192.0.2.2") == 1, "next to stage 2"
+    await network.close()
+
+
 async def test_who_comes_where_a_stage_is_empty_takes_it() -> None:
     network = CalmNetwork()
     for stage in (0, 2):
