@@ -379,6 +379,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
 
     swarm peer @join.txt
     swarm peer --run 5a7c... --join ADDRESS
+    swarm peer @join.txt --device all --identity keys/
     """
 
     stage: Literal["auto"] | int = option(STAGE, "default: the one that needs a peer most", "auto")

@@ -104,7 +104,8 @@ def _fitting(free_bytes: int, *, on_gpu: bool) -> str:
 
     words = f"fits stages of up to {millions(False, 'float32')}"
     words += f", with bfloat16 moments {millions(False, 'bfloat16')}"
-    return words + (f", with --host-sums too {millions(True, 'bfloat16')}" if on_gpu else "")
+    words += f", with --host-sums too {millions(True, 'bfloat16')}" if on_gpu else ""
+    return words + "; larger ones are refused: their run needs more of them (model.stages), one for each card"
 
 
 def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:

@@ -64,7 +64,8 @@ def test_a_device_is_there_and_has_room(monkeypatch: pytest.MonkeyPatch) -> None
     wrong(check.check_device("cpu", least_bytes=10**15), "free", "free at least 1000000.0 GB")
     assert check._fitting(24 * 10**9, on_gpu=True) == (
         "fits stages of up to 1,000 million weights (24 bytes each), with bfloat16 moments 1,200 million "
-        "weights (20 bytes each), with --host-sums too 2,000 million weights (12 bytes each)"
+        "weights (20 bytes each), with --host-sums too 2,000 million weights (12 bytes each); larger ones "
+        "are refused: their run needs more of them (model.stages), one for each card"
     )
     assert "host-sums" not in check.check_device("cpu").found
     monkeypatch.setattr("torch.version.cuda", "13.0")
