@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,12 +11,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from peers.net import p2pd as daemon_module
+from peers.net._hivemind import p2pd_pb2
 from peers.net.p2pd import Daemon, DaemonOptions, probe_p2pd
+from peers.net.p2pd_control import ControlError, DaemonControl, peer_bytes
 from swarm.errors import SetupError
 from tests.stopping import stop
 
@@ -217,6 +221,33 @@ def test_a_probe_that_succeeds_says_where_it_listened() -> None:
     ok, text = probe_p2pd("localhost")
     assert ok
     assert text.startswith("p2pd starts and listens on /ip4/127.0.0.1/tcp/")
+
+
+RELAYING = "/libp2p/circuit/relay/0.2.0/hop"
+
+
+async def test_only_a_p2pd_that_is_to_relay_can_be_asked_to() -> None:
+    """Left to itself p2pd relays a little for anybody, also after `--no-relay`."""
+    with contextlib.ExitStack() as stack:
+
+        async def started(**options: Any) -> tuple[Daemon, DaemonControl]:
+            daemon = Daemon.spawn(DaemonOptions(**options))
+            stack.callback(daemon.close_now)
+            await daemon.ready()
+            return daemon, DaemonControl(daemon.control_path)
+
+        (relay, _), (other, _), (_, control) = [
+            await started(reachable=True, be_relay=be_relay) for be_relay in (True, False, False)
+        ]
+
+        async def ask(daemon: Daemon) -> None:
+            await control.connect(daemon.peer_id, daemon.addresses, 5.0)
+            wanted = p2pd_pb2.StreamOpenRequest(peer=peer_bytes(daemon.peer_id), proto=[RELAYING])
+            await control._ask("STREAM_OPEN", streamOpen=wanted)
+
+        await ask(relay)
+        with pytest.raises(ControlError, match="protocol"):
+            await ask(other)
 
 
 def test_one_identity_serves_one_process(tmp_path: Path) -> None:
