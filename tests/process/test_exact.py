@@ -69,32 +69,8 @@ def test_weights_equal_a_single_process_to_rounding_whoever_was_killed(tmp_path:
     assert farthest(weights, swarm.single_process(steps)) < 1e-9
 
 
-def test_with_quantized_boundaries_every_loss_is_that_of_a_single_process(tmp_path: Path) -> None:
-    """float32, blockwise8, a peer killed half-way: within 1e-3 of one process with the same codec."""
-    run = tiny(dtype="float32", codec="blockwise8", steps=24)
-    with Swarm(tmp_path, run) as swarm:
-        swarm.bootstrap()
-        swarm.peer(1, kill_at="backward:40")
-        swarm.peers(1)
-        trainer = swarm.trainer("--window", "6")
-        swarm.ends(trainer)
-        told = trainer.heard(StepDone)
-        assert [event.t for event in told] == list(range(run.steps))
-        weights = swarm.weights()
-    single = SingleProcess(swarm.run, swarm.data.batch)
-    whole = 0
-    for event in told:
-        losses = single.step(event.t)
-        assert event.loss == pytest.approx(sum(losses) / run.M, abs=1e-3)
-        if event.losses:
-            whole += 1
-            assert event.losses == pytest.approx(losses, abs=1e-3)
-    assert whole > run.steps // 2  # a trainer may hear of a step before it has all of its answers
-    assert farthest(weights, single) < 1e-3
-
-
 def test_a_run_is_evaluated_on_the_way_whoever_is_killed(tmp_path: Path) -> None:
-    """float32: the losses of one process's weights on the same samples, to the last bit."""
+    """float32: every loss, and those of one process's weights on held-out samples, to the last bit."""
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("what was never trained on, " * 40)
     base = tiny(dtype="float32", codec="blockwise8", steps=8)
@@ -105,7 +81,7 @@ def test_a_run_is_evaluated_on_the_way_whoever_is_killed(tmp_path: Path) -> None
         swarm.peers(1)
         trainer = swarm.trainer("--window", "6")
         swarm.ends(trainer)
-        told = trainer.heard(Evaluated)
+        told, done = trainer.heard(Evaluated), trainer.heard(StepDone)
         weights = swarm.audited_weights()
     text, single = open_eval(swarm.run, [held_out], None), SingleProcess(swarm.run, swarm.data.batch)
     assert text is not None
@@ -116,7 +92,9 @@ def test_a_run_is_evaluated_on_the_way_whoever_is_killed(tmp_path: Path) -> None
             losses = [loss(text.batch(eval_offsets(swarm.run, e))) for e in range(4)]
             expected[t] = mean_loss(losses, [1] * 4)
         if t < run.steps:
-            single.step(t)
+            losses = single.step(t)
+            assert (done[t].t, done[t].loss) == (t, sum(losses) / run.M)
+            assert done[t].losses in ((), tuple(losses))  # who hears of a step early has not all answers
     assert {event.version: event.loss for event in told} == expected and list(expected) == [0, 3, 6, 8]
     assert farthest(weights, single) == 0.0
 
