@@ -188,10 +188,10 @@ def test_a_peer_whose_p2pd_dies_again_and_again_gives_up_with_the_reason(swarm: 
     def kill_p2pd() -> bool:
         if peer.returncode is None:
             with contextlib.suppress(psutil.NoSuchProcess):
-                p2pd = peer.family().names.get("p2pd")
-                if p2pd is not None and p2pd.pid not in killed:
-                    killed.add(p2pd.pid)
-                    p2pd.kill()
+                for child in psutil.Process(peer.pid).children(recursive=True):
+                    if child.name() == "p2pd" and child.pid not in killed:
+                        killed.add(child.pid)
+                        child.kill()
         return peer.returncode is not None
 
     eventually(kill_p2pd, peer.story)
