@@ -25,7 +25,7 @@ def islands_of(base: Run, **spec: Any) -> Run:
 
 def test_weights_equal_a_single_process_whoever_of_which_island_was_killed(tmp_path: Path) -> None:
     """float32, coded differences: the last bits too. Replicas die, then a whole cell, then a whole island."""
-    run = islands_of(tiny(dtype="float32", codec="blockwise8", steps=36), codec="blockwise8")
+    run = islands_of(tiny(dtype="float32", codec="blockwise8", steps=24), codec="blockwise8")
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         doomed = [swarm.peer(1, kill_at="backward:9"), swarm.peer(2, kill_at="prepared:3")]
