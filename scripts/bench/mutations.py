@@ -2907,9 +2907,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "memory-says-anything",
         DIRECT_MEMORY,
-        "        if not (wrote or freed) or wrote > RING_BYTES - self._owed or freed",
+        "        if not (wrote or freed) or room < 0 or freed",
         "        if freed",
         "The other end has a peer read what was never written, or write over what was not read.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
+        "memory-says-too-much-at-once",
+        DIRECT_MEMORY,
+        "(wrote or freed) or room < 0 or",
+        "(wrote or freed) or wrote > RING_BYTES - self._owed or",
+        "A peer holds 64 MB for a stranger that counts one ring again and again before it is heard.",
         ("test_memory_rings",),
     ),
     Mutation(

@@ -114,9 +114,12 @@ class Shared:
 
     def says(self, wrote: int, freed: int) -> None:
         packed = _SAYS.pack(wrote, freed)
-        for part in (packed[:3], packed[3:]):
-            self.stream.get_buffer(-1)[: len(part)] = part
-            self.stream.buffer_updated(len(part))
+        self.says_at_once(packed[:3])
+        self.says_at_once(packed[3:])
+
+    def says_at_once(self, packed: bytes) -> None:
+        self.stream.get_buffer(-1)[: len(packed)] = packed
+        self.stream.buffer_updated(len(packed))
 
 
 @pytest.mark.virtual_time
@@ -136,6 +139,17 @@ async def test_more_than_was_said_to_be_read_cannot_be_written() -> None:
     assert not shared.link.over
     shared.says(RING_BYTES - 31, 0)
     assert isinstance(shared.link.lost_because, BadAnswer)
+
+
+@pytest.mark.virtual_time
+async def test_what_is_said_at_once_is_no_more_than_a_ring_holds() -> None:
+    """Else we held 64 rings of a stranger that is slowed down: nothing looks at them for a while."""
+    shared = Shared()
+    held = list[int]()
+    shared.link.data_received = lambda data: held.append(len(data))  # type: ignore[method-assign]
+    shared.says_at_once(_SAYS.pack(TOLD_BYTES, 0) * 64)
+    assert isinstance(shared.link.lost_because, BadAnswer)
+    assert sum(held) == RING_BYTES
 
 
 @pytest.mark.virtual_time

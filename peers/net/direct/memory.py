@@ -171,14 +171,16 @@ class MemoryStream(Stream):
     def buffer_updated(self, nbytes: int) -> None:
         self._here += nbytes
         whole = self._here - self._here % _SAYS.size
+        room = RING_BYTES - self._owed  # all of these were said before what we say to them is heard
         for wrote, freed in _SAYS.iter_unpack(bytes(self._said[:whole])):
+            room -= wrote
             if not self._end.over:
-                self._hear(wrote, freed)
+                self._hear(wrote, freed, room)
         self._said[: self._here - whole] = self._said[whole : self._here]
         self._here -= whole
 
-    def _hear(self, wrote: int, freed: int) -> None:
-        if not (wrote or freed) or wrote > RING_BYTES - self._owed or freed > RING_BYTES - self._free:
+    def _hear(self, wrote: int, freed: int, room: int) -> None:
+        if not (wrote or freed) or room < 0 or freed > RING_BYTES - self._free:
             text = f"said {wrote} bytes written and {freed} read of a ring in memory, which cannot be"
             self._end.fail(BadAnswer(self._end.peer, text))
             return
