@@ -4082,6 +4082,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Peers whose code has another backward take part in the run.",
     ),
     Mutation(
+        "show-a-function-tensors-that-need-no-gradient",
+        FUNCTIONS,
+        "form.empty().requires_grad_(form.needs) for",
+        "form.empty() for",
+        "A weight of which a Function makes a gradient only if it is wanted is never trained, and nobody says so.",
+    ),
+    Mutation(
         "have-a-function-draw-what-it-likes",
         FUNCTIONS,
         "    if ruled.function not in (op, torch.ops.aten.full.default):",

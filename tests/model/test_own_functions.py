@@ -111,6 +111,22 @@ class Sorted(torch.autograd.Function):
         return found, None
 
 
+class Asking(torch.autograd.Function):
+    """Looks at what needs a gradient on the tensors themselves, in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.early = 2 * x if scale.requires_grad else None
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        one = grads[0] * scale if x.requires_grad else None
+        return one, (grads[0] * ctx.early).sum(0) if ctx.early is not None else None
+
+
 def sort(net: Net, y: torch.Tensor) -> torch.Tensor:
     values, places = Sorted.apply(y)
     return values * places
@@ -134,6 +150,8 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {
     "clipped": lambda net, y: Clipped.apply(y, net.scale),
     "no gradient of one": lambda net, y: Clipped.apply(y, net.scale.detach(), 0.4),
     "several calls": looped,
+    "asking tensors": lambda net, y: Asking.apply(y, net.scale),
+    "asking tensors without": lambda net, y: Asking.apply(y, net.scale.detach()),
     "two outputs": sort,
     "written to later": written_after,
     "under no_grad": lambda net, y: y + torch.no_grad()(Rounded.apply)(y),

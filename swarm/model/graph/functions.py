@@ -45,10 +45,13 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    needs: bool
+    """A gradient of it is wanted: authors' code looks at that."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Form:
-        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype)
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return cls(shape, stride, tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
@@ -229,7 +232,7 @@ class _Tracer:
 
     def _graph(self, compute: Callable[..., list[Any]], forms: Sequence[Form], part: str) -> fx.GraphModule:
         with FakeTensorMode() as fake, torch.no_grad():
-            given = [form.empty() for form in forms]
+            given = [form.empty().requires_grad_(form.needs) for form in forms]
 
             def watched(*tensors: torch.Tensor) -> list[Any]:
                 with _NothingElse(fake, part):
