@@ -4077,8 +4077,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "leave-what-a-function-computes-out-of-its-digest",
         FUNCTIONS,
-        "{hashlib.sha256(text.encode()).hexdigest()}",
-        "{len(text) and 0}",
+        "{digest.hexdigest()}",
+        "{digest.name}",
         "Peers whose code has another backward take part in the run.",
     ),
     Mutation(
@@ -4087,6 +4087,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "form.empty().requires_grad_(form.needs) for",
         "form.empty() for",
         "A weight of which a Function makes a gradient only if it is wanted is never trained, and nobody says so.",
+    ),
+    Mutation(
+        "compare-the-numbers-in-a-function-as-they-are-shown",
+        FUNCTIONS,
+        "add_tensor(digest, name, constant)",
+        'digest.update(f"{name} {constant}".encode())',
+        "Peers whose code has other numbers, from the fifth digit or among many, take part in the run.",
     ),
     Mutation(
         "have-a-function-draw-what-it-likes",

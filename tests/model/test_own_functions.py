@@ -185,12 +185,21 @@ def test_the_authors_backward_is_another_than_the_derivative_of_the_forward() ->
     assert gradients([piece], {"x": X}, Microbatch(0, 0)).parameters["first.weight"].abs().min() > 0
 
 
-def digest(strength: float) -> str:
-    return _graph_digest(trace(Net(lambda net, y: Reversed.apply(y, strength)).double(), (X,)))
+def digest(body: Callable[..., torch.Tensor]) -> str:
+    return _graph_digest(trace(Net(body).double(), (X,)))
 
 
 def test_peers_compare_what_a_function_computes() -> None:
-    assert digest(0.3) == digest(0.3) != digest(0.4)
+    one, same, other = (digest(lambda net, y, by=by: Reversed.apply(y, by)) for by in (0.3, 0.3, 0.4))
+    assert one == same != other
+
+
+def test_peers_compare_every_bit_of_the_numbers_in_a_function() -> None:
+    def scaled(by: float) -> str:
+        odd = function(lambda ctx, x: x * torch.tensor([0.25, 0.5, 0.75, by]))
+        return digest(lambda net, y: odd.apply(y))
+
+    assert scaled(0.3) == scaled(0.3) != scaled(0.30000002)
 
 
 def test_the_time_of_a_function_is_reckoned_from_both_of_its_graphs() -> None:

@@ -30,6 +30,7 @@ from swarm.errors import SetupError
 from swarm.model.graph import operators
 from swarm.model.graph.calls import Call
 from swarm.model.graph.untraceable import reason
+from swarm.model.reductions import add_tensor
 
 _LIBRARY = torch.library.Library("swarm", "DEF")
 _LIBRARY.define("function(str name, Tensor[] tensors) -> Tensor[]")
@@ -89,9 +90,13 @@ class TracedFunction:
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return Traced.apply(*tensors)
 
-        text = "\n".join(f"{part.graph} {constants(part)}" for part in (self.forward, self.backward))
+        digest = hashlib.sha256()
+        for part in (self.forward, self.backward):
+            digest.update(f"{part.graph}\n".encode())
+            for name, constant in constants(part).items():
+                add_tensor(digest, name, constant)
         function.__name__ = self.name
-        function.__qualname__ = f"{self.name} {hashlib.sha256(text.encode()).hexdigest()}"
+        function.__qualname__ = f"{self.name} {digest.hexdigest()}"
         return function
 
 
