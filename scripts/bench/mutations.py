@@ -4096,6 +4096,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Peers whose code has other numbers, from the fifth digit or among many, take part in the run.",
     ),
     Mutation(
+        "give-a-function-gradients-as-they-lie-in-memory",
+        FUNCTIONS,
+        "*map(Form.laid_out, outputs, gradients)",
+        "*gradients",
+        "A microbatch fails at an author's `contiguous().view(...)`: only the view was traced.",
+    ),
+    Mutation(
+        "give-a-function-what-comes-over-a-boundary-as-it-lies-in-memory",
+        FUNCTIONS,
+        "forward(*map(Form.laid_out, given, tensors))",
+        "forward(*tensors)",
+        "A stage fails at an author's `contiguous().view(...)` where the cut is before it.",
+    ),
+    Mutation(
         "have-a-function-draw-what-it-likes",
         FUNCTIONS,
         "    if ruled.function not in (op, torch.ops.aten.full.default):",

@@ -127,6 +127,23 @@ class Asking(torch.autograd.Function):
         return one, (grads[0] * ctx.early).sum(0) if ctx.early is not None else None
 
 
+class Flat(torch.autograd.Function):
+    """Has its transposed argument and its gradient made contiguous, which they are when it is traced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (2 * x.t().contiguous().view(-1)).view(3, 4)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return (2 * grads[0].contiguous().view(-1)).view(3, 4).t()
+
+
+def flattened(net: Net, y: torch.Tensor) -> torch.Tensor:
+    flat = Flat.apply((3 * y).t())
+    return flat.t().reshape(3, 4)
+
+
 def sort(net: Net, y: torch.Tensor) -> torch.Tensor:
     values, places = Sorted.apply(y)
     return values * places
@@ -150,6 +167,7 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {
     "clipped": lambda net, y: Clipped.apply(y, net.scale),
     "no gradient of one": lambda net, y: Clipped.apply(y, net.scale.detach(), 0.4),
     "several calls": looped,
+    "laid out otherwise": flattened,
     "asking tensors": lambda net, y: Asking.apply(y, net.scale),
     "asking tensors without": lambda net, y: Asking.apply(y, net.scale.detach()),
     "two outputs": sort,

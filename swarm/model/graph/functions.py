@@ -57,6 +57,12 @@ class Form(NamedTuple):
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same numbers in this order in memory: a `contiguous` that had nothing to do was not traced."""
+        if tensor.stride() == self.stride or 0 in self.stride:
+            return tensor
+        return self._replace(dtype=tensor.dtype).empty(tensor.device).copy_(tensor)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TracedFunction:
@@ -68,24 +74,25 @@ class TracedFunction:
     """Tensors of the call -> the outputs, then what is saved."""
     backward: fx.GraphModule
     """What was saved, then the gradients of the outputs -> those of the tensors of the call, or None."""
+    given: tuple[Form, ...]
     outputs: tuple[Form, ...]
     shares: bool
     """An output lies in the memory of an argument."""
 
     def compute(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """A function of the tensors of the call, called as the class; by its full name with a digest."""
-        forward, backward, count = self.forward.forward, self.backward.forward, len(self.outputs)
+        forward, backward, given, outputs = self.forward.forward, self.backward.forward, self.given, self.outputs
 
         class Traced(Function):
             @staticmethod
             def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                made = forward(*tensors)
-                ctx.save_for_backward(*made[count:])
-                return tuple(made[:count])
+                made = forward(*map(Form.laid_out, given, tensors))
+                ctx.save_for_backward(*made[len(outputs) :])
+                return tuple(made[: len(outputs)])
 
             @staticmethod
             def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-                return tuple(backward(*ctx.saved_tensors, *gradients))
+                return tuple(backward(*ctx.saved_tensors, *map(Form.laid_out, outputs, gradients)))
 
         def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return Traced.apply(*tensors)
@@ -225,8 +232,8 @@ class _Tracer:
         finally:
             _Tracer.inside = False
         return TracedFunction(
-            name=self._name, forward=forward, backward=backward, outputs=tuple(self._outputs),
-            shares=_shares(forward, len(self._outputs)),
+            name=self._name, forward=forward, backward=backward, given=tuple(self._given),
+            outputs=tuple(self._outputs), shares=_shares(forward, len(self._outputs)),
         )  # fmt: skip
 
     def _refused(self, why: str) -> SetupError:
