@@ -217,7 +217,7 @@ def test_peers_compare_every_bit_of_the_numbers_in_a_function() -> None:
         odd = function(lambda ctx, x: x * torch.tensor([0.25, 0.5, 0.75, by]))
         return digest(lambda net, y: odd.apply(y))
 
-    assert scaled(0.3) == scaled(0.3) != scaled(0.30000002)
+    assert scaled(0.3) == scaled(0.3) != scaled(0.3000001)
 
 
 def test_the_time_of_a_function_is_reckoned_from_both_of_its_graphs() -> None:
