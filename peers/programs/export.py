@@ -36,6 +36,8 @@ from swarm.model.layout import stage_layout
 
 def run_export(options: ExportOptions) -> None:
     """Write the model and say what it is."""
+    if options.out is not None and options.out.suffix != model_file.SUFFIX:  # before a model is fetched
+        raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
     if options.join:
         if options.run is None:
             raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
@@ -52,8 +54,6 @@ def run_export(options: ExportOptions) -> None:
         raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
     if options.tokenizer is not None:
         raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
-    if options.out.suffix != model_file.SUFFIX:
-        raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
     run = find_run(options.checkpoint_dir, options.run)
     import_handed(run, options.allow_code)
     config = export(options.checkpoint_dir, run, options.step, options.out)

@@ -180,6 +180,8 @@ def test_a_full_disk_leaves_the_old_model(model: Path, run: Run, tmp_path: Path)
 def test_a_name_that_would_mislead_and_a_strangers_json_are_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"--out .*model\.bin must end in \.safetensors"):
         run_export(ExportOptions(checkpoint_dir=tmp_path / "ckpt", out=tmp_path / "model.bin"))
+    with pytest.raises(SetupError, match="must end in"):  # before anything is fetched
+        run_export(ExportOptions(join=("no address",), run="0" * 32, out=tmp_path / "model.bin"))
     mine = tmp_path / "notes.json"
     mine.write_text('{"mine": 1}')
     with pytest.raises(SetupError, match=r"notes\.json is there already and is not of a model"):
