@@ -4086,7 +4086,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         FUNCTIONS,
         "form.empty().requires_grad_(form.needs) for",
         "form.empty() for",
-        "A weight of which a Function makes a gradient only if it is wanted is never trained, and nobody says so.",
+        "A weight whose gradient a Function makes only if it is wanted is never trained, and nobody says so.",
     ),
     Mutation(
         "compare-the-numbers-in-a-function-as-they-are-shown",

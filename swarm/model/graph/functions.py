@@ -81,7 +81,8 @@ class TracedFunction:
 
     def compute(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """A function of the tensors of the call, called as the class; by its full name with a digest."""
-        forward, backward, given, outputs = self.forward.forward, self.backward.forward, self.given, self.outputs
+        forward, backward = self.forward.forward, self.backward.forward
+        given, outputs = self.given, self.outputs
 
         class Traced(Function):
             @staticmethod
