@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from netlab import Lab, Link
 
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
+from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.client import download, state_of
 from peers.transfer.server import StateLeases
 from swarm.manifest import audit_run
@@ -38,31 +38,25 @@ RUN = audit_run(stages=1)
 COLUMNS = ("sources", "state_mb", "seconds", "mbit_per_s", "least_s", "gave_mb", "killed")
 
 
-class OneVersion:
-    """A shelf with version 1 of a state of so many bytes, the same in every process."""
-
-    def __init__(self, size: int) -> None:
-        numbers = torch.randn(size // 8, generator=torch.Generator().manual_seed(1))
-        self.state = {"weights": numbers, "momentum": numbers + 1}
-
-    def versions(self) -> Sequence[int]:
-        return [1]
-
-    def load(self, version: int) -> Mapping[str, torch.Tensor]:
-        return self.state
+def one_version(size: int) -> CheckpointStore:
+    """Version 1 of a state of so many bytes, the same in every process."""
+    numbers = torch.randn(size // 8, generator=torch.Generator().manual_seed(1))
+    store = CheckpointStore(RUN, 0, None)
+    store.pin(1, {"weights": numbers, "momentum": numbers + 1})
+    return store
 
 
 async def give(ip: str, size: int) -> None:
     """A source: says where it is, and serves until standard input ends."""
     async with Node(options=DaemonOptions(host=ip)) as node:
-        StateLeases(RUN, node.transport, {0: OneVersion(size)})
+        StateLeases(RUN, node.transport, {0: one_version(size)})
         print(json.dumps([node.peer_id, list(node.addresses)]), flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
 async def take(ip: str, size: int, sources: list[tuple[str, list[str]]]) -> None:
     """The joiner: says when half is here, and at the end how long it took."""
-    state = OneVersion(size).state
+    state = one_version(size).load(1)
     half = False
 
     def progress(done: int, total: int, count: int) -> None:
