@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import swarm
 from peers import options
 from peers.options import ProcessOptions, add_options, description, from_environment, options_from
+from peers.waiting import end_tasks
 from swarm.errors import (
     DeviceHangs,
     NotNow,
@@ -365,8 +366,7 @@ def _with_signals(
             raise
         finally:
             if say_leaving is not None:
-                say_leaving.cancel()
-                await asyncio.gather(say_leaving, return_exceptions=True)
+                await end_tasks([say_leaving])
             for signum in numbers:
                 loop.remove_signal_handler(signum)
                 # Torch takes a while to end a process that is done: an impatient user must not make it fail.

@@ -29,7 +29,7 @@ from peers.ports import Directory, Transport
 from peers.status_query import all_have
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
-from peers.waiting import happens
+from peers.waiting import end_tasks, happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
@@ -250,11 +250,7 @@ class Trainer:
             if self._told and not self.losses and not self._leaving:
                 self._emit(events.Note(text=self._nothing_to_do()))
         finally:
-            watching.cancel()
-            probing.cancel()
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(watching, probing, *self._running, return_exceptions=True)
+            await end_tasks((watching, probing, *self._running))
             await self._evaluations.close()
             await self._vouchers.close()
             await self._audits.close()

@@ -23,7 +23,7 @@ from peers.stage.membership import Membership
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
 from peers.voices import Voices
-from peers.waiting import happens
+from peers.waiting import end_tasks, happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.policy.backoff import Backoff
@@ -169,8 +169,7 @@ class StepCoordination:
     async def close(self) -> None:
         """Stop talking."""
         if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+            await end_tasks([self._asking])
         await self._messages.close()
 
     async def say_leaving(self) -> None:

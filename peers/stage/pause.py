@@ -27,7 +27,7 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateLeases
 from peers.transfer.spare import SPARE, Spare
-from peers.waiting import happens
+from peers.waiting import end_tasks, happens
 from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Generation, Stage
 from swarm.manifest import Run
@@ -101,8 +101,7 @@ class PausedPeer:
                 if self.spare is not None and await self.spare.is_needed(self._directory):
                     self._owner.resume(SPARE)
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            await end_tasks([keeping])
         if self._owner.left:
             await self._directory.withdraw()
 
