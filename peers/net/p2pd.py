@@ -228,6 +228,7 @@ class Daemon:
         """Called in the loop when p2pd ends although nobody asked it to."""
         self.identity_path = identity_path
         self._identity_path = identity_path or self.directory / "identity"
+        self._config_path = self.directory / "p2pd.json"
         self._identity_lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -272,6 +273,7 @@ class Daemon:
                 f"the identity {self._identity_path} is in use by another process: "
                 "stop that one, or give each program an identity file of its own"
             ) from None
+        self._config_path.write_text('{"Relay": {"Enabled": false}}')
         command = killed_with_parent([str(binary), *self._flags()])
         # The locks are inherited: they are free only when python, sh and p2pd are all gone.
         self._process = subprocess.Popen(
@@ -318,8 +320,7 @@ class Daemon:
         if not flags["relay"]:
             # No flag turns off that p2pd relays 128 kB for anybody, for which it reads a table (0.37 s
             # of a core, 31 MB). Relayed peers are dialled anyway.
-            flags["f"] = self.directory / "p2pd.json"
-            (self.directory / "p2pd.json").write_text('{"Relay": {"Enabled": false}}')
+            flags["f"] = self._config_path
         if options.announce:
             flags["announceAddrs"] = ",".join(to_multiaddr(address) for address in options.announce)
         if options.relays:
