@@ -16,8 +16,8 @@ One stream carries the calls of one caller to one callee. Call ids count up from
                                            ALIVE   calls are being worked on
 
 At most `WINDOW_BYTES` of a body may be sent before ACCEPT, and `AHEAD_BYTES` beyond that of all bodies of a
-stream. Bodies go in parts of at most `CHUNK_BYTES`,
-so that a heartbeat never waits behind more than a few of them.
+stream. Bodies go in parts of at most `CHUNK_BYTES`, so that a heartbeat never waits behind more than a few
+of them.
 """
 
 from __future__ import annotations
