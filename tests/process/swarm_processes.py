@@ -247,8 +247,11 @@ class Family:
 
     def left(self) -> list[str]:
         """What of it is still there."""
-        alive = [f"process {p.pid} {p.name()}" for p in self.processes if _alive(p)]
-        return alive + [str(path) for path in self.directories | self.shared_memory if path.exists()]
+        left = [str(path) for path in self.directories | self.shared_memory if path.exists()]
+        for process in filter(_alive, self.processes):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+                left.append(f"process {process.pid} {process.name()}")
+        return left
 
     def assert_gone(self) -> None:
         """Nothing of it is left, or will be in a moment."""
@@ -595,10 +598,16 @@ class Swarm(Processes):
         """The weights of all stages, as who joins would get them. For a run at rest."""
 
         async def fetch(node: Node) -> dict[str, torch.Tensor]:
+            end, cells = time.monotonic() + LIMIT_S, range(self.run.cells)
+            states = [await self._download(node, cell) for cell in cells]
+            while len({got.opened.version for got in states}) > 1:  # some are about to commit the last step
+                assert time.monotonic() < end, [got.opened.version for got in states]
+                states = [await self._download(node, cell) for cell in cells]
             found = dict[str, torch.Tensor]()
-            for cell in range(self.run.cells):
-                got = (await self._download(node, cell)).tensors
-                named = named_weights(self.run, cell % self.run.S, got["weights"], got.get("statistics"))
+            for cell, got in enumerate(states):
+                named = named_weights(
+                    self.run, cell % self.run.S, got.tensors["weights"], got.tensors.get("statistics")
+                )
                 for name, weights in named.items():  # all islands have the same, after a meeting
                     assert torch.equal(found.setdefault(name, weights), weights)
             return found
