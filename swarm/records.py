@@ -60,13 +60,10 @@ class PeerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """It is paused because a step takes longer with it; see `swarm.policy.spares`."""
     voucher: Voucher | None = None
     """That it has worked for the run."""
+    machine: str = ""
+    """Equal for peers that hand over in memory to one another; empty: it does not to any."""
 
     @property
     def address(self) -> str:
         """One that other machines can dial, if there is any."""
         return min(self.addresses, key=lambda a: a.startswith(("/ip4/127.", "/ip6/::1/")), default="")
-
-    @property
-    def machine(self) -> str:
-        """The host that it is dialled at, as all peers of its machine are; empty: only relays reach it."""
-        return "" if "/p2p-circuit" in self.address else "/".join(self.address.split("/")[:3])

@@ -67,6 +67,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     voucher: Voucher | None = None
     credential: Annotated[bytes, msgspec.Meta(max_length=256)] = b""
     spare: bool = False
+    machine: Annotated[str, msgspec.Meta(max_length=16)] = ""
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):

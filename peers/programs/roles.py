@@ -19,6 +19,7 @@ from peers.clock import now_s, unix_s
 from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.charter.entry import allowed_stages, enter
 from peers.net.charter.signed import read_charter, write_charter
+from peers.net.direct.memory import machine_of
 from peers.net.identity import Identity, is_loopback
 from peers.net.nat import listening_host, settled
 from peers.net.node import Node
@@ -372,7 +373,8 @@ class Peer(Networked[PeerOptions]):
             (stage,) = allowed_stages(node, [self.options.stage])
             return stage
         allowed = allowed_stages(node, range(run.cells))
-        stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, allowed)
+        machine = machine_of(run.id)
+        stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, machine, allowed)
         self._emit(Note(text=f"joins stage {stage}, which needs a peer most"))
         return stage
 
@@ -447,8 +449,8 @@ class Peer(Networked[PeerOptions]):
         def settings(max_inflight: int, workers: int = 1) -> StageSettings:
             return StageSettings(
                 max_inflight=max_inflight, workers=workers, device_name=device, addresses=node.addresses,
-                checkpoints=checkpoints, joined_at=time.time(), started_at=started_at,
-                movable=movable,
+                machine=machine_of(run.id), checkpoints=checkpoints, joined_at=time.time(),
+                started_at=started_at, movable=movable,
                 leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
                 upload_bps=options.max_upload or 0.0,
             )  # fmt: skip

@@ -20,8 +20,9 @@ OTHERS_S = 1.0
 
 
 async def choose_stage(
-    me: PeerId, run: Run, directory: Directory, addresses: Sequence[str], allowed: Sequence[Stage] = ()
-) -> Stage:
+    me: PeerId, run: Run, directory: Directory, addresses: Sequence[str], machine: str,
+    allowed: Sequence[Stage] = (),
+) -> Stage:  # fmt: skip
     """The stage that needs this peer most, of those that are allowed; none: of all.
 
     The peer first announces that it is choosing, and looks which others are: they place one another, in the
@@ -33,7 +34,7 @@ async def choose_stage(
         state = "choosing" if stage == NO_STAGE else "joining"
         return PeerRecord(
             peer=me, run=run.id, stage=stage, state=state, version=0, addresses=tuple(addresses),
-            since=time.time(),
+            machine=machine, since=time.time(),
         )  # fmt: skip
 
     mine = record(NO_STAGE)

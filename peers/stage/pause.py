@@ -123,7 +123,7 @@ class PausedPeer:
                 max_inflight=settings.max_inflight, device=settings.device_name,
                 addresses=settings.addresses, since=self._since, voucher=settings.voucher.value,
                 speed=was.speed if was else 0.0, bandwidth_bps=was.bandwidth_bps if was else 0.0,
-                state_bytes=was.state_bytes if was else 0, spare=was is not None,
+                state_bytes=was.state_bytes if was else 0, spare=was is not None, machine=settings.machine,
             )
         )  # fmt: skip
 

@@ -67,6 +67,7 @@ class StageStatus:
             bandwidth_bps=min(uploads_bps, default=0.0), movable=settings.movable,
             max_inflight=self._microbatches.max_inflight, device=settings.device_name,
             addresses=settings.addresses, since=settings.joined_at, voucher=settings.voucher.value,
+            machine=settings.machine,
         )  # fmt: skip
 
     async def announce(self) -> None:

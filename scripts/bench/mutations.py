@@ -64,7 +64,6 @@ WEIGHTS = "swarm/model/state.py"
 QUEUE = "swarm/policy/fair_queue.py"
 BACKOFF = "swarm/policy/backoff.py"
 REBALANCE = "swarm/policy/rebalance.py"
-RECORDS = "swarm/records.py"
 FRAMES = "swarm/wire/frames.py"
 HEADERS = "swarm/wire/messages.py"
 META = "swarm/wire/tensor_meta.py"
@@ -2318,7 +2317,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         REBALANCE,
         "if r.machine and r.machine == new.machine",
         "if r.machine == new.machine",
-        "Relayed peers all over the world are taken for cards of one machine.",
+        "Peers all over the world that hand over to nobody are taken for cards of one machine.",
         ("test_stage_choice",),
     ),
     Mutation(
@@ -2327,22 +2326,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         " if s // depth == at // depth",
         "",
         "The last stage of an island is taken for a neighbour of the next one's first.",
-        ("test_stage_choice",),
-    ),
-    Mutation(
-        "relay-is-the-machine",
-        RECORDS,
-        '"" if "/p2p-circuit" in self.address else ',
-        "",
-        "Peers of one relay are taken for cards of one machine.",
-        ("test_stage_choice",),
-    ),
-    Mutation(
-        "loopback-is-the-machine",
-        RECORDS,
-        'key=lambda a: a.startswith(("/ip4/127.", "/ip6/::1/"))',
-        "key=lambda a: 0",
-        "All peers that listen on loopback too are taken for one machine.",
         ("test_stage_choice",),
     ),
     # --- the wire ---

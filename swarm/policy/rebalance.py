@@ -213,8 +213,7 @@ def choose_stages(
         stage = min(range(stages), key=lambda s: (levels[s] > most, s not in beside, levels[s], s))
         chosen[new.peer] = stage
         joins = PeerRecord(
-            peer=new.peer, run="", stage=stage, state="joining", version=0, addresses=new.addresses,
-            since=now_s,
+            peer=new.peer, run="", stage=stage, state="joining", version=0, machine=new.machine, since=now_s
         )  # fmt: skip
         there.append(joins)
     return chosen

@@ -20,6 +20,19 @@ from swarm.wire.frames import Kind
 
 pytestmark = pytest.mark.skipif(not memory.AVAILABLE, reason="Linux only")
 
+
+def test_a_machine_is_told_from_others_and_not_known_again_in_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = memory.machine_of("run")
+    assert here == memory.machine_of("run") and len(here) == 16
+    assert memory.machine_of("other run") != here
+    monkeypatch.setattr(os, "geteuid", lambda: -1)
+    assert memory.machine_of("run") != here, "processes of another user take no memory of ours"
+    monkeypatch.setattr(memory, "AVAILABLE", False)
+    assert not memory.machine_of("run")
+
+
 GROW, SHRINK = fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import mmap
 import os
 import socket
 import struct
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from peers.net.connection import Connection
 from peers.net.direct.records import SMALL_BYTES
@@ -45,6 +47,15 @@ _CREDENTIALS = struct.Struct("=iII")
 def address_of(peer: PeerId) -> bytes:
     """Where a peer listens for processes of this machine (and network namespace)."""
     return b"\0swarm/" + peer.encode()
+
+
+def machine_of(run: str) -> str:
+    """Equal for all processes that can connect to one another, another one in each run; empty: none can."""
+    if not AVAILABLE:
+        return ""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    network = Path("/proc/self/ns/net").stat().st_ino
+    return hashlib.blake2b(f"{run} {boot} {network} {os.geteuid()}".encode(), digest_size=8).hexdigest()
 
 
 def listener_of(peer: PeerId) -> socket.socket | None:
