@@ -443,9 +443,8 @@ class CustomModelSpec(_Spec, section="model"):
     """Of the code: `transformers 5.1.0`; `sha256 …` of the source file of a user's own."""
     graph: str = _rule(_DIGEST, "")
     """SHA-256 of the operators as traced."""
-    weights: str = _rule(_DIGEST, "")
-    """Of manifests of before, which have no `digests`: SHA-256 of version 0, parameters and buffers, as the
-    code draws them one after the other."""
+    weights: str = _rule(_text("", "empty: model.digests pins them, stage by stage"), "")
+    """Always empty; a part of the text that is hashed."""
     digests: tuple[str, ...] = _rule(_DIGESTS, (), later=True)
     """SHA-256 of what each stage begins with: the code initialises it, and each of its draws has a seed of
     its own, so that nobody has to make the weights of other stages."""
@@ -461,14 +460,13 @@ class CustomModelSpec(_Spec, section="model"):
             raise self.wrong(other, f'empty when model.kind is "{self.kind}"')
         if self.inputs and self.kind != "hf":
             raise self.wrong("inputs", 'empty when model.kind is "code": the function returns its inputs')
-        if self.digests and (self.weights or len(self.digests) != self.stages):
-            allowed = f"a list of {self.stages}, one for each stage, without model.weights; or empty"
-            raise self.wrong("digests", allowed)
+        if self.digests and len(self.digests) != self.stages:
+            raise self.wrong("digests", f"a list of {self.stages}, one for each stage; or empty")
 
     @property
     def pinned(self) -> bool:
         """Whether the manifest says exactly which model it is, so that peers can compare."""
-        return bool(self.version and self.graph and (self.weights or self.digests) and self.cut)
+        return bool(self.version and self.graph and self.digests and self.cut)
 
 
 AnyModel: TypeAlias = ModelSpec | CustomModelSpec

@@ -293,10 +293,9 @@ def test_a_model_that_is_brought_has_one_text_however_its_config_is_written() ->
     assert (BROUGHT.S, BROUGHT.model.vocab_size, BROUGHT.model.pinned) == (2, 256, True)
 
 
-def test_weights_are_pinned_by_stage_or_as_a_manifest_of_before_has_them() -> None:
-    assert replace(BROUGHT.model, weights="a" * 64, digests=()).pinned  # type: ignore[call-arg]
+def test_weights_are_pinned_stage_by_stage() -> None:
     assert not replace(BROUGHT.model, digests=()).pinned  # type: ignore[call-arg]
-    for values in ({"weights": "a" * 64}, {"digests": ("b" * 64,)}, {"stages": 3}):
+    for values in ({"digests": ("b" * 64,)}, {"stages": 3}):
         with pytest.raises(SetupError, match=r"model\.digests = .*: it must be a list of [23], one for each"):
             replace(BROUGHT.model, **values)
 
@@ -309,7 +308,7 @@ def test_no_config_breaks_the_text_of_its_manifest() -> None:
 
 def test_every_value_of_a_brought_model_is_in_the_hash() -> None:
     changes: dict[str, Any] = {"config": '{"model_type":"llama"}', "stages": 3, "vocab_size": 300}
-    changes |= {"version": "transformers 5.1.1", "graph": "c" * 64, "weights": "c" * 64, "cut": "0*7 1*8"}
+    changes |= {"version": "transformers 5.1.1", "graph": "c" * 64, "cut": "0*7 1*8"}
     changes["digests"] = ("b" * 64, "d" * 64)
     brought = replace(BROUGHT, model=replace(BROUGHT.model, digests=()))  # which are of as many stages
     runs = [replace(brought, model=replace(brought.model, **{key: value})) for key, value in changes.items()]

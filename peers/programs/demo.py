@@ -242,7 +242,7 @@ def _manifest_of(options: DemoOptions) -> manifest.Run:
             codecs = CodecSpec.symmetric(options.codec)
             run = replace(run, codec=replace(run.codec, forward=codecs.forward, backward=codecs.backward))
         if options.seed is not None and isinstance(run.model, CustomModelSpec):
-            run = replace(run, model=replace(run.model, weights=""))
+            run = replace(run, model=replace(run.model, digests=()))
     if options.data and run.data.source != "code":
         run = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, mixture=""))
     return run

@@ -7,7 +7,6 @@ Models are Llama's, given as configs of transformers (`hf`), or the built-in dec
 Each row is a process of its own, and its `peak_mb` the most that it had resident, libraries included.
 
     trace   what every process of a run does first: trainers, keepers and bootstraps do no more
-    whole   the same for a manifest of before, whose weights are drawn in a row (`model.weights`)
     pin     `swarm bootstrap`: the weights of all stages are drawn, one after the other, and hashed
     serve   a stage peer: its weights are drawn, and three steps of one microbatch of 128 tokens are taken,
             with the reduce of a replica that is alone; the last result is kept for replicas that missed it
@@ -47,7 +46,6 @@ STAGE = 1
 MB = 1e6
 JOBS = (
     *(("hf", size, "trace", "float32") for size in ("125M", "1.3B", "7B")),
-    *(("hf", size, "whole", "float32") for size in ("125M", "1.3B")),
     *(("hf", size, "pin", "float32") for size in ("125M", "1.3B")),
     *(("hf", size, "serve", "float32") for size in ("125M", "1.3B", "7B, 2 layers")),
     *(("gpt", size, "serve", "float32") for size in ("125M", "1.3B")),
@@ -145,16 +143,12 @@ def serve(run: Run) -> dict[str, Any]:
 
 def measure(kind: str, size: str, role: str, moments: str) -> dict[str, Any]:
     """One row, of this process."""
-    from swarm.model.graph.custom_model import build, custom_model, pin_model
+    from swarm.model.graph.custom_model import custom_model, pin_model
 
     run, began = run_of(kind, size, moments), time.perf_counter()
     row: dict[str, Any] = {"model": kind, "size": size, "role": role, "moments": moments}
     if role == "serve":
         row |= serve(run)
-    elif role == "whole":
-        row["weights_m"] = (
-            sum(one.numel() for one in build(run, in_a_row=True).trace().parameters.values()) / 1e6
-        )
     else:
         model = custom_model(run)
         row |= {
@@ -172,7 +166,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, help="of this size only")
-    parser.add_argument("--role", choices=("trace", "whole", "pin", "serve"), help="of this role only")
+    parser.add_argument("--role", choices=("trace", "pin", "serve"), help="of this role only")
     parser.add_argument(
         "--one", nargs=4, metavar=("MODEL", "SIZE", "ROLE", "MOMENTS"), help="this one, in this process"
     )

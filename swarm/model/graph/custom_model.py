@@ -3,8 +3,7 @@
 Nothing of the model travels: each peer builds it from code that is installed there. So that all have the
 same, the manifest pins the code's version, the operators that it traces to, and the weights of version 0.
 What is built has forms only; the numbers of a stage are made where it is served
-(`swarm.model.graph.lazy_tensors`). Manifests of before that pin all weights at once, as the code draws them
-one after the other: `model.weights`.
+(`swarm.model.graph.lazy_tensors`).
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ class Model:
 
     traced: Traced
     """For the microbatches of the run. Its tensors have forms; `value` gives their numbers."""
-    lazy: LazyTensors | None
-    """None: the numbers are there."""
+    lazy: LazyTensors
     assignment: tuple[int, ...]
     """The stage of each operator."""
     plans: tuple[StagePlan, ...]
@@ -121,7 +119,7 @@ class Model:
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer of version 0, by its full name."""
         tensor = (self.traced.parameters if name in self.traced.parameters else self.traced.buffers)[name]
-        return tensor.detach() if self.lazy is None else self.lazy.value(tensor)
+        return self.lazy.value(tensor)
 
 
 def custom_model(run: Run) -> Model:
@@ -145,8 +143,7 @@ def _custom_model(run: Run) -> Model:
             f"model.version: the run's model is of {_called(spec.version)}, here is {_called(version)}: "
             "install the run's"
         )
-    built = _built(_open(run), bool(spec.weights))
-    _compare("weights", spec.weights, built.weights, "the model begins with other weights", _ROUNDS)
+    built = _built(_open(run))
     _compare("graph", spec.graph, built.graph, "the model is made of other operators", "")
     assignment = _assignment(run, spec, built.traced)
     plans = plan_stages(built.traced.graph, assignment)
@@ -166,21 +163,18 @@ def pin_model(run: Run) -> Run:
         SetupError: as `custom_model`; or the code draws its weights by something else than torch's generator.
     """
     spec, model = _spec(run), custom_model(run)
-    digests: tuple[str, ...] = ()
-    if not spec.weights:
-        digests = _digests(run, model.value)
-        made, lazy = _made(run)
-        again = WithLoss(made.module, made.loss)
-        tensors = {**again.weights(), **again.tensors()}
-        if digests != _digests(run, lambda name: lazy.value(tensors[name])):
-            raise SetupError(
-                "the model begins with other weights each time that it is built: its code has to draw them "
-                "by torch's own generator, which the run seeds"
-            )
+    digests, (made, lazy) = _digests(run, model.value), _made(run)
+    again = WithLoss(made.module, made.loss)
+    tensors = {**again.weights(), **again.tensors()}
+    if digests != _digests(run, lambda name: lazy.value(tensors[name])):
+        raise SetupError(
+            "the model begins with other weights each time that it is built: its code has to draw them by "
+            "torch's own generator, which the run seeds"
+        )
     pinned = replace(
         spec,
         version=_version(spec),
-        graph=_built(_open(run), bool(spec.weights)).graph,
+        graph=_built(_open(run)).graph,
         digests=digests,
         cut=write_cut(model.assignment),
     )
@@ -293,9 +287,8 @@ def stage_module(run: Run, stage: Stage) -> StageModule:
     """
     model = custom_model(run)
     traced, plan = model.traced, model.plans[stage]
-    if model.lazy is not None:
-        for name in plan.buffers:
-            model.lazy.fill(traced.buffers[name])
+    for name in plan.buffers:
+        model.lazy.fill(traced.buffers[name])
     if run.start.weights and traced.parameters.keys() & set(plan.buffers):
         traced = replace(traced, buffers={**traced.buffers, **frozen_weights(run, stage)})
     return StageModule(traced, plan, seed=run.seed)
@@ -317,28 +310,20 @@ def frozen_weights(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
 
 class _Built(NamedTuple):
     traced: Traced
-    lazy: LazyTensors | None
-    weights: str
-    """Digest of all of them, where they are drawn one after the other."""
+    lazy: LazyTensors
     graph: str
     """Digest."""
 
 
 @lru_cache(maxsize=2)
-def _built(run: Run, in_a_row: bool) -> _Built:
-    """`run`: as `_open` leaves it, so that pinning or cutting it anew builds nothing anew. `in_a_row`: as
-    manifests with `model.weights` have it.
-    """
-    if in_a_row:
-        sample, lazy = build(run, in_a_row=True), None
-        weights = _weights_digest(sample.module)  # before it is traced: that runs it
-    else:
-        (sample, lazy), weights = _made(run), ""
+def _built(run: Run) -> _Built:
+    """`run`: as `_open` leaves it, so that pinning or cutting it anew builds nothing anew."""
+    sample, lazy = _made(run)
     traced = sample.trace()
     for name, tensor in traced.buffers.items():
-        if lazy is not None and name.startswith(CONSTANT):
+        if name.startswith(CONSTANT):
             lazy.fill(tensor)
-    return _Built(traced, lazy, weights, _graph_digest(traced))
+    return _Built(traced, lazy, _graph_digest(traced))
 
 
 def _spec(run: Run) -> CustomModelSpec:
@@ -352,7 +337,7 @@ def _open(run: Run) -> Run:
         run,
         steps=1,
         dtype="float64" if weights_dtype(run) == torch.float64 else "float32",
-        model=replace(_spec(run), version="", graph="", weights="", digests=(), cut="", stages=1),
+        model=replace(_spec(run), version="", graph="", digests=(), cut="", stages=1),
         batch=BatchSpec(microbatch_size=run.batch.microbatch_size, microbatches_per_step=1),
         optimizer=OptimizerSpec(lr=1.0),
         codec=CodecSpec(),
@@ -372,19 +357,15 @@ def _compare(key: str, pinned: str, found: str, what: str, more: str) -> None:
         )
 
 
-def build(run: Run, *, in_a_row: bool | None = None) -> CustomModel:
+def build(run: Run) -> CustomModel:
     """The model of version 0 with all of its weights, a new one each time, with a sample microbatch of the
     run's size.
 
-    Not compared with what the manifest pins: see `custom_model`. `in_a_row`: the weights are drawn one after
-    the other; None: if the manifest pins such.
+    Not compared with what the manifest pins: see `custom_model`.
 
     Raises:
         SetupError: it cannot be built here.
     """
-    if in_a_row or (in_a_row is None and _spec(run).weights):
-        with seeded(run.seed):
-            return _sized(run)
     made, lazy = _made(run)
     losses = made.loss.modules() if isinstance(made.loss, nn.Module) else ()
     lazy.fill_all((*made.module.modules(), *losses), made.args, made.kwargs, made.targets)
@@ -452,13 +433,6 @@ def _version(spec: CustomModelSpec) -> str:
 
 def _called(version: str) -> str:
     return f"a source file with {version}" if version.startswith("sha256 ") else version
-
-
-def _weights_digest(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        add_tensor(digest, name, tensor)
-    return digest.hexdigest()
 
 
 def _graph_digest(traced: Traced) -> str:
