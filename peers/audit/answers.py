@@ -20,7 +20,7 @@ from swarm.errors import Busy, NotNow, NotReady, PeerFault, Refused, Stale, shor
 from swarm.ids import Microbatch, PeerId
 from swarm.protocol.statements import is_signed
 from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
-from swarm.wire.messages import check_run, pack, unpack
+from swarm.wire.messages import pack, unpack
 from swarm.wire.receipts import Answered
 
 T = TypeVar("T")
@@ -64,9 +64,9 @@ class AnswerAudits:
     # -- the judge ----------------------------------------------------------------------------------
 
     async def _serve_audit(self, request: Request) -> Answer:
-        ask = unpack(request.header, AuditAnswer)
-        core, said = self._core, ask.statement
-        check_run(ask.run, core.run.id)
+        core = self._core
+        ask = unpack(request.header, AuditAnswer, core.run.id)
+        said = ask.statement
         if not is_audited(core.run) or said.stage != core.stage or ask.peer == core.me:
             raise Refused(f"this peer does not audit {short(ask.peer)} at stage {said.stage}")
         await self._require_caller(request.peer)

@@ -29,7 +29,7 @@ from swarm.wire.evidence import (
     WrongContribution,
     judged,
 )
-from swarm.wire.messages import check_run, pack, say, unpack, unpack_answer
+from swarm.wire.messages import pack, say, unpack, unpack_answer
 
 PASS_ON_S = 30.0
 """Limit for one call with evidence."""
@@ -117,8 +117,7 @@ class Convictions(Verdicts):
                 await self._transport.call(peer, "evidence", header, if_asked, deadline_s=PASS_ON_S)
 
     async def _serve_evidence(self, request: Request) -> Answer:
-        shown = unpack(request.header, ShowEvidence)
-        check_run(shown.run, self._run.id)
+        shown = unpack(request.header, ShowEvidence, self._run.id)
         evidence, signer = shown.evidence, self._transport.signer
         if evidence.accused in self.convicted:
             return Answer(pack(Heard()))
@@ -191,8 +190,7 @@ class Convictions(Verdicts):
             self._asking.discard(accused)
 
     async def _serve_convicted(self, request: Request) -> Answer:
-        ask = unpack(request.header, AskConvicted)
-        check_run(ask.run, self._run.id)
+        ask = unpack(request.header, AskConvicted, self._run.id)
         evidence = self._shown.get(ask.peer) if ask.show else None
         signature = b"" if evidence is None else sign(self._transport.signer, self._run.id, judged(evidence))
         others = tuple(sorted(self.convicted))[:MAX_TOLD]

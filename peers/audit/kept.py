@@ -18,7 +18,7 @@ from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
 from swarm.protocol.statements import is_signed
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AskKept, KeptTensors
-from swarm.wire.messages import check_run, pack, unpack, unpack_answer
+from swarm.wire.messages import pack, unpack, unpack_answer
 from swarm.wire.receipts import Fed, is_receipt
 
 KEPT_S = 10.0
@@ -114,8 +114,7 @@ def serve_kept(core: StageCore, transport: Transport, membership: Membership) ->
     """To auditors, by step."""
 
     async def answer(request: Request) -> Answer:
-        ask = unpack(request.header, AskKept)
-        check_run(ask.run, core.run.id)
+        ask = unpack(request.header, AskKept, core.run.id)
         audits, once = core.run.admission.may_audit(request.peer), (request.peer, ask.m, ask.made)
         if not audits:
             await membership.require(request.peer, core.stage)

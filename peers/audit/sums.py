@@ -38,7 +38,7 @@ from swarm.wire.evidence import (
     WrongProduct,
     WrongSum,
 )
-from swarm.wire.messages import check_run, pack, say, unpack, unpack_answer
+from swarm.wire.messages import pack, say, unpack, unpack_answer
 
 REVEAL_S = 60.0
 """Limit for the exchange of nonces: members end their parts within moments of each other, or fail."""
@@ -160,8 +160,7 @@ class SumAudits:
         return unpack_answer(member, answer.header, Projecting)
 
     async def _serve_reveal(self, request: Request) -> Answer:
-        reveal = unpack(request.header, Reveal)
-        check_run(reveal.run, self._run.id)
+        reveal = unpack(request.header, Reveal, self._run.id)
         if reveal.round not in self._checks:
             await happens(self._opened, OPENS_S)
         check = self._checks.get(reveal.round)
@@ -235,8 +234,7 @@ class SumAudits:
         return check.digests[place], [bytes(bytes_of(check.chunk(place, index)))]
 
     async def _serve_show(self, request: Request) -> Answer:
-        ask = unpack(request.header, ShowChunk)
-        check_run(ask.run, self._run.id)
+        ask = unpack(request.header, ShowChunk, self._run.id)
         check = self._checks.get(ask.round)
         if check is None or request.peer not in check.plan.members or not check.unsealed.is_set():
             raise NotReady(f"no results of round {ask.round[:8]!r} are disputed here", version=-1)
@@ -246,8 +244,7 @@ class SumAudits:
         return Answer(pack(ShownChunk(digests=digests)), body)
 
     async def _serve_products(self, request: Request) -> Answer:
-        ask = unpack(request.header, AskProducts)
-        check_run(ask.run, self._run.id)
+        ask = unpack(request.header, AskProducts, self._run.id)
         if not self._run.admission.may_audit(request.peer):
             raise Refused("the owner of a run audits it, and the trainers that its manifest names")
         if self._told_t < ask.t:

@@ -8,7 +8,7 @@ from peers.ports import Answer, Request, Transport
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import sign
-from swarm.wire.messages import check_run, pack, unpack
+from swarm.wire.messages import pack, unpack
 from swarm.wire.trails import MAX_STEPS, AskTrail, TookStep, TookSteps, Trail, pack_rows
 
 KEPT = 4 * MAX_STEPS
@@ -58,8 +58,7 @@ class OwnTrail:
         """Answer `trail`."""
 
         async def answer(request: Request) -> Answer:
-            ask = unpack(request.header, AskTrail)
-            check_run(ask.run, run.id)
+            ask = unpack(request.header, AskTrail, run.id)
             start, steps = self.between(ask.since, ask.until)
             took = TookSteps(stage, start, kind(), pack_rows(steps))
             return Answer(pack(Trail(took, sign(transport.signer, run.id, took))))

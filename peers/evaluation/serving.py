@@ -16,7 +16,6 @@ from swarm.wire.messages import (
     EvalDone,
     Evaluate,
     Evaluated,
-    check_run,
     pack,
     unpack,
     unpack_answer,
@@ -46,8 +45,8 @@ class EvaluationServer:
             transport.serve("evaluated", self._hear)
 
     async def _hear(self, request: Request) -> Answer:
-        told, run = unpack(request.header, Evaluated), self._core.run
-        check_run(told.run, run.id)
+        run = self._core.run
+        told = unpack(request.header, Evaluated, run.id)
         self._require_trainer(request)
         if not (0 <= told.version <= run.steps and -1e30 < told.loss < 1e30):
             raise Refused(f"no evaluation of version {told.version} with the loss {told.loss}")
@@ -56,7 +55,8 @@ class EvaluationServer:
         return Answer(pack(Ack()))
 
     async def _serve(self, request: Request) -> Answer:
-        core, wanted = self._core, unpack(request.header, Evaluate)
+        core = self._core
+        wanted = unpack(request.header, Evaluate, core.run.id)
         self._check(wanted, request)
         if core.stage > 0:
             await self._membership.require(request.peer, core.stage - 1)
@@ -76,7 +76,6 @@ class EvaluationServer:
 
     def _check(self, wanted: Evaluate, request: Request) -> None:
         core, run = self._core, self._core.run
-        check_run(wanted.run, run.id)
         if core.stage == 0:
             self._require_trainer(request)
         if not (is_due(run, wanted.t) and 0 <= wanted.e < microbatches(run)):

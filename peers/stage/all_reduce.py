@@ -33,7 +33,7 @@ from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes
-from swarm.wire.messages import Part, PartDone, check_run, pack, unpack, unpack_answer
+from swarm.wire.messages import Part, PartDone, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements per call, at most: 8 MB of a sum."""
@@ -395,8 +395,7 @@ class AllReduce:
             self.bandwidth_bps = rate if not self.bandwidth_bps else 0.8 * self.bandwidth_bps + 0.2 * rate
 
     async def _serve_part(self, request: Request) -> Answer:
-        part = unpack(request.header, Part)
-        check_run(part.run, self._run)
+        part = unpack(request.header, Part, self._run)
         this = await self._round(part.round)
         if request.peer not in this.plan.members:
             raise Refused(f"{request.peer} is not a member of round {part.round[:8]}")

@@ -38,7 +38,6 @@ from swarm.wire.messages import (
     Ack,
     Watch,
     Watched,
-    check_run,
     hear,
     pack,
     say,
@@ -380,8 +379,7 @@ class StepCoordination:
         return tuple(sorted(peer for peer, at in self._watchers.items() if at > since))
 
     async def _serve_watch(self, request: Request) -> Answer:
-        watch = unpack(request.header, Watch)
-        check_run(watch.run, self._run.id)
+        watch = unpack(request.header, Watch, self._run.id)
         if request.peer in self._run.admission.trainers:
             self._trained[request.peer] = watch.position
         self._watchers.pop(request.peer, None)

@@ -45,7 +45,6 @@ from swarm.wire.messages import (
     OfferSum,
     OpenSum,
     TakeSum,
-    check_run,
     pack,
     unpack,
     unpack_answer,
@@ -183,8 +182,8 @@ class Handoff:
         return total.cpu(), step.ledger.done, losses
 
     async def _serve_sum(self, request: Request) -> Answer:
-        wanted = unpack(request.header, OpenSum)
-        await self._check(request, wanted.run)
+        wanted = unpack(request.header, OpenSum, self._core.run.id)
+        await self._membership.require(request.peer, self._core.stage)
         total = self._giving.get((wanted.t, wanted.done))
         if total is None:
             raise NotReady(f"no sum of step {wanted.t} is handed off here", version=self._core.version)
@@ -194,8 +193,8 @@ class Handoff:
     # -- taking -----------------------------------------------------------------------------------
 
     async def _serve_offer(self, request: Request) -> Answer:
-        offer = unpack(request.header, OfferSum)
-        step = await self._step_for(request, offer.run, offer.t)
+        offer = unpack(request.header, OfferSum, self._core.run.id)
+        step = await self._step_for(request, offer.t)
         check_bitmap(offer.done, self._core.run.microbatches(offer.t))
         if offer.generation != self._core.generation:
             raise NotNow("this peer is in another generation")
@@ -204,8 +203,9 @@ class Handoff:
         return Answer(pack(OfferedSum(overlap=Bitmap(offer.done & step.ledger.done))))
 
     async def _serve_give(self, request: Request) -> Answer:
-        give, core, giver = unpack(request.header, GiveSum), self._core, request.peer
-        await self._step_for(request, give.run, give.t)
+        core, giver = self._core, request.peer
+        give = unpack(request.header, GiveSum, core.run.id)
+        await self._step_for(request, give.t)
         like = {"sum": torch.empty(core.compute.numel, dtype=core.compute.sums.dtype, device="meta")}
         question = OpenSum(run=give.run, t=give.t, done=give.done)
         wanted = Wanted(name=f"the sum of step {give.t}", method="sum", question=question, like=like)
@@ -223,10 +223,9 @@ class Handoff:
         return Answer(pack(Ack()))
 
     async def _serve_take(self, request: Request) -> Answer:
-        take = unpack(request.header, TakeSum)
         core = self._core
-        step = await self._step_for(request, take.run, take.t)
-        done = take.done
+        take = unpack(request.header, TakeSum, core.run.id)
+        step, done = await self._step_for(request, take.t), take.done
         check_bitmap(done, core.run.microbatches(take.t))
         aside = self._aside.get(request.peer)
         if aside is None or (aside.t, aside.done) != (take.t, done) or aside.vector is None:
@@ -258,20 +257,16 @@ class Handoff:
         ledger.take_over(done)
         step.losses.update(zip(members_of(done), losses, strict=False))
 
-    async def _step_for(self, request: Request, run: str, t: int) -> OpenStep:
+    async def _step_for(self, request: Request, t: int) -> OpenStep:
         """The step that a peer hands its sum of to this one.
 
         Raises:
             Refused: the peer has no voice, and nobody saw that it computed what it gives.
         """
-        await self._check(request, run)
+        await self._membership.require(request.peer, self._core.stage)
         if (voice := self._voice()) and request.peer not in voice:
             raise Refused("the sum of a peer without voice is not taken: no trainer has vouched for it yet")
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
             raise NotNow(f"step {t} is not open here")
         return step
-
-    async def _check(self, request: Request, run: str) -> None:
-        check_run(run, self._core.run.id)
-        await self._membership.require(request.peer, self._core.stage)

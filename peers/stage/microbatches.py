@@ -32,7 +32,7 @@ from swarm.model.stage import Forward
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, boundary_bytes
 from swarm.protocol.ledger import Claim
 from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
-from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, check_run, pack, unpack
+from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, pack, unpack
 from swarm.wire.receipts import Receipt
 
 OPEN_WAIT_S = 2.5
@@ -113,7 +113,7 @@ class MicrobatchServer:
 
     async def _serve_work(self, request: Request) -> Answer:
         """One microbatch: claimed, computed or remembered, answered."""
-        work = unpack(request.header, Work)
+        work = unpack(request.header, Work, self._core.run.id)
         self._check(work, request)
         if self._core.stage > 0:
             await self._membership.require(request.peer, self._core.stage - 1)
@@ -143,7 +143,6 @@ class MicrobatchServer:
         counts it once. A refusal would only make trainers that have not heard of the rollback give up.
         """
         core = self._core
-        check_run(work.run, core.run.id)
         trainers = core.run.admission.trainers
         if core.stage == 0 and trainers and request.peer not in trainers:
             raise Refused(f"run {core.run.name!r} does not admit {request.peer} as a trainer")

@@ -9,7 +9,7 @@ from peers.clock import now_s
 from peers.ports import PROBE_BYTES, Answer, Directory, Request, Transport
 from swarm.errors import Refused, SwarmError
 from swarm.ids import PeerId
-from swarm.wire.messages import Ack, ProbeLine, check_run, pack, unpack
+from swarm.wire.messages import Ack, ProbeLine, pack, unpack
 
 PROBE_EVERY_S = 60.0
 """One line each time: 128 KiB a minute."""
@@ -73,7 +73,7 @@ class PathProber:
             return
 
     async def _serve_line(self, request: Request) -> Answer:
-        check_run(unpack(request.header, ProbeLine).run, self._run)
+        unpack(request.header, ProbeLine, self._run)
         if len(request.body_sizes) > 1:
             raise Refused(f"a probe of {len(request.body_sizes)} parts; one is sent back")
         return Answer(pack(Ack()), await request.accept())

@@ -32,7 +32,7 @@ from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Generation, Stage
 from swarm.manifest import Run
 from swarm.records import PeerRecord
-from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
+from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack
 
 ABSENT = (
     *("work", "locate", "report", "directive", "summary", "run"),
@@ -132,8 +132,8 @@ class PausedPeer:
         raise Leaving(f"this peer is paused: {why}")
 
     async def _serve_status(self, request: Request) -> Answer:
-        run, asked = self._run, unpack(request.header, AskStatus).run
-        check_run(asked, run.id, run.whole.id)
+        run = self._run
+        asked = unpack(request.header, AskStatus, run.id, run.whole.id).run
         stage = self._stage if asked == run.id else run.cell(self._stage)
         status = PeerStatus(
             peer=self._transport.peer_id, stage=stage, state="paused", since=self._since,

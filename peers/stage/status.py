@@ -17,7 +17,7 @@ from peers.stage.moving import Moving
 from peers.stage.settings import StageSettings
 from peers.stage.state import TIMES_KEPT, StageCore
 from swarm.records import PeerRecord
-from swarm.wire.messages import AskStatus, LinkStatus, PastStep, PeerStatus, check_run, pack, unpack
+from swarm.wire.messages import AskStatus, LinkStatus, PastStep, PeerStatus, pack, unpack
 
 ANNOUNCE_S = 5.0
 """A record lives a few times longer than this in the DHT."""
@@ -145,8 +145,7 @@ class StageStatus:
 
     async def _serve(self, request: Request) -> Answer:
         core, microbatches = self._core, self._microbatches
-        asked = unpack(request.header, AskStatus)
-        check_run(asked.run, core.run.id, core.run.whole.id)
+        asked = unpack(request.header, AskStatus, core.run.id, core.run.whole.id)
         step, links = core.steps.get(core.version), self._links()
         evaluated = self._evaluations.newest
         status = PeerStatus(

@@ -37,7 +37,7 @@ from swarm.model.reductions import weights_digest
 from swarm.policy.backoff import Backoff
 from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import AskStatus, PeerStatus, check_run, pack, unpack
+from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack
 
 POLL_S = 3.0
 """A peer without a disk holds a version until its next checkpoint; these are minutes apart in earnest."""
@@ -397,7 +397,7 @@ class CheckpointKeeper:
     # -- status -----------------------------------------------------------------------------------
 
     async def _serve_status(self, request: Request) -> Answer:
-        check_run(unpack(request.header, AskStatus).run, self._run.id)
+        unpack(request.header, AskStatus, self._run.id)
         status = PeerStatus(
             peer=self._transport.peer_id, stage=NO_STAGE, version=self.version or 0, state="keeping",
             device="disk", since=self._settings.joined_at,

@@ -25,7 +25,7 @@ from swarm.policy.pace import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import bytes_of, chunk_digest, dtype_name
-from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, check_run, pack, unpack
+from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, pack, unpack
 
 CHUNK_BYTES = 1 << 20
 """Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
@@ -186,8 +186,7 @@ class Leases:
             self._sweep_later()
 
     async def _serve_chunk(self, request: Request) -> Answer:
-        wanted = unpack(request.header, FetchChunk)
-        check_run(wanted.run, *self._runs)
+        wanted = unpack(request.header, FetchChunk, *self._runs)
         lease = self._leases.get(wanted.lease)
         if lease is None:
             raise Refused(f"no such download: {wanted.lease[:20]!r}; open one again")
@@ -202,8 +201,7 @@ class Leases:
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""
-        wanted = unpack(request.header, CloseLease)
-        check_run(wanted.run, *self._runs)
+        wanted = unpack(request.header, CloseLease, *self._runs)
         lease = self._leases.get(wanted.lease)
         if lease is not None:
             lease.readers.pop(request.peer, None)

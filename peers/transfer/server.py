@@ -158,8 +158,7 @@ class StateLeases(Leases):
         return sorted(await asyncio.to_thread(store.versions)) if store is not None else []
 
     async def _serve_saved(self, request: Request) -> Answer:
-        asked = unpack(request.header, AskSaved).run
-        check_run(asked, *self._runs)
+        asked = unpack(request.header, AskSaved, *self._runs).run
         found = {stage: set(await self._versions(stage)) for stage in self._stores}
         if self._live is not None and (last := self._live.last) is not None:
             found.setdefault(self._live.stage, set()).add(last)
@@ -226,8 +225,7 @@ class StateServer:
 
     async def _serve_held(self, request: Request) -> Answer:
         """Open a step's result: this stage's sum, or a part that this stage shares with another."""
-        wanted = unpack(request.header, OpenHeld)
-        check_run(wanted.run, self._core.run.id)
+        wanted = unpack(request.header, OpenHeld, self._core.run.id)
         core, other = self._core, wanted.shared_with
         step = core.steps.get(wanted.t)
         for kept in (core.applied, core.met):

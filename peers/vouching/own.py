@@ -15,7 +15,7 @@ from swarm.errors import Refused
 from swarm.manifest import Run
 from swarm.protocol.voice import voice_of
 from swarm.records import Voucher
-from swarm.wire.messages import Ack, GiveVoucher, check_run, pack, unpack
+from swarm.wire.messages import Ack, GiveVoucher, pack, unpack
 
 MAX_FILE_BYTES = 4096
 
@@ -37,8 +37,7 @@ class OwnVoucher:
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError, Refused):
             with self._path.open("rb") as file:
-                kept = unpack(file.read(MAX_FILE_BYTES), GiveVoucher)
-            check_run(kept.run, run.id)
+                kept = unpack(file.read(MAX_FILE_BYTES), GiveVoucher, run.id)
             me, signer = transport.peer_id, transport.signer
             if voice_of(me, kept.voucher, run, signer, version=kept.voucher.t):
                 self.value = kept.voucher
@@ -49,8 +48,7 @@ class OwnVoucher:
         """Take vouchers from now on. `version`: of the run. `told`: called after each that is better."""
 
         async def handle(request: Request) -> Answer:
-            given = unpack(request.header, GiveVoucher)
-            check_run(given.run, run.id)
+            given = unpack(request.header, GiveVoucher, run.id)
             voucher = given.voucher
             if request.peer != voucher.trainer or voucher.trainer not in run.admission.trainers:
                 raise Refused(f"run {run.name!r} does not name {request.peer} as a trainer that vouches")

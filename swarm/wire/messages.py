@@ -490,13 +490,16 @@ def hear(header: bytes, body: Sequence[Buffer], kind: type[T]) -> T:
     return _unpacked(memoryview(body[0]), kind, MAX_LONG_BYTES, 2 * UNFOLDED_BYTES, "message")
 
 
-def unpack(data: bytes, kind: type[T]) -> T:
-    """The header of a request.
+def unpack(data: bytes, kind: type[T], *runs: str) -> T:
+    """The header of a request, which has to name one of `runs`, if there are any: see `check_run`.
 
     Raises:
-        Refused: too large, malformed, or of another shape; the text names the field.
+        Refused: too large, malformed, of another shape, or for another run; the text names the field.
     """
-    return _unpacked(memoryview(data), kind, MAX_HEADER_BYTES, UNFOLDED_BYTES, "header")
+    found = _unpacked(memoryview(data), kind, MAX_HEADER_BYTES, UNFOLDED_BYTES, "header")
+    if runs:
+        check_run(found.run, *runs)  # type: ignore[attr-defined]
+    return found
 
 
 def _unpacked(data: memoryview, kind: type[T], most: int, most_unfolded: int, what: str) -> T:
