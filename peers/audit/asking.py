@@ -6,11 +6,10 @@ do it for stage 0, and stage peers for the stage behind them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
-from peers.waiting import end_tasks
+from peers.tasks import TaskKeeper
 from swarm.audit.unusual import AnswerScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
@@ -36,7 +35,7 @@ class AuditCaller:
     ) -> None:
         self._run, self._transport, self._directory = run, transport, directory
         self._on_fault = on_fault
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskKeeper()
         self._screen = AnswerScreen()
 
     def answered(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
@@ -72,9 +71,7 @@ class AuditCaller:
         ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=signature)
         first = coin.below(len(others))
         judges = [*others[first:], *others[:first]][:JUDGES]
-        task = asyncio.get_running_loop().create_task(self._audit(judges, ask))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.create_task(self._audit(judges, ask))
 
     async def _audit(self, judges: Sequence[PeerId], ask: AuditAnswer) -> None:
         for judge in judges:
@@ -88,4 +85,4 @@ class AuditCaller:
 
     async def close(self) -> None:
         """Ask nothing more."""
-        await end_tasks(self._tasks)
+        await self._tasks.close()

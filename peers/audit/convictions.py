@@ -104,9 +104,9 @@ class Convictions(Verdicts):
         if sum(memoryview(b).nbytes for b in body) > MAX_EVIDENCE_BYTES:
             body = []
         for peer in sorted(replicas)[:MAX_TOLD]:
-            self._spawn(self._tell(peer, header, body))
+            self._tasks.create_task(self._tell(peer, header, body))
         for peer in also:
-            self._spawn(self._tell(peer, header, [], if_asked=body))
+            self._tasks.create_task(self._tell(peer, header, [], if_asked=body))
 
     async def _tell(
         self, peer: PeerId, header: bytes, body: Sequence[Buffer], *, if_asked: Sequence[Buffer] = ()

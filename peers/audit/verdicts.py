@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from peers import events
 from peers.ports import Directory, Transport
 from peers.status_query import MAX_VOICES
+from peers.tasks import TaskKeeper
 from peers.voices import Voices
-from peers.waiting import end_tasks
 from swarm.errors import SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -41,7 +41,7 @@ class Verdicts:
         self.convicted: set[PeerId] = set()
         """They are left out of what this peer does."""
         self.on_conviction: Callable[[PeerId], None] = lambda peer: None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskKeeper()
 
     def leave_out(self, accused: PeerId, why: str) -> None:
         """Do without a peer from now on."""
@@ -53,7 +53,7 @@ class Verdicts:
 
     def ask_soon(self, about: PeerId = "") -> None:
         """`ask`, or only `about` one peer, in the background."""
-        self._spawn(self.ask_about(about) if about else self.ask())
+        self._tasks.create_task(self.ask_about(about) if about else self.ask())
 
     async def ask(self) -> None:
         """Leave out the peers that their stages have convicted; peers of stage 0 hear of all of these."""
@@ -101,14 +101,9 @@ class Verdicts:
         except SwarmError:
             return Convicted(yes=False)
 
-    def _spawn(self, work: object) -> None:
-        task = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def close(self) -> None:
         """Stop telling others."""
-        await end_tasks(self._tasks)
+        await self._tasks.close()
 
 
 class TrustedDirectory:

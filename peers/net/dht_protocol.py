@@ -41,7 +41,7 @@ from peers.net.signed_records import (
     open_record,
     record_keys,
 )
-from peers.net.tasks import TaskKeeper
+from peers.tasks import TaskKeeper
 from peers.waiting import within
 from swarm.charter import Charter, check_life
 from swarm.errors import Refused

@@ -34,8 +34,8 @@ from peers.net.identity import (
     without_peer_id,
 )
 from peers.net.p2pd import shortage
-from peers.net.tasks import TaskKeeper
 from peers.net.timings import DEFAULT_TIMINGS
+from peers.tasks import TaskKeeper
 from peers.waiting import within
 from swarm.errors import SwarmError
 from swarm.ids import PeerId

@@ -26,9 +26,9 @@ from peers.net.direct.paths import DirectOptions, DirectPaths
 from peers.net.identity import CIRCUIT, Identity, place_of
 from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
-from peers.net.tasks import TaskKeeper
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler, NetworkPath
+from peers.tasks import TaskKeeper
 from peers.waiting import happens, within
 from swarm.errors import (
     BadAnswer,

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from peers.ports import Buffer, Directory, Transport
+from peers.tasks import TaskKeeper
 from peers.vouching.tickets import ticket_for
-from peers.waiting import end_tasks
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.manifest import Run
@@ -38,7 +38,7 @@ class VoucherGiver:
         self._signer = transport.signer
         self._named = transport.peer_id in run.admission.trainers
         self._count = WorkCount()
-        self._giving: set[asyncio.Task[None]] = set()
+        self._giving = TaskKeeper()
 
     def ticket(self, mb: Microbatch, body: Sequence[Buffer]) -> Ticket | None:
         """What the stages want to see, if the manifest names trainers. `body`: as stage 0 is sent it."""
@@ -73,13 +73,11 @@ class VoucherGiver:
         """Give vouchers to all that are due, if the run has come to where they are."""
         if not self._named or not renewal(before, version):
             return
-        task = asyncio.get_running_loop().create_task(self._give_all(self._count.renew(version)))
-        self._giving.add(task)
-        task.add_done_callback(self._giving.discard)
+        self._giving.create_task(self._give_all(self._count.renew(version)))
 
     async def close(self) -> None:
         """Give nothing more."""
-        await end_tasks(self._giving)
+        await self._giving.close()
 
     async def _give_all(self, due: Sequence[Worked]) -> None:
         room = asyncio.Semaphore(AT_ONCE)

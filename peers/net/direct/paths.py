@@ -26,9 +26,9 @@ from peers.net.direct.handshake import (
 from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer, SealError
 from peers.net.direct.stream import SealedStream
 from peers.net.identity import Identity, plain_ip
-from peers.net.tasks import TaskKeeper
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
+from peers.tasks import TaskKeeper
 from peers.waiting import within
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.ids import PeerId

@@ -19,6 +19,10 @@ class TaskKeeper:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
+    def __len__(self) -> int:
+        """How many of them run."""
+        return len(self._tasks)
+
     def create_task(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
