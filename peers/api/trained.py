@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from peers.api.run import Run
 
-COUNTER = "num_batches_tracked"
-
 
 def trained_module(run: Run, weights: Mapping[str, torch.Tensor], steps: int) -> nn.Module:
     """The model of a run with weights by full name, after so many steps, in evaluation mode.
@@ -30,8 +28,11 @@ def trained_module(run: Run, weights: Mapping[str, torch.Tensor], steps: int) ->
     """
     terms = run.terms
     if run.module is not None:
+        from swarm.model.graph.capture import WithLoss
+        from swarm.model.graph.full_model import fill
+
         model, loss = copy.deepcopy((run.module, run.loss))
-        _fill(model, loss, weights, steps)
+        fill(WithLoss(model, loss), weights, steps)
         return model.eval()
     if terms.brings_model:
         from swarm.model.graph.full_model import FullModel
@@ -40,16 +41,3 @@ def trained_module(run: Run, weights: Mapping[str, torch.Tensor], steps: int) ->
     if terms.model.kind != "gpt":
         raise SetupError(f'model.kind = "{terms.model.kind}" is there to count microbatches: it is no model')
     return given_decoder(terms, weights, torch.device("cpu"))
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, loss: object, weights: Mapping[str, torch.Tensor], steps: int) -> None:
-    from swarm.model.graph.capture import WithLoss
-
-    whole = WithLoss(model, loss)  # type: ignore[arg-type]
-    own = {**whole.weights(), **whole.tensors()}
-    for name, tensor in weights.items():
-        own[name].copy_(tensor)
-    for name, tensor in own.items():
-        if name.endswith(f".{COUNTER}") and name.replace(COUNTER, "running_mean") in weights:
-            tensor.fill_(steps)
