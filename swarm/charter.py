@@ -349,11 +349,7 @@ TRAINERS_CALL = frozenset(
     {"work", "locate", "watch", "line", "voucher", "audit", "products", "kept", "evidence"}
     | {"eval", "evaluated"}
 )
-PEERS_CALL = frozenset(
-    {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
-    | {"show", "reveal"}
-)
-"""All others are for peers too, as long as nobody has thought of them."""
+"""Trainers and peers; all others only peers, as long as nobody has thought of them."""
 REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})
 """Those that only peers of the same stage call."""
 

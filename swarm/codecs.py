@@ -60,18 +60,6 @@ def parse_codec(name: str) -> Codec | None:
     return Codec(int(digits.ljust(6, "0")), values or "none")
 
 
-def topk(ratio: float, values: str = "none") -> str:
-    """The name of the codec that keeps the part `ratio`, to a millionth.
-
-    Raises:
-        ValueError: the ratio is not between a millionth and 1, or there are no such values.
-    """
-    keep_ppm = round(ratio * PPM)
-    if not 1 <= keep_ppm < PPM or values not in VALUES:
-        raise ValueError(f"no codec keeps {ratio} of the numbers as {values}")
-    return Codec(keep_ppm, values).name
-
-
 def choose_codec(
     allowed: Sequence[str], bandwidth_bps: float, enough_s: float, bytes_of: Callable[[str], Bytes]
 ) -> str:

@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.codecs import PPM, VALUES, Codec, parse_codec, topk
+from swarm.codecs import PPM, VALUES, Codec, parse_codec
 
 
 @given(keep_ppm=st.integers(1, PPM), values=st.sampled_from(VALUES))
 def test_every_codec_has_one_name(keep_ppm: int, values: str) -> None:
     codec = Codec(keep_ppm, values)
     assert parse_codec(codec.name) == codec
-    if keep_ppm < PPM:
-        assert topk(keep_ppm / PPM, values) == codec.name
 
 
 @given(st.text(alphabet="topk:0.123+bf16none", max_size=20))
@@ -33,9 +31,3 @@ def test_what_is_read_as_a_codec_is_its_name(name: str) -> None:
 )  # fmt: skip
 def test_other_names_are_no_codecs(name: str) -> None:
     assert parse_codec(name) is None
-
-
-@pytest.mark.parametrize(("ratio", "values"), [(0.0, "none"), (1.0, "none"), (1e-7, "none"), (0.5, "zip")])
-def test_a_part_that_no_name_can_say_is_an_error(ratio: float, values: str) -> None:
-    with pytest.raises(ValueError, match="no codec keeps"):
-        topk(ratio, values)

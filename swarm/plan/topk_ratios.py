@@ -18,10 +18,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from swarm.codecs import PPM, Bytes, Codec, parse_codec
+from swarm.codecs import PPM, Bytes, Codec
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.plan.network import Network
+
+VALUES = "blockwise8"
+"""How the numbers look that a top-k keeps."""
 
 
 def boundary_codecs(
@@ -30,7 +33,6 @@ def boundary_codecs(
     base: Sequence[str],
     *,
     least: float,
-    values: str = "blockwise8",
     enough_s: float = 0.0,
 ) -> tuple[str, ...]:
     """The codec of what each boundary sends forward.
@@ -40,13 +42,12 @@ def boundary_codecs(
         bytes_of: (boundary, codec) -> what crosses it with that codec. A larger part takes no fewer bytes.
         base: the codec of each boundary as it is.
         least: the smallest part of the numbers that may be kept.
-        values: how the kept numbers look.
         enough_s: a microbatch need not cross a boundary in less.
 
     Raises:
         SetupError: a bandwidth, a part or a codec that cannot be.
     """
-    smallest_ppm = _ppm(least, values)
+    smallest_ppm = _ppm(least)
     if len(base) != len(bandwidths_bps):
         raise SetupError(f"{len(base)} codecs for {len(bandwidths_bps)} boundaries")
     for bandwidth_bps in bandwidths_bps:
@@ -57,12 +58,12 @@ def boundary_codecs(
         both = zip(bytes_of(boundary, codec), bandwidths_bps[boundary], strict=True)
         return max(8 * nbytes / bps for nbytes, bps in both)
 
-    smallest = Codec(smallest_ppm, values).name
+    smallest = Codec(smallest_ppm, VALUES).name
     best = [min(seconds(b, base[b]), seconds(b, smallest)) for b in range(len(base))]
     limit_s = max([enough_s, *best])
 
     def chosen(boundary: int) -> str:
-        for whole in (base[boundary], "bf16", values, "hadamard4"):
+        for whole in (base[boundary], "bf16", VALUES, "hadamard4"):
             if seconds(boundary, whole) <= limit_s:
                 return whole
         if seconds(boundary, smallest) >= limit_s:
@@ -70,11 +71,11 @@ def boundary_codecs(
         low, high = smallest_ppm, PPM - 1
         while low < high:
             middle = (low + high + 1) // 2
-            if seconds(boundary, Codec(middle, values).name) <= limit_s:
+            if seconds(boundary, Codec(middle, VALUES).name) <= limit_s:
                 low = middle
             else:
                 high = middle - 1
-        return Codec(max(smallest_ppm, _three_digits(low)), values).name
+        return Codec(max(smallest_ppm, _three_digits(low)), VALUES).name
 
     return tuple(chosen(boundary) for boundary in range(len(base)))
 
@@ -106,12 +107,10 @@ def boundary_bandwidths(
     return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]
 
 
-def _ppm(part: float, values: str) -> int:
+def _ppm(part: float) -> int:
     keep_ppm = round(part * PPM) if math.isfinite(part) else 0
     if not 1 <= keep_ppm < PPM:
         raise SetupError(f"a part of {part} cannot be kept: it must be above 0 and below 1")
-    if parse_codec(Codec(keep_ppm, values).name) is None:
-        raise SetupError(f"kept numbers cannot look like {values!r}")
     return keep_ppm
 
 

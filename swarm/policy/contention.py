@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MORE_BYTES, SHARE = 512 << 20, 0.25
+"""More than the least that was seen, or more than this of the time, counts as contention."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
@@ -31,18 +34,7 @@ class Verdict:
 class ContentionDetector:
     """Decides from repeated observations of a device when to pause."""
 
-    def __init__(
-        self,
-        *,
-        threshold_bytes: int = 512 << 20,
-        threshold_share: float = 0.25,
-        contended_after_s: float = 3.0,
-        free_after_s: float = 60.0,
-    ) -> None:
-        """More than `threshold_bytes` above the baseline, or more than `threshold_share` of the time, counts
-        as contention.
-        """
-        self._threshold_bytes, self._threshold_share = threshold_bytes, threshold_share
+    def __init__(self, *, contended_after_s: float = 3.0, free_after_s: float = 60.0) -> None:
         self._contended_after_s, self._free_after_s = contended_after_s, free_after_s
         self._baseline_bytes: int | None = None
         self._since: float | None = None
@@ -55,7 +47,7 @@ class ContentionDetector:
         self._baseline_bytes = min(use.held_bytes, baseline)
         more_bytes = use.held_bytes - self._baseline_bytes
         half = 0.5 if self._paused else 1.0
-        wanted = more_bytes > half * self._threshold_bytes or use.share > half * self._threshold_share
+        wanted = more_bytes > half * MORE_BYTES or use.share > half * SHARE
         if wanted == self._paused:
             self._since = None
         else:
