@@ -31,8 +31,6 @@ class Voices:
 
     def __init__(self, run: Run, signer: Signer, directory: Directory) -> None:
         self._stages, self._directory = range(run.S), directory
-        self.named = bool(run.admission.trainers or run.admission.founders)
-        """The manifest names peers by which others have voice."""
         self._electorate = Electorate(run, _Remembers(signer))
 
     def of(self, stage: Stage, *, version: int = 0) -> Mapping[PeerId, int]:

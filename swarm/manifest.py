@@ -807,6 +807,11 @@ class AdmissionSpec(_Spec, section="admission"):
     """Peer ids whose word counts from the start, as much as 20 steps of work; until trainers have vouched for
     others, theirs alone."""
 
+    @property
+    def named(self) -> bool:
+        """Whether it names peers by which others have voice."""
+        return bool(self.trainers or self.founders)
+
     def may_audit(self, peer: str) -> bool:
         """Whether a peer that serves no stage is shown what replicas keep and signed: `swarm audit`."""
         return peer in self.trainers or peer == self.owner != ""

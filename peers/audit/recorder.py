@@ -121,7 +121,7 @@ class Recorder:
         """Whether two replicas signed other weights of a checkpoint, with more voice than signed these. They
         say so while they have no time to give it, too.
         """
-        if not (self._voices.named and realigns(self._run, version)):
+        if not (self._run.admission.named and realigns(self._run, version)):
             return False
         voice = self._voices.of(stage)
         asked = [record for record in self._heard(stage) if record.peer in voice][:MAX_ASKED]

@@ -216,7 +216,7 @@ class StepCoordination:
     def _observe(self, *, also: Stage = 0) -> float:
         """Let the protocol see what is; returns when that was."""
         now = now_s()
-        every = self._run.admission.trainers or self._run.admission.founders  # commits are proven by all
+        every = self._run.admission.named  # commits are proven by all
         stages = range(self._run.S) if every else {0, self._stage, also}
         seen = {stage: self._directory.at(stage) for stage in stages}
         self.protocol.observe(self._local(), seen, now=now)

@@ -32,7 +32,7 @@ from swarm.protocol.messages import Directive
 from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
 from swarm.protocol.rounds import Commit
-from swarm.protocol.voice import heard
+from swarm.protocol.voice import FOUNDERS_VOICE, heard
 from swarm.records import PeerRecord
 
 USELESS_S = 15.0
@@ -90,7 +90,7 @@ class Recovery:
         core, goal = self._core, directive.position
         replicas = [source for source in directive.sources if source != core.me]
         # One that took no step since it came gives nothing up.
-        if self._voices.named and goal.generation == core.generation and core.applied is not None:
+        if self._run.admission.named and goal.generation == core.generation and core.applied is not None:
             replicas = await self._borne_out(directive, replicas)
         if await self.follow(dict.fromkeys(replicas, goal)):
             return True
@@ -169,14 +169,14 @@ class Recovery:
             self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.text))
 
         # Of a stage that is lost the keepers of founders say what its state was.
-        founders = {source: 1 for source in sources if source in self._run.admission.founders}
+        founders = dict.fromkeys(self._run.admission.founders, FOUNDERS_VOICE)
         usable = [source for source in sources if not self._backoff.in_backoff(source, now=began)]
         common = version >= 0 and self._run.is_common(version)
         voice = self._islands.voice((self._stage,), version=core.version) if common else self.voice()
         wanted = state_of(self._run.whole if common else self._run, self._stage, version)
         try:
             found = await download(
-                self._transport, wanted, usable, voice=voice or founders,
+                self._transport, wanted, usable, voice={**founders, **voice},
                 partial=self._partial, progress=shown(self._stage, version, self._emit), on_fault=fault,
             )  # fmt: skip
             await core.load(

@@ -14,6 +14,7 @@ from peers.ports import Transport
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.policy.keeping import borne_out
 from swarm.protocol.rounds import NO_VOICE
 from swarm.protocol.voice import heard
 from swarm.records import NO_STAGE, PeerRecord
@@ -46,7 +47,8 @@ async def ask_saved(
     """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
 
     Peers that do not answer, or say what cannot be, are left out; `on_fault` hears of each and why. If
-    replicas of a stage have `voice`, the others do not say which versions there are.
+    replicas of a stage have `voice`, the others do not say which versions there are. In a run that names
+    trainers or founders a keeper alone does not, either: `swarm.policy.keeping.borne_out`.
     """
     asked = chosen(run, records, transport.peer_id, voice)
 
@@ -71,9 +73,9 @@ async def ask_saved(
         not_heard = set(replicas).difference(heard(replicas, voice))
         sources: dict[int, list[PeerId]] = {}
         for record, saved in told:
-            for version in saved.get(stage, ()):
+            for version in saved.get(stage, ()) if record.peer not in not_heard else ():
                 sources.setdefault(version, []).append(record.peer)
-        found[stage] = {v: peers for v, peers in sources.items() if not not_heard.issuperset(peers)}
+        found[stage] = borne_out(sources, run.admission.founders, voice) if run.admission.named else sources
     return found
 
 

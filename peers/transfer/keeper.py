@@ -221,7 +221,7 @@ class CheckpointKeeper:
             versions = await asyncio.to_thread(store.versions)
             voiced = await asyncio.to_thread(self._voiced_of, stage, versions)
             self._have[stage] = voiced or versions
-            if voiced and self._voices.named:
+            if voiced and self._run.admission.named:
                 self._voiced.add(stage)
         if self.version is not None and self.version != self._said:
             self._said = self.version
@@ -349,7 +349,7 @@ class CheckpointKeeper:
         def save() -> None:
             checkpoint.Checkpoint(folder, self._run, stage, version).save(found.tensors,
                 keep=self._settings.keep, together=self.stages, option="--dir",
-                voiced=found.voiced or not self._voices.named,
+                voiced=found.voiced or not self._run.admission.named,
             )  # fmt: skip
 
         try:

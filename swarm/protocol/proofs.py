@@ -81,7 +81,7 @@ class Belief:
     def __init__(self, run: Run, stage: Stage, signer: Signer) -> None:
         self._run, self._stage, self._signer = run, stage, signer
         self._electorate = Electorate(run, signer)
-        self.needs_proof = bool(run.admission.trainers or run.admission.founders)
+        self.needs_proof = run.admission.named
         """Else all words count alike."""
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
         self._version = 0

@@ -116,7 +116,7 @@ class Electorate:
 
     def of(self, stage: Stage, records: Sequence[PeerRecord], *, version: int) -> dict[PeerId, int]:
         """The peers with voice in a stage that has these records; see `voices`."""
-        if not (self._run.admission.trainers or self._run.admission.founders):
+        if not self._run.admission.named:
             return {}
         known = self._known.get(stage)
         if known is None or known[0] is not records or known[1] != version:

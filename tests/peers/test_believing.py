@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -361,9 +362,20 @@ async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again()
         assert not s.seen(HandedOver)
 
 
+def add_lying_keeper(s: Swarm, name: str, saved: Sequence[int]) -> Awaitable[None]:
+    """A stranger that offers made-up states of all stages."""
+    end = s.network.join(name)
+    StateLeases(s.run, end.transport, {stage: MadeUp(s.run, stage, saved) for stage in range(s.run.S)})
+    return end.directory.announce(
+        PeerRecord(peer=name, run=s.run.id, stage=NO_STAGE, state="keeping", version=max(saved))
+    )
+
+
+@pytest.mark.parametrize("saved", [(4,), (5,), (4, 5)])
 async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others_there_are(
-    tmp_path: Path,
+    saved: tuple[int, ...], tmp_path: Path
 ) -> None:
+    """They offer other weights, or a version that it does not have: just where the run is."""
     founder = "12D3KooW" + "K" * 44
     run = replace(RUN, admission=replace(RUN.admission, founders=(founder,)))
     async with swarm(run, replicas=2) as s:
@@ -371,17 +383,49 @@ async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others
         await begun(s, version=5)
         await s.until(lambda: keeper.version == 4)
         for number in range(9):
-            name = f"a{number}"
-            end = s.network.join(name)
-            StateLeases(run, end.transport, {stage: MadeUp(run, stage, (4,)) for stage in range(2)})
-            await end.directory.announce(
-                PeerRecord(peer=name, run=run.id, stage=NO_STAGE, state="keeping", version=4)
-            )
+            await add_lying_keeper(s, f"a{number}", saved)
         for name in ("s1p0", "s1p1"):
             s.kill(name)
             s.network.expire(name)
         await joined(s)
         assert s.peers["newcomer"].core.version == 4
+        assert_honest(s)
+
+
+@pytest.mark.parametrize("saved", [(4,), (5,), (2, 4, 5)])
+async def test_of_a_lost_stage_most_keepers_say_which_versions_there_are(
+    saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        keepers = [add_keeper(s, tmp_path / name, name) for name in ("k0", "k1")]
+        await begun(s, version=5)
+        await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
+        await add_lying_keeper(s, "a0", saved)
+        for name in ("s1p0", "s1p1"):
+            s.kill(name)
+            s.network.expire(name)
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 4
+        assert_honest(s)
+
+
+async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_others_kept(
+    tmp_path: Path,
+) -> None:
+    """All peers are gone: of what is saved a run begins again from what most keepers have."""
+    async with swarm(RUN, replicas=2) as s:
+        keepers = [add_keeper(s, tmp_path / name, name) for name in ("k0", "k1")]
+        await begun(s, version=4)
+        await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
+    async with swarm(RUN, replicas=0) as s:
+        for name in ("k0", "k1"):
+            add_keeper(s, tmp_path / name, name)
+        await add_lying_keeper(s, "a0", (8,))
+        await s.until(lambda: {"k0", "k1"} <= s.network.records.keys())
+        for stage in range(RUN.S):
+            s.add_peer(f"new{stage}", stage)
+        await s.until_serving()
+        assert {peer.core.version for peer in s.peers.values()} == {4}
         assert_honest(s)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
+from swarm.policy.keeping import borne_out, newest_common, next_download, reached, worth_fetching
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,17 @@ def test_a_version_without_voice_takes_the_place_of_none_with_it() -> None:
     assert worth_fetching(offered, {}, have_voiced=True) == {}
     assert worth_fetching(offered, {"a": 30}, have_voiced=False) == {8: ["a", "l"]}
     assert worth_fetching(offered, {"b": 30}, have_voiced=False) == {}
+
+
+def test_a_version_that_half_of_those_without_voice_do_not_have_is_none() -> None:
+    offered = {4: ["k", "m"], 8: ["k", "l"], 9: ["l"]}
+    assert set(borne_out(offered, (), {})) == {4, 8}
+    assert set(borne_out({4: ["k"], 9: ["l"]}, (), {})) == {4, 9}
+    assert borne_out({}, (), {}) == {}
+
+
+def test_where_a_founder_keeps_versions_there_are_those_and_what_peers_with_voice_have() -> None:
+    offered = {4: ["k", "m"], 8: ["m", "l"], 9: ["l", "m"]}
+    assert set(borne_out(offered, ["k", "z"], {})) == {4}
+    assert set(borne_out(offered, ["k"], {"l": 30})) == {4, 8, 9}
+    assert set(borne_out({8: ["l"], 9: ["m"]}, ["k"], {"l": 30})) == {8, 9}
