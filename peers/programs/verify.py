@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,6 +41,7 @@ from swarm.model.reductions import weights_digest
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import signable
+from swarm.protocol.voice import voice_of
 from swarm.wire.evidence import (
     Evidence,
     FalseContribution,
@@ -50,7 +52,7 @@ from swarm.wire.evidence import (
     judged,
 )
 from swarm.wire.receipts import Answered
-from swarm.wire.trails import unpack_rows
+from swarm.wire.trails import TookSteps, unpack_rows
 
 Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
 """Whether a peer signed some bytes."""
@@ -79,8 +81,8 @@ class Account(NamedTuple):
     """Those that are compared."""
     by_step: dict[int, list[Said]]
     """Of all stages."""
-    kinds: dict[Stage, set[str]]
-    """Of the devices of those that signed: of all stages, since each computes with what others send it."""
+    kinds: dict[Stage, dict[str, set[PeerId]]]
+    """Of devices, and who signed as one: of all stages, since each computes with what others send it."""
     convictions: list[Verdict]
     """Of peers of the stages that are compared, at any step."""
 
@@ -104,8 +106,9 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     data = open_data(run, options.data, options.tokenizer)
     offer_start(run, options.start)
     torch.set_num_threads(1)
+    signed = sum(len({one.stage for one in told.compared(t)}) for t in range(first, last))
     if why := why_not_exact(told, device):
-        say(f"bits are not compared, since {why}: a referee computes in float64")
+        print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
     start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
     before = told.compared(first - 1) if realigns(run, first) else []
     signed_start = [one for one in before if one.took.weights]
@@ -129,7 +132,6 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
             also = f", and the checkpoint of step {last}"
     how = "as far as another kind of device can tell" if why else "to the last bit"
     print(f"steps {first} to {last - 1} are what the peers signed, {how}")
-    signed = sum(len({one.stage for one in told.compared(t)}) for t in range(first, last))
     print(f"compared: {signed} of {(last - first) * len(told.stages)} signed steps of stages{also}")
     print(f"run {run.name} {run.id}")
     return True
@@ -216,7 +218,8 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     if options.stage is not None and options.stage >= run.S:
         raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
     told = Account(run, range(run.S) if options.stage is None else [options.stage], {}, {}, [])
-    forged: set[PeerId] = set()
+    rows, forged, strangers = list[tuple[TookSteps, tuple[PeerId, ...], bool]](), set[PeerId](), set[PeerId]()
+    reader: Any = SimpleNamespace(verify=verify)
     for entry in entries:
         if isinstance(entry, transcript.Conviction) and entry.evidence.statement.stage in told.stages:
             evidence, said = entry.evidence, signable(run.id, judged(entry.evidence))
@@ -230,12 +233,22 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
             continue
         by = tuple(s.peer for s in entry.by if verify(s.peer, signable(run.id, took), s.signature))
         forged |= {signed.peer for signed in entry.by}.difference(by)
-        if by and took.end > first:
-            told.kinds.setdefault(took.stage, set()).add(took.kind)
-        for t, step in enumerate(unpack_rows(took.rows) if by else (), took.start):
+        worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, run, reader, version=took.end)}
+        rows += [(took, by, not worked.isdisjoint(by))] if by else []
+    voiced = {took.stage for took, _, has_voice in rows if has_voice}
+    for took, by, has_voice in rows:
+        if not has_voice and took.stage in voiced:  # a keeper may make up identities
+            strangers.update(by)
+            continue
+        if took.end > first:
+            told.kinds.setdefault(took.stage, {}).setdefault(took.kind, set()).update(by)
+        for t, step in enumerate(unpack_rows(took.rows), took.start):
             told.by_step.setdefault(t, []).append(Said(took.stage, step, by))
     if rest:
         say(f"the last {rest} bytes of the transcript are damaged, and not read")
+    if strangers:
+        names = " ".join(map(short, sorted(strangers)))
+        say(f"signed by peers without voice, beside those that have it, and left out: {names}")
     if forged:
         say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
     if not told.kinds.keys() & set(told.stages):
@@ -266,6 +279,7 @@ def why_not_exact(told: Account, device: str) -> str:
     if not told.run.adds_exactly:
         return "the sums of this run depend on the order of their terms"
     for stage, kinds in told.kinds.items():
-        if kinds != {StageCompute(told.run, stage, device).rehearse()}:
-            return f"peers of stage {stage} computed on another kind of device"
+        mine = StageCompute(told.run, stage, device).rehearse()
+        if other := sorted({peer for kind, peers in kinds.items() if kind != mine for peer in peers}):
+            return f"{' and '.join(other)} of stage {stage} computed on another kind of device"
     return ""

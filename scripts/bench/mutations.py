@@ -3177,6 +3177,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_believing",),
     ),
     Mutation(
+        "a-transcript-is-what-anybody-signed",
+        "peers/programs/verify.py",
+        "if not has_voice and took.stage in voiced:",
+        "if False:",
+        "One row that a keeper had an identity of its own sign makes `swarm verify` compare by a tolerance.",
+        ("test_verify",),
+    ),
+    Mutation(
         "a-version-without-voice-stays",
         CHECKPOINT,
         "displaced = bool(voiced) and step in whole and step not in voiced",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from peers.storage.transcript import Conviction, Took, TranscriptWriter, path_of
 from peers.trainer import entering
 from swarm.audit.rerun import answers_of
 from swarm.data import sample_offsets
-from swarm.errors import SetupError
+from swarm.errors import SetupError, short
 from swarm.ids import Microbatch
 from swarm.manifest import CustomModelSpec, IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.statements import sign
+from swarm.protocol.voice import Worked, vouch
+from swarm.records import Voucher
 from swarm.wire.evidence import WrongAnswer, judged
 from swarm.wire.receipts import Answered
 from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
@@ -61,6 +63,7 @@ class Recorded:
     peers: list[list[Identity]]
     rows: list[list[TookStep]]
     kinds: list[str]
+    vouchers: dict[str, Voucher] = field(default_factory=dict)
 
     @property
     def transcript(self) -> Path:
@@ -72,7 +75,11 @@ class Recorded:
         for stage, rows in enumerate(self.rows):
             took = TookSteps(stage, start, kind or self.kinds[stage], pack_rows(rows[start:end]))
             by = [
-                Signed(peer.peer_id, false.get("signature") or sign(peer, self.run.id, took))
+                Signed(
+                    peer.peer_id,
+                    false.get("signature") or sign(peer, self.run.id, took),
+                    self.vouchers.get(peer.peer_id),
+                )
                 for peer in self.peers[stage]
             ]
             entries.append(Took(took, tuple(by)))
@@ -204,8 +211,33 @@ def test_a_stage_that_computed_with_what_another_kind_of_device_sent_is_refereed
         TranscriptWriter(tmp_path, was.run).append([Took(took, (signed,))])
     assert was.verify(0, 2, stage=0)
     told = capsys.readouterr()
-    assert "since peers of stage 1 computed on another kind of device" in told.err
+    both = " and ".join(sorted(peer.peer_id for peer in was.peers[1]))
+    how = "a referee in float64 judges, not to the bit, 2 of 2 signed steps:"
+    assert told.out.startswith(f"{how} {both} of stage 1 computed on another kind of device\n")
     assert "as far as another kind of device can tell" in told.out
+
+
+def test_what_identities_of_a_keeper_sign_is_left_out_beside_what_those_with_voice_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Identity.generate()
+    was = record(tmp_path, admitting(replace(small(), steps=4), trainer.peer_id))
+    for stage in was.peers:
+        for peer in stage:
+            was.vouchers[peer.peer_id] = vouch(trainer, was.run.id, Worked(peer.peer_id, 30, 2, 30))
+    strangers = [[Identity.generate()] for _ in was.peers]
+    other = [[step._replace(total_sqnorm=step.total_sqnorm * 4.0) for step in rows] for rows in was.rows]
+    forged = {strangers[0][0].peer_id: vouch(strangers[1][0], was.run.id, Worked("x", 30, 2, 30))}
+    made_up = replace(was, peers=strangers, rows=other, vouchers=forged)
+    made_up.write(2, kind="f" * 32)
+    assert not was.verify(2, 4), "nobody else says anything"
+    was.write()
+    capsys.readouterr()
+    assert was.verify(2, 4)
+    told = capsys.readouterr()
+    assert told.out.startswith("steps 2 to 3 are what the peers signed, to the last bit\n")
+    names = " ".join(map(short, sorted(stage[0].peer_id for stage in strangers)))
+    assert f"signed by peers without voice, beside those that have it, and left out: {names}" in told.err
 
 
 def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,8 +350,9 @@ def test_another_kind_of_device_is_refereed_in_float64_within_a_tolerance(
     was.write(kind="f" * 32)
     assert was.verify(0, 4)
     told = capsys.readouterr()
-    assert told.out.startswith("steps 0 to 3 are what the peers signed, as far as another kind of device can")
-    assert "since peers of stage 0 computed on another kind of device: a referee computes" in told.err
+    first, second = told.out.splitlines()[:2]
+    assert first.startswith("a referee in float64 judges, not to the bit, 8 of 8 signed steps: 12D3KooW")
+    assert second.startswith("steps 0 to 3 are what the peers signed, as far as another kind of device can")
     lie = record(tmp_path / "lie", before=flipped_sum)
     lie.write(kind="f" * 32)
     assert lie.verify(0, 2) and not lie.verify(2, 4)
