@@ -49,12 +49,12 @@ class Needs:
         """Raises SetupError: it is more than the owner gives."""
         if most is None or self.least <= most:
             return
-        parts = f"{_gib(self.fixed)} for weights, optimizer and sums"
+        parts = f"{gib(self.fixed)} for weights, optimizer and sums"
         if self.microbatch:
-            parts += f", {_gib(self.least - self.fixed)} to compute one microbatch"
+            parts += f", {gib(self.least - self.fixed)} to compute one microbatch"
         saves = "another --stage, or --recompute" if self.microbatch else "another --stage"
         raise SetupError(
-            f"stage {self.stage} needs {_gib(self.least)} ({parts}), and --max-vram gives {_gib(most)}: "
+            f"stage {self.stage} needs {gib(self.least)} ({parts}), and --max-vram gives {gib(most)}: "
             f"give more, or take {saves}"
         )
 
@@ -62,7 +62,7 @@ class Needs:
         """Raises SetupError: it is more than the device has, whatever else is on it."""
         if self.least > total:
             raise SetupError(
-                f"stage {self.stage} needs {_gib(self.least)}, and {device} has {_gib(total)}; no stage is "
+                f"stage {self.stage} needs {gib(self.least)}, and {device} has {gib(total)}; no stage is "
                 "spread over several devices: take another --stage, or have the run's owner cut the model "
                 "into more of them (model.stages); swarm peer --device all serves one with each GPU here"
             )
@@ -117,5 +117,5 @@ def weight_bytes(optimizer: OptimizerSpec, *, host_sums: bool = False) -> int:
     return 8 + sum(numel * dtype.itemsize for numel, dtype in kept) + (0 if host_sums else 8)
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.2f} MiB"

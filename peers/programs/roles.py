@@ -307,6 +307,8 @@ def _choose_device(name: str) -> str:
 class Peer(Networked[PeerOptions]):
     """Serves a stage on this machine's device."""
 
+    _movable = False
+
     def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
         super().__init__(options, emit=emit)
         self.owner = Owner()
@@ -334,7 +336,7 @@ class Peer(Networked[PeerOptions]):
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
                 self._watch_the_device(stack, device)
-            stage = await self._choose_stage(node, run)
+            stage = await self._choose_stage(node, run, device)
             await self._tell_missing(options, node, run, stage)
             await self._serve(node, run, stage, device)
 
@@ -367,14 +369,15 @@ class Peer(Networked[PeerOptions]):
         )
         stack.callback(watching.cancel)
 
-    async def _choose_stage(self, node: Node, run: Run) -> Stage:
-        """The one that was given, or the one that needs this peer most."""
+    async def _choose_stage(self, node: Node, run: Run, device: str) -> Stage:
+        """The one that was given, or of those that fit the one that needs this peer most."""
         if self.options.stage != "auto":
             (stage,) = allowed_stages(node, [self.options.stage])
             return stage
         allowed = allowed_stages(node, range(run.cells))
-        machine = machine_of(run.id)
-        stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, machine, allowed)
+        fits = await asyncio.to_thread(self._fitting, run, allowed, device)
+        self._movable, machine = len(fits) == run.cells, machine_of(run.id)
+        stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, machine, fits)
         self._emit(Note(text=f"joins stage {stage}, which needs a peer most"))
         return stage
 
@@ -415,15 +418,28 @@ class Peer(Networked[PeerOptions]):
         by_cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
         return compute, admits, max(1, min(by_cores, needs.workers(free_bytes(device), most)))
 
-    def _fits_anywhere(self, run: Run, device: str) -> bool:
-        """Whether it may be sent to any stage: one that did not fit there would be lost to the run."""
+    def _fitting(self, run: Run, cells: Sequence[Stage], device: str) -> list[Stage]:
+        """Those whose stages fit: one that did not would be lost to the run. Raises SetupError: none does."""
         from peers.device import describe
-        from peers.owner.memory_limit import needs_of
+        from peers.owner.memory_limit import gib, needs_of
+        from swarm.model.kept import foretold_bytes
 
-        most, host_sums = self.options.max_vram, self.options.host_sums and device != "cpu"
-        needs = (needs_of(run, stage, host_sums=host_sums) for stage in range(run.S))
-        total = describe(device).total_bytes
-        return all(one.least <= (total if most is None else min(most, total)) for one in needs)
+        options, most, island = self.options, self.options.max_vram, run.island(0)
+        counts = most is not None and not (options.recompute or options.recompute_layers)
+
+        def least_bytes(stage: Stage) -> int:
+            kept, host_sums = foretold_bytes(island, stage) if counts else 0, options.host_sums
+            return needs_of(island, stage, microbatch=kept, host_sums=host_sums and device != "cpu").least
+
+        least = {stage: least_bytes(stage) for stage in {cell % run.S for cell in cells}}
+        total, smallest = describe(device).total_bytes, min(least.values())
+        if smallest > (room := total if most is None else min(most, total)):
+            raise SetupError(
+                f"no stage that this peer may serve fits: the smallest needs {gib(smallest)}, and "
+                f"{gib(room)} of {device} are given: give more, take a larger device, or have the run's "
+                "owner cut the model into more stages (model.stages)"
+            )
+        return [cell for cell in cells if least[cell % run.S] <= room]
 
     async def _serve(self, node: Node, run: Run, stage: Stage, device: str) -> None:
         """Serve a stage, and others if they need this device more, until the owner has it leave."""
@@ -441,8 +457,6 @@ class Peer(Networked[PeerOptions]):
         elif (folder := results_folder()) is not None:
             checkpoints = Checkpoints(folder=folder, keep=1, only_last=True)
 
-        movable = options.stage == "auto" and len(allowed_stages(node, range(run.cells))) == run.cells
-        movable = movable and await asyncio.to_thread(self._fits_anywhere, run, device)
         key, started_at = options.identity, now_s()
         voucher = OwnVoucher(None if key is None else key.with_name(f"{key.name}.voucher"))
 
@@ -450,7 +464,7 @@ class Peer(Networked[PeerOptions]):
             return StageSettings(
                 max_inflight=max_inflight, workers=workers, device_name=device, addresses=node.addresses,
                 machine=machine_of(run.id), checkpoints=checkpoints, joined_at=time.time(),
-                started_at=started_at, movable=movable,
+                started_at=started_at, movable=self._movable,
                 leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
                 upload_bps=options.max_upload or 0.0,
             )  # fmt: skip

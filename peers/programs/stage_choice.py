@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from peers.ports import Directory
@@ -27,7 +26,8 @@ async def choose_stage(
 
     The peer first announces that it is choosing, and looks which others are: they place one another, in the
     order of their machines and ids, by the same rule. So ten that start together do not all go to the stage
-    that was slowest before they came, and those of one machine come next to one another.
+    that was slowest before they came, and those of one machine come next to one another. What others may
+    serve is not known here: they are taken to be as this one, as cards of one kind are.
     """
 
     def record(stage: Stage) -> PeerRecord:
@@ -43,9 +43,9 @@ async def choose_stage(
     records = await directory.lookup_all()
     others = [r for r in records if r.state == "choosing" and r.peer != me]
     coming = [mine, *sorted(others, key=lambda r: r.peer)[:MAX_OTHERS]]
-    stage = choose_stages(records, coming, stages=run.cells, depth=run.S, now_s=time.time())[me]
-    if allowed and stage not in allowed:
-        stage = min(allowed, key=Counter(record.stage for record in records).__getitem__)
+    stage = choose_stages(
+        records, coming, stages=run.cells, depth=run.S, now_s=time.time(), among=allowed
+    )[me]  # fmt: skip
     await directory.announce(record(stage))  # peers that choose after this count us there
     return stage
 

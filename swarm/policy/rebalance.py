@@ -192,25 +192,27 @@ def neediest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> lis
 
 
 def choose_stages(
-    records: Iterable[PeerRecord], newcomers: Iterable[PeerRecord], *, stages: int, depth: int, now_s: float
-) -> dict[PeerId, Stage]:
+    records: Iterable[PeerRecord], newcomers: Iterable[PeerRecord], *, stages: int, depth: int, now_s: float,
+    among: Sequence[Stage] = (),
+) -> dict[PeerId, Stage]:  # fmt: skip
     """A stage for each newcomer, as if one after the other joined the slowest stage, or an equal of it.
 
     So newcomers of one instant spread over the stages, and each can compute where all go. Those of a machine
     come in a row, and each takes, of stages that are equal up to noise, one next to its machine's, to which
     it hands over in memory: a stranger's word on where it is decides between those. `depth`: stages of an
-    island.
+    island. `among`: those that may be chosen; none: all.
     """
     coming = {new.peer: new for new in newcomers}
     there = _newest((r for r in records if r.peer not in coming), stages=stages, now_s=now_s)
     chosen: dict[PeerId, Stage] = {}
+    among = sorted(among) or range(stages)
     for new in sorted(coming.values(), key=lambda r: (r.machine, r.peer)):
         levels = _levels(there, stages=stages, now_s=now_s)
-        slowest = levels.index(min(levels))
+        slowest = min(among, key=levels.__getitem__)
         most = levels[slowest] * (_min_gain(sum(r.stage == slowest for r in there)) - 1e-9)
         own = {r.stage for r in there if r.machine and r.machine == new.machine}
         beside = {s for at in own for s in (at - 1, at + 1) if s // depth == at // depth}
-        stage = min(range(stages), key=lambda s: (levels[s] > most, s not in beside, levels[s], s))
+        stage = min(among, key=lambda s: (levels[s] > most, s not in beside, levels[s], s))
         chosen[new.peer] = stage
         joins = PeerRecord(
             peer=new.peer, run="", stage=stage, state="joining", version=0, machine=new.machine, since=now_s

@@ -14,13 +14,15 @@ from peers.options import PeerOptions
 from peers.owner.memory_limit import MEMORY_SHARE, Needs, needs_of, weight_bytes
 from peers.programs.roles import Peer
 from swarm.errors import SetupError
-from swarm.ids import Microbatch
-from swarm.manifest import OptimizerSpec, Run, demo_run
+from swarm.ids import Microbatch, Stage
+from swarm.manifest import IslandsSpec, OptimizerSpec, Run, demo_run
 from swarm.model.gradient_sum import Gradients, GradientSums
+from swarm.model.kept import foretold_bytes
 from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
 from swarm.plan.network import MEMORY_SHARE as PLANNED
 from tests.model.chain import tiny_run
+from tests.peers.network import CalmNetwork
 
 MIB = 1 << 20
 
@@ -100,7 +102,8 @@ def test_host_sums_are_for_devices_with_a_memory_of_their_own(
     limited = Peer(
         PeerOptions(run="5a", join=(), host_sums=True, max_vram=(each - 4) * numel), emit=lambda _: None
     )
-    assert limited._fits_anywhere(demo_run(stages=2), device) is expected
+    monkeypatch.setattr("swarm.model.kept.foretold_bytes", lambda *_: 0)
+    assert (0 in limited._fitting(demo_run(stages=2), [0, 1], device)) is expected
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
@@ -121,9 +124,42 @@ def test_a_stage_that_is_larger_than_a_card_is_refused_with_advice(
     ):
         peer._build(run, large, device)
     assert peer._build(run, small, device)[1] == 4
-    assert not peer._fits_anywhere(run, device), "it is not moved to where it does not fit"
+    assert peer._fitting(run, range(2), device) == [small]
+    with pytest.raises(
+        SetupError, match=rf"no stage .*: the smallest needs .*, and .* of {device} are given"
+    ):
+        peer._fitting(run, [large], device)
     sizes["card"] = max(least)
-    assert peer._fits_anywhere(run, device)
+    assert peer._fitting(run, range(2), device) == [0, 1]
+
+
+@pytest.mark.virtual_time
+async def test_a_peer_chooses_among_the_stages_that_fit_and_is_moved_only_if_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peers.programs.roles.allowed_stages", lambda node, cells: list(cells))
+
+    async def chosen(run: Run, **given: Any) -> tuple[Stage, bool]:
+        network = CalmNetwork()
+        new = network.join("new")
+        node = SimpleNamespace(peer_id=new.peer_id, directory=new.directory, addresses=())
+        peer = Peer(PeerOptions(run=run.id, join=(), **given), emit=lambda _: None)
+        stage = await peer._choose_stage(node, run, "cpu")  # type: ignore[arg-type]
+        await network.close()
+        return stage, peer._movable
+
+    run = demo_run(stages=3)
+    sizes = [needs_of(run, s, microbatch=foretold_bytes(run, s)).least for s in range(3)]
+    assert sizes[1] < sizes[0] < sizes[2]
+    assert await chosen(run) == (0, True)
+    assert await chosen(run, max_vram=sizes[0] - 1) == (1, False)
+    assert await chosen(run, max_vram=sizes[0]) == (0, False)
+    assert await chosen(run, max_vram=sizes[2]) == (0, True)
+    assert await chosen(run, max_vram=sizes[0] - 1, recompute=True) == (0, True), "microbatches need less"
+    islands = replace(run, islands=IslandsSpec(count=2, local_steps=2), checkpoint_every=0)
+    assert await chosen(islands, max_vram=needs_of(islands, 1).least, recompute=True) == (1, False)
+    with pytest.raises(SetupError, match="no stage that this peer may serve fits: the smallest needs"):
+        await chosen(run, max_vram=sizes[1] - 1)
 
 
 def test_a_peer_that_recomputes_layers_admits_more_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:

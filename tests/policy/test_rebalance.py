@@ -289,6 +289,13 @@ def card(name: str, machine: str) -> PeerRecord:
     return peer(name, NO_STAGE, 0.0, state="choosing", machine=machine)
 
 
+def test_newcomers_that_may_serve_only_some_stages_spread_over_these() -> None:
+    there = [peer("p", 3, 1.0), peer("q", 1, 1.0)]
+    coming = [card(f"new{i}", "") for i in range(4)]
+    chosen = choose_stages(there, coming, stages=4, depth=4, now_s=NOW_S, among=[3, 2])
+    assert chosen == {"new0": 2, "new1": 3, "new2": 2, "new3": 2}
+
+
 def test_cards_of_one_machine_come_to_consecutive_stages_also_when_two_machines_start_at_once() -> None:
     cards = [card(f"{number}{host}", host) for number in range(4) for host in "AB"]
     chosen = choose_stages([], cards, stages=8, depth=8, now_s=NOW_S)
