@@ -378,7 +378,7 @@ class Peer(Networked[PeerOptions]):
         fits = await asyncio.to_thread(self._fitting, run, allowed, device)
         self._movable, machine = len(fits) == run.cells, machine_of(run.id)
         stage = await choose_stage(node.peer_id, run, node.directory, node.addresses, machine, fits)
-        self._emit(Note(text=f"joins stage {stage}, which needs a peer most"))
+        self._emit(Note(text=f"joins {run.place(stage)}, which needs a peer most"))
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int, int]:

@@ -93,7 +93,8 @@ class Moving:
     def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
         """In any thread: it takes a while in a large run."""
         run = self._core.run
-        return rebalance(records, stages=run.cells, period_s=run.rebalance_every_s, now_s=now_s)
+        every_s = run.rebalance_every_s
+        return rebalance(records, stages=run.cells, period_s=every_s, now_s=now_s, place=run.place)
 
     async def move(self, to_stage: Stage, *, why: str, going: Collection[PeerId]) -> None:
         """Leave for another stage after the next step: until then this peer's sum is part of its stage's.
@@ -112,4 +113,6 @@ class Moving:
             self._go(to_stage)
         else:
             self.going = False
-            self.decided = f"{why}; it stays: no replica in stage {core.stage} answers"
+            self.decided = (
+                f"{why}; it stays: no replica in {core.run.place(core.run.cell(core.stage))} answers"
+            )

@@ -42,8 +42,9 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from swarm.errors import short
 from swarm.ids import PeerId, Stage
@@ -79,6 +80,7 @@ MIN_SPEED, MAX_SPEED = 1e-9, 1e9
 MAX_BYTES = 1e15
 MIN_BPS, MAX_BPS = 1e3, 1e13
 MAX_LOAD = 4096.0
+_Named: TypeAlias = Callable[[Stage], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +136,13 @@ def rebalance(
     stages: int,
     period_s: float,
     now_s: float,
+    place: _Named = "stage {}".format,
 ) -> Moves | Stay:
     """The moves of this period, or why there are none.
 
     Args:
         records: the newest of each peer, of this run; `since` is when it came to the stage it names.
-        now_s: Unix time, as the records' `since`.
+        now_s: Unix time, as the records' `since`. `place`: what a stage is called.
     """
     if not (stages >= 1 and period_s > 0 and math.isfinite(period_s) and math.isfinite(now_s)):
         raise ValueError(f"cannot rebalance {stages} stages every {period_s} s at {now_s}")
@@ -152,12 +155,11 @@ def rebalance(
         by_stage[replica.stage].append(replica)
     anchors = {_anchor(stage, stay, int(now_s // period_s)) for stage, stay in enumerate(by_stage)}
     download_s = _downloads_s(newest, by_stage)
-    rescues = _rescue(by_stage, anchors)
+    rescues = _rescue(by_stage, anchors, place)
     if isinstance(rescues, Stay):
         return rescues
-    levelling = _level(
-        by_stage, anchors, download_s, horizon_s=HORIZON_PERIODS * period_s, proven=bool(rescues)
-    )
+    horizon_s = HORIZON_PERIODS * period_s
+    levelling = _level(by_stage, anchors, download_s, place, horizon_s=horizon_s, proven=bool(rescues))
     if isinstance(levelling, Stay):
         return Moves(tuple(rescues)) if rescues else levelling
     return Moves((*rescues, *levelling))
@@ -267,17 +269,14 @@ def _replicas(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) ->
             continue  # it will not arrive any more
         replicas.append(
             _Replica(
-                peer=record.peer,
-                stage=record.stage,
-                serving=serving,
+                peer=record.peer, stage=record.stage, serving=serving, movable=record.movable,
                 speed=min(speed or typical, MAX_TIMES_MEDIAN * typical),
                 load=_between(record.load, 0.0, MAX_LOAD) if serving else 0.0,
                 bandwidth_bps=_between(record.bandwidth_bps, MIN_BPS, MAX_BPS),
                 cooled_down=here_s >= COOLDOWN_PERIODS * period_s,
-                movable=record.movable,
                 sits_out=_sits_out(record.peer, int(now_s // period_s)),
             )
-        )
+        )  # fmt: skip
     return replicas
 
 
@@ -334,7 +333,7 @@ def _downloads_s(newest: Sequence[PeerRecord], by_stage: Sequence[Sequence[_Repl
 # --- stages that nobody serves ------------------------------------------------------------------------------
 
 
-def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None]) -> list[Move] | Stay:
+def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: _Named) -> list[Move] | Stay:
     """Moves to empty stages, where the run stands still: those that leave the fastest pipeline behind.
 
     Peers that move are moved within `by_stage`.
@@ -349,7 +348,7 @@ def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None]) -> list
         if free:
             gives = f"the others can give {len(free)} only"
         return Stay(
-            f"no peer serves stage {' or '.join(map(str, empties))}, and {gives}: the run waits for "
+            f"no peer serves {' or '.join(map(place, empties))}, and {gives}: the run waits for "
             + ("a newcomer" if short_of == 1 else f"{short_of} newcomers")
         )
     for empty in empties:
@@ -365,23 +364,19 @@ def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None]) -> list
 
         mover = min(free, key=lambda m: (left(m), m.peer))
         count, source = sum(m.serving for m in by_stage[mover.stage]), mover.stage
-        moves.append(
-            Move(
-                mover.peer,
-                source,
-                empty,
-                f"no peer serves stage {empty}, so the run stands still; stage {source} has {count} peers, "
-                f"and without peer {short(mover.peer)} still does {levels[source] - mover.speed:.3g} of "
-                f"{levels[source]:.3g} microbatches/s",
-            )
+        why = (
+            f"no peer serves {place(empty)}, so the run stands still; {place(source)} has {count} peers, "
+            f"and without peer {short(mover.peer)} still does {levels[source] - mover.speed:.3g} of "
+            f"{levels[source]:.3g} microbatches/s"
         )
+        moves.append(Move(mover.peer, source, empty, why))
         free.remove(mover)
         by_stage[source].remove(mover)
         by_stage[empty].append(replace(mover, stage=empty, serving=False))
     for stage, there in enumerate(by_stage):
         if not moves and not any(replica.serving for replica in there):
             coming = min(replica.peer for replica in there)
-            return Stay(f"no peer serves stage {stage} yet, but peer {short(coming)} is on its way there")
+            return Stay(f"no peer serves {place(stage)} yet, but peer {short(coming)} is on its way there")
     return moves
 
 
@@ -466,6 +461,7 @@ def _level(
     by_stage: Sequence[Sequence[_Replica]],
     anchors: set[PeerId | None],
     download_s: Sequence[float],
+    place: _Named,
     *,
     horizon_s: float,
     proven: bool,
@@ -477,7 +473,8 @@ def _level(
     thought = _Levelling(by_stage, anchors)
     moves: list[Move] = []
     while True:
-        few = _next_few(by_stage, thought, download_s, horizon_s=horizon_s, proven=proven or bool(moves))
+        proven = proven or bool(moves)
+        few = _next_few(by_stage, thought, download_s, place, horizon_s=horizon_s, proven=proven)
         if isinstance(few, Stay):
             return moves or few
         moves += few
@@ -487,6 +484,7 @@ def _next_few(
     by_stage: Sequence[Sequence[_Replica]],
     thought: _Levelling,
     download_s: Sequence[float],
+    place: _Named,
     *,
     horizon_s: float,
     proven: bool,
@@ -506,11 +504,11 @@ def _next_few(
     after = min(thought.levels)
     if after < gain * before or not steps:
         return Stay(
-            f"stage {to} is the slowest with {before:.3g} microbatches/s, and no move makes the run "
+            f"{place(to)} is the slowest with {before:.3g} microbatches/s, and no move makes the run "
             f"{gain - 1:.0%} faster"
         )
     mover = steps[0].mover
-    idle = None if proven else _why_speed_is_not_the_limit(by_stage, to, mover.stage)
+    idle = None if proven else _why_speed_is_not_the_limit(by_stage, to, mover.stage, place)
     if idle is not None:
         return Stay(idle)
     # Stages download side by side; newcomers of one stage share its links.
@@ -518,8 +516,8 @@ def _next_few(
     earned_s = wait_s * before / (after - before)
     if wait_s + earned_s > horizon_s:
         return Stay(
-            f"stage {to} would do {after:.3g} instead of {before:.3g} microbatches/s with peer "
-            f"{short(mover.peer)} of stage {mover.stage}, but {wait_s:.0f} s of download would be earned "
+            f"{place(to)} would do {after:.3g} instead of {before:.3g} microbatches/s with peer "
+            f"{short(mover.peer)} of {place(mover.stage)}, but {wait_s:.0f} s of download would be earned "
             f"back only after {earned_s:.0f} s; the limit is {horizon_s:.0f} s for both"
         )
     also = f" (with {len(steps) - 1} more like it)" if len(steps) > 1 else ""
@@ -532,8 +530,8 @@ def _next_few(
             step.mover.peer,
             step.mover.stage,
             step.to_stage,
-            f"stage {step.to_stage} is the slowest; peer {short(step.mover.peer)} gives "
-            f"{step.mover.speed:.3g} of stage {step.mover.stage}'s {step.source_speed:.3g} microbatches/s; "
+            f"{place(step.to_stage)} is the slowest; peer {short(step.mover.peer)} gives "
+            f"{step.mover.speed:.3g} of {place(step.mover.stage)}'s {step.source_speed:.3g} microbatches/s; "
             f"{end}",
         )
         for step in steps
@@ -546,20 +544,20 @@ def _wait_s(there: Sequence[_Replica]) -> float:
 
 
 def _why_speed_is_not_the_limit(
-    by_stage: Sequence[Sequence[_Replica]], to: Stage, source: Stage
+    by_stage: Sequence[Sequence[_Replica]], to: Stage, source: Stage, place: _Named
 ) -> str | None:
     """The reason not to move if queues contradict the speeds: they stand in front of what is really slow."""
     needy = [m for m in by_stage[to] if m.serving]
     load = math.fsum(m.load for m in needy)
     if load < BUSY * len(needy):
         return (
-            f"stage {to} is the slowest, but only {load:.1f} microbatches are at its {len(needy)} devices: "
+            f"{place(to)} is the slowest, but only {load:.1f} microbatches are at its {len(needy)} devices: "
             "more speed there would stand idle"
         )
     wait_s, given_s = (_wait_s(by_stage[stage]) for stage in (to, source))
     if wait_s < given_s:
         return (
-            f"stage {to} should be the slowest, but microbatches wait longer at stage {source} "
+            f"{place(to)} should be the slowest, but microbatches wait longer at {place(source)} "
             f"({given_s:.2g} s against {wait_s:.2g} s): the speeds are not what limits the run"
         )
     return None

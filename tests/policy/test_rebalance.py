@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from swarm.manifest import IslandsSpec, demo_run
 from swarm.policy.rebalance import (
     COOLDOWN_PERIODS,
     MAX_TIMES_MEDIAN,
@@ -159,7 +162,8 @@ def test_two_empty_stages_are_filled_together_and_then_all_is_levelled() -> None
 
 def test_stages_that_cannot_all_be_filled_wait_for_newcomers_and_cost_no_download() -> None:
     assert why(peer("a", 0, 5.0), peer("b", 0, 1.0), stages=4) == (
-        "no peer serves stage 1 or 2 or 3, and the others can give 1 only: the run waits for 2 newcomers"
+        "no peer serves stage 1 or stage 2 or stage 3, and the others can give 1 only: "
+        "the run waits for 2 newcomers"
     )
 
 
@@ -293,7 +297,7 @@ def test_newcomers_that_may_serve_only_some_stages_spread_over_these() -> None:
     there = [peer("p", 3, 1.0), peer("q", 1, 1.0)]
     coming = [card(f"new{i}", "") for i in range(4)]
     chosen = choose_stages(there, coming, stages=4, depth=4, now_s=NOW_S, among=[3, 2])
-    assert chosen == {"new0": 2, "new1": 3, "new2": 2, "new3": 2}
+    assert chosen == {"new0": 2, "new1": 2, "new2": 3, "new3": 2}
 
 
 def test_cards_of_one_machine_come_to_consecutive_stages_also_when_two_machines_start_at_once() -> None:
@@ -329,6 +333,22 @@ def test_in_a_large_stage_less_is_noise() -> None:
         there = [peer(f"{s}-{i}", s, 1.0 if s == 1 else 1.04) for s in range(3) for i in range(count)]
         there[count] = replace(there[count], machine="A")  # of stage 1
         assert choose_stages(there, [card("new", "A")], stages=3, depth=3, now_s=NOW_S) == {"new": chosen}
+
+
+def test_what_is_decided_names_cells_as_all_that_watches_a_run_does() -> None:
+    run = replaced(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=2), checkpoint_every=0)
+    told: set[str] = set()
+    for speeds in itertools.product((0.0, 1.0, 8.0), repeat=5):
+        for load, state_bytes in ((0.0, 0), (8.0, 0), (8.0, 10**12)):
+            there = [
+                peer(f"p{n}", n % 4, speed, load=load * (1 + (n == 0)), state_bytes=state_bytes)
+                for n, speed in enumerate(speeds) if speed
+            ]  # fmt: skip
+            terms = {"stages": 4, "period_s": PERIOD_S, "now_s": NOW_S}
+            named, plain = rebalance(there, place=run.place, **terms), rebalance(there, **terms)
+            assert named.why == re.sub(r"stage (\d)", lambda m: run.place(int(m[1])), plain.why)
+            told.add(re.sub("[0-9].*", "", plain.why.replace("stage ", "").lstrip("0123")))
+    assert len(told) >= 6, "of many kinds"
 
 
 def test_nobody_serves() -> None:
