@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from peers import events
 from peers.ports import Directory, Transport
 from peers.status_query import MAX_VOICES
-from peers.tasks import TaskKeeper
 from peers.voices import Voices
+from peers.waiting import TaskKeeper
 from swarm.errors import SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run

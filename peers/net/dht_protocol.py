@@ -41,8 +41,7 @@ from peers.net.signed_records import (
     open_record,
     record_keys,
 )
-from peers.tasks import TaskKeeper
-from peers.waiting import within
+from peers.waiting import TaskKeeper, within
 from swarm.charter import Charter, check_life
 from swarm.errors import Refused
 from swarm.ids import PeerId

@@ -18,7 +18,7 @@ from peers.net._hivemind import DHTID
 from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, RecordCheck, Welcome, key_bytes, nearest
 from peers.net.identity import CIRCUIT, by_peer, without_peer_id
 from peers.net.p2pd_control import DaemonControl
-from peers.tasks import TaskKeeper
+from peers.waiting import TaskKeeper
 from swarm.errors import SetupError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord

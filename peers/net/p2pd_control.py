@@ -35,8 +35,7 @@ from peers.net.identity import (
 )
 from peers.net.p2pd import shortage
 from peers.net.timings import DEFAULT_TIMINGS
-from peers.tasks import TaskKeeper
-from peers.waiting import within
+from peers.waiting import TaskKeeper, within
 from swarm.errors import SwarmError
 from swarm.ids import PeerId
 

@@ -28,8 +28,7 @@ from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler, NetworkPath
-from peers.tasks import TaskKeeper
-from peers.waiting import happens, within
+from peers.waiting import TaskKeeper, happens, within
 from swarm.errors import (
     BadAnswer,
     Busy,

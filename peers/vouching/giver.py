@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from peers.ports import Buffer, Directory, Transport
-from peers.tasks import TaskKeeper
 from peers.vouching.tickets import ticket_for
+from peers.waiting import TaskKeeper
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.manifest import Run

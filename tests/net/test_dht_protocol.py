@@ -33,7 +33,7 @@ from peers.net.dht_protocol import (
 )
 from peers.net.identity import Identity
 from peers.net.lookup import Shard
-from peers.tasks import TaskKeeper
+from peers.waiting import TaskKeeper
 from swarm.errors import Refused
 from swarm.example import example_run
 from swarm.records import PeerRecord

@@ -28,8 +28,7 @@ from peers.net.direct.stream import SealedStream
 from peers.net.identity import Identity, plain_ip
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
-from peers.tasks import TaskKeeper
-from peers.waiting import within
+from peers.waiting import TaskKeeper, within
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.ids import PeerId
 from swarm.wire import frames
