@@ -94,14 +94,8 @@ def _first_interrupt(leave: Callable[[], object]) -> Iterator[None]:
 
 def _peer(
     run: str, address: str | Sequence[str], code: str | Path | None, on_event: Emit | None,
-    options: dict[str, Any],
+    given: dict[str, Any],
 ) -> Peer:  # fmt: skip
-    return Peer(_options(run, address, code, options), emit=on_event or Emitter())
-
-
-def _options(
-    run: str, address: str | Sequence[str], code: str | Path | None, given: dict[str, Any]
-) -> PeerOptions:
     """
     Raises:
         SetupError: `swarm peer` has no such option, or it cannot have the value.
@@ -125,4 +119,4 @@ def _options(
                 kind.check(name, each)
     if (device := str(values.get("device"))) == "all" or "," in device:
         raise SetupError("a Python program serves one device: for several start swarm peer, or programs")
-    return PeerOptions(**values)
+    return Peer(PeerOptions(**values), emit=on_event or Emitter())

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -22,17 +21,16 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.islands.directory import Island, Islands
 from peers.ports import Rank, Transport
+from peers.stage.membership import others_to_ask
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import GATHER_S, DownloadFailed, download
 from peers.transfer.gradient import wanted_of
 from swarm.errors import NotReady, PeerFault, Refused
-from swarm.ids import PeerId
 from swarm.manifest import parts_summed
 from swarm.model.gpt import weights_dtype
 from swarm.model.meeting import added_up, difference_bytes, part_of, sum_bytes, sum_told, take_sum, told_of
 from swarm.policy.backoff import Backoff
-from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
 
 PASSED_S = 5.0
@@ -136,12 +134,13 @@ class IslandMeeting:
                     shared_with=core.stage if asks_own else -1, shared_of=-1 if asks_own else number,
                     part=part if asks_own else -1,
                 )  # fmt: skip
-                sources = self._serving(island)
+                directory, voices = island.directory, island.voices
+                sources = others_to_ask(core, core.stage, directory, voices, self._backoff)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
                     wanted = replace(wanted_of(core, question, numel, fits), gather_s=GATHER_S)
                     found = await download(
                         self._transport, wanted, sources,
-                        voice=island.voices.of(core.stage, version=core.version),
+                        voice=voices.of(core.stage, version=core.version),
                         on_fault=self._failed,
                     )  # fmt: skip
                     return found.tensors["gradient"]
@@ -179,14 +178,3 @@ class IslandMeeting:
 
     def _failed(self, fault: PeerFault) -> None:
         self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)
-
-    def _serving(self, island: Island) -> Sequence[PeerId]:
-        """Other peers of this stage on an island, those with voice if any has it, in an order of this peer's
-        own.
-        """
-        now, me, stage = now_s(), self._core.me, self._core.stage
-        records = island.directory.at(stage)
-        found = [r.peer for r in records if r.state in ("serving", "leaving") and r.peer != me]
-        awake = [peer for peer in found if not self._backoff.in_backoff(peer, now=now)]
-        awake = heard(awake, island.voices.of(stage, version=self._core.version))
-        return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))[:ASKED_AT_ONCE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 
 from peers.clock import now_s
@@ -11,6 +12,8 @@ from peers.status_query import ask_status
 from peers.voices import Voices
 from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
+from swarm.policy.backoff import Backoff
+from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 from swarm.wire.messages import PeerStatus
 
@@ -47,6 +50,17 @@ class Membership:
             if self.has(peer, stage):
                 return
         raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)
+
+
+def others_to_ask(
+    core: StageCore, stage: Stage, directory: Directory, voices: Voices, backoff: Backoff
+) -> list[PeerId]:
+    """Other peers of a stage, with voice if any has it, for each asking peer in another order."""
+    now, me = now_s(), core.me
+    found = [r.peer for r in directory.at(stage) if r.state in ("serving", "leaving") and r.peer != me]
+    awake = [peer for peer in found if not backoff.in_backoff(peer, now=now)]
+    awake = heard(awake, voices.of(stage, version=core.version))
+    return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
 
 
 class Replicas:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
 
 import msgspec
 import torch
@@ -18,16 +17,16 @@ import torch
 from peers.clock import now_s
 from peers.islands.meeting import IslandMeeting
 from peers.ports import Directory, Rank, Transport
+from peers.stage.membership import others_to_ask
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, download
 from peers.transfer.gradient import wanted_of
 from peers.voices import Voices
 from swarm.errors import NotReady, PeerFault
-from swarm.ids import PeerId, Stage
+from swarm.ids import Stage
 from swarm.policy.backoff import Backoff
 from swarm.protocol.rounds import Prepared
-from swarm.protocol.voice import heard
 from swarm.wire.messages import OpenHeld
 
 RETRY_S = 0.1
@@ -100,7 +99,10 @@ class TiedWeights:
         core = self._core
         numel = core.compute.shared.numel(other)
         while not step.over and other not in step.shared:
-            theirs, ours = self._serving(other), self._serving(core.stage)
+            theirs, ours = (
+                others_to_ask(core, stage, self._directory, self._voices, self._backoff)
+                for stage in (other, core.stage)
+            )
             asks = [(peer, core.stage, -1) for peer in theirs[:ASKED_AT_ONCE]]
             asks += [(peer, -1, other) for peer in ours[:ASKED_AT_ONCE]]
             for peer, shared_with, shared_of in asks:
@@ -116,11 +118,3 @@ class TiedWeights:
 
     def _failed(self, fault: PeerFault) -> None:
         self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)
-
-    def _serving(self, stage: Stage) -> list[PeerId]:
-        """Other peers of a stage, with voice if any has it, for each asking peer in another order."""
-        now, me = now_s(), self._core.me
-        found = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
-        awake = [peer for peer in found if peer != me and not self._backoff.in_backoff(peer, now=now)]
-        awake = heard(awake, self._voices.of(stage, version=self._core.version))
-        return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
