@@ -96,6 +96,23 @@ async def test_more_than_so_many_are_connected_by_tcp(relay: Relay, monkeypatch:
     assert memory_links(caller) == (0, 0)
 
 
+async def test_they_are_counted_from_the_greeting_on(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else as many again come meanwhile: none has to show anything for 30 seconds."""
+    monkeypatch.setattr(direct_paths, "MAX_IN_MEMORY", 3)
+    caller, callee = await added(relay, direct=NEAR, timings=replace(QUICK, knock_s=30.0))
+    paths = callee._dialer.direct
+    with contextlib.ExitStack() as stack:
+        near = [stack.enter_context(memory.connect(callee.peer_id)) for _ in range(3)]
+        await until(lambda: len(paths._greeted) == len(near))
+        one_more = stack.enter_context(memory.connect(callee.peer_id))
+        receiving = asyncio.get_running_loop().sock_recv(one_more, 1)
+        assert await asyncio.wait_for(receiving, 5) == b"", "it is let go at once"
+    await until(lambda: not paths._greeted)
+    await calls(caller, callee)
+    await until(lambda: memory_links(caller) == (1, 0))
+    assert not caller._dialer.direct._greeted, "what was agreed on is counted once"
+
+
 async def test_what_stays_on_the_machine_is_not_of_the_owners_upload(relay: Relay) -> None:
     caller, callee = await connected(relay)
     caller.limit_upload(1e6)

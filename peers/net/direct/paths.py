@@ -15,14 +15,7 @@ from typing import cast
 from peers.net.bandwidth import Allowance
 from peers.net.connection import ClientConnection, Connection, ServerConnection
 from peers.net.direct import memory
-from peers.net.direct.handshake import (
-    TICKET_BYTES,
-    Agreed,
-    AskDirect,
-    Asking,
-    GrantDirect,
-    grant,
-)
+from peers.net.direct.handshake import TICKET_BYTES, Agreed, AskDirect, Asking, GrantDirect, grant
 from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer, SealError
 from peers.net.direct.stream import SealedStream
 from peers.net.identity import Identity, plain_ip
@@ -48,7 +41,7 @@ KNOCKS_AT_ONCE = 256.0
 MAX_STREAMS = 256
 """Each takes 64 kB. A peer works with fewer, and more stay on p2pd; grants that are not used yet count."""
 MAX_IN_MEMORY = 64
-"""Of those: each has 2 MiB of shared memory. More of one machine are connected by TCP."""
+"""Of those, from the greeting on: each has 2 MiB of shared memory. More of one machine use TCP."""
 MAX_HOSTS = 2
 """Of a peer, that are tried."""
 _TCP = (
@@ -138,8 +131,8 @@ class DirectPaths:
         self._signer, self._receive = signer, receive
         self._tasks = TaskKeeper()
         self._listeners: list[socket.socket] = []
-        self._greeted: set[asyncio.Task[None]] = set()
-        """Processes of this machine that have shown nothing yet."""
+        self._greeted: set[socket.socket] = set()
+        """To processes of this machine, either way, with which nothing is agreed yet."""
         self._granted: dict[bytes, _Granted] = {}
         """By ticket, the oldest first."""
 
@@ -212,12 +205,12 @@ class DirectPaths:
     async def _came_near(self, came: socket.socket) -> None:
         """A process of this machine connected."""
         came.setblocking(False)
-        if len(self._greeted) >= MAX_KNOCKS or not self._memory_left or not memory.of_this_user(came):
+        if not self._memory_left or not memory.of_this_user(came):
             came.close()
             return
+        self._greeted.add(came)
         task = self._tasks.create_task(self._admit_near(came))
-        self._greeted.add(task)
-        task.add_done_callback(self._greeted.discard)
+        task.add_done_callback(lambda _: self._greeted.discard(came))
 
     async def _admit_near(self, came: socket.socket) -> None:
         try:
@@ -241,7 +234,7 @@ class DirectPaths:
 
     @property
     def _memory_left(self) -> bool:
-        return sum(end.in_memory for end in self.streams) < MAX_IN_MEMORY
+        return len(self._greeted) + sum(end.in_memory for end in self.streams) < MAX_IN_MEMORY
 
     async def grant(self, request: Request) -> Answer:
         """A handler of the transport: answers `AskDirect`."""
@@ -311,6 +304,8 @@ class DirectPaths:
             near = memory.connect(peer) if self.options.memory and self._memory_left else None
             if near is not None:
                 unused.callback(near.close)
+                self._greeted.add(near)
+                unused.callback(self._greeted.discard, near)
             elif not hosts:
                 raise PeerGone(peer, "it is reached through relays only")
             asking = Asking(self._signer, peer)
@@ -320,6 +315,7 @@ class DirectPaths:
             if near is not None:
                 with contextlib.suppress(SwarmError, OSError, asyncio.TimeoutError):
                     end = await self._hand_over(link, near, keys)
+                    self._greeted.discard(near)
                     unused.pop_all()
                     return end
         return await self._dial_tcp(link, keys, [(host, given.port) for host in hosts][:MAX_HOSTS])
