@@ -41,6 +41,8 @@ from swarm.wire.version import PROTOCOL_VERSION, differ
 _HIGH_WATER_BYTES = 2 * frames.CHUNK_BYTES
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
+MAX_WAITING = 4 * frames.MAX_PENDING
+"""Frames for a peer that takes no bytes: four for each call that it may have pending."""
 
 
 class Connection(asyncio.Protocol):
@@ -225,6 +227,9 @@ class Connection(asyncio.Protocol):
     def _send(self, frame: bytes, body: Outgoing | None = None) -> None:
         if not self.over and not self._finished:
             self.outbox.frames.append(frame)
+            if self._paused_since is not None and len(self.outbox.frames) > MAX_WAITING:
+                # Later: whoever sends this may be about to wait for what the end of the link ends.
+                self._loop.call_soon(self.fail, PeerSilent(self.peer, "took no bytes of too many frames"))
             if body is not None and body.left:
                 self.outbox.add(body)
 

@@ -92,8 +92,7 @@ class Moving:
 
     def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
         """In any thread: it takes a while in a large run."""
-        run = self._core.run
-        every_s = run.rebalance_every_s
+        run, every_s = self._core.run, self._core.run.rebalance_every_s
         return rebalance(records, stages=run.cells, period_s=every_s, now_s=now_s, place=run.place)
 
     async def move(self, to_stage: Stage, *, why: str, going: Collection[PeerId]) -> None:

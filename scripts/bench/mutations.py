@@ -2354,6 +2354,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # --- the wire ---
     Mutation(
+        "answers-wait-without-end",
+        "peers/net/connection.py",
+        "if self._paused_since is not None and len(self.outbox.frames) > MAX_WAITING:",
+        "if False:",
+        "A caller that reads hardly anything has us keep answers until the memory is full.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "says-without-end",
+        "peers/net/direct/memory.py",
+        "if self._unheard > MAX_UNHEARD:",
+        "if False:",
+        "A process that never reads its socket has us keep what we say to it.",
+        ("test_memory_rings",),
+    ),
+    Mutation(
         "ahead-without-end",
         CONNECTION,
         "        self._ahead -= ahead\n",

@@ -408,10 +408,7 @@ class _Levelling:
         self.levels = [_speed(there) for there in by_stage]
         self._serving = [sum(replica.serving for replica in there) for there in by_stage]
         free = [
-            sorted(
-                (m for m in there if _may_move(m, anchors)),
-                key=lambda m: (m.speed, m.peer),
-            )
+            sorted((m for m in there if _may_move(m, anchors)), key=lambda m: (m.speed, m.peer))
             for there in by_stage
         ]
         self._awake = [[m for m in there if not m.sits_out] for there in free]

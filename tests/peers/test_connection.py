@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from peers.net.bandwidth import Traffic
-from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
+from peers.net.connection import MAX_WAITING, ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.timings import NetTimings
 from peers.ports import Answer
 from peers.sim.loop import run_virtual
@@ -251,3 +251,25 @@ async def test_what_waits_gets_the_fault_each_for_itself() -> None:
     faults = await asyncio.gather(*calls, return_exceptions=True)
     assert [str(fault) for fault in faults] == ["peer server: the connection broke"] * 2
     assert faults[0] is not faults[1]
+
+
+@pytest.mark.virtual_time
+async def test_a_caller_that_reads_slowly_cannot_have_us_keep_answers_without_end() -> None:
+    """It reads a little every few seconds, so that it is never given up for taking no bytes."""
+    server = ServerConnection(
+        lambda link, message: ("caller", Traffic(most_peers=1).of("caller")),
+        lambda link, call: link.answer(call, bytes(1000), []),
+    )
+    Wire(server)
+    feed(server, OPENING)
+    server.pause_writing()
+    for number in range(1, MAX_WAITING + 1):
+        feed(server, frames.pack_call(number, "manifest", b"", []))
+        if number % 900 == 0:
+            await asyncio.sleep(5.0)
+            server._paused_since = asyncio.get_running_loop().time()
+    await asyncio.sleep(0.1)
+    assert not server.over and len(server.outbox.frames) == MAX_WAITING
+    feed(server, frames.pack_call(MAX_WAITING + 1, "manifest", b"", []))
+    await asyncio.sleep(0.1)
+    assert isinstance(server.lost_because, PeerSilent) and server.outbox.empty

@@ -14,7 +14,7 @@ from peers.net.connection import ClientConnection
 from peers.net.direct import memory
 from peers.net.direct.memory import _SAYS, MAX_WRITE_BYTES, RING_BYTES, TOLD_BYTES, MemoryStream
 from peers.net.direct.paths import OPENING
-from swarm.errors import BadAnswer, Refused
+from swarm.errors import BadAnswer, PeerSilent, Refused
 from swarm.wire import frames
 from swarm.wire.frames import Kind
 
@@ -224,3 +224,37 @@ async def test_it_is_said_what_was_read_before_the_other_end_must_wait() -> None
     assert len((await call).body[0]) == 64 * size
     assert all(wrote == 0 and TOLD_BYTES <= freed <= 2 * size for wrote, freed in shared.socket.said)
     assert sum(freed for _, freed in shared.socket.said) >= 64 * size
+
+
+@pytest.mark.virtual_time
+async def test_an_end_that_says_much_and_never_reads_its_socket_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "MAX_UNHEARD", 100)
+    shared = Shared()
+    shared.link.data_received = lambda data: None  # type: ignore[method-assign]
+    shared.stream.pause_writing()
+    for _ in range(99):
+        shared.says_at_once(_SAYS.pack(TOLD_BYTES, 0))
+    shared.stream.resume_writing()
+    shared.says_at_once(_SAYS.pack(TOLD_BYTES, 0))
+    await asyncio.sleep(0.01)
+    assert not shared.link.over, "an end that is merely late"
+    shared.stream.pause_writing()
+    for _ in range(100):
+        shared.says_at_once(_SAYS.pack(TOLD_BYTES, 0))
+    await asyncio.sleep(0.01)
+    assert isinstance(shared.link.lost_because, PeerSilent)
+    assert shared.socket.did == ["abort"]
+
+
+@pytest.mark.virtual_time
+async def test_frames_of_which_a_ring_is_full_are_not_too_much_to_say() -> None:
+    shared = Shared()
+    shared.stream.pause_writing()
+    frame = frames.pack_prefix(Kind.ALIVE, 0)
+    while not shared.stream._full:
+        shared.stream.write(frame)
+    await asyncio.sleep(0.01)
+    assert not shared.link.over
+    assert len(shared.socket.said) == (RING_BYTES - MAX_WRITE_BYTES) // len(frame) + 1

@@ -26,7 +26,7 @@ from pathlib import Path
 from peers.net.connection import Connection
 from peers.net.direct.records import SMALL_BYTES
 from peers.net.direct.stream import Stream
-from swarm.errors import BadAnswer, Refused
+from swarm.errors import BadAnswer, PeerSilent, Refused
 from swarm.ids import PeerId
 from swarm.wire import frames
 from swarm.wire.buffers import Buffer
@@ -39,6 +39,8 @@ TOLD_BYTES = frames.CHUNK_BYTES
 """So much is read before the other end is told that there is room again."""
 MAX_WRITE_BYTES = frames.CHUNK_BYTES + frames.PREFIX_BYTES
 """The largest frame. While there is room for less, the end writes nothing."""
+MAX_UNHEARD = 2 * RING_BYTES // frames.PREFIX_BYTES
+"""Messages that may wait for the socket: twice as many as say that a ring is full of the smallest frames."""
 _SAYS = struct.Struct("=II")
 _SAID_AT_ONCE = 64 * _SAYS.size
 _CREDENTIALS = struct.Struct("=iII")
@@ -165,6 +167,8 @@ class MemoryStream(Stream):
         self._owed = 0
         """Bytes that we have read and not said so."""
         self._full = False
+        self._unheard = 0
+        """Messages since the socket took no more, and one; 0: it takes them."""
         self._said, self._here = memoryview(bytearray(_SAID_AT_ONCE)), 0
 
     # -- as a protocol of the socket ------------------------------------------------------------
@@ -223,10 +227,10 @@ class MemoryStream(Stream):
         self._out = self._into = memoryview(b"")
 
     def pause_writing(self) -> None:
-        """What is said on the socket is bounded by what the rings hold: 0.5 MB for frames of 16 bytes."""
+        self._unheard = 1
 
     def resume_writing(self) -> None:
-        """See `pause_writing`."""
+        self._unheard = 0
 
     # -- as the transport of its end ------------------------------------------------------------
 
@@ -255,3 +259,7 @@ class MemoryStream(Stream):
     def _say(self, wrote: int) -> None:
         self._below.write(_SAYS.pack(wrote, self._owed))
         self._owed = 0
+        self._unheard += self._unheard > 0
+        if self._unheard > MAX_UNHEARD:
+            fault = PeerSilent(self._end.peer, "does not read its socket")
+            asyncio.get_running_loop().call_soon(self._end.fail, fault)
