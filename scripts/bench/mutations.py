@@ -4144,6 +4144,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A weight whose gradient a Function makes only if it is wanted is never trained, and nobody says so.",
     ),
     Mutation(
+        "tell-a-function-within-another-nothing",
+        FUNCTIONS,
+        "_Context(_needs(args))",
+        "_Context(())",
+        "A Function that another calls, and that asks what needs a gradient, makes the model one that cannot be traced.",
+    ),
+    Mutation(
         "compare-the-numbers-in-a-function-as-they-are-shown",
         FUNCTIONS,
         "add_tensor(digest, name, constant)",

@@ -127,6 +127,32 @@ class Asking(torch.autograd.Function):
         return one, (grads[0] * ctx.early).sum(0) if ctx.early is not None else None
 
 
+class Within(torch.autograd.Function):
+    """Its forward and its backward call another, which looks at what it is told to need a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        return Told.apply(x, scale) + Told.apply(2 * x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        return 3 * Told.apply(grads[0], scale), (3 * grads[0] * x).sum(0) if ctx.needs_input_grad[1] else None
+
+
+class Told(torch.autograd.Function):
+    """Another number for each of what needs a gradient, of what torch says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale + sum(2**n * need for n, need in enumerate(ctx.needs_input_grad))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("no gradient passes a Function's own code")
+
+
 class Flat(torch.autograd.Function):
     """Has its transposed argument and its gradient made contiguous, which they are when it is traced."""
 
@@ -169,6 +195,8 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {
     "several calls": looped,
     "asking tensors": lambda net, y: Asking.apply(y, net.scale),
     "asking tensors without": lambda net, y: Asking.apply(y, net.scale.detach()),
+    "another within": lambda net, y: Within.apply(y, net.scale),
+    "another within, without": lambda net, y: Within.apply(y, net.scale.detach()),
     "two outputs": sort,
     "written to later": written_after,
     "under no_grad": lambda net, y: y + torch.no_grad()(Rounded.apply)(y),

@@ -145,7 +145,7 @@ class Functions:
             args, kwargs = bound.args, bound.kwargs
         if _Tracer.inside:
             # No gradient passes a Function's own code, so it is what its forward computes.
-            return _forward(cls, _Context(()), args, kwargs)
+            return _forward(cls, _Context(_needs(args)), args, kwargs)
         tracer = _Tracer(cls, args, kwargs)
         # A thread of its own has none of the modes in which the model is traced, nor what they note.
         with ThreadPoolExecutor(1) as thread:
@@ -197,6 +197,11 @@ class _Context:
             _refuse("it asks for gradients that may be None (set_materialize_grads); take zeros instead")
 
 
+def _needs(args: Sequence[Any]) -> tuple[bool, ...]:
+    """As torch says it to a Function, whether or not gradients are switched on."""
+    return tuple(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+
+
 class _Tracer:
     """Traces the forward and the backward of one call."""
 
@@ -208,7 +213,7 @@ class _Tracer:
         self._name = f"{cls.__module__}.{cls.__qualname__}"
         self.tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         self.gives_tuple = False
-        self._needs = tuple(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        self._needs = _needs(args)
         self._given = [Form.of(tensor) for tensor in self.tensors]
         self._outputs: list[Form] = []
         self._saved: list[Form] = []
