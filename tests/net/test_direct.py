@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ import pytest_asyncio
 
 from peers.net.connection import ClientConnection, ServerConnection
 from peers.net.direct import paths as direct_paths
-from peers.net.direct.handshake import Agreed, Asking, GrantDirect
+from peers.net.direct.handshake import Agreed, AskDirect, Asking, GrantDirect, _asked, _granted
 from peers.net.direct.paths import HELLO_BYTES, METHOD, OPENING, DirectOptions, DirectPaths
 from peers.net.direct.records import Opener, Sealer
 from peers.net.direct.stream import SMALL_AT_ONCE, SMALL_PER_S, SealedStream
@@ -30,6 +31,7 @@ from swarm.wire import frames
 from swarm.wire.messages import pack, unpack
 from tests.net.relay import Relay
 from tests.net.test_transport import QUICK, echo, relay, until
+from tests.peers.extremes import Extremes
 
 __all__ = ["relay"]
 
@@ -235,6 +237,53 @@ async def test_a_question_in_anothers_name_gets_no_grant(callee: NetTransport) -
     with pytest.raises(Refused, match="malformed AskDirect"):
         await callee._dialer.direct.grant(OneRequest(CALLER.peer_id, b"junk"))
     assert not callee._dialer.direct._granted
+
+
+NO_SECRETS = [bytes(32), b"\1" + bytes(31), b"\xff" * 32, (2**255 - 19).to_bytes(32, "little")]
+"""Keys of X25519 that leave none, or are written otherwise than usual."""
+
+
+async def test_questions_of_any_values_open_nothing_and_keep_no_honest_caller_out(
+    callee: NetTransport,
+) -> None:
+    """Also those with a right signature: of the caller itself, for a key that leaves no secret."""
+    paths, dice = callee._dialer.direct, random.Random(7)
+    extremes = Extremes(dice, "", (CALLER.peer_id, callee.peer_id))
+    keys, port = await keys_of(callee, Identity.generate())
+    for number in range(300):
+        honest = Asking(CALLER, callee.peer_id).ask()
+        message = extremes.of(AskDirect, honest if number % 2 else None)
+        if number % 5 == 0:
+            key = dice.choice(NO_SECRETS)
+            message = AskDirect(key=key, signature=CALLER.sign(_asked(CALLER.peer_id, callee.peer_id, key)))
+        if message != honest:
+            with contextlib.suppress(Refused):
+                await paths.grant(OneRequest(CALLER.peer_id, pack(message)))
+    assert len(paths._granted) <= 2, "one of each caller"
+    assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
+
+
+async def test_grants_of_any_values_lose_no_call(relay: Relay) -> None:
+    """A callee that answers anything: what it is called for passes p2pd."""
+    caller, callee = await added(relay, timings=replace(QUICK, direct_s=0.3, direct_again_s=0.0))
+    dice = random.Random(7)
+    extremes = Extremes(dice, "", (caller.peer_id, callee.peer_id))
+    asked = list[bytes]()
+
+    async def made_up(request: Request) -> Answer:
+        asked.append(request.header)
+        ask = unpack(request.header, AskDirect)
+        granted = {"port": dice.choice((0, 1, 65535)), "key": dice.choice(NO_SECRETS)}
+        said = _granted(caller.peer_id, callee.peer_id, ask.key, granted["key"], granted["port"])
+        honest = GrantDirect(**granted, signature=callee.signer.sign(said))
+        return Answer(pack(honest if len(asked) % 3 == 0 else extremes.of(GrantDirect, honest)))
+
+    callee.serve(METHOD, made_up)
+    for tries in range(1, 31):
+        await calls(caller, callee, 1)
+        await until(lambda tries=tries: len(asked) >= tries and not caller._tasks._tasks)
+    assert caller.direct_links == (0, 0)
+    assert not caller._dialer.direct.streams
 
 
 async def test_grants_are_bounded(callee: NetTransport) -> None:
