@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from peers.clock import VirtualTime
-from peers.sim.processes import PROCESS, WORLD, Killed
+from peers.sim.processes import PROCESS, Killed
 
 T = TypeVar("T")
 
@@ -42,6 +42,8 @@ BEGAN_UNIX_S = 1.7e9
 MAX_AT_ONCE = 100_000
 """Callbacks at one instant. A schedule has a few thousand; more is something that calls itself for ever."""
 MAX_SHOWN_TASKS = 20
+AT_ONCE = contextvars.Context()
+"""Of callbacks that `call_soon` runs itself: nothing else can tell when."""
 
 
 class Deadlock(Exception):
@@ -186,6 +188,8 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
 
     # -- what asyncio asks for --------------------------------------------------------------------
 
+    get_debug = staticmethod(bool)  # type: ignore[assignment]  # False: each task and future asks
+
     def time(self) -> float:
         return self.now_s
 
@@ -197,7 +201,10 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
     ) -> Any:
-        handle = Handle(callback, args, _own(context), self.now_s)
+        if context is AT_ONCE:
+            return callback(*args)
+        own = contextvars.copy_context() if context is None else context
+        handle = Handle(callback, args, own, self.now_s)
         self._due.append(handle)
         return handle
 
@@ -214,7 +221,8 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Any:
-        handle = Handle(callback, args, _own(context), when)
+        own = contextvars.copy_context() if context is None else context
+        handle = Handle(callback, args, own, when)
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
@@ -243,7 +251,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         process = PROCESS.get()
         if process is not None:
             process.tasks[task] = None
-            task.add_done_callback(process.tasks.pop, context=WORLD)
+            task.add_done_callback(process.tasks.pop, context=AT_ONCE)
         return task
 
     def run_in_executor(  # type: ignore[override]
@@ -282,10 +290,6 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
 
     def __del__(self) -> None:
         """Nothing of the outside is held: a loop that was never run need not be closed."""
-
-
-def _own(context: contextvars.Context | None) -> contextvars.Context:
-    return contextvars.copy_context() if context is None else context
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, thread_s: Callable[[], float] = float) -> T:

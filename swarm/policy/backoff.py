@@ -102,7 +102,7 @@ class Backoff:
 
     def in_backoff(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` should not be called now."""
-        return peer in self._silent or now < self.ends(peer)
+        return peer in self._silent or now < self._until.get(peer, now) or self.rests(peer, now=now)
 
     def ends(self, peer: PeerId) -> float:
         """When the backoff of `peer` ends (at the earliest, if it is silent); minus infinity if it has

@@ -82,6 +82,7 @@ class Rotation:
         """
         rests_until_s = self._lost.rests_until_s
         awake = [peer for peer in peers if now >= rests_until_s(peer)]
-        fewest = min((self._overspent[peer] for peer in awake), default=0)
-        awake = [peer for peer in awake if self._overspent[peer] == fewest]
+        if self._overspent and awake:
+            fewest = min(self._overspent[peer] for peer in awake)
+            awake = [peer for peer in awake if self._overspent[peer] == fewest]
         return awake or sorted(peers, key=lambda peer: (rests_until_s(peer), peer))[:1]

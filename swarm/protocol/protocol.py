@@ -125,7 +125,7 @@ class StepProtocol:
 
     def observe(self, local: Local, peers: Mapping[Stage, Sequence[PeerRecord]], *, now: float) -> None:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
-        if local.position != self._local.position:
+        if (local.version, local.generation) != (self._local.version, self._local.generation):
             self._moved_s = now
             self._rotation.stepped(now=now)
         self._local, self._peers = local, peers

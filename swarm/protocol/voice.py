@@ -99,7 +99,8 @@ def _is_new(voucher: Voucher, version: int) -> bool:
 def heard(peers: Iterable[PeerId], voice: Mapping[PeerId, int]) -> list[PeerId]:
     """The peers whose word counts, of those that say something: all of them if none has voice."""
     said = list(peers)
-    return [peer for peer in said if voice.get(peer)] or said
+    counted = [peer for peer in said if voice.get(peer)] if voice else []
+    return counted or said
 
 
 def weight(peer: PeerId, voice: Mapping[PeerId, int]) -> int:
