@@ -46,8 +46,9 @@ def test_a_written_model_has_the_operators_and_the_numbers_of_the_one_it_was(
     model, args = zoo.MODELS[name]()
     sample = CustomModel(module=model, args=args)
     read = again(sample, tmp_path, f"written_{name}")
-    assert told(read.trace()) == told(sample.trace())
-    assert read.trace().graph.inputs == sample.trace().graph.inputs
+    traced, first = read.trace(), sample.trace()
+    assert told(traced) == told(first)
+    assert traced.graph.inputs == first.graph.inputs
     state = {key: value.clone() for key, value in model.state_dict().items()}  # a batch norm's changes
     loss = find_loss(model(*args))
     loss.backward()
