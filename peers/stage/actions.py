@@ -256,10 +256,12 @@ class Actions:
 
     async def _fetch(self, step: OpenStep, round_name: str, sources: Sequence[PeerId]) -> None:
         """Take the result of a round from the replicas that hold it."""
-        core = self._core
+        core, began = self._core, now_s()
 
         def failed(fault: PeerFault) -> None:
             self._backoff.failed(fault.peer, now=now_s())
+            if fault.silent:  # it says that it has the result, and gives none: as good as a round that failed
+                self._backoff.charge(fault.peer, t=step.t, since_s=began, now=now_s(), rounds=1)
             core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.text))
 
         if core.run.meets_at(step.t):  # replicas have changed the same

@@ -33,6 +33,7 @@ from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, 
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
+from swarm.policy.pace import most_s
 from swarm.protocol.rollback import check_generation
 from swarm.protocol.rounds import NO_VOICE, Commit
 from swarm.protocol.voice import heard, weight
@@ -54,15 +55,16 @@ MAX_SOURCES = 8
 """Each makes a copy of its state for this download."""
 IN_FLIGHT = 6
 """Chunks asked of one source at once: 6 MB fill 500 Mbit/s over 100 ms."""
-OPEN_S = 120.0
-"""To copy and hash gigabytes. A dead or hung source is noticed much earlier, by its silence."""
+COPIED_S = 120.0
+"""For a source to copy its state: between two jobs of its device, or from its disk, one reader at a time. A
+dead or hung source is noticed much earlier, by its silence."""
+HASHED_BYTES_PER_S = 50e6
+"""What a source hashes, however old its processor."""
 GATHER_S = 5.0
 """Once a source is open, others have this long to open too; later ones join in on the way."""
 VOICED_S = 60.0
 """How long sources without voice are not believed while one with voice is alive and gives nothing: it may be
 giving to others."""
-CHUNK_S = 120.0
-"""Limit for one chunk: `IN_FLIGHT` of 1 MB share a line that may have 1 Mbit/s."""
 AGAIN_AFTER = 2.0
 """When nothing is left to ask for, a source that is done fetches what another one has had in flight for this
 many times as long as itself ever took for a chunk, ..."""
@@ -373,9 +375,12 @@ class _Downloading:
         return offers
 
     async def _open(self, source: PeerId, question: Question) -> Offer:
+        most = len(self.partial.chunks) * DIGEST_BYTES
+        hashed_s = sum(chunk.nbytes for chunk in self.partial.chunks) / HASHED_BYTES_PER_S
+        copied_s = COPIED_S if isinstance(question, OpenState) else 0.0
         answer = await self.transport.call(
-            source, self.wanted.method, pack(question),
-            max_answer_bytes=len(self.partial.chunks) * DIGEST_BYTES, deadline_s=OPEN_S,
+            source, self.wanted.method, pack(question), max_answer_bytes=most,
+            deadline_s=self.most_s(source, most) + hashed_s + copied_s,
         )  # fmt: skip
         offer = self._read_offer(source, answer, question)
         self.leases[source] = offer.opened.lease
@@ -395,6 +400,11 @@ class _Downloading:
             raise BadAnswer(source, f"{len(body)} bytes of chunks' hashes; expected {expected}")
         hashes = tuple(body[at : at + DIGEST_BYTES] for at in range(0, expected, DIGEST_BYTES))
         return Offer(source=source, opened=opened, hashes=hashes)
+
+    def most_s(self, source: PeerId, size_bytes: int) -> float:
+        """How long a source may take for so many bytes."""
+        line = self.transport.lines.get(source)
+        return most_s(size_bytes, line_bps=line.bandwidth_bps if line is not None else 0.0)
 
     def _close(self, sources: Sequence[PeerId]) -> None:
         """End leases, so that the next reader need not wait. A courtesy that nothing waits for."""
@@ -475,6 +485,7 @@ class _Pull:
         if not missing:
             self.complete.set()
         self._total_bytes = sum(chunk.nbytes for chunk in of.partial.chunks)
+        self._chunk_bytes = max((chunk.nbytes for chunk in of.partial.chunks), default=0)
         self._here_bytes = self._total_bytes - sum(of.partial.chunks[index].nbytes for index in missing)
 
     def tell(self) -> None:
@@ -521,7 +532,7 @@ class _Pull:
         while self._missing:
             if self._queue:
                 return self._queue.popleft()
-            wait_s = CHUNK_S
+            wait_s = AGAIN_S
             slow = [
                 (min(by.values()), index)
                 for index, by in self._flying.items()
@@ -565,10 +576,13 @@ class _Pull:
         header = pack(FetchChunk(run=self._of.wanted.question.run, lease=lease, index=index))
         chunk = self._partial.chunks[index]
         most = sum(whole_numbers.most_bytes(chunk.numel())) if chunk.dtype == torch.int64 else chunk.nbytes
+        # All that is in flight may share one line.
+        shared_bytes = len(self.active) * IN_FLIGHT * self._chunk_bytes
+        limit_s = self._of.most_s(source, min(self._total_bytes - self._here_bytes, shared_bytes))
         for attempt in range(BUSY_TRIES):
             try:
                 return await self._of.transport.call(
-                    source, "chunk", header, max_answer_bytes=most, deadline_s=CHUNK_S
+                    source, "chunk", header, max_answer_bytes=most, deadline_s=limit_s
                 )
             except Busy as busy:
                 if attempt == BUSY_TRIES - 1:

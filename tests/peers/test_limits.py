@@ -18,6 +18,7 @@ from swarm.errors import NotReady
 from swarm.manifest import audit_run
 from swarm.protocol.replica import Action, AllReduce
 from tests.peers.loops import Swarm, swarm
+from tests.peers.tarpits import trickle
 from tests.seeds import seeds
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -146,5 +147,16 @@ async def test_an_owner_that_answers_no_part_costs_its_budget(limit_s: float) ->
             return await asyncio.get_running_loop().create_future()
 
         s.network.peers[LIAR].transport.serve("part", never, max_body_bytes=1 << 24)
+
+    assert await lasts_s(attack) <= limit_s
+
+
+# --- all that it sends comes at a byte a second -------------------------------------------------------------
+
+
+async def test_a_replica_whose_bodies_trickle_costs_its_budget(limit_s: float) -> None:
+    def attack(s: Swarm) -> None:
+        liar(s, 1)
+        trickle(s, {LIAR})
 
     assert await lasts_s(attack) <= limit_s
