@@ -4188,7 +4188,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         FUNCTIONS,
         "_Context(_needs(args))",
         "_Context(())",
-        "A Function that another calls, and that asks what needs a gradient, makes the model one that cannot be traced.",
+        "A Function within another that asks what needs a gradient makes a model that cannot be traced.",
     ),
     Mutation(
         "compare-the-numbers-in-a-function-as-they-are-shown",
