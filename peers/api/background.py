@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from peers.waiting import end_tasks
@@ -32,10 +34,31 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result; if the caller is interrupted, the work is cancelled."""
-        future = self.start(work)
+        """The result; if the caller is interrupted, the work is cancelled.
+
+        An interrupt comes between any two lines of Python, also where those of a `Future` have just taken its
+        lock: it would be held for ever, and the loop stand still. So the result comes by a queue in C.
+        """
+        told: SimpleQueue[Future[T]] = SimpleQueue()
+
+        async def run() -> None:
+            found: Future[T] = Future()
+            try:
+                found.set_result(await work)
+            except BaseException as error:
+                found.set_exception(error)
+                raise
+            finally:
+                told.put(found)
+
+        future = self.start(run())
         try:
-            return result_of(future)
+            while True:
+                # An interrupt that comes just before a wait in C does not end that: so each is short.
+                with contextlib.suppress(Empty):
+                    found = told.get(timeout=INTERRUPTED_S)
+                    break
+            return found.result()
         except BaseException:
             future.cancel()
             raise
@@ -48,13 +71,6 @@ class Background:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def result_of(future: Future[T]) -> T:
-    """Wait for it. An interrupt that comes just before a wait in C does not end that: so each is short."""
-    while not wait([future], timeout=INTERRUPTED_S).done:
-        pass
-    return future.result()
 
 
 async def _cancel_all() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from peers.api.background import Background, result_of
+from peers.api.background import Background
 from peers.events import Emit, Emitter
 from peers.options import Kind, PeerOptions
 from peers.programs.roles import Peer
@@ -40,7 +40,7 @@ def join(
     """
     peer = _peer(run, address, code, on_event, options)
     with _thread() as background, _first_interrupt(lambda: background.start(peer.leave())):
-        result_of(background.start(peer.run()))
+        background.call(peer.run())
 
 
 async def join_async(

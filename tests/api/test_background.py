@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -41,3 +47,46 @@ def test_errors_come_out_and_what_still_runs_is_cancelled_at_the_end() -> None:
     background.call(double(1))
     background.close()
     assert ended == [True]
+
+
+WAITING = ("background.py", "contextlib.py", "queue.py", "_base.py", "threading.py")
+"""Files of Python code that waits for results, here and in the standard library."""
+
+
+class InterruptedAt(Background):
+    """An interrupt comes at the n-th line of Python that waits for a result, wherever that is."""
+
+    def __init__(self, line: int) -> None:
+        super().__init__()
+        self.left, self.waits = line, False
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        future = super().start(work)
+        self.waits = True
+        return future
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Any:
+        # In a finaliser, which runs wherever it pleases, it would be lost, as any exception is.
+        self.left -= self.waits and Path(frame.f_code.co_filename).name in WAITING
+        if not self.left:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self.line
+
+
+def test_an_interrupt_wherever_it_comes_leaves_the_loop_alive() -> None:
+    """Else no process is ended, and Ctrl-C hangs."""
+    before, lines, over = sys.gettrace(), 0, False
+    while not over:
+        lines += 1
+        background = InterruptedAt(lines)
+        sys.settrace(background.line)
+        try:
+            over = background.call(double(1)) == 2
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert Background.start(background, double(4)).result(timeout=60) == 8, f"interrupted at line {lines}"
+        background.close()
+    assert lines > 10
