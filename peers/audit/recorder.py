@@ -11,7 +11,8 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+from msgspec.structs import replace
 
 from peers import events
 from peers.ports import Directory, Transport
@@ -46,9 +47,10 @@ LATE_STEPS = 2
 
 
 class Recorder:
-    """Keeps the transcript in `folder` up to date.
+    """Keeps the transcript up to date with what an island signs, or a run without islands.
 
     Args:
+        file: of the whole run.
         charter: the owner's id, and the charter as it is signed; empty if there is none.
     """
 
@@ -57,13 +59,13 @@ class Recorder:
         run: Run,
         transport: Transport,
         directory: Directory,
-        folder: Path,
+        file: TranscriptWriter,
         emit: Callable[[events.Event], None],
         charter: Callable[[], tuple[PeerId, bytes]],
     ) -> None:
         self._run, self._transport, self._directory, self._emit = run, transport, directory, emit
         self._voices, self._charter = Voices(run, transport.signer, directory), charter
-        self._file = TranscriptWriter(folder, run)
+        self._file = file
         self._said = ""
         self._turn = 0
         """Which replica of each stage is asked whom it convicted."""
@@ -77,15 +79,7 @@ class Recorder:
             await asyncio.sleep(EVERY_S)
 
     async def record(self, *, all_of_it: bool = False) -> None:
-        """Write what is due: full trails, and the last one of the run; or `all_of_it`.
-
-        Of islands nothing: what one signs can be computed again only with what all others have changed.
-        """
-        if self._run.cells > self._run.S:
-            if not self._said:
-                self._said = "what islands sign is not recorded: swarm verify cannot compute it again"
-                self._emit(events.Note(text=self._said))
-            return
+        """Write what is due: full trails, and the last one of the run; or `all_of_it`."""
         try:
             await asyncio.to_thread(self._file.append)
             each = await asyncio.gather(*(self._stage(stage, all_of_it) for stage in range(self._run.S)))
@@ -104,7 +98,7 @@ class Recorder:
 
     async def _stage(self, stage: Stage, all_of_it: bool) -> list[Took]:
         """What is due of one stage."""
-        since, steps = self._file.ends.get(stage, 0), self._run.steps
+        since, steps = self._file.ends.get(self._run.cell(stage), 0), self._run.steps
         voice, asked = self._voices.of(stage), self._heard(stage)
         newest = max((record.version for record in asked), default=0)
         due = newest >= min(since + MAX_STEPS + LATE_STEPS, steps)
@@ -115,7 +109,8 @@ class Recorder:
         told = await asyncio.gather(
             *(self._ask(record, stage, since, least, until) for record in asked[:MAX_ASKED])
         )
-        return chosen([one for one in told if one is not None], lambda peer: weight(peer, voice))
+        found = chosen([one for one in told if one is not None], lambda peer: weight(peer, voice))
+        return [replace(took, island=max(0, self._run.number)) for took in found]
 
     async def contradicted(self, stage: Stage, version: int, weights: str) -> bool:
         """Whether two replicas signed other weights of a checkpoint, with more voice than signed these. They
@@ -182,7 +177,8 @@ class Recorder:
             both = len(judges) == SIGNERS
             enough = both or (bool(judges) and self._tried[accused] >= TRIES and accused not in written)
             if enough and sum((n >= SIGNERS) == both for n in written.values()) < MAX_CONVICTED:
-                found += [Conviction(evidence, tuple(signed)) for evidence, signed in by.items()]
+                island = max(0, self._run.number)
+                found += [Conviction(evidence, tuple(signed), island) for evidence, signed in by.items()]
         return found
 
     async def _told(self, peer: PeerId, accused: PeerId) -> Convicted:

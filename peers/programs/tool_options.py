@@ -450,7 +450,7 @@ class VerifyOptions:
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP)
     from_: int = option(NUMBER, "the version to start at: 0, or one with a checkpoint")
     to: int = option(COUNT, "the version to end at; its checkpoint is compared too, if it is there")
-    stage: int | None = optional(NUMBER, "compare this one only (default: all)")
+    stage: int | None = optional(NUMBER, "compare this one only; of islands: this cell (default: all)")
     scratch: Path | None = optional(
         DIR, "put there what is not being computed: one stage at a time is in memory (default: all are)"
     )

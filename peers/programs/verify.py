@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from peers.device import choose_device
+from peers.islands.directory import split_cell
 from peers.net import identity
 from peers.programs.roles import check_code
 from peers.programs.tool_options import VerifyOptions
@@ -35,7 +36,7 @@ from swarm.audit.rerun import (
 from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
 from swarm.ids import Microbatch, PeerId, Stage
-from swarm.manifest import Run, load_run
+from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reductions import weights_digest
 from swarm.model.stage import StageCompute
@@ -63,13 +64,16 @@ class Verdict(NamedTuple):
 
     evidence: Evidence
     by: tuple[PeerId, ...]
+    run: Run
+    """Of the island."""
 
     def __str__(self) -> str:
         said = self.evidence.statement
         of = f"microbatch ({said.t}, {said.m})" if isinstance(said, Answered) else f"step {said.t}"
         what = WORDS[type(self.evidence)]
         return (
-            f"peer {self.evidence.accused} of stage {said.stage}: {what} of {of}, say {' and '.join(self.by)}"
+            f"peer {self.evidence.accused} of {self.run.place(self.run.cell(said.stage))}: {what} of {of}, "
+            f"say {' and '.join(self.by)}"
         )
 
 
@@ -78,7 +82,7 @@ class Account(NamedTuple):
 
     run: Run
     stages: Sequence[Stage]
-    """Those that are compared."""
+    """Those that are compared; here and below cells, of a run with islands."""
     by_step: dict[int, list[Said]]
     """Of all stages."""
     kinds: dict[Stage, dict[str, set[PeerId]]]
@@ -112,7 +116,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
     before = told.compared(first - 1) if realigns(run, first) else []
     signed_start = [one for one in before if one.took.weights]
-    if wrong := [one for one in signed_start if one.took.weights != weights_digest(start(one.stage))]:
+    if wrong := [one for one in signed_start if one.took.weights != weights_digest(start(one.stage % run.S))]:
         return differs(run, first - 1, "weights", wrong, f"The checkpoint of step {first} has others.")
     with open_scratch(options.scratch) as scratch:
         again = ByStage(referee_of(run) if why else run, data.batch, device, first, start, scratch)
@@ -122,7 +126,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
         if all(Checkpoint(folder, run, stage, last).path.exists() for stage in range(run.S)):
             if other := [
                 stage
-                for stage in told.stages
+                for stage in sorted({cell % run.S for cell in told.stages})
                 # Where bits are compared, it does not matter where they came from.
                 if not is_same_state(again.state_of(stage), start(stage) if near else {}, saved(stage), near)
             ]:
@@ -142,17 +146,19 @@ def rerun(
 ) -> bool:
     """Compute up to version `last`; whether all is as it was signed. Says where not."""
     run, aside = told.run, set[Stage]()
-    with Bar("computing again", (last - again.version) * run.M * run.S, unit="microbatches") as bar:
+    much = run.S * sum(map(run.microbatches, range(again.version, last)))
+    with Bar("computing again", much, unit="microbatches") as bar:
         for t in range(again.version, last):
             if exact and not run.delayed_updates:
                 judge_answers(told, again, batch)
             found = rerun_step(again, told.by_step.get(t, []), told.stages, exact=exact, done=bar)
             for what, one in found:
                 if one.stage not in aside.union(told.stages):
-                    say(f"not compared, but seen: {other_than(t, what, one)}")
+                    say(f"not compared, but seen: {other_than(run, t, what, one)}")
                     aside.add(one.stage)
             if wrong := [(what, one) for what, one in found if one.stage in told.stages]:
-                return differs(run, t, wrong[0][0], [one for _, one in wrong], HINT)
+                hint = MEETING_HINT if run.meets_at(t) else HINT
+                return differs(run, t, wrong[0][0], [one for _, one in wrong], hint)
     return True
 
 
@@ -169,33 +175,37 @@ HINT = (
     "Each stage computes with what others send it. Where one differs, look there; where several do, at these "
     "and the next one."
 )
+MEETING_HINT = (
+    "At a meeting each island takes what all have changed of a stage. Who signed another change made it up. "
+    "Who signed other weights made those up, or took what another island gave and had not signed."
+)
 
 
 def judge_answers(told: Account, again: ByStage, batch: Callable[[list[int]], Any]) -> None:
     """Say of each answer to a microbatch of the next step that convicted its peer whether that was a lie."""
-    run, t, true = told.run, again.version, dict[Microbatch, list[Answered]]()
+    t, true = again.version, dict[tuple[str, Microbatch], list[Answered]]()
     for verdict in told.convictions:
-        said = verdict.evidence.statement
+        run, said = verdict.run, verdict.evidence.statement
         if not isinstance(said, Answered) or said.t != t or not 0 <= said.m < run.M:
             continue
-        mb = Microbatch(t, said.m)
-        if mb not in true:
-            body = entering(run, batch(sample_offsets(run, *mb)))
-            true[mb] = answers_of(run, t, again.state_of, mb, body, again.device)
-        lied = is_false(said, true[mb][said.stage], is_last=said.stage == run.S - 1)
+        mb, cells = Microbatch(t, said.m), range(run.cell(0), run.cell(run.S))
+        if (run.id, mb) not in true:
+            body, states = entering(run, batch(sample_offsets(run, *mb))), [*map(again.state_of, cells)]
+            true[run.id, mb] = answers_of(run, t, states.__getitem__, mb, body, again.device)
+        lied = is_false(said, true[run.id, mb][said.stage], is_last=said.stage == run.S - 1)
         print(f"computed again, microbatch ({t}, {said.m}): peer {verdict.evidence.accused}: {FOUND[lied]}")
 
 
 def differs(run: Run, t: int, what: str, wrong: Sequence[Said], hint: str) -> bool:
     """Say which step is the first that differs, where, and which peers signed it; False."""
     for one in wrong:
-        print(other_than(t, what, one))
+        print(other_than(run, t, what, one))
     print(f"{hint}\nrun {run.name} {run.id}")
     return False
 
 
-def other_than(t: int, what: str, one: Said) -> str:
-    return f"step {t}, stage {one.stage}: other {what} than {' and '.join(one.by)} signed"
+def other_than(run: Run, t: int, what: str, one: Said) -> str:
+    return f"step {t}, {run.place(one.stage)}: other {what} than {' and '.join(one.by)} signed"
 
 
 def read(options: VerifyOptions, verify: Verify) -> Account:
@@ -205,45 +215,47 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         SetupError: it is none, says nothing of them, or the run has no such steps.
     """
     first, last = options.from_, options.to
-    manifest = options.transcript.parent / "run.toml"
-    if manifest.is_file() and (terms := load_run(manifest)).cells > terms.S:
-        raise SetupError(
-            f"run {terms.name!r} has islands, of which keepers record no transcript: swarm verify knows runs "
-            "without [islands]. Train it again in one process: swarm demo --manifest run.toml --verify"
-        )
     run, entries, rest = transcript.read(options.transcript)
     check_code(run, options.allow_code)
     if not first < last <= run.steps:
         raise SetupError(f"--from {first} --to {last}: run {run.name!r} has versions 0 to {run.steps}")
-    if options.stage is not None and options.stage >= run.S:
-        raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.S - 1}")
-    told = Account(run, range(run.S) if options.stage is None else [options.stage], {}, {}, [])
-    rows, forged, strangers = list[tuple[TookSteps, tuple[PeerId, ...], bool]](), set[PeerId](), set[PeerId]()
+    if options.stage is not None and options.stage >= run.cells:
+        raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.cells - 1}")
+    told = Account(run, range(run.cells) if options.stage is None else [options.stage], {}, {}, [])
+    rows, forged = list[tuple[Stage, TookSteps, tuple[PeerId, ...], bool]](), set[PeerId]()
+    strangers = set[PeerId]()
     reader: Any = SimpleNamespace(verify=verify)
     for entry in entries:
-        if isinstance(entry, transcript.Conviction) and entry.evidence.statement.stage in told.stages:
-            evidence, said = entry.evidence, signable(run.id, judged(entry.evidence))
+        if not isinstance(entry, transcript.Took | transcript.Conviction):
+            continue
+        stage = entry.steps.stage if isinstance(entry, transcript.Took) else entry.evidence.statement.stage
+        if not (0 <= stage < run.S and 0 <= entry.island < run.islands.count):
+            continue
+        island = run.island(entry.island)
+        cell = island.cell(stage)
+        if isinstance(entry, transcript.Conviction):
+            evidence, said = entry.evidence, signable(island.id, judged(entry.evidence))
             by = tuple(dict.fromkeys(s.peer for s in entry.by if verify(s.peer, said, s.signature)))
-            if by and verify(evidence.accused, signable(run.id, evidence.statement), evidence.signature):
-                told.convictions.append(Verdict(evidence, by))
-        if not isinstance(entry, transcript.Took) or not 0 <= entry.steps.stage < run.S:
+            shown = signable(island.id, evidence.statement)
+            if cell in told.stages and by and verify(evidence.accused, shown, evidence.signature):
+                told.convictions.append(Verdict(evidence, by, island))
             continue
         took = entry.steps
         if took.end < first or took.start >= last:
             continue
-        by = tuple(s.peer for s in entry.by if verify(s.peer, signable(run.id, took), s.signature))
+        by = tuple(s.peer for s in entry.by if verify(s.peer, signable(island.id, took), s.signature))
         forged |= {signed.peer for signed in entry.by}.difference(by)
-        worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, run, reader, version=took.end)}
-        rows += [(took, by, not worked.isdisjoint(by))] if by else []
-    voiced = {took.stage for took, _, has_voice in rows if has_voice}
-    for took, by, has_voice in rows:
-        if not has_voice and took.stage in voiced:  # a keeper may make up identities
+        worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=took.end)}
+        rows += [(cell, took, by, not worked.isdisjoint(by))] if by else []
+    voiced = {cell for cell, _, _, has_voice in rows if has_voice}
+    for cell, took, by, has_voice in rows:
+        if not has_voice and cell in voiced:  # a keeper may make up identities
             strangers.update(by)
             continue
         if took.end > first:
-            told.kinds.setdefault(took.stage, {}).setdefault(took.kind, set()).update(by)
+            told.kinds.setdefault(cell, {}).setdefault(took.kind, set()).update(by)
         for t, step in enumerate(unpack_rows(took.rows), took.start):
-            told.by_step.setdefault(t, []).append(Said(took.stage, step, by))
+            told.by_step.setdefault(t, []).append(Said(cell, step, by))
     if rest:
         say(f"the last {rest} bytes of the transcript are damaged, and not read")
     if strangers:
@@ -278,8 +290,8 @@ def why_not_exact(told: Account, device: str) -> str:
     """Why this device cannot find the bits that the peers found; empty if it can."""
     if not told.run.adds_exactly:
         return "the sums of this run depend on the order of their terms"
-    for stage, kinds in told.kinds.items():
-        mine = StageCompute(told.run, stage, device).rehearse()
+    for cell, kinds in told.kinds.items():
+        mine = StageCompute(*split_cell(told.run, cell), device).rehearse()
         if other := sorted({peer for kind, peers in kinds.items() if kind != mine for peer in peers}):
-            return f"{' and '.join(other)} of stage {stage} computed on another kind of device"
+            return f"{' and '.join(other)} of {told.run.place(cell)} computed on another kind of device"
     return ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ class Took(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     steps: TookSteps
     by: tuple[Signed, ...]
+    island: int = 0
+    """Under whose id it was signed; of a run without islands the only one."""
 
 
 class Conviction(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -52,6 +55,7 @@ class Conviction(msgspec.Struct, frozen=True, tag=True, array_like=True):
     evidence: Evidence
     by: tuple[Signed, ...]
     """Signatures of `judged`."""
+    island: int = 0
 
 
 class CharterSeen(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -76,7 +80,7 @@ class Transcript(NamedTuple):
 
 def path_of(folder: Path, run: Run) -> Path:
     """Where a keeper of checkpoints in `folder` writes it."""
-    return folder / run.id / "transcript"
+    return folder / run.whole.id / "transcript"
 
 
 def packed(entry: Entry) -> bytes:
@@ -122,12 +126,12 @@ def _entries(file: BinaryIO, start: int) -> Iterator[tuple[Entry, int]]:
 
 
 class TranscriptWriter:
-    """Appends to a transcript, which several keepers of one folder may write. Called from one thread."""
+    """Appends to a transcript, which several keepers of one folder may write. Any thread may call it."""
 
     def __init__(self, folder: Path, run: Run) -> None:
-        self._folder, self._run, self._path = folder, run, path_of(folder, run)
+        self._folder, self._run, self._path, self._lock = folder, run, path_of(folder, run), threading.Lock()
         self.ends: dict[Stage, int] = {}
-        """The version up to which the steps of each stage are in it."""
+        """The version up to which the steps of each stage are in it; of a run with islands, of each cell."""
         self.charter = b""
         self.convicted: dict[PeerId, int] = {}
         """Against whom there is evidence in it, and how many replicas judged that."""
@@ -141,19 +145,20 @@ class TranscriptWriter:
             SetupError: the file is damaged or of another run, or it cannot be written.
         """
         try:
-            if not self._path.exists():
-                if not entries:
-                    return
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                terms = Terms(self._run.id, self._run.to_toml())
-                atomic_file.write_whole(self._path, MAGIC + packed(terms))
-            with self._path.open("r+b", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                self._read_on(file)
-                if entries:
-                    atomic_file.write_all(file, b"".join(map(packed, entries)))
-                    os.fsync(file.fileno())
+            with self._lock:
+                if not self._path.exists():
+                    if not entries:
+                        return
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    terms = Terms(self._run.id, self._run.to_toml())
+                    atomic_file.write_whole(self._path, MAGIC + packed(terms))
+                with self._path.open("r+b", buffering=0) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
                     self._read_on(file)
+                    if entries:
+                        atomic_file.write_all(file, b"".join(map(packed, entries)))
+                        os.fsync(file.fileno())
+                        self._read_on(file)
         except OSError as error:
             remedy = "choose another --dir"
             raise atomic_file.trouble("cannot write the transcript", self._folder, error, remedy) from None
@@ -166,8 +171,9 @@ class TranscriptWriter:
         for entry, end in _entries(file, self._size):
             self._size = end
             match entry:
-                case Took(steps=steps):
-                    self.ends[steps.stage] = max(steps.end, self.ends.get(steps.stage, 0))
+                case Took(steps=steps, island=island):
+                    cell = island * self._run.S + steps.stage
+                    self.ends[cell] = max(steps.end, self.ends.get(cell, 0))
                 case Conviction(evidence=evidence, by=by):
                     self.convicted[evidence.accused] = self.convicted.get(evidence.accused, 0) + len(by)
                 case CharterSeen(sealed=sealed):

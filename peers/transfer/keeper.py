@@ -21,14 +21,14 @@ from pathlib import Path
 from peers import events
 from peers.audit.recorder import Recorder
 from peers.clock import now_s, unix_s
-from peers.islands.directory import own_directory
+from peers.islands.directory import Islands
 from peers.ports import Answer, Directory, Request, Transport
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
+from peers.storage.transcript import TranscriptWriter
 from peers.transfer.catalog import Sources, ask_saved, is_keeper
 from peers.transfer.client import DownloadFailed, Partial, download, shown, state_of
 from peers.transfer.server import StateLeases
-from peers.voices import Voices
 from peers.waiting import end_tasks, happens, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
@@ -130,11 +130,15 @@ class CheckpointKeeper:
         settings: KeepingSettings,
         emit: Callable[[events.Event], None],
     ) -> None:
-        run = run.island(0)  # what is saved is the same on all islands: those of one are asked
-        directory = own_directory(run, directory)
+        islands = Islands(run.island(0), transport.signer, directory).all
+        file = TranscriptWriter(settings.folder, run)
+        self._recorders = [
+            Recorder(one.run, transport, one.directory, file, emit, settings.charter) for one in islands
+        ]
+        # What is saved is the same on all islands: those of one are asked.
+        run, directory, self._voices = islands[0].run, islands[0].directory, islands[0].voices
         self._run, self._settings, self._emit = run, settings, emit
         self._transport, self._directory = transport, directory
-        self._voices = Voices(run, transport.signer, directory)
         self.stages = settings.stages or tuple(range(run.S))
         self._stores = {
             stage: CheckpointStore(run, stage, settings.folder, tell=self._not_kept) for stage in self.stages
@@ -142,7 +146,6 @@ class CheckpointKeeper:
         # Their tensors are maps of files: a copy in memory is the system's to drop.
         self._leases = StateLeases(run, transport, self._stores, most_saved=2 * len(self._stores))
         transport.serve("status", self._serve_status)
-        self._recorder = Recorder(run, transport, directory, settings.folder, emit, settings.charter)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
         self._have: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
@@ -178,7 +181,7 @@ class CheckpointKeeper:
                 leaving,
                 asyncio.create_task(self._keep_often()),
                 asyncio.create_task(self._announce_often()),
-                asyncio.create_task(self._recorder.run()),
+                *(asyncio.create_task(recorder.run()) for recorder in self._recorders),
             ]
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -285,7 +288,7 @@ class CheckpointKeeper:
         """Fetch what is newer before leaving, within `LAST_S`; say what is lost all the same."""
 
         async def last() -> None:
-            await self._recorder.record(all_of_it=True)
+            await asyncio.gather(*(recorder.record(all_of_it=True) for recorder in self._recorders))
             await self._keep()
 
         with contextlib.suppress(asyncio.TimeoutError):
@@ -333,7 +336,7 @@ class CheckpointKeeper:
             self._complain(f"{stage} {version}", text)
             return False
         digest = await asyncio.to_thread(weights_digest, found.tensors)
-        if await self._recorder.contradicted(stage, version, digest):
+        if await self._recorders[0].contradicted(stage, version, digest):
             for peer in found.sources:
                 self._backoff.failed(peer, now=now_s())
             text = f"version {version} of stage {stage} is not kept: its replicas signed other weights"

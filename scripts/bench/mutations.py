@@ -3636,7 +3636,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keepers-keep-what-was-never-signed",
         "peers/transfer/keeper.py",
-        "        if await self._recorder.contradicted(stage, version, digest):\n",
+        "        if await self._recorders[0].contradicted(stage, version, digest):\n",
         "        if False:\n",
         "A replica that has time when others have none gives keepers what it made up.",
         ("test_believing",),

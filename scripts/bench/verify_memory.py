@@ -67,7 +67,7 @@ def train(run: Run, folder: Path) -> None:
         sums = [vectors_digest([again.sum_of(stage)], on_device=False) for stage in range(run.S)]
         again.take(squares)
         for stage in range(run.S):
-            rows[stage].append(TookStep(sums[stage], squares, weights_digest(again.state_of(stage))))
+            rows[stage].append(TookStep(sums[stage], squares[0], weights_digest(again.state_of(stage))))
     entries: list[Took] = []
     for stage in range(run.S):
         Checkpoint(folder, run, stage, STEPS).save(again.state_of(stage))

@@ -1,9 +1,9 @@
 """`SingleProcess` for a model that does not fit into one machine: one stage at a time is in memory.
 
 Of a step all microbatches pass stage 0, then all pass stage 1, and so to the last and back; each stage
-computes its forward again in its backward. What passes boundaries, the sums of the stages, and the states of
-those that are not being computed lie elsewhere, such as in a folder. The results are those of
-`SingleProcess`, to the bit.
+computes its forward again in its backward. Islands do so one after another; when they take the step, a stage
+of all is in memory. What passes boundaries, the sums of the stages, and the states of those that are not
+being computed lie elsewhere, such as in a folder. The results are those of `SingleProcess`, to the bit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.layout import empty_state, stage_layout
+from swarm.model.layout import MET_WEIGHTS, empty_state, stage_layout
+from swarm.model.meeting import Meetings
 from swarm.model.reductions import WEIGHTS, weights_digest
-from swarm.model.reference import Passed, SingleProcess, add_up
+from swarm.model.reference import Passed, SingleProcess, add_up, meet
 from swarm.model.same_bits import aligned, use_threads_of
 
 Scratch: TypeAlias = MutableMapping[str, dict[str, torch.Tensor]]
@@ -29,7 +30,7 @@ _FOR_GRADIENTS = ("weights", "weights_previous", "statistics", "dropped_bits")
 
 
 class ByStage:
-    """All stages of a run in turn."""
+    """All cells of a run in turn: its stages, or those of all islands."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class ByStage:
         state: Callable[[Stage], Mapping[str, torch.Tensor]],
         scratch: Scratch,
     ) -> None:
-        """`batch`: as `SingleProcess` has it; `state`: of each stage at that version, asked for once.
+        """`batch`: as `SingleProcess` has it; `state`: of each stage at that version, which all islands have
+        in common; asked for once.
 
         Raises:
             SetupError: as `SingleProcess`.
@@ -48,83 +50,108 @@ class ByStage:
         self.run, self.version, self.device, self._batch, self._scratch = run, version, device, batch, scratch
         for stage in range(run.S):
             empty, given = empty_state(run, stage), state(stage)
-            scratch[f"state {stage}"] = {name: given[name].to(one.dtype) for name, one in empty.items()}
+            begun = {name: given[name].to(one.dtype) for name, one in empty.items()}
+            scratch.update({f"state {cell}": begun for cell in range(stage, run.cells, run.S)})
         self._layouts = [stage_layout(run, stage) for stage in range(run.S)]
-        self._shared: dict[str, torch.Tensor] = {}
+        self._shared: list[dict[str, torch.Tensor]] = []
+        """Of each island the totals of what several of its stages sum."""
 
-    def compute(self, done: Callable[[int], None]) -> float:
-        """The microbatches of the next step. Returns the sum of the gradients' squares, as
-        `SingleProcess.totals`. `done`: told of each microbatch that has passed a stage both ways.
+    def compute(self, done: Callable[[int], None]) -> list[float]:
+        """The microbatches of the next step, or what islands bring to a meeting. Returns of each island the
+        sum of the gradients' squares, as `SingleProcess.totals`; of a meeting nothing. `done`: told of each
+        microbatch that has passed a stage both ways.
         """
-        stages, all_m = range(self.run.S), range(self.run.microbatches(self.version))
-        for stage in stages[:-1]:
-            self._forward(stage, all_m)
-        for stage in reversed(stages):
-            self._backward(stage, all_m, done)
-        self._shared, squares = add_up(self._layouts, self.sum_of)
-        return squares
+        if self.run.meets_at(self.version):
+            for cell in range(self.run.cells):
+                self._scratch[f"{_SUM} {cell}"] = {_SUM: self._change(cell)}
+            return []
+        found: list[tuple[dict[str, torch.Tensor], float]] = []
+        for island in map(self.run.island, range(self.run.islands.count)):
+            cells = range(island.cell(0), island.cell(island.S))
+            all_m = range(island.microbatches(self.version))
+            for cell in cells[:-1]:
+                self._forward(cell, all_m)
+            for cell in reversed(cells):
+                self._backward(cell, all_m, done)
+            found.append(add_up(self._layouts, lambda stage, cells=cells: self.sum_of(cells[stage])))
+        self._shared = [shared for shared, _ in found]
+        return [squares for _, squares in found]
 
-    def sum_of(self, stage: Stage) -> torch.Tensor:
-        """What a stage alone found in the step that was computed: flat, not divided by M."""
-        return self._scratch[f"{_SUM} {stage}"][_SUM]
+    def _change(self, cell: Stage) -> torch.Tensor:
+        layout, state = self._layouts[cell % self.run.S], self.state_of(cell)
+        then = state[MET_WEIGHTS].split([layout.numel, layout.statistics_numel])
+        now = (state["weights"], state.get("statistics", state["weights"][:0]))
+        return Meetings(self.run, layout, *then).difference(*now)
+
+    def sum_of(self, cell: Stage) -> torch.Tensor:
+        """What a cell alone found in the step that was computed: flat, not divided by M; or at a meeting what
+        its island has changed of the stage, as that travels.
+        """
+        return self._scratch[f"{_SUM} {cell}"][_SUM]
 
     @torch.no_grad()
-    def take(self, squares: float) -> None:
-        """Take the step that was computed."""
+    def take(self, squares: Sequence[float]) -> None:
+        """Take the step that was computed. `squares`: as `compute` has them."""
         for stage, layout in enumerate(self._layouts):
-            single = self._load(stage)
-            totals = {**layout.terms_of(self.sum_of(stage)), **self._shared}
-            here = {name: totals[name].to(self.device) for name in layout.terms}
-            single.take(here, squares)
-            self._scratch[f"state {stage}"] = {name: v.cpu() for name, v in single.state_of(stage).items()}
+            islands = {cell: self._load(cell) for cell in range(stage, self.run.cells, self.run.S)}
+            if not squares:
+                meet([*islands.values()])
+            for number, (cell, single) in enumerate(islands.items()):
+                if squares:
+                    totals = {**layout.terms_of(self.sum_of(cell)), **self._shared[number]}
+                    here = {name: totals[name].to(self.device) for name in layout.terms}
+                    single.take(here, squares[number])
+                state = single.state_of(stage)
+                self._scratch[f"state {cell}"] = {name: vector.cpu() for name, vector in state.items()}
         self.version += 1
 
-    def state_of(self, stage: Stage) -> dict[str, torch.Tensor]:
-        """The newest state of a stage, as `StageState.copy` has it."""
-        return self._scratch[f"state {stage}"]
+    def state_of(self, cell: Stage) -> dict[str, torch.Tensor]:
+        """The newest state of a cell, as `StageState.copy` has it."""
+        return self._scratch[f"state {cell}"]
 
-    def weights_digest(self, stage: Stage, *, on_device: bool) -> str:
+    def weights_digest(self, cell: Stage, *, on_device: bool) -> str:
         """What replicas say of the weights of that; `on_device`: as they compute it on a GPU."""
-        state = self.state_of(stage)
+        state = self.state_of(cell)
         weights = {name: state[name].to(self.device) for name in WEIGHTS if name in state}
         return weights_digest(weights, on_device=on_device)
 
-    def _load(self, stage: Stage, *vectors: str) -> SingleProcess:
-        """A stage with these vectors of its state; none: with all."""
-        single = SingleProcess(self.run, self._batch, self.device, only=stage)
-        state = self.state_of(stage)
+    def _load(self, cell: Stage, *vectors: str) -> SingleProcess:
+        """A cell with these vectors of its state; none: with all."""
+        number, stage = divmod(cell, self.run.S)
+        single = SingleProcess(self.run.island(number), self._batch, self.device, only=stage)
+        state = self.state_of(cell)
         single.load(self.version, [{name: state[name] for name in state if not vectors or name in vectors}])
         return single
 
-    def _forward(self, stage: Stage, all_m: Sequence[int]) -> None:
-        single = self._load(stage, *_FOR_GRADIENTS)
+    def _forward(self, cell: Stage, all_m: Sequence[int]) -> None:
+        single = self._load(cell, *_FOR_GRADIENTS)
         for m in all_m:
-            passed = self._pass(single, stage, m, grad=False)
-            self._put(f"inputs {stage + 1} {m}", passed.arriving)
-            self._put(f"places {stage + 1} {m}", passed.places)
+            passed = self._pass(single, cell, m, grad=False)
+            self._put(f"inputs {cell + 1} {m}", passed.arriving)
+            self._put(f"places {cell + 1} {m}", passed.places)
 
-    def _backward(self, stage: Stage, all_m: Sequence[int], done: Callable[[int], None]) -> None:
-        single = self._load(stage, *_FOR_GRADIENTS)
+    def _backward(self, cell: Stage, all_m: Sequence[int], done: Callable[[int], None]) -> None:
+        single, stage = self._load(cell, *_FOR_GRADIENTS), cell % self.run.S
         for m in all_m:
-            passed = self._pass(single, stage, m, grad=True)
+            passed = self._pass(single, cell, m, grad=True)
             if stage == self.run.S - 1:
                 gradients = [torch.ones_like(passed.outputs[0])]
             else:
-                gradients = self._get(f"gradients {stage} {m}", len(passed.outputs))
-            places = self._get(f"places {stage} {m}", len(passed.leaves)) if stage else []
+                gradients = self._get(f"gradients {cell} {m}", len(passed.outputs))
+            places = self._get(f"places {cell} {m}", len(passed.leaves)) if stage else []
             mb = Microbatch(self.version, m)
             back = single.stages[stage].backward(passed, gradients, places, mb)
-            for used in (f"gradients {stage} {m}", f"places {stage} {m}", f"inputs {stage} {m}"):
+            for used in (f"gradients {cell} {m}", f"places {cell} {m}", f"inputs {cell} {m}"):
                 self._scratch.pop(used, None)
             if stage:
-                self._put(f"gradients {stage - 1} {m}", back)
+                self._put(f"gradients {cell - 1} {m}", back)
             done(1)
-        self._scratch[f"{_SUM} {stage}"] = {_SUM: single.stages[stage].totals().cpu()}
+        self._scratch[f"{_SUM} {cell}"] = {_SUM: single.stages[stage].totals().cpu()}
 
-    def _pass(self, single: SingleProcess, stage: Stage, m: int, *, grad: bool) -> Passed:
+    def _pass(self, single: SingleProcess, cell: Stage, m: int, *, grad: bool) -> Passed:
         use_threads_of(self.run)
-        mb = Microbatch(self.version, m)
-        arriving = self._get(f"inputs {stage} {m}") if stage else single.samples(mb)
+        mb, stage = Microbatch(self.version, m), cell % self.run.S
+        arriving = self._get(f"inputs {cell} {m}") if stage else single.samples(mb)
         return single.stages[stage].forward(arriving, mb, grad=grad)
 
     def _put(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:

@@ -38,6 +38,7 @@ class Said(NamedTuple):
     """What peers signed of one step at one stage."""
 
     stage: Stage
+    """Of a run with islands the cell."""
     took: TookStep
     by: tuple[PeerId, ...]
 
@@ -67,17 +68,20 @@ def rerun_step(
         found.extend((what, one) for one in wrong)
         return any(one.stage in stages for _, one in found)
 
-    of_all = range(again.run.S)
+    of_all = range(again.run.cells)
     squares = again.compute(done)
     sums = [vectors_digest([again.sum_of(s)], on_device=False) for s in of_all if exact]
-    if ends("sum", (one for one in said if exact and one.took.sum != sums[one.stage])):
+    what = "sum" if squares else "change"
+    if ends(what, (one for one in said if exact and one.took.sum != sums[one.stage])):
         return found
-    near = ALIKE if exact else NEAR_NORM
-    if ends("norm", (s for s in said if not math.isclose(s.took.total_sqnorm, squares, rel_tol=near))):
+    near, S = ALIKE if exact else NEAR_NORM, again.run.S
+    norms = [(one, one.took.total_sqnorm, one.stage // S) for one in said if squares]
+    if ends("norm", (s for s, norm, n in norms if not math.isclose(norm, squares[n], rel_tol=near))):
         return found
     # Hosts add a norm in different orders: peers took the step with the one that they said.
-    took = sorted(said, key=lambda one: one.stage not in stages)
-    again.take(took[0].took.total_sqnorm if took else squares)
+    for _, norm, number in sorted(norms, key=lambda one: one[0].stage not in stages)[::-1]:
+        squares[number] = norm
+    again.take(squares)
     on_device = not realigns(again.run, again.version)
     weights = [again.weights_digest(stage, on_device=on_device) for stage in of_all if exact]
     ends("weights", (s for s in said if exact and s.took.weights not in ("", weights[s.stage])))

@@ -132,25 +132,12 @@ class SingleProcess:
         """Do step `t`, the next one; return the losses of its microbatches in order."""
         assert t == self.version, "steps are done in order"
         if self.run.meets_at(t):
-            self._meet()
+            meet([self, *self._others])
             return []
         losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
         totals, squares = self.totals()
         self.take(totals, squares)
         return losses + [loss for other in self._others for loss in other.step(t)]
-
-    @torch.no_grad()
-    def _meet(self) -> None:
-        """The meeting of all islands."""
-        islands = [self, *self._others]
-        changes = [island._met.changes() for island in islands]
-        means = {name: sum(change[name] for change in changes) * (1.0 / len(islands)) for name in changes[0]}
-        for island in islands:
-            island._met.step(means)
-            island._optimizer.state.clear()
-            for dropped in island._dropped.values():
-                dropped.zero_()
-            island.version += 1
 
     @torch.no_grad()
     def take(self, totals: Mapping[str, torch.Tensor], squares: float) -> None:
@@ -294,6 +281,20 @@ class _Met:
         if vector == MET_WEIGHTS:
             return then.detach()
         return self._optimizer.state[then].setdefault("momentum_buffer", torch.zeros_like(then))
+
+
+@torch.no_grad()
+def meet(islands: Sequence[SingleProcess]) -> None:
+    """The meeting of all islands, in their order."""
+    changes = [island._met.changes() for island in islands]
+    zero, share = torch.zeros(()), 1.0 / len(islands)
+    means = {name: sum((change[name] for change in changes), zero) * share for name in changes[0]}
+    for island in islands:
+        island._met.step(means)
+        moments = [value for state in island._optimizer.state.values() for value in state.values()]
+        for begun_anew in (*moments, *island._dropped.values()):
+            begun_anew.zero_()
+        island.version += 1
 
 
 class Passed(NamedTuple):

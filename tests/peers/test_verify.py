@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from peers.sim.network import SimSigner
 from peers.storage import checkpoint
 from peers.storage.transcript import Conviction, Took, TranscriptWriter, path_of
 from peers.trainer import entering
+from peers.transfer.keeper import CheckpointKeeper
+from peers.transfer.leases import Snapshot
 from swarm.audit.rerun import answers_of
 from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
@@ -35,8 +38,9 @@ from swarm.wire.receipts import Answered
 from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
 from tests.model.chain import TEXT, Chain, batch_of, tiny_run
 from tests.peers.admitted import admitting
-from tests.peers.loops import swarm
+from tests.peers.loops import Swarm, swarm
 from tests.peers.test_false_answers import LIES, TRAINER, audit, lie
+from tests.peers.test_islands import train
 from tests.peers.test_keeping import add_keeper
 from tests.peers.test_loops import Text
 
@@ -442,9 +446,9 @@ async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
         s.add_trainer(TRAINER)
         honest = [p for n, p in s.peers.items() if n != "s0p1"]
         await s.until(lambda: all(p.core.version >= run.steps for p in honest))
-        await s.until(lambda: "s0p1" in keeper._recorder._file.convicted)  # pyright: ignore[reportPrivateUsage]
+        await s.until(lambda: "s0p1" in keeper._recorders[0]._file.convicted)  # pyright: ignore[reportPrivateUsage]
         for _ in range(2):
-            await keeper._recorder.record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
+            await keeper._recorders[0].record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
     data = tmp_path / "text"
     data.write_bytes(TEXT.tobytes())
     options = VerifyOptions(transcript=path_of(tmp_path, run), data=(data,), from_=0, to=6)
@@ -493,9 +497,161 @@ async def test_what_a_keeper_of_a_real_swarm_wrote_verifies_or_tells_of_the_stag
         assert said[1] == "compared: 8 of 8 signed steps of stages, and the checkpoint of step 4"
 
 
-def test_a_run_of_islands_is_refused_in_words(tmp_path: Path) -> None:
-    run = replace(small(), checkpoint_every=0, islands=IslandsSpec(count=2, local_steps=2))
-    (tmp_path / "run.toml").write_text(run.to_toml())
-    options = VerifyOptions(transcript=tmp_path / "transcript", from_=0, to=3)
-    with pytest.raises(SetupError, match="has islands, of which keepers record no transcript"):
-        run_verify(options)
+# --- islands ----------------------------------------------------------------------------------------------
+
+
+def islands(**changes: Any) -> Run:
+    """Two islands of two stages, which meet twice."""
+    run = small(steps=6, checkpoint_every=0, batch={"microbatches_per_step": 4}, **changes)
+    return replace(run, islands=IslandsSpec(count=2, local_steps=2, codec="blockwise8"))
+
+
+def of_cell(s: Swarm, cell: int) -> list[str]:
+    return [name for name in s.peers if name.startswith(f"s{cell}")]
+
+
+def false_change(s: Swarm) -> None:
+    """All of stage 1 of island 1 say, and sign, that it has changed something else."""
+    for name in of_cell(s, 3):
+        state = s.peers[name].core.compute.state
+        honest, meetings = state.difference, count()
+
+        def difference(honest: Any = honest, meetings: Any = meetings) -> torch.Tensor:
+            found = honest()
+            if next(meetings) == 1:
+                found.view(torch.uint8)[:64] ^= 1
+            return found
+
+        state.difference = difference  # type: ignore[method-assign]
+
+
+def other_change_given(s: Swarm) -> None:
+    """The same peers sign what is true, and give something else to the other island."""
+    for name in of_cell(s, 3):
+        leases = s.peers[name]._states.leases  # pyright: ignore[reportPrivateUsage]
+        honest = leases.lend
+
+        async def lend(
+            reader: str, pool: str, what: Any, content: Snapshot, *rest: Any, honest: Any = honest
+        ) -> Any:
+            if what[0] >= 0:
+                changed = content.tensors["gradient"].clone()
+                changed[:64] ^= 1
+                content = replace(content, tensors={"gradient": changed})
+            return await honest(reader, pool, what, content, *rest)
+
+        leases.lend = lend  # type: ignore[method-assign]
+
+
+def other_weights(s: Swarm) -> None:
+    """All of stage 0 of island 1 change their weights between two meetings."""
+    for name in of_cell(s, 2):
+        compute = s.peers[name].core.compute
+
+        def apply(t: int, *found: Any, compute: Any = compute, honest: Any = compute.apply) -> None:
+            honest(t, *found)
+            if t == 3:
+                compute.state.weights(t + 1)[:100] += 0.01
+
+        compute.apply = apply  # type: ignore[method-assign]
+
+
+LIES_OF_ISLANDS: dict[str, tuple[Callable[[Swarm], None], str]] = {
+    "nothing": (lambda s: None, ""),
+    "a change": (false_change, "5, stage 1 of island 1 (cell 3): other change than s3p0 and s3p1 signed"),
+    "given": (other_change_given, "2, stage 1 of island 0 (cell 1): other weights than s1p0 and s1p1 signed"),
+    "weights": (other_weights, "3, stage 0 of island 1 (cell 2): other weights than s2p0 and s2p1 signed"),
+}
+
+
+def verified(folder: Path, run: Run, first: int, **more: Any) -> bool:
+    data = folder / "text"
+    data.write_bytes(TEXT.tobytes())
+    options = VerifyOptions(transcript=path_of(folder, run), data=(data,), from_=first, to=6, **more)
+    return run_verify(options, verify=SimSigner("reader").verify)
+
+
+async def until_all_is_kept(s: Swarm, keeper: CheckpointKeeper) -> None:
+    await s.until_finished(limit_s=200.0)
+    ends = keeper._recorders[0]._file.ends  # pyright: ignore[reportPrivateUsage]
+    await s.until(lambda: ends == dict.fromkeys(range(4), 6), limit_s=60.0)
+    await s.until(lambda: keeper.version == 6, limit_s=60.0)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("case", LIES_OF_ISLANDS)
+async def test_islands_are_computed_again_with_their_meetings_and_who_lied_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    torch.set_num_threads(1)
+    run, (lies, named) = islands(), LIES_OF_ISLANDS[case]
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        lies(s)
+        keeper = add_keeper(s, tmp_path, keep=9)
+        train(s)
+        await until_all_is_kept(s, keeper)
+    said = []
+    for scratch in (None, tmp_path / "scratch"):
+        assert verified(tmp_path, run, 0, scratch=scratch) == (not named)
+        said.append(capsys.readouterr().out.splitlines())
+    assert said[0] == said[1]
+    if named:
+        assert said[0][0] == f"step {named}" and len(said[0]) == 3
+        assert said[0][1].startswith("At a meeting" if case != "weights" else "Each stage computes")
+        return
+    assert said[0][:2] == [
+        "steps 0 to 5 are what the peers signed, to the last bit",
+        "compared: 24 of 24 signed steps of stages, and the checkpoint of step 6",
+    ]
+
+
+@pytest.mark.virtual_time
+async def test_steps_that_a_lost_island_took_twice_are_compared_once_and_are_true(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    run = islands()
+    async with swarm(run, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        keeper = add_keeper(s, tmp_path, keep=9)
+        train(s, steps=4)
+        await s.until_version(4)
+        await s.until(lambda: keeper.version == 3)
+        ends = keeper._recorders[0]._file.ends  # pyright: ignore[reportPrivateUsage]
+        while ends != dict.fromkeys(range(4), 4):
+            for recorder in keeper._recorders:  # pyright: ignore[reportPrivateUsage]
+                await recorder.record(all_of_it=True)
+        for name in [*of_cell(s, 2), *of_cell(s, 3)]:
+            s.kill(name)
+        new = [s.add_peer(f"new {cell}", cell) for cell in (2, 3)]
+        await s.until(lambda: all(peer.core.version == 3 for peer in new), limit_s=200.0)
+        train(s, "again")
+        await until_all_is_kept(s, keeper)
+    assert verified(tmp_path, run, 0)
+    assert capsys.readouterr().out.splitlines()[1].startswith("compared: 24 of 24 signed steps of stages")
+    assert verified(tmp_path, run, 3, stage=3)
+    assert "compared: 3 of 3 signed steps" in capsys.readouterr().out
+    with pytest.raises(SetupError, match=r"--stage 4: run .* has stages 0 to 3"):
+        verified(tmp_path, run, 3, stage=4)
+    with pytest.raises(SetupError, match="step 4 is not complete"):  # between meetings
+        verified(tmp_path, run, 4)
+
+
+@pytest.mark.virtual_time
+async def test_islands_on_another_kind_of_device_are_refereed_with_their_meetings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    run = islands()
+    async with swarm(run, replicas=1, batches=Text(batch_of(run))) as s:
+        await s.until_serving()
+        for peer in s.peers.values():
+            peer.core.kind = "f" * 32
+        keeper = add_keeper(s, tmp_path, keep=9)
+        train(s)
+        await until_all_is_kept(s, keeper)
+    assert verified(tmp_path, run, 0)
+    told = capsys.readouterr()
+    assert "24 of 24 signed steps: s0p0 of stage 0 of island 0 (cell 0) computed on another" in told.out
+    assert "compared: 24 of 24 signed steps of stages, and the checkpoint of step 6" in told.out
