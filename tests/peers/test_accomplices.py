@@ -81,7 +81,7 @@ async def play(
 
         await s.until(over, limit_s=600.0)
         await asyncio.sleep(20.0)
-        await keeper._recorder.record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
+        await keeper._recorders[0].record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
         return accused(s)
 
 
