@@ -645,7 +645,7 @@ class Swarm(Processes):
         return self.as_a_node(fetch)
 
     def versions(self) -> dict[Program, int]:
-        """Of every peer that serves, each asked itself."""
+        """Of every peer that serves, or will, each asked itself. A spare holds the newest saved version."""
         peers = [p for p in self.programs if p.returncode is None and p.heard(Serving)]
 
         async def ask(node: Node) -> dict[Program, int]:
@@ -654,7 +654,9 @@ class Swarm(Processes):
                 node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
                 question = pack(AskStatus(run=self.run.id))
                 answer = await node.transport.call(program.peer_id, "status", question)
-                found[program] = unpack_answer(program.peer_id, answer.header, PeerStatus).version
+                status = unpack_answer(program.peer_id, answer.header, PeerStatus)
+                if status.state != "paused":
+                    found[program] = status.version
             return found
 
         return self.as_a_node(ask)

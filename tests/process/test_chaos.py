@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from peers.ports import Answer
 from scripts.bench.chaos import WEIGHTS, Options, deck, play, quick, speaker, verdict
+from swarm.manifest import demo_run
+from swarm.wire.messages import PeerStatus, pack
+from tests.process.swarm_processes import Swarm
 
 
 @pytest.mark.process
@@ -28,6 +34,38 @@ def test_a_seed_deals_the_same_faults_and_every_kind_of_them() -> None:
 
     assert dealt(1) == dealt(1) != dealt(2)
     assert Counter(dealt(1)).keys() == WEIGHTS.keys()
+
+
+class Told:
+    """A program that has said where it is, and runs."""
+
+    returncode, addresses = None, ()
+
+    def __init__(self, peer_id: str) -> None:
+        self.peer_id = peer_id
+
+    def heard(self, kind: type) -> list[Told]:
+        return [self]
+
+
+def test_a_spare_need_not_be_where_those_are_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that was slow when all came to rest holds version 75 of 93: the newest that was saved."""
+    said = {"a": ("serving", 93), "b": ("paused", 75), "c": ("joining", 80)}
+
+    async def call(peer: str, method: str, header: bytes) -> Answer:
+        state, version = said[peer]
+        told = PeerStatus(
+            peer=peer, stage=0, state=state, version=version, device="cpu", since=0.0  # type: ignore[arg-type]
+        )  # fmt: skip
+        return Answer(pack(told))
+
+    transport = SimpleNamespace(call=call, learn=lambda peer, addresses: None)
+    swarm = Swarm.__new__(Swarm)
+    swarm.run = demo_run()
+    swarm.programs = list(map(Told, said))  # type: ignore[arg-type]
+    node = SimpleNamespace(transport=transport)
+    monkeypatch.setattr(swarm, "as_a_node", lambda ask: asyncio.run(ask(node)))
+    assert sorted(swarm.versions().values()) == [80, 93]
 
 
 def test_what_is_not_as_it_must_be_is_said() -> None:
