@@ -193,9 +193,8 @@ class StepCoordination:
             self._step(self._say)
 
     def _say(self, now: float) -> None:
-        leads = self.protocol.coordinates(self._stage, now=now)
+        leads = self.protocol.speak(now=now)
         self._directory.watch(self._stages_watched(leads=leads))
-        self.protocol.speak(now=now)
 
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
         """This stage and its neighbours, those that share weights with it, and for a coordinator stage 0."""

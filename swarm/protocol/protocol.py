@@ -181,11 +181,11 @@ class StepProtocol:
 
     # -- speaking ---------------------------------------------------------------------------------
 
-    def speak(self, *, now: float) -> None:
-        """Report, or decide: on every change, and at the latest when `ready` said."""
+    def speak(self, *, now: float) -> bool:
+        """Report, or decide: on every change, and when `ready` said. Returns whether this peer leads."""
         self._spoke_s = now
         if not self._local.joined and not self._local.steps:
-            return
+            return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
             found = (self.coordinator(stage, now=now) for stage in range(self._run.S))
             self._rotation.charge((peer for peer in found if peer), t=self._local.version, now=now)
@@ -200,6 +200,7 @@ class StepProtocol:
             report = self._report(since=since)
             for peer in self._to_tell(self._stage, coordinator, last.coordinator if last else ""):
                 self._messages.append(Message(peer, *report))
+        return coordinator == self._me
 
     def _to_tell(self, stage: Stage, coordinator: PeerId | None, told_of: PeerId) -> list[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, and the
