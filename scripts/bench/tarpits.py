@@ -158,9 +158,12 @@ def clean_s(seed: int) -> float:
 
 def row(way: str, tarpits: int, seeds: int) -> dict[str, object]:
     lost_s = [run_virtual(lasts_s(way, tarpits, seed)) - clean_s(seed) for seed in range(1, seeds + 1)]
-    shown = ", ".join(f"{one_s:.1f}" for one_s in lost_s)
-    return {"tarpit": way, "tarpits": tarpits, "lost_s": shown, "most_s": round(max(lost_s), 1),
-            "goal": f"{GOAL_S * tarpits:.0f} s", "missed": max(lost_s) > GOAL_S * tarpits}  # fmt: skip
+    return {
+        "what": f"a run with {tarpits} tarpits: {way}" if tarpits > 1 else f"a run with a tarpit: {way}",
+        "measured": ", ".join(f"{one_s + 0.0:.1f} s" for one_s in lost_s),
+        "goal": f"{GOAL_S * tarpits:.0f} s",
+        "missed": max(lost_s) > GOAL_S * tarpits,
+    }
 
 
 def main() -> int:
