@@ -183,7 +183,7 @@ class Handoff:
 
     async def _serve_sum(self, request: Request) -> Answer:
         wanted = unpack(request.header, OpenSum, self._core.run.id)
-        await self._membership.require(request.peer, self._core.stage)
+        await self._require_replica(request)
         total = self._giving.get((wanted.t, wanted.done))
         if total is None:
             raise NotReady(f"no sum of step {wanted.t} is handed off here", version=self._core.version)
@@ -263,10 +263,14 @@ class Handoff:
         Raises:
             Refused: the peer has no voice, and nobody saw that it computed what it gives.
         """
-        await self._membership.require(request.peer, self._core.stage)
+        await self._require_replica(request)
         if (voice := self._voice()) and request.peer not in voice:
             raise Refused("the sum of a peer without voice is not taken: no trainer has vouched for it yet")
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
             raise NotNow(f"step {t} is not open here")
         return step
+
+    async def _require_replica(self, request: Request) -> None:
+        """Raises NotNow: a stranger neither gives nor takes a sum."""
+        await self._membership.require(request.peer, self._core.stage)
