@@ -58,6 +58,8 @@ IN_FLIGHT = 6
 COPIED_S = 120.0
 """For a source to copy its state: between two jobs of its device, or from its disk, one reader at a time. A
 dead or hung source is noticed much earlier, by its silence."""
+HELD_BACK_S = 5.0
+"""More than a source holds a question back for what it shares with another stage or island."""
 HASHED_BYTES_PER_S = 50e6
 """What a source hashes, however old its processor."""
 GATHER_S = 5.0
@@ -377,10 +379,11 @@ class _Downloading:
     async def _open(self, source: PeerId, question: Question) -> Offer:
         most = len(self.partial.chunks) * DIGEST_BYTES
         hashed_s = sum(chunk.nbytes for chunk in self.partial.chunks) / HASHED_BYTES_PER_S
-        copied_s = COPIED_S if isinstance(question, OpenState) else 0.0
+        shared = isinstance(question, OpenHeld) and max(question.shared_with, question.shared_of) >= 0
+        waits_s = COPIED_S if isinstance(question, OpenState) else HELD_BACK_S * shared
         answer = await self.transport.call(
             source, self.wanted.method, pack(question), max_answer_bytes=most,
-            deadline_s=self.most_s(source, most) + hashed_s + copied_s,
+            deadline_s=self.most_s(source, most) + hashed_s + waits_s,
         )  # fmt: skip
         offer = self._read_offer(source, answer, question)
         self.leases[source] = offer.opened.lease
