@@ -3195,9 +3195,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-keeper-alone-says-which-versions-there-are",
         "swarm/policy/keeping.py",
-        "2 * len(told.intersection(peers)) >= max(1, len(told))",
+        "2 * len(told.intersection(peers)) > len(told)",
         "told.intersection(peers)",
         "A stage that was lost goes on with weights that one keeper made up, as a version that no other has.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "half-of-the-keepers-are-most",
+        "swarm/policy/keeping.py",
+        "2 * len(told.intersection(peers)) > len(told)",
+        "2 * len(told.intersection(peers)) >= len(told)",
+        "Of two honest keepers each copies what a lying one made up: then three have it.",
         ("test_believing",),
     ),
     Mutation(

@@ -56,7 +56,7 @@ def borne_out(
 ) -> dict[int, list[PeerId]]:
     """The saved versions of one stage that may be gone back to, of those that these peers offer.
 
-    What one with voice offers, and what half of those without it do: of these founders, if there are any. A
+    What one with voice offers, and what most of those without it do: of these founders, if there are any. A
     stranger offers a state that it made up as a version that nobody else has.
     """
     without = frozenset[PeerId]().union(*offered.values()) - voice.keys()
@@ -64,7 +64,7 @@ def borne_out(
     return {
         version: peers
         for version, peers in offered.items()
-        if not voice.keys().isdisjoint(peers) or 2 * len(told.intersection(peers)) >= max(1, len(told))
+        if not voice.keys().isdisjoint(peers) or 2 * len(told.intersection(peers)) > len(told)
     }
 
 

@@ -409,6 +409,26 @@ async def test_of_a_lost_stage_most_keepers_say_which_versions_there_are(
         assert_honest(s)
 
 
+async def test_before_the_first_vouchers_keepers_copy_no_version_that_one_of_them_alone_has(
+    tmp_path: Path,
+) -> None:
+    """Each of two honest ones sees one that has it, and one that has not."""
+    async with swarm(RUN, replicas=2) as s:
+        keepers = [add_keeper(s, tmp_path / name, name) for name in ("k0", "k1")]
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=5)
+        await s.until_version(5)
+        await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
+        for name in ("s1p0", "s1p1"):
+            s.kill(name)
+            s.network.expire(name)
+        await add_lying_keeper(s, "a0", (4, 5))
+        await asyncio.sleep(60.0)
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 4
+        assert_honest(s)
+
+
 async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_others_kept(
     tmp_path: Path,
 ) -> None:
