@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from peers.events import Note
 from peers.ports import Answer, Request
 from peers.stage import server
 from peers.stage.server import StagePeer
+from peers.storage.checkpoint_store import CheckpointStore
+from peers.transfer import keeper
+from peers.transfer.keeper import CheckpointKeeper
 from scripts.bench.adversary import ADDED, ANSWERS, SUMS, begin
+from scripts.bench.sybils import SYBILS, Sybils
 from swarm.errors import Refused
+from swarm.records import PeerRecord
 
 LIE = "SWARM_LIE"
 BEGAN, ANSWERED = "lies from step", "has answered"
@@ -60,14 +66,26 @@ HOLDING_UP: dict[str, Callable[[StagePeer], None]] = {
     "tarpit": trickle,
     "sends no part": send_no_part,
 }
+KEEPER = "keeper"
 LIES = (*ANSWERS, *ADDED, *SUMS, *HOLDING_UP)
 
 
 class MaybeLying(StagePeer):
     """A peer that lies if its environment says so."""
 
+    def __init__(self, *known: Any, **more: Any) -> None:
+        super().__init__(*known, **more)
+        self._net_directory, self._left = known[4], asyncio.Event()
+
+    def leave(self) -> None:
+        self._left.set()
+        super().leave()
+
     async def run(self) -> None:
         name, _, step = os.environ.get(LIE, "").rpartition(":")
+        if name in SYBILS:
+            await Sybils(self, self._net_directory, name, int(step)).run(self._left)
+            return
         lying = asyncio.create_task(self._lie(name, int(step))) if name else None
         try:
             await super().run()
@@ -92,3 +110,33 @@ class MaybeLying(StagePeer):
 
 
 server.StagePeer = MaybeLying  # type: ignore[misc]
+
+
+class MaybeLyingKeeper(CheckpointKeeper):
+    """A keeper that, if its environment says so, gives out flipped weights from a step on: of each version up
+    to the one where the run is.
+    """
+
+    async def _announce(self) -> None:
+        name, _, step = os.environ.get(LIE, "").rpartition(":")
+        newest = max((record.version for record in self._directory.peers()), default=0)
+        if name == KEEPER and newest >= int(step) and self.version:
+            for store in self._stores.values():
+                if not hasattr(store, "false"):
+                    make_up(store, self.version, lambda: self._directory.peers())
+            self._emit(Note(text=f"{BEGAN} {newest}"))
+        await super()._announce()
+
+
+def make_up(store: CheckpointStore, version: int, records: Callable[[], Sequence[PeerRecord]]) -> None:
+    false = {name: -tensor for name, tensor in store.load(version).items()}
+
+    def versions() -> list[int]:
+        newest = max((record.version for record in records() if record.stage >= 0), default=version)
+        return list(range(max(1, newest - 20), newest + 2))
+
+    store.false = False  # type: ignore[attr-defined]
+    store.versions, store.load = versions, lambda at: false  # type: ignore[method-assign]
+
+
+keeper.CheckpointKeeper = MaybeLyingKeeper  # type: ignore[misc]
