@@ -147,12 +147,20 @@ class _Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if self._subparsers is None and flag.startswith("--") and flag not in self._option_string_actions:
                 self.error(f"unknown option {flag}{did_you_mean(flag, [*self._option_string_actions])}")
-            if self.fromfile_prefix_chars and word.startswith("@") and not Path(word[1:]).is_file():
+            file = Path(word[1:])
+            if (
+                self.fromfile_prefix_chars
+                and word[:1] == "@"
+                and not (file.is_file() and file.stat().st_size)
+            ):
                 self.error(
-                    f"{word}: there is no file {word[1:]!r}; a bootstrap writes it with --join-file. Or type "
-                    "--run and --join, as the bootstrap printed them"
+                    f"{word}: {word[1:]!r} is no file, or empty; a bootstrap writes one with --join-file. Or "
+                    "type --run and --join, as the bootstrap printed them"
                 )
-        return super().parse_known_args(args, namespace)
+        found, others = super().parse_known_args(args, namespace)
+        if others and self._subparsers is None:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return found, others
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -364,7 +364,10 @@ sys.exit(main(sys.argv[1:]))
             Exit.SETUP,
             "--checkpoint-dir nowhere cannot be read: there is no such file or folder",
         ),
-        (["peer", "@nofile"], Exit.USAGE, "@nofile: there is no file 'nofile'; a bootstrap writes it with"),
+        (["peer", "@nofile"], Exit.USAGE, "@nofile: 'nofile' is no file, or empty; a bootstrap writes one"),
+        (["peer", "@/"], Exit.USAGE, "@/: '/' is no file, or empty"),
+        (["peer", "@/dev/null"], Exit.USAGE, "@/dev/null: '/dev/null' is no file"),
+        (["demo", "up"], Exit.USAGE, "swarm demo: unrecognized arguments: up\nSee: swarm demo --help"),
     ],
 )
 def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
