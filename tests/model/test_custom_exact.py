@@ -12,7 +12,16 @@ import torch
 
 from swarm.data import sample_offsets
 from swarm.ids import Microbatch
-from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run, write_cut
+from swarm.manifest import (
+    BatchSpec,
+    CodecSpec,
+    CustomModelSpec,
+    DataSpec,
+    IslandsSpec,
+    OptimizerSpec,
+    Run,
+    write_cut,
+)
 from swarm.model.graph.custom_model import custom_model, model_inputs
 from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
@@ -23,6 +32,7 @@ from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
 from tests.model.chain import Chain, farthest
 from tests.model.parity import random_cuts
+from tests.model.test_meeting import meet
 
 
 def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
@@ -119,6 +129,17 @@ def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
     for t in range(run.steps):
         assert chain.step(t) == single.step(t)
     assert farthest(chain.named_weights(), single.named_weights()) == 0.0
+
+
+def test_islands_of_a_custom_model_meet_as_those_of_one_process_do() -> None:
+    terms = run_of("resnet", cut_of("resnet", 2), islands=IslandsSpec(count=2, local_steps=2))
+    single = SingleProcess(terms, lambda offsets: samples(terms, offsets))
+    chains: list[Chain] = [CustomModel(terms.island(number)) for number in range(2)]
+    for t in range(2):
+        assert [loss for chain in chains for loss in chain.step(t)] == single.step(t)
+    meet(chains, 2)
+    single.step(2)
+    assert all(farthest(chain.named_weights(), single.named_weights()) == 0.0 for chain in chains)
 
 
 def test_a_microbatch_of_a_models_own_functions_keeps_what_was_foretold() -> None:

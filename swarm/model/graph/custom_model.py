@@ -29,6 +29,7 @@ from swarm.manifest import (
     BatchSpec,
     CodecSpec,
     CustomModelSpec,
+    IslandsSpec,
     OptimizerSpec,
     Run,
     StartSpec,
@@ -342,6 +343,7 @@ def _open(run: Run) -> Run:
         optimizer=OptimizerSpec(lr=1.0),
         codec=CodecSpec(),
         start=StartSpec(),
+        islands=IslandsSpec(),
     )
 
 
