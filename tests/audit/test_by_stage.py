@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 
 from swarm.audit.by_stage import ByStage, Scratch
 from swarm.ids import Microbatch
-from swarm.manifest import Run
+from swarm.manifest import IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reference import SingleProcess
-from tests.model.chain import batch_of, tiny_run
+from tests.model.chain import Chain, batch_of, tiny_run
 from tests.model.test_custom_exact import CASES as CUSTOM
-from tests.model.test_custom_exact import cut_of, run_of, samples
+from tests.model.test_custom_exact import CustomModel, cut_of, run_of, samples
+from tests.model.test_meeting import CASES as ISLANDS
+from tests.model.test_meeting import islands, meet
 from tests.model.test_reference_resumes import CASES
 
 
@@ -28,11 +31,11 @@ def compare(run: Run, batch: Callable[[list[int]], Any]) -> None:
             single.loss(Microbatch(t, m))
         totals, squares = single.totals()
         done: list[int] = []
-        assert again.compute(done.append) == squares
+        assert again.compute(done.append) == [squares]
         assert sum(done) == run.S * run.microbatches(t)
         assert all(torch.equal(again.sum_of(stage), own) for stage, own in enumerate(single.sums))
         single.take(totals, squares)
-        again.take(squares)
+        again.take([squares])
         for stage in range(run.S):
             ours, theirs = again.state_of(stage), single.state_of(stage)
             assert ours.keys() == theirs.keys()
@@ -60,3 +63,39 @@ def test_of_a_custom_model_too_with_tied_weights_and_statistics(case: str) -> No
     name, changes = CUSTOM[case]
     run = run_of(name, cut_of(name, 3), **changes)
     compare(run, lambda offsets: samples(run, offsets))
+
+
+def compare_islands(run: Run, batch: Callable[[list[int]], Any], chains: list[Chain]) -> None:
+    again = ByStage(run, batch, "cpu", 0, lambda stage: initial_state(run, stage), {})
+    cells = [stage.state for chain in chains for stage in chain.stages]
+    for t in range(run.steps):
+        squares = again.compute(lambda _: None)
+        assert len(squares) == (0 if run.meets_at(t) else run.islands.count)
+        if run.meets_at(t):
+            told = [state.difference() for state in cells]
+            assert all(torch.equal(again.sum_of(cell), change) for cell, change in enumerate(told))
+            meet(chains, t)
+        else:
+            for chain in chains:
+                chain.step(t)
+        again.take(squares)
+        for cell, state in enumerate(cells):
+            ours, theirs = again.state_of(cell), state.copy()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), (t, cell)
+            assert again.weights_digest(cell, on_device=True) == state.digest()
+
+
+@pytest.mark.parametrize("case", ISLANDS)
+def test_islands_bring_the_same_to_a_meeting_and_leave_it_with_the_same(case: str) -> None:
+    terms, spec = ISLANDS[case]
+    run = islands(tiny_run(**{**terms, "dtype": "float32"}), **spec)
+    compare_islands(run, batch_of(run), [Chain(run.island(number)) for number in range(run.islands.count)])
+
+
+def test_islands_bring_statistics_too() -> None:
+    name, changes = CUSTOM["batch norm"]
+    base = run_of(name, cut_of(name, 2), **changes)
+    run = replace(base, steps=3, islands=IslandsSpec(count=2, local_steps=2))
+    chains: list[Chain] = [CustomModel(run.island(number)) for number in range(2)]
+    compare_islands(run, lambda offsets: samples(run, offsets), chains)

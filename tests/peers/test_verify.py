@@ -604,6 +604,29 @@ async def test_islands_are_computed_again_with_their_meetings_and_who_lied_is_na
         "steps 0 to 5 are what the peers signed, to the last bit",
         "compared: 24 of 24 signed steps of stages, and the checkpoint of step 6",
     ]
+    true, judge = answered(run.island(1), 0, 1)[0], SimSigner("s2p1")
+    for island, made_up in {
+        1: msgspec.structs.replace(true, outputs=b"x" * 32),
+        0: msgspec.structs.replace(true, stage=2),  # which is a cell, and no stage
+        2: true,
+    }.items():
+        of, liar = f"{run.id}.{island}", SimSigner(f"liar {island}")
+        evidence = WrongAnswer(
+            accused=liar.peer_id, statement=made_up, signature=sign(liar, of, made_up),
+            inputs=(), output_grads=(), outputs=(), input_grads=(),
+        )  # fmt: skip
+        signed = Signed(judge.peer_id, sign(judge, of, judged(evidence)))
+        took = TookSteps(made_up.stage, 0, "f" * 32, b"")
+        TranscriptWriter(tmp_path, run).append(
+            [Conviction(evidence, (signed,), island), Took(took, (signed,), 2)]
+        )
+    assert verified(tmp_path, run, 0)
+    where = "liar 1 of stage 0 of island 1 (cell 2): its answer of microbatch (0, 1), say s2p1"
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        f"convicted: peer {where}",
+        "computed again, microbatch (0, 1): peer liar 1: it lied",
+        "steps 0 to 5 are what the peers signed, to the last bit",
+    ]
 
 
 @pytest.mark.virtual_time
