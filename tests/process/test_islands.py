@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from peers.events import StageLost, StepDone
+from peers.programs.tool_options import VerifyOptions
+from peers.programs.verify import run_verify
+from peers.storage.transcript import path_of
 from swarm.manifest import IslandsSpec, Run
 from tests.process.swarm_processes import Swarm, farthest
 from tests.process.test_exact import tiny
@@ -23,13 +26,19 @@ def islands_of(base: Run, **spec: Any) -> Run:
     return replace(base, model=model, islands=IslandsSpec(count=2, local_steps=5, **spec))
 
 
-def test_weights_equal_a_single_process_whoever_of_which_island_was_killed(tmp_path: Path) -> None:
-    """float32, coded differences: the last bits too. Replicas die, then a whole cell, then a whole island."""
+def test_weights_equal_a_single_process_whoever_of_which_island_was_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """float32, coded differences: the last bits too. Replicas die, then a whole cell, then a whole island.
+
+    A keeper writes down what all signed, and it is what they computed.
+    """
     run = islands_of(tiny(dtype="float32", codec="blockwise8", steps=24), codec="blockwise8")
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         doomed = [swarm.peer(1, kill_at="backward:9"), swarm.peer(2, kill_at="prepared:3")]
         swarm.peers(2)
+        keeper = swarm.keeper(tmp_path / "kept")
         trainer = swarm.trainer("--window", "6")
         for program in doomed:
             swarm.dies(program)
@@ -44,6 +53,12 @@ def test_weights_equal_a_single_process_whoever_of_which_island_was_killed(tmp_p
         swarm.ends(trainer)
         told = trainer.heard(StepDone)
         weights = swarm.audited_weights()
+        swarm.leaves(keeper)
+    transcript = path_of(tmp_path / "kept", swarm.run)
+    assert run_verify(VerifyOptions(transcript=transcript, from_=0, to=run.steps))
+    out = capsys.readouterr().out
+    compared = int(out.splitlines()[1].split()[1])
+    assert compared >= run.cells * run.steps / 2
     single = swarm.single_process(run.steps)
     assert farthest(weights, single) == 0.0
     assert [event.t for event in told][-1] == run.steps - 1
