@@ -3981,8 +3981,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-sum-is-opened-as-late-as-a-state",
         CLIENT,
-        "copied_s = COPIED_S if isinstance(question, OpenState) else 0.0",
-        "copied_s = COPIED_S",
+        "COPIED_S if isinstance(question, OpenState) else HELD_BACK_S * shared",
+        "COPIED_S",
         "A replica that opens nothing holds each step up for two minutes.",
         ("test_limits",),
     ),

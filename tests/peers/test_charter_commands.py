@@ -481,5 +481,5 @@ async def test_a_newcomer_takes_a_stage_that_it_may() -> None:
             return []
 
     announced: list[int] = []
-    assert await choose_stage(KIM.peer_id, RUN, Directory(), (), [1]) == 1  # type: ignore[arg-type]
+    assert await choose_stage(KIM.peer_id, RUN, Directory(), (), "", [1]) == 1  # type: ignore[arg-type]
     assert announced == [-1, 1]

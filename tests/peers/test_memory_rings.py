@@ -29,8 +29,6 @@ def test_a_machine_is_told_from_others_and_not_known_again_in_another_run(
     assert memory.machine_of("other run") != here
     monkeypatch.setattr(os, "geteuid", lambda: -1)
     assert memory.machine_of("run") != here, "processes of another user take no memory of ours"
-    monkeypatch.setattr(memory, "AVAILABLE", False)
-    assert not memory.machine_of("run")
 
 
 GROW, SHRINK = fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK
@@ -227,13 +225,11 @@ async def test_it_is_said_what_was_read_before_the_other_end_must_wait() -> None
 
 
 @pytest.mark.virtual_time
-async def test_an_end_that_says_much_and_never_reads_its_socket_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "MAX_UNHEARD", 100)
+async def test_an_end_that_says_much_and_never_reads_its_socket_is_given_up() -> None:
     shared = Shared()
     shared.link.data_received = lambda data: None  # type: ignore[method-assign]
     shared.stream.pause_writing()
+    shared.stream._unheard = memory.MAX_UNHEARD - 99  # pyright: ignore[reportPrivateUsage]
     for _ in range(99):
         shared.says_at_once(_SAYS.pack(TOLD_BYTES, 0))
     shared.stream.resume_writing()
@@ -241,6 +237,7 @@ async def test_an_end_that_says_much_and_never_reads_its_socket_is_given_up(
     await asyncio.sleep(0.01)
     assert not shared.link.over, "an end that is merely late"
     shared.stream.pause_writing()
+    shared.stream._unheard = memory.MAX_UNHEARD - 99  # pyright: ignore[reportPrivateUsage]
     for _ in range(100):
         shared.says_at_once(_SAYS.pack(TOLD_BYTES, 0))
     await asyncio.sleep(0.01)
