@@ -464,9 +464,8 @@ class Peer(Networked[PeerOptions]):
             return StageSettings(
                 max_inflight=max_inflight, workers=workers, device_name=device, addresses=node.addresses,
                 machine=machine_of(run.id), checkpoints=checkpoints, joined_at=time.time(),
-                started_at=started_at, movable=self._movable,
+                started_at=started_at, movable=self._movable, upload_bps=options.max_upload or 0.0,
                 leave_within_s=options.leave_within, pause_within_s=options.pause_within, voucher=voucher,
-                upload_bps=options.max_upload or 0.0,
             )  # fmt: skip
 
         fetched = FetchedStart(run)

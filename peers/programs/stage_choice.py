@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from peers.ports import Directory
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -29,24 +31,18 @@ async def choose_stage(
     that was slowest before they came, and those of one machine come next to one another. What others may
     serve is not known here: they are taken to be as this one, as cards of one kind are.
     """
-
-    def record(stage: Stage) -> PeerRecord:
-        state = "choosing" if stage == NO_STAGE else "joining"
-        return PeerRecord(
-            peer=me, run=run.id, stage=stage, state=state, version=0, addresses=tuple(addresses),
-            machine=machine, since=time.time(),
-        )  # fmt: skip
-
-    mine = record(NO_STAGE)
+    mine = PeerRecord(
+        peer=me, run=run.id, stage=NO_STAGE, state="choosing", version=0, addresses=tuple(addresses),
+        machine=machine, since=time.time(),
+    )  # fmt: skip
     await directory.announce(mine)
     await asyncio.sleep(OTHERS_S)
     records = await directory.lookup_all()
     others = [r for r in records if r.state == "choosing" and r.peer != me]
     coming = [mine, *sorted(others, key=lambda r: r.peer)[:MAX_OTHERS]]
-    stage = choose_stages(
-        records, coming, stages=run.cells, depth=run.S, now_s=time.time(), among=allowed
-    )[me]  # fmt: skip
-    await directory.announce(record(stage))  # peers that choose after this count us there
+    now = time.time()
+    stage = choose_stages(records, coming, stages=run.cells, depth=run.S, now_s=now, among=allowed)[me]
+    await directory.announce(replace(mine, stage=stage, state="joining"))  # later ones count us there
     return stage
 
 

@@ -29,7 +29,6 @@ class StageSettings:
     device_name: str = "cpu"
     addresses: tuple[str, ...] = ()
     machine: str = ""
-    """As in `PeerRecord`."""
     checkpoints: Checkpoints | None = None
     movable: bool = False
     """It may be sent to another stage that needs it more."""
