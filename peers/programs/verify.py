@@ -64,8 +64,7 @@ class Verdict(NamedTuple):
 
     evidence: Evidence
     by: tuple[PeerId, ...]
-    run: Run
-    """Of the island."""
+    run: Run  # of the island
 
     def __str__(self) -> str:
         said = self.evidence.statement

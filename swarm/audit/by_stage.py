@@ -54,7 +54,6 @@ class ByStage:
             scratch.update({f"state {cell}": begun for cell in range(stage, run.cells, run.S)})
         self._layouts = [stage_layout(run, stage) for stage in range(run.S)]
         self._shared: list[dict[str, torch.Tensor]] = []
-        """Of each island the totals of what several of its stages sum."""
 
     def compute(self, done: Callable[[int], None]) -> list[float]:
         """The microbatches of the next step, or what islands bring to a meeting. Returns of each island the
