@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Generator, Iterator
 
@@ -20,6 +21,10 @@ settings.register_profile(
     "noticing", settings.get_profile("swarm"), phases=[Phase.explicit, Phase.generate], database=None
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "swarm"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # What a shell starts in the background ignores Ctrl-C, and so would each program that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONGEST_FIRST = (
