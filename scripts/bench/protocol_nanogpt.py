@@ -64,7 +64,10 @@ WAYS = (
     ("topk:0.05+blockwise8", 0, 64),
     ("blockwise8", 128, 64), ("blockwise8", 64, 64), ("blockwise8", 32, 64), ("hadamard4", 64, 64),
 )  # fmt: skip
-REAL = (("blockwise8", 0, 64), ("hadamard4", 0, 64), ("blockwise8", 128, 64), ("blockwise8", 64, 64))
+REAL = (
+    ("blockwise8", 0, 64), ("hadamard4", 0, 64), ("blockwise8", 128, 64), ("blockwise8", 64, 64),
+    ("hadamard4", 0, 128), ("hadamard4", 0, 256),
+)  # fmt: skip
 """Those that are tried with processes."""
 QUEUE_S = 0.5
 """What a line's router holds."""
