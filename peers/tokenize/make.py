@@ -136,7 +136,7 @@ def _ready(path: Path) -> tuple[Shard, ...] | None:
         SetupError: it cannot be read.
     """
     try:
-        if address := index_among([path]):
+        if address := index_among([path.resolve()]):
             index = open_index(address)
             return tuple(
                 msgspec.structs.replace(shard, dtype=shard.dtype or index.dtype) for shard in index.shards

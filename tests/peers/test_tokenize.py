@@ -126,7 +126,7 @@ def test_a_text_is_one_document_and_bytes_need_no_tokenizer(
 
 
 def test_tokens_of_other_programs_are_read_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = np.arange(500, 600)
     (tmp_path / "nano.bin").write_bytes(tokens.astype("<u2").tobytes())
@@ -145,6 +145,11 @@ def test_tokens_of_other_programs_are_read_as_they_are(
         made(capsys, out, tmp_path / name, "--vocab-size", 50_257)
         assert tokens_of(out) == tokens.tolist()
         assert not list(out.glob("*.tokens")), "they are not copied"
+    # Of an index whose shards lie beside it, named from where we are.
+    monkeypatch.chdir(tmp_path)
+    made(capsys, Path("tales"), rows(tmp_path / "tale.jsonl"))
+    made(capsys, Path("again"), Path("tales/index.json"))
+    assert tokens_of(tmp_path / "again") == tokens_of(tmp_path / "tales")
     # Of all these indexes one, and with a text.
     text = rows(tmp_path / "a.jsonl")
     names = [tmp_path / name for name in ("nano", "trove/index.json", "mega")]
