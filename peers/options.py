@@ -543,5 +543,5 @@ def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
         if kind is not None and kind.check is not None:
             for each in value if isinstance(value, tuple) else (value,):
                 if each is not None:
-                    kind.check(flag_of(one.name), each)
+                    kind.check(kind.metavar if one.metadata["positional"] else flag_of(one.name), each)
     return cls(**given)

@@ -364,6 +364,11 @@ sys.exit(main(sys.argv[1:]))
             Exit.SETUP,
             "--checkpoint-dir nowhere cannot be read: there is no such file or folder",
         ),
+        (
+            ["tokenize", "nowhere", "--out", "x"],
+            Exit.SETUP,
+            "tokenize: FILE nowhere cannot be read: there is no",
+        ),
         (["peer", "@nofile"], Exit.USAGE, "@nofile: 'nofile' is no file, or empty; a bootstrap writes one"),
         (["peer", "@/"], Exit.USAGE, "@/: '/' is no file, or empty"),
         (["peer", "@/dev/null"], Exit.USAGE, "@/dev/null: '/dev/null' is no file"),
