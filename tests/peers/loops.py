@@ -154,6 +154,12 @@ class Swarm:
         """SIGKILL: it vanishes between two instructions. Its record stays for its usual 20 seconds."""
         self.network.kill(name)
 
+    def kill_and_forget(self, *names: str) -> None:
+        """SIGKILL, so long ago that their records are gone."""
+        for name in names:
+            self.kill(name)
+            self.network.expire(name)
+
     def on_call(
         self,
         method: str,

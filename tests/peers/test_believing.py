@@ -227,9 +227,7 @@ async def test_a_keeper_takes_nothing_from_strangers_when_all_with_voice_are_gon
         add_keeper(s, tmp_path)
         await begun(s, version=4)
         await s.until(lambda: kept(tmp_path) == (4, [True, True]))
-        for name in PEERS:
-            s.kill(name)
-            s.network.expire(name)
+        s.kill_and_forget(*PEERS)
         for name, stage in (("a0", 0), ("a1", 1)):
             await add_liar(s, name, stage, 8)
         await asyncio.sleep(60.0)
@@ -362,6 +360,13 @@ async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again()
         assert not s.seen(HandedOver)
 
 
+async def assert_joins_at_4(s: Swarm) -> None:
+    """A newcomer of the lost stage takes what honest keepers have of it."""
+    await joined(s)
+    assert s.peers["newcomer"].core.version == 4
+    assert_honest(s)
+
+
 def add_lying_keeper(s: Swarm, name: str, saved: Sequence[int]) -> Awaitable[None]:
     """A stranger that offers made-up states of all stages."""
     end = s.network.join(name)
@@ -384,12 +389,8 @@ async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others
         await s.until(lambda: keeper.version == 4)
         for number in range(9):
             await add_lying_keeper(s, f"a{number}", saved)
-        for name in ("s1p0", "s1p1"):
-            s.kill(name)
-            s.network.expire(name)
-        await joined(s)
-        assert s.peers["newcomer"].core.version == 4
-        assert_honest(s)
+        s.kill_and_forget("s1p0", "s1p1")
+        await assert_joins_at_4(s)
 
 
 @pytest.mark.parametrize("saved", [(4,), (5,), (2, 4, 5)])
@@ -401,12 +402,8 @@ async def test_of_a_lost_stage_most_keepers_say_which_versions_there_are(
         await begun(s, version=5)
         await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
         await add_lying_keeper(s, "a0", saved)
-        for name in ("s1p0", "s1p1"):
-            s.kill(name)
-            s.network.expire(name)
-        await joined(s)
-        assert s.peers["newcomer"].core.version == 4
-        assert_honest(s)
+        s.kill_and_forget("s1p0", "s1p1")
+        await assert_joins_at_4(s)
 
 
 async def test_before_the_first_vouchers_keepers_copy_no_version_that_one_of_them_alone_has(
@@ -419,14 +416,10 @@ async def test_before_the_first_vouchers_keepers_copy_no_version_that_one_of_the
         s.add_trainer(TRAINER, steps=5)
         await s.until_version(5)
         await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
-        for name in ("s1p0", "s1p1"):
-            s.kill(name)
-            s.network.expire(name)
+        s.kill_and_forget("s1p0", "s1p1")
         await add_lying_keeper(s, "a0", (4, 5))
         await asyncio.sleep(60.0)
-        await joined(s)
-        assert s.peers["newcomer"].core.version == 4
-        assert_honest(s)
+        await assert_joins_at_4(s)
 
 
 async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_others_kept(

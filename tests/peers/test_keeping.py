@@ -164,9 +164,7 @@ async def test_a_run_that_starts_with_an_empty_keeper_waits_for_nothing(tmp_path
 async def test_a_second_keeper_copies_from_the_first_when_no_peer_is_left(tmp_path: Path) -> None:
     async with trained(tmp_path / "first") as s:
         await s.until(lambda: checkpoint.newest_common_step(tmp_path / "first", RUN) == RUN.steps)
-        for name in ("trainer", "s0p0", "s1p0"):
-            s.kill(name)
-            s.network.expire(name)
+        s.kill_and_forget("trainer", "s0p0", "s1p0")
         add_keeper(s, tmp_path / "second", "other", stages=(1,))
         await s.until(lambda: [e for e in s.seen(Kept) if e.stages == (1,)])
     assert checkpoint.saved_steps(tmp_path / "second", RUN, 1)[0] == RUN.steps
@@ -195,8 +193,7 @@ async def test_a_keeper_that_leaves_says_so_and_what_it_kept_is_verified_when_it
 ) -> None:
     async with trained(tmp_path) as s:
         await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
-        s.kill("s0p0")  # what it had is in the keeper's folder only
-        s.network.expire("s0p0")
+        s.kill_and_forget("s0p0")  # what it had is in the keeper's folder only
         (file,) = (tmp_path / RUN.id / "step-000000004").glob("stage-0-*.safetensors")
         s.kill("keeper")
         raw = bytearray(file.read_bytes())
