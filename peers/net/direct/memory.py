@@ -22,6 +22,7 @@ import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from peers.net.connection import Connection
 from peers.net.direct.records import SMALL_BYTES
@@ -44,6 +45,8 @@ MAX_UNHEARD = 2 * RING_BYTES // frames.PREFIX_BYTES
 _SAYS = struct.Struct("=II")
 _SAID_AT_ONCE = 64 * _SAYS.size
 _CREDENTIALS = struct.Struct("=iII")
+Rings: TypeAlias = tuple[memoryview, memoryview]
+"""To the callee, and to the caller."""
 
 
 def address_of(peer: PeerId) -> bytes:
@@ -93,7 +96,7 @@ def of_this_user(near: socket.socket) -> bool:
     return _CREDENTIALS.unpack(told)[1] == os.geteuid()
 
 
-def send(near: socket.socket, hello: bytes) -> tuple[memoryview, memoryview]:
+def send(near: socket.socket, hello: bytes) -> Rings:
     """Say hello, with rings, which are returned. Raises OSError, Refused."""
     fd = make_rings()
     try:
@@ -104,7 +107,7 @@ def send(near: socket.socket, hello: bytes) -> tuple[memoryview, memoryview]:
         os.close(fd)
 
 
-async def receive(came: socket.socket, nbytes: int) -> tuple[bytes, tuple[memoryview, memoryview]]:
+async def receive(came: socket.socket, nbytes: int) -> tuple[bytes, Rings]:
     """A hello of so many bytes, and the rings that came with it. Raises OSError, Refused."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(came, readable.set)
@@ -135,8 +138,8 @@ def make_rings() -> int:
     return fd
 
 
-def map_rings(fd: int) -> tuple[memoryview, memoryview]:
-    """(to the callee, to the caller) of a memfd.
+def map_rings(fd: int) -> Rings:
+    """The rings of a memfd.
 
     Raises:
         Refused: it could become smaller, at which a read of it would end this process; or it is none.
@@ -157,9 +160,8 @@ class MemoryStream(Stream):
     def __init__(
         self, end: Connection, out: memoryview, into: memoryview, opening: bytes, hello: bytes = b""
     ) -> None:
-        """`opening`: what its end hears first; `hello`: what is said on the socket then, as it is."""
-        super().__init__(end)
-        self._out, self._into, self._opening, self._hello = out, into, opening, hello
+        super().__init__(end, opening, hello)
+        self._out, self._into = out, into
         self._wrote = self._read = 0
         """Bytes so far, of all."""
         self._free = RING_BYTES
@@ -173,13 +175,6 @@ class MemoryStream(Stream):
 
     # -- as a protocol of the socket ------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        if not self._end.over:
-            self._end.data_received(self._opening)
-        if self._hello and not self._end.over:  # else refused meanwhile
-            self._below.write(self._hello)
-
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._said[self._here :]
 
@@ -189,7 +184,7 @@ class MemoryStream(Stream):
         room = RING_BYTES - self._owed  # all of these were said before what we say to them is heard
         for wrote, freed in _SAYS.iter_unpack(bytes(self._said[:whole])):
             room -= wrote
-            if not self._end.over:
+            if not self.end.over:
                 self._hear(wrote, freed, room)
         self._said[: self._here - whole] = self._said[whole : self._here]
         self._here -= whole
@@ -197,22 +192,22 @@ class MemoryStream(Stream):
     def _hear(self, wrote: int, freed: int, room: int) -> None:
         if not (wrote or freed) or room < 0 or freed > RING_BYTES - self._free:
             text = f"said {wrote} bytes written and {freed} read of a ring in memory, which cannot be"
-            self._end.fail(BadAnswer(self._end.peer, text))
+            self.end.fail(BadAnswer(self.end.peer, text))
             return
         if max(wrote, freed) < SMALL_BYTES:
             self._rest()
         if freed:
             self._free += freed
-            self._end.heard()
+            self.end.heard()
             if self._full and self._free >= MAX_WRITE_BYTES:
                 self._full = False
-                self._end.resume_writing()
+                self.end.resume_writing()
         if wrote:
             data = self._copied(wrote)
             self._owed += wrote
             if self._owed >= TOLD_BYTES:
                 self._say(0)
-            self._end.data_received(data)
+            self.end.data_received(data)
 
     def _copied(self, size: int) -> bytes:
         """The next bytes that came. A copy: the other end can still change what lies in the ring."""
@@ -245,7 +240,7 @@ class MemoryStream(Stream):
             self._say(wrote)
         if self._free < MAX_WRITE_BYTES and not self._full:
             self._full = True
-            self._end.pause_writing()
+            self.end.pause_writing()
 
     def _put(self, data: Buffer) -> int:
         view = memoryview(data)
@@ -261,5 +256,5 @@ class MemoryStream(Stream):
         self._owed = 0
         self._unheard += self._unheard > 0
         if self._unheard > MAX_UNHEARD:
-            fault = PeerSilent(self._end.peer, "does not read its socket")
-            asyncio.get_running_loop().call_soon(self._end.fail, fault)
+            fault = PeerSilent(self.end.peer, "does not read its socket")
+            asyncio.get_running_loop().call_soon(self.end.fail, fault)

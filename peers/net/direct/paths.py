@@ -10,14 +10,14 @@ import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias
 
 from peers.net.bandwidth import Allowance
 from peers.net.connection import ClientConnection, Connection, ServerConnection
 from peers.net.direct import memory
 from peers.net.direct.handshake import TICKET_BYTES, Agreed, AskDirect, Asking, GrantDirect, grant
 from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer, SealError
-from peers.net.direct.stream import SealedStream
+from peers.net.direct.stream import SealedStream, Stream
 from peers.net.identity import Identity, plain_ip
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
@@ -52,6 +52,10 @@ _TCP = (
 router forgets connections that are idle, and says nothing."""
 
 
+_Hear: TypeAlias = Callable[[socket.socket, int], Awaitable[tuple[bytes, memory.Rings | None]]]
+"""Hears a hello of so many bytes, and the rings that come with it in memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectOptions:
     """Whether and where this peer takes direct connections."""
@@ -75,40 +79,6 @@ class _Granted:
     until: float
 
 
-class _Knock(asyncio.BufferedProtocol):
-    """A connection to our port that has shown nothing yet."""
-
-    def __init__(self, paths: DirectPaths) -> None:
-        self._paths, self._hello, self._here = paths, memoryview(bytearray(HELLO_BYTES)), 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._tcp = cast(asyncio.Transport, transport)
-        self._paths.knocks[self] = None
-        self._timer = asyncio.get_running_loop().call_later(self._paths.timings.knock_s, self.abort)
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._hello[self._here :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._here += nbytes
-        if self._here == HELLO_BYTES:
-            self._forget()
-            if not self._paths.admit(bytes(self._hello), self._tcp):
-                self.abort()
-
-    def abort(self) -> None:
-        """Break the connection."""
-        self._forget()
-        self._tcp.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._timer.cancel()
-        self._paths.knocks.pop(self, None)
-
-
 class DirectPaths:
     """The direct connections of one peer, both ways."""
 
@@ -126,8 +96,8 @@ class DirectPaths:
         self.near = False
         """Processes of this machine can connect."""
         self.streams: set[Connection] = set()
-        self.knocks: dict[_Knock, None] = {}
-        """The oldest first."""
+        self.knocks: dict[asyncio.Task[None], None] = {}
+        """Strangers on our port that have shown nothing yet, the oldest first."""
         self._signer, self._receive = signer, receive
         self._tasks = TaskKeeper()
         self._listeners: list[socket.socket] = []
@@ -166,7 +136,7 @@ class DirectPaths:
         listener.setblocking(False)
         return listener
 
-    def _take(self, listener: socket.socket, let_in: Callable[[socket.socket], Awaitable[None]]) -> None:
+    def _take(self, listener: socket.socket, let_in: Callable[[socket.socket], None]) -> None:
         self._listeners.append(listener)
         self._tasks.create_task(self._accept(listener, let_in))
 
@@ -176,12 +146,8 @@ class DirectPaths:
         for listener in self._listeners:
             listener.close()
         self._granted.clear()
-        for knock in list(self.knocks):
-            knock.abort()
 
-    async def _accept(
-        self, listener: socket.socket, let_in: Callable[[socket.socket], Awaitable[None]]
-    ) -> None:
+    async def _accept(self, listener: socket.socket, let_in: Callable[[socket.socket], None]) -> None:
         loop, pace = asyncio.get_running_loop(), Allowance(KNOCKS_PER_S, KNOCKS_AT_ONCE)
         while True:
             try:
@@ -190,47 +156,57 @@ class DirectPaths:
                 await asyncio.sleep(1 / KNOCKS_PER_S)
                 continue
             try:
-                await let_in(came)
+                let_in(came)
             except OSError:  # the stranger is gone
                 came.close()
             await asyncio.sleep(pace.take(1.0, now=loop.time()))
 
-    async def _knocked(self, came: socket.socket) -> None:
+    def _knocked(self, came: socket.socket) -> None:
         """A stranger connected to the port."""
-        if len(self.knocks) >= MAX_KNOCKS:
-            next(iter(self.knocks)).abort()
         _set_up(came)
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: _Knock(self), came)
+        if len(self.knocks) >= MAX_KNOCKS:
+            oldest = next(iter(self.knocks))
+            del self.knocks[oldest]
+            oldest.cancel()
+        knock = self._tasks.create_task(self._let_in(came, _hear))
+        self.knocks[knock] = None
+        knock.add_done_callback(lambda _: self.knocks.pop(knock, None))
 
-    async def _came_near(self, came: socket.socket) -> None:
+    def _came_near(self, came: socket.socket) -> None:
         """A process of this machine connected."""
-        came.setblocking(False)
         if not self._memory_left or not memory.of_this_user(came):
             came.close()
             return
         self._greeted.add(came)
-        task = self._tasks.create_task(self._admit_near(came))
+        task = self._tasks.create_task(self._let_in(came, memory.receive))
         task.add_done_callback(lambda _: self._greeted.discard(came))
 
-    async def _admit_near(self, came: socket.socket) -> None:
+    async def _let_in(self, came: socket.socket, hear: _Hear) -> None:
+        """Open the connection that was granted to the one that came, if it shows so in time."""
+        stream: Stream | None = None
         try:
-            hello, rings = await within(memory.receive(came, HELLO_BYTES), self.timings.knock_s)
-            found = self._redeem(hello)
-            if found is None:
-                raise Refused("a ticket that opens nothing")
-        except BaseException:
-            came.close()
-            raise
-        granted, _, opening = found
-        end = self._served(granted.peer)
-        end.in_memory = True
-        reply = b"".join(Sealer(granted.keys.to_caller).seal([OPENING]))
-        stream = memory.MemoryStream(end, rings[1], rings[0], opening, reply)
-        try:
+            stream = self.admit(*await within(hear(came, HELLO_BYTES), self.timings.knock_s))
             await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, came)
         except BaseException:
-            end.fail(PeerGone(granted.peer, "no connection in memory came about"))
+            came.close()
+            if stream is not None:
+                stream.end.fail(PeerGone(stream.end.peer, "no direct connection came about"))
             raise
+
+    def admit(self, hello: bytes, rings: memory.Rings | None) -> Stream:
+        """The stream, for the socket on which this was said: it opens what was granted, once.
+
+        Raises:
+            Refused: it opens nothing.
+        """
+        granted, opener, opening = self._redeem(hello)
+        end, sealer = self._receive(granted.peer), Sealer(granted.keys.to_caller)
+        end.direct, end.in_memory = True, rings is not None
+        self._keep(end)
+        reply = b"".join(sealer.seal([OPENING]))
+        if rings is not None:
+            return memory.MemoryStream(end, rings[1], rings[0], opening, reply)
+        return SealedStream(end, sealer, opener, opening, reply)
 
     @property
     def _memory_left(self) -> bool:
@@ -251,39 +227,20 @@ class DirectPaths:
         self._granted[keys.ticket] = _Granted(request.peer, keys, now + self.timings.grant_s)
         return Answer(pack(answer))
 
-    def admit(self, hello: bytes, tcp: asyncio.Transport) -> bool:
-        """Whether this opens a connection that was granted; then it is open, and cannot be opened again."""
-        found = self._redeem(hello)
-        if found is None:
-            return False
-        granted, opener, opening = found
-        end = self._served(granted.peer)
-        stream = SealedStream(end, Sealer(granted.keys.to_caller), opener)
-        tcp.set_protocol(stream)
-        stream.connection_made(tcp)
-        end.data_received(opening)
-        if not end.over:  # refused meanwhile
-            stream.write(OPENING)
-        return True
+    def _redeem(self, hello: bytes) -> tuple[_Granted, Opener, bytes]:
+        """What a ticket opens, once, if the first record proves the key; and what is in that record.
 
-    def _redeem(self, hello: bytes) -> tuple[_Granted, Opener, bytes] | None:
-        """What a ticket opens, once, if the first record proves the key; and what is in that record."""
+        Raises:
+            Refused: nothing.
+        """
         ticket = hello[:TICKET_BYTES]
         granted = self._granted.get(ticket)
         if granted is None or granted.until < asyncio.get_running_loop().time():
-            return None
+            raise Refused("a ticket that opens nothing")
         opener = Opener(granted.keys.to_callee)
         opening = _opened(opener, hello[TICKET_BYTES:])
-        if opening is None:
-            return None
         del self._granted[ticket]
         return granted, opener, opening
-
-    def _served(self, peer: PeerId) -> ServerConnection:
-        end = self._receive(peer)
-        end.direct = True
-        self._keep(end)
-        return end
 
     def _keep(self, end: Connection) -> None:
         self.streams.add(end)
@@ -326,8 +283,6 @@ class DirectPaths:
         rings = memory.send(near, hello)
         receiving = asyncio.get_running_loop().sock_recv(near, SEALED_OPENING_BYTES)
         opening = _opened(Opener(keys.to_caller), await within(receiving, self.timings.direct_s))
-        if opening is None:
-            raise Refused("a process that does not know the key")
         end = self._end_of(link, b"")
         end.in_memory = True
         stream = memory.MemoryStream(end, *rings, opening)
@@ -341,8 +296,9 @@ class DirectPaths:
         limit_s = self.timings.direct_s
         tcp = await _first_that_connects(places, limit_s)
         end = self._end_of(link, OPENING)
-        stream = SealedStream(end, Sealer(keys.to_callee), Opener(keys.to_caller), keys.ticket)
+        stream = SealedStream(end, Sealer(keys.to_callee), Opener(keys.to_caller))
         try:
+            await asyncio.get_running_loop().sock_sendall(tcp, keys.ticket)
             await asyncio.get_running_loop().create_connection(lambda: stream, sock=tcp)
             await within(end.opened, limit_s)
         except BaseException:
@@ -358,11 +314,23 @@ class DirectPaths:
         return end
 
 
-def _opened(opener: Opener, sealed: bytes) -> bytes | None:
-    """What is in a whole record; None: it is not what the other end sealed."""
+def _opened(opener: Opener, sealed: bytes) -> bytes:
+    """What is in a whole record. Raises Refused: it is not what the other end sealed."""
     with contextlib.suppress(SealError):
-        return opener.put(sealed) or None
-    return None
+        if opening := opener.put(sealed):
+            return opening
+    raise Refused("a record of one that does not know the key")
+
+
+async def _hear(came: socket.socket, nbytes: int) -> tuple[bytes, None]:
+    """A hello of so many bytes. Raises OSError."""
+    hello = b""
+    while len(hello) < nbytes:
+        part = await asyncio.get_running_loop().sock_recv(came, nbytes - len(hello))
+        if not part:
+            raise OSError("the stranger is gone")
+        hello += part
+    return hello, None
 
 
 async def _first_that_connects(places: Sequence[tuple[str, int]], limit_s: float) -> socket.socket:

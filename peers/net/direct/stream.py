@@ -21,9 +21,10 @@ SMALL_AT_ONCE = 16384.0
 class Stream(asyncio.Transport, asyncio.BufferedProtocol):
     """What sealed TCP and rings in memory have in common."""
 
-    def __init__(self, end: Connection) -> None:
+    def __init__(self, end: Connection, opening: bytes, hello: bytes) -> None:
+        """`opening`: what its end hears first; `hello`: what is said on the socket then, as it is."""
         super().__init__()
-        self._end = end
+        self.end, self._opening, self._hello = end, opening, hello
         self._below = cast(asyncio.Transport, None)
         """There from `connection_made` on; nothing else is called before."""
         self._small = Allowance(SMALL_PER_S, SMALL_AT_ONCE)
@@ -34,14 +35,14 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._below = cast(asyncio.Transport, transport)
-        if self._end.over:  # given up meanwhile
+        if self.end.over:  # given up meanwhile
             self._below.abort()
             return
-        self._greet()
-        self._end.connection_made(self)
-
-    def _greet(self) -> None:
-        """Say what comes before anything of the end."""
+        self.end.connection_made(self)
+        if self._opening:
+            self.end.data_received(self._opening)
+        if self._hello and not self.end.over:  # else refused meanwhile
+            self._below.write(self._hello)
 
     def _rest(self) -> None:
         """A small record came: read nothing more for a while, if there are too many of them."""
@@ -54,14 +55,14 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         self._resting = False
-        if not self._paused and not self._end.over:
+        if not self._paused and not self.end.over:
             self._below.resume_reading()
 
     def eof_received(self) -> bool:
-        return self._end.eof_received()
+        return self.end.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end.connection_lost(exc)
+        self.end.connection_lost(exc)
 
     # -- as the transport of its end ------------------------------------------------------------
 
@@ -87,39 +88,36 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
 class SealedStream(Stream):
     """Seals what its end writes, and gives it what the other end sealed: nothing else reaches it."""
 
-    def __init__(self, end: Connection, sealer: Sealer, opener: Opener, hello: bytes = b"") -> None:
-        """`hello`: what is sent first, as it is."""
-        super().__init__(end)
-        self._sealer, self._opener, self._hello = sealer, opener, hello
-
-    def _greet(self) -> None:
-        if self._hello:
-            self._below.write(self._hello)
+    def __init__(
+        self, end: Connection, sealer: Sealer, opener: Opener, opening: bytes = b"", hello: bytes = b""
+    ) -> None:
+        super().__init__(end, opening, hello)
+        self._sealer, self._opener = sealer, opener
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._opener.room()
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._end.over:
+        if self.end.over:
             return
         try:
             plain = self._opener.came(nbytes)
         except SealError as error:
             # Anybody on the way can change bytes: that is no fault of the peer.
-            self._end.fail(PeerGone(self._end.peer, f"the direct connection was disturbed: {error}"))
+            self.end.fail(PeerGone(self.end.peer, f"the direct connection was disturbed: {error}"))
             return
         if not plain:
-            self._end.heard()
+            self.end.heard()
             return
         if len(plain) < SMALL_BYTES:
             self._rest()
-        self._end.data_received(plain)
+        self.end.data_received(plain)
 
     def pause_writing(self) -> None:
-        self._end.pause_writing()
+        self.end.pause_writing()
 
     def resume_writing(self) -> None:
-        self._end.resume_writing()
+        self.end.resume_writing()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._below.set_write_buffer_limits(high=high, low=low)
