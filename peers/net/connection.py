@@ -80,8 +80,10 @@ class Connection(asyncio.Protocol):
         self._body: Body | None = None
         """Of the chunk that is under way; None if it is discarded."""
         self._body_call = 0
-        self._deaf = self._resting = False
-        """Nothing is read: the other end has sent more than it may."""
+        self._deaf = False
+        """Nothing is heard any more."""
+        self._resting = 0
+        """Rests that are not over: nothing is read."""
         self._finishing = self._finished = False
         """Nothing follows what is queued; all of that is sent: what is said now came too late."""
         self._paused_since: float | None = None
@@ -136,6 +138,20 @@ class Connection(asyncio.Protocol):
         except FrameError as error:
             self.fail(BadAnswer(self.peer, str(error)))
         self.flush()
+
+    def rest(self, rests_s: float) -> None:
+        """Read nothing for so long: the other end has sent more than it may."""
+        if rests_s > 0 and not self.over and self._transport is not None:
+            self._resting += 1
+            self._transport.pause_reading()
+            self._loop.call_later(rests_s, self._go_on)
+
+    def _go_on(self) -> None:
+        """A rest is over: read what waited."""
+        self._resting -= 1
+        if not self._resting and not self.over and self._transport is not None:
+            self._transport.resume_reading()
+            self.data_received(b"")
 
     def heard(self) -> None:
         """A part of something came, which is a sign of life."""
@@ -571,18 +587,9 @@ class ServerConnection(Connection):
     def _begin(self, prefix: Prefix) -> None:
         super()._begin(prefix)
         rests_s = self.line.pays(prefix, now=self._loop.time())
-        if rests_s > 0 and self._transport is not None:
-            self._resting = True
-            self._transport.pause_reading()
-            self._loop.call_later(rests_s, self._go_on)
+        if rests_s > 0:
+            self.rest(rests_s)
             self.on_rest(self)
-
-    def _go_on(self) -> None:
-        """Its allowance has grown: read what waited."""
-        if not self.over and self._transport is not None:
-            self._resting = False
-            self._transport.resume_reading()
-            self.data_received(b"")
 
     def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
         if prefix.kind is Kind.ABORT:

@@ -194,8 +194,6 @@ class MemoryStream(Stream):
             text = f"said {wrote} bytes written and {freed} read of a ring in memory, which cannot be"
             self.end.fail(BadAnswer(self.end.peer, text))
             return
-        if max(wrote, freed) < SMALL_BYTES:
-            self._rest()
         if freed:
             self._free += freed
             self.end.heard()
@@ -208,6 +206,8 @@ class MemoryStream(Stream):
             if self._owed >= TOLD_BYTES:
                 self._say(0)
             self.end.data_received(data)
+        if max(wrote, freed) < SMALL_BYTES:
+            self._small_came()
 
     def _copied(self, size: int) -> bytes:
         """The next bytes that came. A copy: the other end can still change what lies in the ring."""

@@ -28,8 +28,6 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
         self._below = cast(asyncio.Transport, None)
         """There from `connection_made` on; nothing else is called before."""
         self._small = Allowance(SMALL_PER_S, SMALL_AT_ONCE)
-        self._paused = self._resting = False
-        """Nothing is read: the end wants nothing; the other end sends too many small records."""
 
     # -- as a protocol of the socket ------------------------------------------------------------
 
@@ -44,19 +42,9 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
         if self._hello and not self.end.over:  # else refused meanwhile
             self._below.write(self._hello)
 
-    def _rest(self) -> None:
-        """A small record came: read nothing more for a while, if there are too many of them."""
-        loop = asyncio.get_running_loop()
-        rests_s = self._small.take(1.0, now=loop.time())
-        if rests_s > 0:
-            self._resting = True
-            self._below.pause_reading()
-            loop.call_later(rests_s, self._go_on)
-
-    def _go_on(self) -> None:
-        self._resting = False
-        if not self._paused and not self.end.over:
-            self._below.resume_reading()
+    def _small_came(self) -> None:
+        """A small record came: too many of them cost time as frames do."""
+        self.end.rest(self._small.take(1.0, now=asyncio.get_running_loop().time()))
 
     def eof_received(self) -> bool:
         return self.end.eof_received()
@@ -76,13 +64,10 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
         self._below.abort()
 
     def pause_reading(self) -> None:
-        self._paused = True
         self._below.pause_reading()
 
     def resume_reading(self) -> None:
-        self._paused = False
-        if not self._resting:
-            self._below.resume_reading()
+        self._below.resume_reading()
 
 
 class SealedStream(Stream):
@@ -109,9 +94,9 @@ class SealedStream(Stream):
         if not plain:
             self.end.heard()
             return
-        if len(plain) < SMALL_BYTES:
-            self._rest()
         self.end.data_received(plain)
+        if len(plain) < SMALL_BYTES:
+            self._small_came()
 
     def pause_writing(self) -> None:
         self.end.pause_writing()
