@@ -56,8 +56,10 @@ class NetworkPath:
     rtt_s: float = 0.0
     bandwidth_bps: float = 0.0
     """Bits per second that came from the other."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
     memory_bytes: int = 0
-    """Handed over in memory, both ways: the other is on the same machine."""
+    """Of both, handed over in memory: the other is on the same machine."""
 
 
 PROBE_BYTES = 64 * 1024
@@ -72,16 +74,6 @@ class Transport(Protocol):
     @property
     def signer(self) -> Signer:
         """The key of this peer, which also checks what others signed."""
-        ...
-
-    @property
-    def sent_bytes(self) -> Mapping[PeerId, int]:
-        """Bytes sent so far, by the peer at the other end."""
-        ...
-
-    @property
-    def received_bytes(self) -> Mapping[PeerId, int]:
-        """Bytes received so far, by the peer at the other end."""
         ...
 
     @property

@@ -173,6 +173,8 @@ class Line:
         return NetworkPath(
             rtt_s=min(self._round_trips_s, default=0.0),
             bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
+            sent_bytes=self.sent_bytes,
+            received_bytes=self.received_bytes,
             memory_bytes=self.memory_bytes,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from peers.net.bandwidth import (
@@ -487,16 +487,6 @@ class NetTransport:
             link.line.handling -= 1
 
     # -- diagnostics ----------------------------------------------------------------------------
-
-    @property
-    def sent_bytes(self) -> Counter[PeerId]:
-        """Bytes put on streams, frames included, by the peer at the other end."""
-        return Counter({peer: line.sent_bytes for peer, line in self._traffic.lines.items()})
-
-    @property
-    def received_bytes(self) -> Counter[PeerId]:
-        """Bytes taken from streams, by the peer at the other end."""
-        return Counter({peer: line.received_bytes for peer, line in self._traffic.lines.items()})
 
     @property
     def lines(self) -> dict[PeerId, NetworkPath]:

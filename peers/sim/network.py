@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.sim.lines import Lines
@@ -105,8 +105,6 @@ class SimTransport:
         self.handlers: dict[str, tuple[Handler, int]] = {}
         self.calls: Counter[str] = Counter()
         """How often each method of this peer was called."""
-        self.sent_bytes: Counter[PeerId] = Counter()
-        self.received_bytes: Counter[PeerId] = Counter()
         self.lines: dict[PeerId, NetworkPath] = {}
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told of each connection that broke."""
@@ -130,8 +128,10 @@ class SimTransport:
         size = _size(answer.body)
         if size > max_answer_bytes:
             raise BadAnswer(peer, f"an answer of {size} bytes; at most {max_answer_bytes} fit")
-        self.sent_bytes[peer] += len(header) + _size(body)
-        self.received_bytes[peer] += len(answer.header) + size
+        line = self.lines.get(peer, NetworkPath())
+        sent_bytes = line.sent_bytes + len(header) + _size(body)
+        received_bytes = line.received_bytes + len(answer.header) + size
+        self.lines[peer] = replace(line, sent_bytes=sent_bytes, received_bytes=received_bytes)
         return answer
 
 

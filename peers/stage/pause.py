@@ -140,8 +140,9 @@ class PausedPeer:
             up_s=now_s() - self._settings.started_at,
             generation=self._kept.generation if self._kept else Generation(),
             version=self._kept.version if self._kept else 0, device=self._settings.device_name,
-            bytes_in=sum(self._transport.received_bytes.values()),
-            bytes_out=sum(self._transport.sent_bytes.values()), rebalance=f"paused: {self._owner.why}",
+            bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
+            bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
+            rebalance=f"paused: {self._owner.why}",
         )  # fmt: skip
         return Answer(pack(status))
 

@@ -9,7 +9,7 @@ import msgspec
 
 from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
-from peers.ports import Answer, Directory, NetworkPath, Rank, Request, Transport
+from peers.ports import Answer, Directory, Rank, Request, Transport
 from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
 from peers.stage.microbatches import MicrobatchServer
@@ -107,15 +107,12 @@ class StageStatus:
 
     def _links(self) -> list[LinkStatus]:
         """The traffic with each other peer, the busiest first."""
-        sent, received = self._transport.sent_bytes, self._transport.received_bytes
-        lines, unknown = self._transport.lines, NetworkPath()
         links = [
             LinkStatus(
-                peer=peer, bytes_in=received.get(peer, 0), bytes_out=sent.get(peer, 0),
-                rtt_s=lines.get(peer, unknown).rtt_s, bandwidth_bps=lines.get(peer, unknown).bandwidth_bps,
-                memory_bytes=lines.get(peer, unknown).memory_bytes,
+                peer=peer, bytes_in=line.received_bytes, bytes_out=line.sent_bytes,
+                rtt_s=line.rtt_s, bandwidth_bps=line.bandwidth_bps, memory_bytes=line.memory_bytes,
             )
-            for peer in {*sent, *received}
+            for peer, line in self._transport.lines.items()
         ]  # fmt: skip
         return sorted(links, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer))
 

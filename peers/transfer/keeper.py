@@ -404,7 +404,7 @@ class CheckpointKeeper:
         status = PeerStatus(
             peer=self._transport.peer_id, stage=NO_STAGE, version=self.version or 0, state="keeping",
             device="disk", since=self._settings.joined_at,
-            bytes_in=sum(self._transport.received_bytes.values()),
-            bytes_out=sum(self._transport.sent_bytes.values()),
+            bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
+            bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
         )  # fmt: skip
         return Answer(pack(status))

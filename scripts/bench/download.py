@@ -73,7 +73,8 @@ async def take(ip: str, size: int, sources: list[tuple[str, list[str]]]) -> None
         found = await download(node.transport, wanted, [peer for peer, _ in sources], progress=progress)
         took_s = time.monotonic() - began
         assert all(torch.equal(found.tensors[name], state[name]) for name in state)
-        gave = [node.transport.received_bytes.get(peer, 0) for peer, _ in sources]
+        lines = node.transport.lines
+        gave = [lines[peer].received_bytes if peer in lines else 0 for peer, _ in sources]
         print(json.dumps({"seconds": took_s, "gave": gave}), flush=True)
 
 

@@ -85,7 +85,7 @@ async def test_a_pair_that_moves_a_megabyte_connects_directly_and_keeps_one_stre
     await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
     assert callee.direct_links == (0, 1)
     assert (caller.links, relay.dials) == ((1, 0), [callee.peer_id])
-    assert callee.peer_id in caller.sent_bytes, "both paths count on one line"
+    assert callee.peer_id in caller.lines, "both paths count on one line"
 
 
 async def test_a_call_that_is_under_way_ends_on_the_stream_on_which_it_began(relay: Relay) -> None:

@@ -77,7 +77,7 @@ async def test_a_body_takes_its_time_and_a_control_message_passes_it(
     assert caller.lines[callee.peer_id].bandwidth_bps <= 8e6
     loop = asyncio.get_running_loop()
     began = loop.time()
-    before = caller.sent_bytes[callee.peer_id]
+    before = caller.lines[callee.peer_id].sent_bytes
     slow = asyncio.ensure_future(
         caller.call(callee.peer_id, "echo", b"", [bytes(1_000_000)], max_answer_bytes=1_000_000)
     )
@@ -87,7 +87,7 @@ async def test_a_body_takes_its_time_and_a_control_message_passes_it(
         passed += not slow.done()
         await asyncio.sleep(0.01)
     took_s = loop.time() - began
-    sent = caller.sent_bytes[callee.peer_id] - before
+    sent = caller.lines[callee.peer_id].sent_bytes - before
     assert len((await slow).body[0]) == 1_000_000 < sent
     assert 8 * sent / took_s <= 1.05 * 8e6 + 8 * 50_000 / took_s, "one turn may be ahead"
     assert passed >= 5, "they did not wait for the body"

@@ -21,7 +21,7 @@ from peers.net.connection import ServedCall, ServerConnection
 from peers.net.direct.paths import DirectOptions
 from peers.net.timings import NetTimings
 from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
-from peers.ports import Answer, Request
+from peers.ports import Answer, NetworkPath, Request
 from swarm.errors import (
     BadAnswer,
     Busy,
@@ -194,7 +194,7 @@ async def test_a_refusal_stops_the_body_early(pair: tuple[NetTransport, NetTrans
     with pytest.raises(Busy, match="no room") as caught:
         await caller.call(callee.peer_id, "full", b"", [bytes(50 * MIB)])
     assert caught.value.retry_after_s == 0.5
-    assert caller.sent_bytes[callee.peer_id] <= frames.WINDOW_BYTES + frames.AHEAD_BYTES + 1000
+    assert caller.lines[callee.peer_id].sent_bytes <= frames.WINDOW_BYTES + frames.AHEAD_BYTES + 1000
     assert (await caller.call(callee.peer_id, "echo", b"next")).header == b"next"
 
 
@@ -250,7 +250,7 @@ async def test_small_calls_pass_a_large_body(pair: tuple[NetTransport, NetTransp
     large = asyncio.ensure_future(
         caller.call(callee.peer_id, "echo", b"", [bytes(64 * MIB)], max_answer_bytes=64 * MIB)
     )
-    await until(lambda: caller.sent_bytes[callee.peer_id] > 4 * MIB)
+    await until(lambda: caller.lines.get(callee.peer_id, NetworkPath()).sent_bytes > 4 * MIB)
     for _ in range(5):
         await caller.call(callee.peer_id, "echo", b"quick")
     assert not large.done()
@@ -266,7 +266,7 @@ async def test_bodies_alike_come_one_after_the_other_and_small_ones_first(
 
     async def take(request: Request) -> Answer:
         await request.accept()
-        came[request.header] = callee.received_bytes[caller.peer_id]
+        came[request.header] = callee.lines[caller.peer_id].received_bytes
         return Answer(b"")
 
     callee.serve("take", take, max_body_bytes=4 * MIB)
@@ -693,7 +693,7 @@ async def test_a_body_in_single_bytes_costs_what_it_holds(
     for _ in range(2):
         stranger.writer.write(chunk)
         await stranger.writer.drain()
-    await until(lambda: callee.received_bytes[stranger.peer] >= 2 * len(chunk))
+    await until(lambda: callee.lines.get(stranger.peer, NetworkPath()).received_bytes >= 2 * len(chunk))
     held = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert held < MIB
@@ -723,7 +723,7 @@ async def test_bodies_that_wait_to_be_accepted_are_bounded_together(
     for call in range(1, 13):
         stranger.writer.write(call_frame(call, "late", sizes=(MIB,)))
         stranger.writer.write(4 * body_frame(call, bytes(frames.CHUNK_BYTES)))
-    await until(lambda: callee.received_bytes[stranger.peer] > 12 * MIB)
+    await until(lambda: callee.lines.get(stranger.peer, NetworkPath()).received_bytes > 12 * MIB)
     commit.set()
     await until(lambda: len(outcomes) == 12)
     assert outcomes.count("accepted") == 8

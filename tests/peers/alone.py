@@ -36,8 +36,6 @@ class Line:
         self.answers: dict[str, Said] = {}
         self.calls: Counter[str] = Counter()
         self.handlers: dict[str, Any] = {}
-        self.sent_bytes: Counter[PeerId] = Counter()
-        self.received_bytes: Counter[PeerId] = Counter()
         self.lines: dict[PeerId, NetworkPath] = {}
 
     def serve(self, method: str, handler: Any, *, max_body_bytes: int = 0) -> None:

@@ -98,4 +98,4 @@ async def test_it_says_what_it_waits_for_until_a_peer_has_it(network: CalmNetwor
 async def test_a_peer_that_has_the_folder_asks_nobody(network: CalmNetwork) -> None:
     start_from(RUN, lambda names, shape: torch.full(shape, 1.0))
     assert await fetched(network, 1, [])
-    assert not network.peers["newcomer"].transport.sent_bytes
+    assert not network.peers["newcomer"].transport.lines
