@@ -133,10 +133,8 @@ class Connection(asyncio.Protocol):
         try:
             while not self.over and not self._resting and self._parse():
                 pass
-        except OtherVersionError as error:
-            self._other_version(error)
         except FrameError as error:
-            self.fail(BadAnswer(self.peer, str(error)))
+            self._broken(error)
         self.flush()
 
     def rest(self, rests_s: float) -> None:
@@ -161,7 +159,8 @@ class Connection(asyncio.Protocol):
         self.fail(PeerGone(self.peer, "the connection broke"))
         return False
 
-    def _other_version(self, error: OtherVersionError) -> None:
+    def _broken(self, error: FrameError) -> None:
+        """The other end has broken the protocol."""
         self.fail(BadAnswer(self.peer, str(error)))
 
     @property
@@ -424,12 +423,9 @@ class ClientConnection(Connection):
             return await answer
         finally:
             if number in self._calls:
-                self._abort(number)
+                self._forget(number)
+                self._send(frames.pack_prefix(Kind.ABORT, number))
                 self.flush()
-
-    def _abort(self, number: int) -> None:
-        self._forget(number)
-        self._send(frames.pack_prefix(Kind.ABORT, number))
 
     def _forget(self, number: int) -> asyncio.Future[Answer]:
         pending = self._calls.pop(number)
@@ -554,8 +550,26 @@ class ServedCall:
         return self.incoming.total - self.incoming.left if self.incoming is not None else 0
 
     async def accept(self) -> list[memoryview]:
-        """Receive the body. Raises as `ServerConnection.accept` does."""
-        return await self.link.accept(self)
+        """Reserve the body's buffers, move in what came already, ask for the rest, and wait for it.
+
+        Raises:
+            PeerGone, PeerSilent: the caller went away, or gave the call up.
+            Busy: too many bodies of this caller are waiting to be accepted.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        body = self.incoming
+        assert body is not None
+        if not body.accepted:
+            body.accept()
+            self.link.accepted(self)
+        if body.left:
+            self.waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiting
+            finally:
+                self.waiting = None
+        return body.buffers
 
 
 class ServerConnection(Connection):
@@ -638,8 +652,11 @@ class ServerConnection(Connection):
                 self._body = None
         call.incoming = None
 
-    def _other_version(self, error: OtherVersionError) -> None:
-        """Say so with a frame of that version, which has the same for an error; hear no more."""
+    def _broken(self, error: FrameError) -> None:
+        """Tell a caller of another version so, by a frame of that one, which has the same for an error."""
+        if not isinstance(error, OtherVersionError):
+            super()._broken(error)
+            return
         text = differ("the peer that was called", PROTOCOL_VERSION, "its caller", error.version)
         refusal = OtherVersion(text, version=PROTOCOL_VERSION) if error.version else Refused(text)
         self._send(frames.pack_error(error.call, refusal.to_wire(), error.version))
@@ -661,30 +678,12 @@ class ServerConnection(Connection):
         if served.waiting is not None and not served.waiting.done():
             served.waiting.set_result(None)
 
-    async def accept(self, call: ServedCall) -> list[memoryview]:
-        """Reserve the body's buffers, move in what came already, ask for the rest, and wait for it.
-
-        Raises:
-            PeerGone, PeerSilent: the caller went away, or gave the call up.
-            Busy: too many bodies of this caller are waiting to be accepted.
-        """
-        if call.refusal is not None:
-            raise call.refusal
-        body = call.incoming
-        assert body is not None
-        if not body.accepted:
-            body.accept()
-            call.accepted_at = self._loop.time()
-            if body.total > frames.WINDOW_BYTES:
-                self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
-                self.flush()
-        if body.left:
-            call.waiting = self._loop.create_future()
-            try:
-                await call.waiting
-            finally:
-                call.waiting = None
-        return body.buffers
+    def accepted(self, call: ServedCall) -> None:
+        """A handler wants the body of a call: ask for what is not sent before."""
+        call.accepted_at = self._loop.time()
+        if sum(call.body_sizes) > frames.WINDOW_BYTES:
+            self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
+            self.flush()
 
     # -- answers --------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ class NetTransport:
         self._most_links = min(MAX_LINKS, most_connections())
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
         if direct is not None:
-            self._dialer.direct = DirectPaths(signer, direct, timings, self._make_direct)
+            self._dialer.direct = DirectPaths(signer, direct, timings, self._make_callee)
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
         self._incoming: set[ServerConnection] = set()
@@ -357,8 +357,7 @@ class NetTransport:
         if peer != self.peer_id and (why := self.refusal(peer, method, False)):
             raise PeerGone(peer, why)
         views = [flat(part) for part in body]
-        call = self._call_locally if peer == self.peer_id else self._call_remotely
-        running = call(peer, method, header, views, max_answer_bytes)
+        running = self._call(peer, method, header, views, max_answer_bytes)
         if deadline_s is None:
             return await running
         try:
@@ -366,15 +365,12 @@ class NetTransport:
         except asyncio.TimeoutError:
             raise PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s") from None
 
-    async def _call_remotely(
+    async def _call(
         self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
     ) -> Answer:
-        link = await self._dialer.link_to(peer)
-        return await link.call(method, header, body, max_answer_bytes)
-
-    async def _call_locally(
-        self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
-    ) -> Answer:
+        if peer != self.peer_id:
+            link = await self._dialer.link_to(peer)
+            return await link.call(method, header, body, max_answer_bytes)
         frames.pack_call(1, method, header, [part.nbytes for part in body])  # the same limits as elsewhere
         task = self._tasks.create_task(self._handle_locally(_LocalCall(peer, method, bytes(header), body)))
         try:
@@ -413,22 +409,17 @@ class NetTransport:
             raise Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
         return handler
 
-    def _make_direct(self, peer: PeerId) -> ServerConnection:
-        """Our end of a direct connection of a peer, which has proved its identity."""
-        return self._make_callee(lambda link, _: self._met(link, peer))
+    def _make_callee(self, peer: PeerId = "") -> ServerConnection:
+        """Our end of a stream of this peer, or of that which p2pd names when it opens the stream."""
 
-    def _make_callee(
-        self, on_open: Callable[[ServerConnection, bytes], tuple[PeerId, Line]] | None = None
-    ) -> ServerConnection:
-        link = ServerConnection(on_open or self._introduced, self._called, self._timings)
+        def met(link: ServerConnection, message: bytes) -> tuple[PeerId, Line]:
+            return self._met(link, peer or stream_peer(message))
+
+        link = ServerConnection(met, self._called, self._timings)
         link.on_rest = self._slowed
         self._incoming.add(link)
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
-
-    def _introduced(self, link: ServerConnection, message: bytes) -> tuple[PeerId, Line]:
-        """p2pd names the peer that opened the stream."""
-        return self._met(link, stream_peer(message))
 
     def _met(self, link: ServerConnection, peer: PeerId) -> tuple[PeerId, Line]:
         links = self._callers[peer]
