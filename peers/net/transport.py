@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from peers.net.bandwidth import (
     CALLS_PER_S,
@@ -38,7 +38,6 @@ from swarm.errors import (
     PeerSilent,
     Refused,
     SwarmError,
-    from_wire,
     short,
 )
 from swarm.ids import PeerId
@@ -57,18 +56,6 @@ one broke."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
-
-
-class _LocalCall:
-    """A call of a peer to itself, which asks all whose word a commit lacks. Fulfils `peers.ports.Request`."""
-
-    def __init__(self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview]) -> None:
-        self.peer, self.method, self.header = peer, method, header
-        self.body_sizes: Sequence[int] = [part.nbytes for part in body]
-        self._body, self.came_bytes = body, sum(self.body_sizes)
-
-    async def accept(self) -> list[memoryview]:
-        return [memoryview(bytearray(part)) for part in self._body]
 
 
 class Dialer:
@@ -354,45 +341,20 @@ class NetTransport:
         deadline_s: float | None = None,
     ) -> Answer:
         """See `peers.ports.Transport.call`. The buffers must not change until this returns."""
-        if peer != self.peer_id and (why := self.refusal(peer, method, False)):
+        if why := self.refusal(peer, method, False):
             raise PeerGone(peer, why)
         views = [flat(part) for part in body]
-        running = self._call(peer, method, header, views, max_answer_bytes)
+
+        async def running() -> Answer:
+            link = await self._dialer.link_to(peer)
+            return await link.call(method, header, views, max_answer_bytes)
+
         if deadline_s is None:
-            return await running
+            return await running()
         try:
-            return await within(running, deadline_s)
+            return await within(running(), deadline_s)
         except asyncio.TimeoutError:
             raise PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s") from None
-
-    async def _call(
-        self, peer: PeerId, method: str, header: bytes, body: Sequence[memoryview], max_answer_bytes: int
-    ) -> Answer:
-        if peer != self.peer_id:
-            link = await self._dialer.link_to(peer)
-            return await link.call(method, header, body, max_answer_bytes)
-        frames.pack_call(1, method, header, [part.nbytes for part in body])  # the same limits as elsewhere
-        task = self._tasks.create_task(self._handle_locally(_LocalCall(peer, method, bytes(header), body)))
-        try:
-            # Shielded: a caller that gives up does not stop the handler, as from afar.
-            answer = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise PeerGone(peer, self._dialer.closed or "the handler was cancelled") from None
-            raise
-        total = sum(flat(part).nbytes for part in answer.body)
-        if total > max_answer_bytes:
-            raise BadAnswer(peer, f"an answer of {total} bytes; at most {max_answer_bytes} fit")
-        return answer
-
-    async def _handle_locally(self, request: _LocalCall) -> Answer:
-        try:
-            with _bugs_refused(request.method, request.peer):
-                answer = await self._find(request.method, sum(request.body_sizes))(request)
-                parts = [memoryview(bytearray(flat(part))) for part in answer.body]
-                return Answer(bytes(answer.header), parts)
-        except SwarmError as error:
-            raise from_wire(self.peer_id, error.to_wire()) from error
 
     # -- serving --------------------------------------------------------------------------------
 
@@ -467,13 +429,18 @@ class NetTransport:
         self._tasks.create_task(self._serve(link, served, handler))
 
     async def _serve(self, link: ServerConnection, served: ServedCall, handler: Handler) -> None:
-        """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts."""
+        """Run the handler and send what becomes of it. Goes on when the caller is gone: the work counts.
+
+        A handler's bug ends its call, not the peer: the caller hears of it.
+        """
         try:
-            with _bugs_refused(served.method, served.peer):
-                answer = await handler(served)
-                link.answer(served, answer.header, [flat(part) for part in answer.body])
+            answer = await handler(served)
+            link.answer(served, answer.header, [flat(part) for part in answer.body])
         except SwarmError as refusal:
             link.answer_error(served, refusal)
+        except Exception as bug:
+            logger.exception("the handler of %r failed for peer %s", served.method, short(served.peer))
+            link.answer_error(served, Refused(f"internal error: {type(bug).__name__}: {bug}"[:500]))
         finally:
             link.line.handling -= 1
 
@@ -494,15 +461,3 @@ class NetTransport:
         """How many of them pass no p2pd."""
         links = self._dialer.links.values(), self._incoming
         return sum(link.direct for link in links[0]), sum(link.direct for link in links[1])
-
-
-@contextlib.contextmanager
-def _bugs_refused(method: str, caller: PeerId) -> Iterator[None]:
-    """Let a handler's bug end its call, not the peer: the caller hears of it."""
-    try:
-        yield
-    except SwarmError:
-        raise
-    except Exception as bug:
-        logger.error("the handler of %r failed for peer %s", method, short(caller), exc_info=bug)
-        raise Refused(f"internal error: {type(bug).__name__}: {bug}"[:500]) from bug

@@ -122,6 +122,7 @@ class SimTransport:
         max_answer_bytes: int = 0,
         deadline_s: float | None = None,
     ) -> Answer:
+        assert peer != self.peer_id, "p2pd dials no peer from itself"
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"header of {len(header)} bytes; the limit is {MAX_HEADER_BYTES}")
         answer = await self._network.call(self, peer, method, header, body, deadline_s)

@@ -2809,8 +2809,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ban-ignored-for-callees",
         CALLS,
-        "(why := self.refusal(peer, method, False))",
-        '(why := "")',
+        "        if why := self.refusal(peer, method, False):\n",
+        '        if why := "":\n',
         "Work is sent to a peer that is banned.",
         ("test_admission",),
     ),

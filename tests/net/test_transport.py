@@ -232,19 +232,6 @@ async def test_the_limits_of_a_method_are_kept_for_it(pair: tuple[NetTransport, 
     assert (await caller.call(callee.peer_id, "echo", b"still there")).header == b"still there"
 
 
-async def test_a_peer_can_call_itself(pair: tuple[NetTransport, NetTransport]) -> None:
-    _, callee = pair
-    links = callee.links
-    answer = await callee.call(callee.peer_id, "echo", b"self", [b"body"], max_answer_bytes=4)
-    assert answer.header == b"self"
-    assert bytes(answer.body[0]) == b"body"
-    with pytest.raises(BadAnswer, match="at most 3 fit"):
-        await callee.call(callee.peer_id, "echo", b"", [b"body"], max_answer_bytes=3)
-    with pytest.raises(Refused, match="no such method"):
-        await callee.call(callee.peer_id, "nothing", b"")
-    assert callee.links == links
-
-
 async def test_small_calls_pass_a_large_body(pair: tuple[NetTransport, NetTransport]) -> None:
     caller, callee = pair
     large = asyncio.ensure_future(

@@ -160,9 +160,3 @@ async def test_a_callee_that_knows_no_credentials_is_called_all_the_same(relay: 
     callee.serve("part", answer)
     caller.show(b"x" * 1000)
     assert (await caller.call(callee.peer_id, "part", b"")).header == b"done"
-
-
-async def test_a_peer_calls_itself_whatever_the_charter_says(relay: Relay) -> None:
-    alone = Guarded(await relay.add())
-    alone.door.set(terms(peers=Rule("list")))
-    assert await alone.call(alone) == b"done"
