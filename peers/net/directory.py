@@ -131,12 +131,11 @@ class NetDirectory:
         """Our p2pd ended. Until another one runs we say what we knew, and remember what to announce."""
         self.storage.online = False
 
-    async def daemon_is_back(self, moved_to: tuple[str, ...] = ()) -> None:
+    async def daemon_is_back(self) -> None:
         """A new p2pd took the place of the one that died: greet those that we knew, and announce what we
-        announced. `moved_to`: our addresses, if they changed. Raises ControlError: the new p2pd fails too.
+        announced. Raises ControlError: the new p2pd fails too.
         """
         await self.close()
-        self._moved_to = moved_to
         self._stored_at = self._manifests.stored_at = -math.inf
         self.charters.forget_times()
         self.reader.refreshed = False

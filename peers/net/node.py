@@ -133,8 +133,6 @@ class Node:
         self._fatal: SetupError | None = None
         self._started: list[str] = []
         self._listening: tuple[str, ...] = ()
-        self._told_addresses: tuple[str, ...] = ()
-        """Those at the start, which are in the records that we are given to announce."""
 
     async def __aenter__(self) -> Node:
         try:
@@ -171,7 +169,6 @@ class Node:
                     f"{', '.join(daemon.options.relays)}. Forward its port and say so with --announce, or "
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"
                 )
-            self._told_addresses = self.addresses
             direct = direct_options(daemon.options)
             self.transport = NetTransport(self.control, daemon.identity, timings=self._timings, direct=direct)
             self._started.append("transport")
@@ -260,9 +257,9 @@ class Node:
         daemon = await self._spawn_again(dead)
         await self._run_on(daemon, self._timings.revival_relay_s)
         await self.transport.daemon_is_back()
-        moved_to = self.addresses if self.addresses != self._told_addresses else ()
         await self.control.attach()
-        await self.directory.daemon_is_back(moved_to)
+        self.directory.move(self.addresses)
+        await self.directory.daemon_is_back()
 
     async def _spawn_again(self, dead: Daemon) -> Daemon:
         """On the port that it had; on another one if that is taken and the user did not choose it."""
