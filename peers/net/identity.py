@@ -74,8 +74,8 @@ class Identity:
         """`seed`: 32 secret bytes."""
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self._seed = seed
-        self._public = self._key.public_key().public_bytes_raw()
-        self.peer_id: PeerId = peer_id_of(self._public)
+        self.public_key = self._key.public_key().public_bytes_raw()
+        self.peer_id: PeerId = peer_id_of(self.public_key)
 
     @staticmethod
     def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
@@ -91,7 +91,7 @@ class Identity:
         return self._key.sign(data)
 
     def to_file_bytes(self) -> bytes:
-        return _PRIVATE_PREFIX + self._seed + self._public
+        return _PRIVATE_PREFIX + self._seed + self.public_key
 
     @classmethod
     def from_file_bytes(cls, data: bytes) -> Identity:
@@ -99,7 +99,7 @@ class Identity:
         if len(data) != 68 or not data.startswith(_PRIVATE_PREFIX):
             raise ValueError("not an Ed25519 key in libp2p's form")
         identity = cls(data[4:36])
-        if identity._public != data[36:]:
+        if identity.public_key != data[36:]:
             raise ValueError("its public half does not belong to its private half")
         return identity
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from peers.net.identity import SIGNATURE_BYTES, Identity, peer_id_of, public_key_of, verify
+from peers.net.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
 from swarm import charter as rules
 from swarm.charter import MAX_CHARTER_BYTES, Charter, Credential, Role, Token
 from swarm.errors import Refused, SetupError
@@ -193,7 +193,7 @@ def make_token(
 ) -> str:
     """A token, which its receiver keeps to himself. `expires`: Unix seconds; `uses`: identities at a time."""
     seed = seed or os.urandom(32)
-    key = _public_key(Identity(seed))
+    key = Identity(seed).public_key
     by_owner = owner.sign(_token_to_sign(run_id, role, expires, uses, key))
     packed = _encode(_TokenText(bytes.fromhex(run_id), role, expires, uses, seed, by_owner))
     return TOKEN_START + base64.urlsafe_b64encode(packed).decode().rstrip("=")
@@ -220,14 +220,10 @@ def certify(token: str, run_id: str, peer: PeerId) -> tuple[Role, _Certificate]:
         )
     identity = Identity(found.seed)
     by_key = identity.sign(_certificate_to_sign(run_id, peer))
-    key = _public_key(identity)
-    return found.role, _Certificate(found.role, found.expires, found.uses, key, found.by_owner, by_key)
-
-
-def _public_key(identity: Identity) -> bytes:
-    key = public_key_of(identity.peer_id)
-    assert key is not None
-    return key
+    certificate = _Certificate(
+        found.role, found.expires, found.uses, identity.public_key, found.by_owner, by_key
+    )
+    return found.role, certificate
 
 
 def seal_credential(certificate: Any = None, stamp: int = 0) -> bytes:
@@ -267,15 +263,11 @@ def _stamped(run_id: str, peer: PeerId) -> Any:
     return hashlib.sha256(_encode(("swarm stamp 1", run_id, peer)))
 
 
-def _zero_bits(digest: bytes) -> int:
-    return 256 - int.from_bytes(digest, "big").bit_length()
-
-
 def stamp_bits(run_id: str, peer: PeerId, stamp: int) -> int:
     """How much work a stamp took: to find one of n bits, 2^n hashes on average."""
     hashed = _stamped(run_id, peer)
     hashed.update(stamp.to_bytes(8, "big"))
-    return _zero_bits(hashed.digest())
+    return 256 - int.from_bytes(hashed.digest(), "big").bit_length()
 
 
 def find_stamp(run_id: str, peer: PeerId, bits: int) -> int:
