@@ -450,14 +450,3 @@ class NetTransport:
     def lines(self) -> dict[PeerId, NetworkPath]:
         """What is known of the lines to others."""
         return {peer: line.path() for peer, line in self._traffic.lines.items()}
-
-    @property
-    def links(self) -> tuple[int, int]:
-        """How many streams are open: to peers that we call, and from peers that call us."""
-        return len(self._dialer.links), len(self._incoming)
-
-    @property
-    def direct_links(self) -> tuple[int, int]:
-        """How many of them pass no p2pd."""
-        links = self._dialer.links.values(), self._incoming
-        return sum(link.direct for link in links[0]), sum(link.direct for link in links[1])

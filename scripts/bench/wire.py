@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 import psutil
 from harness import Swarm, bench_run, machine, report
@@ -51,6 +52,7 @@ from swarm.manifest import Run
 from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 from swarm.wire.codec import encoded_sizes, places_of
 from swarm.wire.messages import PeerStatus
+from tests.net.relay import direct_links
 
 COLUMNS = (
     "boundary", "hidden", "dtype", "codec", "bytes_per_microbatch", "least_bytes", "ratio", "forward_ratio",
@@ -212,7 +214,7 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
         for node in (plain, direct, memory):
             node.transport.learn(peer, addresses)
         for node in (direct, memory):
-            while node.transport.direct_links != (1, 0):
+            while direct_links(node.transport) != (1, 0):
                 await send_bodies(node, peer, AT_ONCE)
                 await asyncio.sleep(0.1)
         reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
@@ -233,7 +235,7 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
                 took_s = time.monotonic() - began
                 used = cpu_of(pythons) - before[0], cpu_of(p2pds) - before[1]
                 spent[path].append((used[0] / gb, used[1] / gb, gb / took_s))
-        assert direct.transport.direct_links == memory.transport.direct_links == (1, 0), "it broke"
+        assert direct_links(direct.transport) == direct_links(memory.transport) == (1, 0), "it broke"
         moved = [node.transport.lines[peer].memory_bytes for node in (direct, memory)]
         assert moved[0] == 0 < gb * rounds <= moved[1] / 1e9, "they took another path"
         writer.close()

@@ -329,3 +329,20 @@ class RawCallee:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def open_links(transport: NetTransport) -> tuple[int, int]:
+    """How many streams are open: to peers that it calls, and from peers that call it."""
+    return len(transport._dialer.links), len(transport._incoming)
+
+
+def direct_links(transport: NetTransport) -> tuple[int, int]:
+    """How many of them pass no p2pd."""
+    links = transport._dialer.links.values(), transport._incoming
+    return sum(link.direct for link in links[0]), sum(link.direct for link in links[1])
+
+
+def memory_links(transport: NetTransport) -> tuple[int, int]:
+    """How many of them hand over in memory."""
+    links = transport._dialer.links.values(), transport._incoming
+    return sum(link.in_memory for link in links[0]), sum(link.in_memory for link in links[1])

@@ -29,7 +29,7 @@ from peers.ports import Answer, Request
 from swarm.errors import Busy, PeerGone, Refused, SetupError
 from swarm.wire import frames
 from swarm.wire.messages import pack, unpack
-from tests.net.relay import Relay
+from tests.net.relay import Relay, direct_links, open_links
 from tests.net.test_transport import QUICK, echo, relay, until
 from tests.peers.extremes import Extremes
 
@@ -71,7 +71,7 @@ async def breaks(relay: Relay, caller: NetTransport, callee: NetTransport) -> No
     with pytest.raises(PeerGone, match="the connection broke"):
         await under_way
     await calls(caller, callee)
-    assert caller.direct_links == (0, 0)
+    assert direct_links(caller) == (0, 0)
 
 
 # -- when it is used -----------------------------------------------------------------------------------------
@@ -80,11 +80,11 @@ async def breaks(relay: Relay, caller: NetTransport, callee: NetTransport) -> No
 async def test_a_pair_that_moves_a_megabyte_connects_directly_and_keeps_one_stream(relay: Relay) -> None:
     caller, callee = await added(relay, direct=DirectOptions(after_bytes=1 << 20, memory=False))
     await calls(caller, callee)
-    assert caller.direct_links == (0, 0), "it moved less"
+    assert direct_links(caller) == (0, 0), "it moved less"
     await calls(caller, callee, 6)
-    await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
-    assert callee.direct_links == (0, 1)
-    assert (caller.links, relay.dials) == ((1, 0), [callee.peer_id])
+    await until(lambda: direct_links(caller) == (1, 0) and open_links(callee) == (0, 1))
+    assert direct_links(callee) == (0, 1)
+    assert (open_links(caller), relay.dials) == ((1, 0), [callee.peer_id])
     assert callee.peer_id in caller.lines, "both paths count on one line"
 
 
@@ -100,12 +100,12 @@ async def test_a_call_that_is_under_way_ends_on_the_stream_on_which_it_began(rel
     callee.serve("wait", wait)
     waiting = asyncio.ensure_future(caller.call(callee.peer_id, "wait", b""))
     await entered.wait()
-    await until(lambda: caller.direct_links == (1, 0))
+    await until(lambda: direct_links(caller) == (1, 0))
     await calls(caller, callee)
-    assert callee.links == (0, 2)
+    assert open_links(callee) == (0, 2)
     leave.set()
     assert (await waiting).header == b"done"
-    await until(lambda: callee.links == (0, 1))
+    await until(lambda: open_links(callee) == (0, 1))
 
 
 async def test_a_peer_that_is_reached_through_a_relay_is_not_even_asked(relay: Relay) -> None:
@@ -114,7 +114,7 @@ async def test_a_peer_that_is_reached_through_a_relay_is_not_even_asked(relay: R
     await calls(caller, callee)
     await until(lambda: not caller._tasks._tasks)
     assert (caller.peer_id, callee.peer_id) not in relay.ports and not callee._dialer.direct._granted
-    assert caller.direct_links == (0, 0)
+    assert direct_links(caller) == (0, 0)
 
 
 @pytest.mark.parametrize("how", ["refused", "mute", "not-wanted", "not-known"])
@@ -136,7 +136,7 @@ async def test_where_it_cannot_be_had_no_call_is_lost_and_none_waits(relay: Rela
             await calls(caller, callee, 1)
         assert asyncio.get_running_loop().time() - began < 5.0
         await until(lambda: not caller._tasks._tasks)
-        assert (caller.direct_links, caller.links) == ((0, 0), (1, 0))
+        assert (direct_links(caller), open_links(caller)) == ((0, 0), (1, 0))
         assert not caller._dialer.direct.streams
         asked = callee._dialer.direct._granted.copy()
         await calls(caller, callee)
@@ -146,7 +146,7 @@ async def test_where_it_cannot_be_had_no_call_is_lost_and_none_waits(relay: Rela
 async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(relay: Relay) -> None:
     caller, callee = await added(relay)
     await calls(caller, callee)
-    await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
+    await until(lambda: direct_links(caller) == (1, 0) and open_links(callee) == (0, 1))
     await breaks(relay, caller, callee)
     assert relay.dials == [callee.peer_id] * 2
     await until(lambda: not caller._dialer.direct.streams and not callee._dialer.direct.streams)
@@ -155,22 +155,22 @@ async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(
 async def test_a_changed_byte_ends_the_connection_and_blames_nobody(relay: Relay) -> None:
     caller, callee = await added(relay)
     await calls(caller, callee)
-    await until(lambda: caller.direct_links == (1, 0))
+    await until(lambda: direct_links(caller) == (1, 0))
     relay.flips = True
     with pytest.raises(PeerGone, match=r"the connection broke|the direct connection was disturbed: record"):
         await caller.call(callee.peer_id, "echo", b"over it")
     relay.flips = False
     await calls(caller, callee)
-    assert caller.direct_links == (0, 0)
+    assert direct_links(caller) == (0, 0)
 
 
 async def test_a_banned_peer_gets_none_and_loses_the_one_that_it_has(relay: Relay) -> None:
     caller, callee = await added(relay)
     await calls(caller, callee)
-    await until(lambda: caller.direct_links == (1, 0) and callee.links == (0, 1))
+    await until(lambda: direct_links(caller) == (1, 0) and open_links(callee) == (0, 1))
     callee.refusal = lambda peer, method, incoming: "banned" if peer == caller.peer_id else ""
     callee.drop_refused()
-    await until(lambda: callee.links == (0, 0))
+    await until(lambda: open_links(callee) == (0, 0))
     hello, port = await asked(callee, caller.signer)
     assert await says(port, hello) == b"", "a grant from before is no way in"
 
@@ -282,7 +282,7 @@ async def test_grants_of_any_values_lose_no_call(relay: Relay) -> None:
     for tries in range(1, 31):
         await calls(caller, callee, 1)
         await until(lambda tries=tries: len(asked) >= tries and not caller._tasks._tasks)
-    assert caller.direct_links == (0, 0)
+    assert direct_links(caller) == (0, 0)
     assert not caller._dialer.direct.streams
 
 
@@ -419,8 +419,8 @@ async def test_a_peer_that_only_dials_takes_none(relay: Relay) -> None:
         transport.serve("echo", echo, max_body_bytes=1 << 24)
     await calls(caller, callee)
     await until(lambda: not caller._tasks._tasks)
-    assert caller.direct_links == (0, 0)
+    assert direct_links(caller) == (0, 0)
     await calls(callee, caller)
-    await until(lambda: callee.direct_links[0] == 1)
+    await until(lambda: direct_links(callee)[0] == 1)
     with pytest.raises(Refused, match="no direct connections are taken here"):
         await keys_of(callee, CALLER)

@@ -28,9 +28,9 @@ from peers.net.identity import Identity
 from peers.net.node import Node
 from peers.net.transport import NetTransport
 from swarm.errors import PeerGone
-from tests.net.relay import Relay
+from tests.net.relay import Relay, direct_links, memory_links, open_links
 from tests.net.test_direct import added, breaks, calls, hello_of, keys_of
-from tests.net.test_transport import MIB, QUICK, echo, memory_links, relay, until
+from tests.net.test_transport import MIB, QUICK, echo, relay, until
 
 __all__ = ["relay"]
 
@@ -44,7 +44,7 @@ async def connected(relay: Relay) -> tuple[NetTransport, NetTransport]:
     """(caller, callee), in memory."""
     caller, callee = await added(relay, direct=NEAR)
     await calls(caller, callee)
-    await until(lambda: memory_links(caller) == (1, 0) and callee.links == (0, 1))
+    await until(lambda: memory_links(caller) == (1, 0) and open_links(callee) == (0, 1))
     return caller, callee
 
 
@@ -73,7 +73,7 @@ async def test_another_user_gets_none_either_way(relay: Relay, monkeypatch: pyte
         stranger.setblocking(False)
         assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(stranger, 1), 5) == b""
     await calls(caller, callee)
-    await until(lambda: caller.direct_links == (1, 0))
+    await until(lambda: direct_links(caller) == (1, 0))
     assert memory_links(caller) == (0, 0), "by TCP then"
 
 
@@ -92,7 +92,7 @@ async def test_more_than_so_many_are_connected_by_tcp(relay: Relay, monkeypatch:
     caller, callee = await added(relay, direct=replace(NEAR, host="127.0.0.1"))
     monkeypatch.setattr(direct_paths, "MAX_IN_MEMORY", 0)
     await calls(caller, callee)
-    await until(lambda: caller.direct_links == (1, 0))
+    await until(lambda: direct_links(caller) == (1, 0))
     assert memory_links(caller) == (0, 0)
 
 

@@ -32,6 +32,7 @@ from peers.ports import Answer, Request
 from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.net.relay import direct_links, open_links
 from tests.stopping import stop
 
 pytestmark = pytest.mark.net
@@ -149,23 +150,23 @@ async def test_peers_that_can_dial_one_another_leave_p2pd_and_those_that_cannot_
         for options in (elsewhere, elsewhere, DaemonOptions(direct=False))
     ]
     await directly(caller, callee, 2)
-    await until(lambda: caller.transport.direct_links == (1, 0) and callee.transport.links == (0, 1))
+    await until(lambda: direct_links(caller.transport) == (1, 0) and open_links(callee.transport) == (0, 1))
     paths = callee.transport._dialer.direct
     with socket.create_server(("127.0.0.1", 0)) as mute:
         paths.port, port = mute.getsockname()[1], paths.port  # as behind a router that swallows what comes
         for other in (blocked, plain):
             answers = await directly(other, callee, 12)
             assert answers == [other.peer_id.encode()] * 12
-            assert other.transport.direct_links == (0, 0)
+            assert direct_links(other.transport) == (0, 0)
         await until(lambda: not blocked.transport._tasks._tasks)
         granted = {one.peer for one in paths._granted.values()}
         assert granted == {blocked.peer_id}, "it was granted, and did not come"
         paths.port = port
-    before = callee.transport.links
+    before = open_links(callee.transport)
     os.kill(caller.p2pd_pid, signal.SIGSTOP)  # p2pd has no part in it
     assert await directly(caller, callee, 3) == [caller.peer_id.encode()] * 3
     os.kill(caller.p2pd_pid, signal.SIGCONT)
-    assert callee.transport.links == before
+    assert open_links(callee.transport) == before
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------
