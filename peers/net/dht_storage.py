@@ -77,18 +77,19 @@ class DhtStorage:
 
     # -- life -----------------------------------------------------------------------------------
 
-    def forget_places(self) -> None:
-        """A new p2pd took the place of one that died; what others gave us to keep outlives that."""
-        self.searched_at = self.greeted_at = -math.inf
-        self._places.clear()
-
     async def close(self) -> None:
         """End all tasks."""
         self.online = False
         await self.tasks.close()
 
     async def begin(self) -> None:
-        """Be a node on our p2pd. Raises ControlError."""
+        """Be a node on our p2pd, as at first: only what others gave us to keep outlives one that died.
+
+        Raises:
+            ControlError: the p2pd fails.
+        """
+        self.searched_at = self.greeted_at = -math.inf
+        self._places.clear()
         await self.node.serve(self._control)
         self.online = True
 

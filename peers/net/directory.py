@@ -109,7 +109,6 @@ class NetDirectory:
         self._stored_stretch = 1.0
         """Of the record that is out there: it is renewed before it ends, whatever was learnt since."""
         self._clock_offset_s = 0.0
-        self._loop_task: asyncio.Task[None] | None = None
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class NetDirectory:
 
     def _go_on(self) -> None:
         self._clock_offset_s = unix_s() - now_s()
-        self._loop_task = asyncio.get_running_loop().create_task(self._run())
+        self.storage.tasks.create_task(self._run())
 
     def daemon_died(self) -> None:
         """Our p2pd ended. Until another one runs we say what we knew, and remember what to announce."""
@@ -136,10 +135,7 @@ class NetDirectory:
         announced. Raises ControlError: the new p2pd fails too.
         """
         await self.close()
-        self._stored_at = self._manifests.stored_at = -math.inf
-        self.charters.forget_times()
         self.reader.refreshed = False
-        self.storage.forget_places()
         await self.storage.begin()
         # Ours are the first dials: theirs failed meanwhile, and libp2p waits before it tries again.
         if greeted := self.storage.greet():
@@ -152,11 +148,6 @@ class NetDirectory:
 
     async def close(self) -> None:
         """End all tasks. The record stays in the DHT until it expires: `withdraw` first."""
-        if self._loop_task is not None:
-            self._loop_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._loop_task
-            self._loop_task = None
         await self.storage.close()
 
     async def _run(self) -> None:
@@ -355,8 +346,6 @@ class ManifestKeeper:
 
     async def publish(self, run_id: str, owner: PeerId, value: bytes) -> None:
         self.kept = (run_id, owner, value)
-        if self._storage.online and not self._storage.neighbours:
-            await self._storage.search([])
         await self._store()
 
     async def renew(self) -> None:

@@ -161,10 +161,6 @@ class CharterKeeper:
                 f"expires in {left_s / 3600:.0f} h" if left_s > 0 else "has expired",
             )
 
-    def forget_times(self) -> None:
-        """A new p2pd: ask and store at once."""
-        self._polled_at = self._stored_at = -math.inf
-
     def _place(self) -> Place:
         assert self.name is not None
         return self._storage.place(charter_key(self.name))
