@@ -45,24 +45,22 @@ class RateLimiter:
 
     def __init__(self, limit_bps: float) -> None:
         self.limit_bps = limit_bps
-        self._bytes_per_s = SHARE * limit_bps / 8
-        self.turn_bytes = max(MIN_TURN_BYTES, int(TURN_S * self._bytes_per_s))
-        self._free_at = self._urgent_at = float("-inf")
+        self._bytes_per_s = rate = SHARE * limit_bps / 8
+        self.turn_bytes = max(MIN_TURN_BYTES, int(TURN_S * rate))
+        self._all = Allowance(rate, rate * CATCH_UP_S)
+        self._urgent = Allowance(rate * URGENT_SHARE, rate * URGENT_SHARE * URGENT_S)
 
     def take(self, nbytes: int, *, now: float) -> float:
         """Reserve the line for `nbytes`; how long they have to wait for their turn, in seconds."""
-        self._free_at = max(self._free_at, now - CATCH_UP_S)
-        wait_s = self._free_at - now
-        self._free_at += nbytes / self._bytes_per_s
-        return max(0.0, wait_s)
+        owed = -self._all.left(now=now)
+        self._all.take(nbytes, now=now)
+        return max(0.0, owed / self._bytes_per_s)
 
     def took(self, nbytes: int, *, now: float) -> None:
         """Frames of `nbytes` that did not wait: bodies wait for them, within the share of such frames."""
-        self._urgent_at = max(self._urgent_at, now)
-        share_s = max(0.0, now + URGENT_S - self._urgent_at) * URGENT_SHARE
-        taken_s = min(nbytes / self._bytes_per_s, share_s)
-        self._urgent_at += taken_s / URGENT_SHARE
-        self._free_at = max(self._free_at, now - CATCH_UP_S) + taken_s
+        taken = min(nbytes, max(0.0, self._urgent.left(now=now)))
+        self._urgent.take(taken, now=now)
+        self._all.take(taken, now=now)
 
 
 # --- what callers may make us do and hold ------------------------------------------------------------------
