@@ -277,14 +277,11 @@ class NetTransport:
         if self._dialer.direct is not None:
             await self._dialer.direct.close()
         await self._tasks.close()
-        incoming, links = set(self._incoming), self._open_links()
-        for link in links:
-            if link in incoming:
-                link.finish()
-            else:
-                link.fail(PeerGone(link.peer, self._dialer.closed))
-        if incoming:
-            await asyncio.wait([link.closed for link in incoming], timeout=_FLUSH_S)
+        links = self._open_links()
+        for link in self._incoming:
+            link.finish()
+        if self._incoming:
+            await asyncio.wait([link.closed for link in self._incoming], timeout=_FLUSH_S)
         for link in links:
             link.fail(PeerGone(link.peer, self._dialer.closed))
             await link.closed
