@@ -31,11 +31,16 @@ def flat(part: Buffer) -> memoryview:
 class Body:
     """A body that comes. Until it is accepted, nothing is reserved for what was only announced."""
 
-    __slots__ = ("_early", "_holds", "_index", "_offset", "accepted", "buffers", "left", "sizes", "total")
+    def __init__(
+        self, call: int, sizes: Sequence[int], since: float, came_before: int,
+        holds: Callable[[int], None] = lambda size: None,
+    ) -> None:  # fmt: skip
+        """Announced `since`; `came_before`: what had come from the peer by then.
 
-    def __init__(self, sizes: Sequence[int], holds: Callable[[int], None] = lambda size: None) -> None:
-        """`holds` is told of bytes that are held before it is accepted, and of fewer when they are not."""
-        self.sizes, self.total, self._holds = sizes, sum(sizes), holds
+        `holds` is told of bytes that are held before it is accepted, and of fewer when they are not.
+        """
+        self.call, self.sizes, self.since, self.came_before = call, sizes, since, came_before
+        self.total, self._holds = sum(sizes), holds
         self.left = self.total
         """Bytes still to come."""
         self.accepted = False

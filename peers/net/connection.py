@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from peers.net.bandwidth import Line, Traffic
@@ -79,7 +79,6 @@ class Connection(asyncio.Protocol):
         self._chunk_left = 0
         self._body: Body | None = None
         """Of the chunk that is under way; None if it is discarded."""
-        self._body_call = 0
         self._deaf = False
         """Nothing is heard any more."""
         self._resting = 0
@@ -168,11 +167,11 @@ class Connection(asyncio.Protocol):
         """By all links with this peer, but for what is still to be looked at here."""
         return self.line.received_bytes - len(self._came)
 
-    def _estimate(self, size: int, since: float, came_before: int) -> None:
-        """A body is complete that was announced then. All that came meanwhile tells of the line: a body that
-        waits for others to be sent first has no slower one."""
-        came_bytes, took_s = self.line.received_bytes - came_before, self._last_byte_at - since
-        self.line.received(size, came_bytes, took_s)
+    def _estimate(self, body: Body) -> None:
+        """A body is complete. All that came since it was announced tells of the line: a body that waits for
+        others to be sent first has no slower one."""
+        came_bytes = self.line.received_bytes - body.came_before
+        self.line.received(body.total, came_bytes, self._last_byte_at - body.since)
 
     def _take(self, size: int) -> memoryview | None:
         """The next bytes, if they are here."""
@@ -191,7 +190,8 @@ class Connection(asyncio.Protocol):
             if self._body is not None:
                 self._body.put(part)
                 if not self._body.left:
-                    self._body_came(self._body_call)
+                    self._estimate(self._body)
+                    self._body_came(self._body.call)
         elif self._prefix is not None:
             header = self._take(self._prefix.header_bytes)
             if header is None:
@@ -223,7 +223,7 @@ class Connection(asyncio.Protocol):
             self._prefix = prefix
             return
         self._check_made(prefix)
-        self._body, self._body_call = self._body_for(prefix), prefix.call
+        self._body = self._body_for(prefix)
         if self._body is not None:
             self._body.begin(prefix.body_bytes)
         self._chunk_left = prefix.body_bytes
@@ -344,15 +344,13 @@ class _Pending:
     max_answer_bytes: int
     outgoing: Outgoing
     size: int
-    """Bytes of the call, then of its answer."""
+    """Bytes of the call."""
     since: float
-    """When it was made, then when its answer began."""
+    """When it was made."""
     ahead: int = 0
     """Of its body, beyond what each may send, before the other end has said anything to it."""
     heard: bool = False
     """The other end has said something to it."""
-    came_before: int = 0
-    """What had come from this peer when the answer began."""
     body: Body | None = None
     """Of its answer, once that began."""
     header: bytes = b""
@@ -482,8 +480,8 @@ class ClientConnection(Connection):
         # It is answered: the rest of the body is of no use, whatever is accepted now.
         self.outbox.drop(pending.outgoing)
         pending.outgoing.left = 0
-        pending.header, pending.size, pending.since = result.header, total, now
-        pending.came_before, pending.body = self._came_bytes, Body(result.body_sizes)
+        pending.header = result.header
+        pending.body = Body(call, result.body_sizes, now, self._came_bytes)
         pending.body.accept()
         if not total:
             self._body_came(call)
@@ -497,7 +495,6 @@ class ClientConnection(Connection):
     def _body_came(self, call: int) -> None:
         pending = self._calls[call]
         assert pending.body is not None
-        self._estimate(pending.size, pending.since, pending.came_before)
         answer = self._forget(call)
         if not answer.done():
             answer.set_result(Answer(pending.header, pending.body.buffers))
@@ -528,10 +525,7 @@ class ServedCall:
     method: str
     header: bytes
     body_sizes: Sequence[int]
-    announced_at: float
-    came_before: int
-    """What had come from this peer when it was announced."""
-    incoming: Body | None = field(init=False)
+    incoming: Body | None
     """None: it is not wanted any more."""
     refusal: SwarmError | None = None
     """Why the body cannot be had any more."""
@@ -540,9 +534,6 @@ class ServedCall:
     """For the body: what its handler waits for."""
     outgoing: Outgoing | None = None
     """Of its answer."""
-
-    def __post_init__(self) -> None:
-        self.incoming = Body(self.body_sizes, self.link.line.holds)
 
     @property
     def came_bytes(self) -> int:
@@ -622,8 +613,9 @@ class ServerConnection(Connection):
             return
         if not self._calls:
             self._last_alive = now
+        body = Body(number, header.body_sizes, now, self._came_bytes, self.line.holds)
         call = self._calls[number] = ServedCall(
-            self, number, self.peer, header.method, header.header, header.body_sizes, now, self._came_bytes
+            self, number, self.peer, header.method, header.header, header.body_sizes, body
         )
         self._keep_ticking()
         try:
@@ -674,7 +666,6 @@ class ServerConnection(Connection):
 
     def _body_came(self, call: int) -> None:
         served = self._calls[call]
-        self._estimate(sum(served.body_sizes), served.announced_at, served.came_before)
         if served.waiting is not None and not served.waiting.done():
             served.waiting.set_result(None)
 
