@@ -170,17 +170,12 @@ def _claim_port(options: DaemonOptions) -> None:
         return
     _, kind, host = host_part(options.host).split("/")
     family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
-        # Connections that ended a moment ago do not hinder; one that listens does, whatever it allows.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            trial.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            trial.bind((host, options.port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise SetupError(_explain("address already in use", options)) from None
-            # p2pd says anything else itself
+    try:  # connections that ended a moment ago do not hinder; one that listens does, whatever it allows
+        socket.create_server((host, options.port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SetupError(_explain("address already in use", options)) from None
+        # p2pd says anything else itself
 
 
 def _private_dir() -> tuple[Path, int]:

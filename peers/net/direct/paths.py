@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -121,17 +122,13 @@ class DirectPaths:
             self._take(near, self._came_near)
 
     def _tcp_listener(self, host: str) -> socket.socket:
-        ip = plain_ip(host)
-        listener = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if plain_ip(host).version == 6 else socket.AF_INET
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, self.options.port))
-            listener.listen(MAX_KNOCKS)
+            listener = socket.create_server((host, self.options.port), family=family, backlog=MAX_KNOCKS)
         except OSError as error:
-            listener.close()
             raise SetupError(
                 f"port {self.options.port} for direct connections cannot be had on {host} "
-                f"({error.strerror}): choose another one with --direct-port, or --no-direct"
+                f"({os.strerror(error.errno or 0)}): choose another one with --direct-port, or --no-direct"
             ) from None
         listener.setblocking(False)
         return listener
