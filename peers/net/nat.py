@@ -144,7 +144,7 @@ class DialBack:
         # One at a time for each host: ports that swallow packets take 3 s each, and would take all the room.
         alone = self._at_host.setdefault(host, asyncio.Lock())
         async with alone, self._room:
-            if ask.peer in await self._control.connected():
+            if ask.peer in await self._control.connections():
                 raise Refused("that peer is connected to me already: ask for one that is not")
             kind = "ip6" if ":" in host else "ip4"
             try:

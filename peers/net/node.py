@@ -335,7 +335,7 @@ class Node:
         ready = end if punches else began
         while True:
             _, self._listening = await self.control.identify()
-            if unmet and unmet <= await self.control.connected():
+            if unmet and unmet <= (await self.control.connections()).keys():
                 unmet, ready = set(), clock() + 2 * (clock() - began) + self._timings.notice_s
             elif unmet and self.addresses:
                 ready = min(ready, clock() + self._timings.observers_s)

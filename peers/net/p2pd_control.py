@@ -145,7 +145,7 @@ class DaemonControl:
             ControlError: it cannot be reached.
         """
         places = tcp_places(addresses)
-        if places and peer not in await self.connected():
+        if places and peer not in await self.connections():
             end = asyncio.get_running_loop().time() + timeout_s
             await _one_listens(places, timeout_s)
             timeout_s = max(0.1, end - asyncio.get_running_loop().time())
@@ -166,10 +166,6 @@ class DaemonControl:
         for info in response.peers:
             found[_peer_id(info.id)] += [str(Multiaddr(raw)) for raw in info.addrs]
         return found
-
-    async def connected(self) -> set[PeerId]:
-        """The peers that p2pd is connected to."""
-        return set(await self.connections())
 
     async def is_direct(self, peer: PeerId) -> bool:
         """Whether a connection to a peer passes no relay."""

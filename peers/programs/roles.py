@@ -87,7 +87,7 @@ class Networked(Generic[OptionsT]):
         """
         if self._node is None:
             raise SwarmError("not in the network yet")
-        return len(await self._node.control.connected())
+        return len(await self._node.control.connections())
 
     async def _daemon_options(self, join: Sequence[str], *, dialled: bool = True) -> DaemonOptions:
         """How p2pd is started, once it is known whether others can dial this machine (`dialled`: must)."""

@@ -164,9 +164,6 @@ class Dials:
         hosts = ("44.6.6.6", "44.1.1.1", "44.2.2.2", "172.17.0.1", "127.0.0.1", "10.0.0.1")
         return {host: [f"/ip4/{host}/tcp/5"] for host in hosts}
 
-    async def connected(self) -> set[str]:
-        return set()
-
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         self.under_way += addresses
         await self.answer.wait()

@@ -101,7 +101,7 @@ async def test_peers_find_and_call_each_other_and_see_one_leave(stack: contextli
     answer = await nodes[0].transport.call(nodes[1].peer_id, "echo", b"", [body], max_answer_bytes=8 * MIB)
     assert answer.header.decode() == nodes[0].peer_id
     assert bytes(answer.body[0]) == body
-    assert len(await nodes[0].control.connected()) >= 2
+    assert len(await nodes[0].control.connections()) >= 2
 
     await nodes[2].directory.announce(record(nodes[2], stage=2, version=9))
     await until(lambda: any(r.stage == 2 and r.version == 9 for r in nodes[0].directory.peers()))
@@ -197,7 +197,7 @@ async def test_a_peer_that_is_killed_is_gone_at_once(stack: contextlib.AsyncExit
     with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
         await other.transport.call(first.peer_id, "x", b"")
     with pytest.raises(ControlError, match="p2pd cannot be reached"):
-        await other.control.connected()
+        await other.control.connections()
 
 
 @pytest.mark.both_loops

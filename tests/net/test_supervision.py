@@ -56,11 +56,8 @@ class Told:
     async def identify(self) -> tuple[str, tuple[str, ...]]:
         return self.peer_id, self.listening
 
-    async def connected(self) -> set[str]:
-        return {relay.rpartition("/")[2] for relay in self.met}
-
     async def connections(self) -> dict[str, list[str]]:
-        return {}
+        return {relay.rpartition("/")[2]: [relay] for relay in self.met}
 
     def kill(self) -> None:
         self.kills += 1
