@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from peers.ports import Buffer, Directory, Transport
 from peers.vouching.tickets import ticket_for
 from peers.waiting import TaskKeeper
 from swarm.errors import SwarmError
-from swarm.ids import Microbatch, PeerId
+from swarm.ids import Microbatch
 from swarm.manifest import Run
 from swarm.protocol.voice import Worked, voice_of, vouch
 from swarm.protocol.work_count import WorkCount, renewal
@@ -86,15 +87,10 @@ class VoucherGiver:
 
         async def give(worked: Worked) -> None:
             async with room:
-                await self._give(worked.peer, worked)
+                if self._directory.find(worked.peer) is None:
+                    return  # it is gone, or never was
+                message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
+                with contextlib.suppress(SwarmError):
+                    await self._transport.call(worked.peer, "voucher", pack(message), deadline_s=GIVE_S)
 
-        await asyncio.gather(*(give(worked) for worked in due))
-
-    async def _give(self, peer: PeerId, worked: Worked) -> None:
-        if self._directory.find(peer) is None:
-            return  # it is gone, or never was
-        message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
-        try:
-            await self._transport.call(peer, "voucher", pack(message), deadline_s=GIVE_S)
-        except SwarmError:
-            return
+        await asyncio.gather(*map(give, due))
