@@ -42,11 +42,7 @@ def fetch_eval(run: Run, data: Dataset | Samples | None) -> None:
 
 
 def pinned_eval(run: Run, data: Dataset | Samples | None) -> Run:
-    """`run` bound to the data of its evaluation.
-
-    Raises:
-        SetupError: they have too few samples.
-    """
+    """`run` bound to the data of its evaluation. Raises SetupError: they have too few samples."""
     if data is None:
         return run
     found = data.pinned(eval_data(run)).data

@@ -226,11 +226,7 @@ def plain_ip(host: str) -> IpAddress:
 
 
 def to_multiaddr(address: str) -> str:
-    """`/ip4/...` as it is; `host:port` as a multiaddr.
-
-    Raises:
-        SetupError: it is neither, or its port is 0.
-    """
+    """`/ip4/...` as it is; `host:port` as a multiaddr. Raises SetupError: it is neither, or its port is 0."""
     if address.startswith("/"):
         if address.rstrip("/").endswith("/tcp/0"):
             raise SetupError(f"announced address {address!r} has port 0: name the port that others can dial")

@@ -108,11 +108,7 @@ class Nvml:
 
 
 def nvml_of(device: str) -> Nvml:
-    """The reader for a device that torch has.
-
-    Raises:
-        SetupError: it is no GPU, or NVML is not there.
-    """
+    """The reader for a device that torch has. Raises SetupError: it is no GPU, or NVML is not there."""
     if not device.startswith("cuda"):
         raise SetupError(f"--pause-when-busy watches a GPU; this peer computes on {device}: leave it out")
     import torch
