@@ -382,21 +382,17 @@ class ManifestKeeper:
         storage = self._storage
         if not storage.online:
             return None
-        text = self._take(run_id, place.key, storage.node.entries(place.key))
-        asking = {
-            storage.tasks.create_task(storage.node.read(peer, {place.key: {}}, MAX_ANSWER_BYTES))
-            for peer in storage.nearest(place, 2 * REPLICAS)
-        }
-        end = now_s() + limit_s
-        while text is None and asking and now_s() < end:
-            done, asking = await asyncio.wait(
-                asking, timeout=end - now_s(), return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in done:
-                answered = None if task.cancelled() else task.result()
-                if answered is not None:
-                    text = text or self._take(run_id, place.key, answered[0][place.key].entries)
-        return text
+        if text := self._take(run_id, place.key, storage.node.entries(place.key)):
+            return text
+        near = storage.nearest(place, 2 * REPLICAS)
+        asking = [storage.node.read(peer, {place.key: {}}, MAX_ANSWER_BYTES) for peer in near]
+        with contextlib.suppress(asyncio.TimeoutError):
+            for answer in asyncio.as_completed(asking, timeout=limit_s):
+                answered = await answer
+                found = answered[0][place.key].entries if answered is not None else ()
+                if text := self._take(run_id, place.key, found):
+                    return text
+        return None
 
     def _take(self, run_id: str, key: bytes, entries: Iterable[Entry]) -> str | None:
         """The text of the run's manifest, if it is among the entries; we keep it published from now on."""

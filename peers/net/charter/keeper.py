@@ -26,7 +26,7 @@ from peers.net.charter.signed import (
     seal_charter,
     write_charter,
 )
-from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, RPC_S, VERSION_S, Entry
+from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
 from swarm.charter import ROLES, Charter, Terms, check_life
@@ -182,12 +182,7 @@ class CharterKeeper:
         known = [self._known_charter(), dict(islice(self._revoked.items(), MAX_SUBKEYS))]
         keys = {place.key: one for place, one in zip(places, known, strict=False)}
         asked = self._random.sample(sorted(near), min(most, len(near)))
-        asking = [storage.node.read(peer, keys, MOST_BYTES) for peer in asked]
-        tasks = [storage.tasks.create_task(one) for one in asking]
-        if tasks:
-            await asyncio.wait(tasks, timeout=RPC_S)
-        for task in tasks:
-            answered = task.result() if task.done() and not task.cancelled() else None
+        for answered in await asyncio.gather(*(storage.node.read(peer, keys, MOST_BYTES) for peer in asked)):
             for key, found in (answered[0] if answered is not None else {}).items():
                 self._take(key, found.entries)
 
