@@ -91,8 +91,6 @@ and Hahne, 1998)."""
 class Allowance:
     """A token bucket: so much at once, and so much a second."""
 
-    __slots__ = ("_at", "_left", "_most", "_per_s")
-
     def __init__(self, per_s: float, at_once: float) -> None:
         self._per_s, self._most, self._left, self._at = per_s, at_once, at_once, float("-inf")
 
@@ -115,11 +113,6 @@ class Allowance:
 
 class Line:
     """The line to one peer, over all streams: what passed, what that tells, and what the peer may do."""
-
-    __slots__ = (
-        *("_calls", "_control", "_rates_bps", "_round_trips_s", "_traffic"),
-        *("direct_at", "handling", "held_bytes", "logged_at", "memory_bytes", "received_bytes", "sent_bytes"),
-    )
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic

@@ -90,8 +90,6 @@ class Body:
 class Outgoing:
     """A body on its way out."""
 
-    __slots__ = ("_index", "_offset", "buffers", "call", "credit", "due", "left")
-
     def __init__(self, call: int, buffers: Sequence[memoryview], credit: int) -> None:
         self.call, self.buffers, self.credit = call, buffers, credit
         self.left = sum(buffer.nbytes for buffer in buffers)

@@ -6,17 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from peers.clock import unix_s
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.charter.signed import certify, find_stamp, seal_credential, stamp_bits
+from peers.net.node import Node
 from swarm.charter import Role
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
-
-if TYPE_CHECKING:
-    from peers.net.node import Node
 
 
 async def enter(
