@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from peers.clock import now_s
 from peers.net import nat
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.direct.memory import AVAILABLE
@@ -37,7 +38,7 @@ from peers.net.p2pd import Daemon, DaemonOptions, shortage
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.net.transport import SHOW_METHOD, NetTransport
-from peers.waiting import end_tasks
+from peers.waiting import TaskKeeper
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId, RunName
 from swarm.manifest import Run, check_id
@@ -124,7 +125,7 @@ class Node:
         self._charters = charters
         self._timings, self._deaths = timings, Deaths(timings.revivals)
         self._reviving: asyncio.Task[None] | None = None
-        self._probing: asyncio.Task[None] | None = None
+        self._tasks = TaskKeeper()
         self._unanswered = 0
         """Probes in a row that p2pd did not answer."""
         self._relayed_at_s = 0.0
@@ -143,7 +144,7 @@ class Node:
                 self.daemon = Daemon.spawn(options, identity_path=self._identity_path)
             self._owner = asyncio.current_task()
             await self._start(self.daemon)
-            self._probing = asyncio.get_running_loop().create_task(self._probe())
+            self._tasks.create_task(self._probe())
         except BaseException:
             await self.close()
             raise
@@ -209,13 +210,12 @@ class Node:
             return  # `_start` fails by itself
         self.directory.daemon_died()
         if self._reviving is None or self._reviving.done():
-            self._reviving = asyncio.get_running_loop().create_task(self._revive())
+            self._reviving = self._tasks.create_task(self._revive())
 
     async def _revive(self) -> None:
         """Put a new p2pd in the place of the dead one; again, with pauses, if it dies too."""
         why, advice = "it ended again and again", _KILLED
-        clock = asyncio.get_running_loop().time
-        while (pause_s := self._deaths.pause_s(now=clock())) is not None:
+        while (pause_s := self._deaths.pause_s(now=now_s())) is not None:
             await asyncio.sleep(pause_s)
             try:
                 await self._replace_daemon()
@@ -285,7 +285,7 @@ class Node:
 
     async def _probe(self) -> None:
         """A p2pd that lives and answers nothing is as bad as a dead one, and its end is not announced."""
-        self._relayed_at_s = asyncio.get_running_loop().time()
+        self._relayed_at_s = now_s()
         while True:
             await asyncio.sleep(self._timings.probe_every_s)
             try:
@@ -313,7 +313,7 @@ class Node:
                 self._unanswered = 0
             return
         self._unanswered = 0
-        now = asyncio.get_running_loop().time()
+        now = now_s()
         if not daemon.options.relays or any(CIRCUIT in address for address in listening):
             self._relayed_at_s = now
             self._move(listening)
@@ -327,8 +327,8 @@ class Node:
         Where holes can be punched, wait until p2pd is ready for it too.
         """
         assert self.daemon is not None
-        relays, clock = self.daemon.options.relays, asyncio.get_running_loop().time
-        began = clock()
+        relays = self.daemon.options.relays
+        began = now_s()
         end = began + relay_s
         punches = len(relays) >= OBSERVERS
         unmet = {split_peer_id(relay)[1] for relay in relays} if punches else set()
@@ -336,10 +336,10 @@ class Node:
         while True:
             _, self._listening = await self.control.identify()
             if unmet and unmet <= (await self.control.connections()).keys():
-                unmet, ready = set(), clock() + 2 * (clock() - began) + self._timings.notice_s
+                unmet, ready = set(), now_s() + 2 * (now_s() - began) + self._timings.notice_s
             elif unmet and self.addresses:
-                ready = min(ready, clock() + self._timings.observers_s)
-            if clock() > end or (clock() >= ready and (self.addresses or not relays)):
+                ready = min(ready, now_s() + self._timings.observers_s)
+            if now_s() > end or (now_s() >= ready and (self.addresses or not relays)):
                 break
             await asyncio.sleep(0.1)
         if punches:
@@ -403,7 +403,7 @@ class Node:
     async def close(self) -> None:
         """End p2pd and every task, and remove its directory. Idempotent."""
         started, self._started = self._started, []
-        await end_tasks(task for task in (self._probing, self._reviving) if task is not None)
+        await self._tasks.close()
         try:
             if "transport" in started:
                 await self.transport.close()

@@ -22,6 +22,7 @@ from uuid import uuid4
 import base58
 from google.protobuf.message import DecodeError
 
+from peers.clock import now_s
 from peers.net._hivemind import Multiaddr, p2pd_pb2
 from peers.net.connection import FrameError, pack_varint, read_varint
 from peers.net.identity import (
@@ -146,9 +147,9 @@ class DaemonControl:
         """
         places = tcp_places(addresses)
         if places and peer not in await self.connections():
-            end = asyncio.get_running_loop().time() + timeout_s
+            end = now_s() + timeout_s
             await _one_listens(places, timeout_s)
-            timeout_s = max(0.1, end - asyncio.get_running_loop().time())
+            timeout_s = max(0.1, end - now_s())
         request = p2pd_pb2.ConnectRequest(
             peer=peer_bytes(peer), addrs=_raw_addresses(addresses), timeout=max(1, round(timeout_s))
         )

@@ -72,14 +72,13 @@ async def ask_around(
         spare: further away, so they may hold nothing: asked for a key that no holder answers in time.
         ask: asks a node for some keys; whether it answered.
     """
-    clock = asyncio.get_running_loop().time
     left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items()}
     more = {key: [node for node in spare.get(key, ()) if node not in nodes] for key, nodes in left.items()}
     answered: Counter[Key] = Counter()
     asking: dict[asyncio.Task[bool], tuple[Sequence[Key], float]] = {}
-    end = clock() + limit_s
+    end = now_s() + limit_s
     while True:
-        in_time = Counter(key for keys, since in asking.values() for key in keys if clock() < since + SLOW_S)
+        in_time = Counter(key for keys, since in asking.values() for key in keys if now_s() < since + SLOW_S)
         for key in left:
             if not (left[key] or answered[key] or in_time[key]):
                 left[key] = more.pop(key, [])
@@ -90,11 +89,11 @@ async def ask_around(
                 left[key].remove(node)
             for start in range(0, len(keys), MAX_KEYS_PER_CALL):
                 some = keys[start : start + MAX_KEYS_PER_CALL]
-                asking[ask(node, some)] = (some, clock())
+                asking[ask(node, some)] = (some, now_s())
         if due:
             continue
         asked = {key for keys, _ in asking.values() for key in keys}
-        if clock() >= end or asked.isdisjoint(lacking):
+        if now_s() >= end or asked.isdisjoint(lacking):
             return
         done, _ = await asyncio.wait(asking, timeout=SLOW_S, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -12,6 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from peers.clock import now_s
 from peers.net.bandwidth import (
     CALLS_PER_S,
     CONTROL_BYTES_PER_S,
@@ -117,7 +118,7 @@ class Dialer:
 
     def _shorten(self, link: ClientConnection) -> None:
         """Look for a path past both p2pds, if the pair moves enough for that, and not again at once."""
-        now, line = asyncio.get_running_loop().time(), link.line
+        now, line = now_s(), link.line
         if self.direct is None or link.direct or now < line.direct_at:
             return
         if line.sent_bytes + line.received_bytes >= self.direct.options.after_bytes:
@@ -132,7 +133,7 @@ class Dialer:
             better = await direct.dial(link, list(hosts))
             better.closed.add_done_callback(lambda _: self._drop(better))
             try:
-                await self._introduce(better, asyncio.get_running_loop().time() + self._timings.direct_s)
+                await self._introduce(better, now_s() + self._timings.direct_s)
             except BaseException:
                 better.fail(PeerGone(peer, "could not show what admits us"))
                 raise
@@ -167,8 +168,8 @@ class Dialer:
 
     async def _open(self, peer: PeerId) -> ClientConnection:
         link: ClientConnection | None = None
-        clock, dial_s = asyncio.get_running_loop().time, self._timings.dial_s
-        addresses, deadline = self.addresses.get(peer, ()), clock() + dial_s
+        dial_s, addresses = self._timings.dial_s, self.addresses.get(peer, ())
+        deadline = now_s() + dial_s
         try:
             if addresses:
                 await self.control.connect(peer, addresses, dial_s)
@@ -179,10 +180,15 @@ class Dialer:
             )
             assert link is not None
             link.line, link.relayed = self._traffic.of(peer), relayed
-            check_response(await within(link.opened, deadline - clock()))
+            check_response(await within(link.opened, deadline - now_s()))
             await self._introduce(link, deadline)
         except BaseException as error:
-            fault = self._why_not(peer, error)
+            fault = error if isinstance(error, PeerFault) else PeerGone(peer, "the call was given up")
+            if isinstance(error, asyncio.TimeoutError):
+                self._hang_up(peer)
+                fault = PeerGone(peer, f"cannot be reached: no connection within {dial_s:g} s")
+            elif isinstance(error, ControlError):
+                fault = PeerGone(peer, f"cannot be reached: {self.closed or error.text}")
             if link is not None:
                 link.fail(fault)
             if isinstance(error, ControlError | asyncio.TimeoutError):
@@ -196,25 +202,14 @@ class Dialer:
         """Show what admits us, if we have to."""
         if self.credential:
             with contextlib.suppress(Refused):  # what it is for is refused too, and says why
-                left_s = deadline - asyncio.get_running_loop().time()
+                left_s = deadline - now_s()
                 await within(link.call(SHOW_METHOD, self.credential, (), 0), left_s)
-
-    def _why_not(self, peer: PeerId, error: BaseException) -> PeerFault:
-        """What a failed attempt to open a stream is to the calls that wait for it."""
-        if isinstance(error, PeerFault):
-            return error
-        if isinstance(error, ControlError):
-            return PeerGone(peer, f"cannot be reached: {self.closed or error.text}")
-        if isinstance(error, asyncio.TimeoutError):
-            self._hang_up(peer)
-            return PeerGone(peer, f"cannot be reached: no connection within {self._timings.dial_s:g} s")
-        return PeerGone(peer, "the call was given up")
 
     def _drop(self, link: ClientConnection) -> None:
         if self.links.get(link.peer) is link:
             del self.links[link.peer]
         if link.direct:
-            link.line.direct_at = asyncio.get_running_loop().time() + self._timings.direct_again_s
+            link.line.direct_at = now_s() + self._timings.direct_again_s
         if isinstance(link.lost_because, PeerSilent):
             self._hang_up(link.peer)
 
@@ -408,7 +403,7 @@ class NetTransport:
 
     def _log_abuse(self, link: ServerConnection, text: str) -> None:
         """Once a minute for each peer, so that a stranger cannot fill the log."""
-        now = asyncio.get_running_loop().time()
+        now = now_s()
         if now - link.line.logged_at >= _LOG_EVERY_S:
             link.line.logged_at = now
             logger.warning("%s", text)

@@ -2898,7 +2898,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "direct-ticket-never-expires",
         DIRECT_PATHS,
-        "        if granted is None or granted.until < asyncio.get_running_loop().time():\n",
+        "        if granted is None or granted.until < now_s():\n",
         "        if granted is None:\n",
         "A grant of long ago, for a peer that was let in then, opens a connection.",
         ("test_direct_ticket",),

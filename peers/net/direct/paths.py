@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from peers.clock import now_s
 from peers.net.bandwidth import Allowance
 from peers.net.connection import ClientConnection, Connection, ServerConnection
 from peers.net.direct import memory
@@ -214,7 +215,7 @@ class DirectPaths:
         ask = unpack(request.header, AskDirect)
         if not (self.port or self.near):
             raise Refused("no direct connections are taken here")
-        now = asyncio.get_running_loop().time()
+        now = now_s()
         for ticket, granted in list(self._granted.items()):
             if granted.until < now or granted.peer == request.peer:
                 del self._granted[ticket]
@@ -232,7 +233,7 @@ class DirectPaths:
         """
         ticket = hello[:TICKET_BYTES]
         granted = self._granted.get(ticket)
-        if granted is None or granted.until < asyncio.get_running_loop().time():
+        if granted is None or granted.until < now_s():
             raise Refused("a ticket that opens nothing")
         opener = Opener(granted.keys.to_callee)
         opening = _opened(opener, hello[TICKET_BYTES:])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
+from peers.clock import now_s
 from peers.net.bandwidth import Allowance
 from peers.net.connection import Connection
 from peers.net.direct.records import SMALL_BYTES, Opener, Sealer, SealError
@@ -44,7 +45,7 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
 
     def _small_came(self) -> None:
         """A small record came: too many of them cost time as frames do."""
-        self.end.rest(self._small.take(1.0, now=asyncio.get_running_loop().time()))
+        self.end.rest(self._small.take(1.0, now=now_s()))
 
     def eof_received(self) -> bool:
         return self.end.eof_received()
