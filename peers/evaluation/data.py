@@ -31,11 +31,7 @@ def open_eval(
 
 
 def fetch_eval(run: Run, data: Dataset | Samples | None) -> None:
-    """Have all tokens of an evaluation on this machine, before it asks for them in the middle of a step.
-
-    Raises:
-        SetupError, NotNow: they cannot be had.
-    """
+    """Have all tokens of an evaluation here before a step waits for them. Raises SetupError, NotNow."""
     if isinstance(data, Dataset):
         for e in range(microbatches(run)):
             data.bring(eval_offsets(run, e))

@@ -83,11 +83,7 @@ class DhtStorage:
         await self.tasks.close()
 
     async def begin(self) -> None:
-        """Be a node on our p2pd, as at first: only what others gave us to keep outlives one that died.
-
-        Raises:
-            ControlError: the p2pd fails.
-        """
+        """Be a node on our p2pd, anew but for what others gave us to keep. Raises ControlError."""
         self.searched_at = self.greeted_at = -math.inf
         self._places.clear()
         await self.node.serve(self._control)

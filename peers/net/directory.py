@@ -113,11 +113,7 @@ class NetDirectory:
     # -- life -----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Join the DHT and begin to refresh.
-
-        Raises:
-            SetupError: no address to join at could be reached; the text says what to check.
-        """
+        """Join the DHT and begin to refresh. Raises SetupError: that cannot be; says what to check."""
         await self.storage.begin()
         await self.storage.meet_first()
         self._go_on()

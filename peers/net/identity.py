@@ -206,11 +206,7 @@ def is_public(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can dial this multiaddr, or a program that listens at this host.
-
-    Raises:
-        SetupError: a host that is no address.
-    """
+    """Whether only this machine can dial this multiaddr or host. Raises SetupError: it is neither."""
     place = place_of(address if address.startswith("/") else f"{host_part(address)}/tcp/1")
     return place is not None and place.ip is not None and place.ip.is_loopback
 
@@ -264,11 +260,7 @@ def without_peer_id(address: str) -> str:
 
 
 def split_peer_id(address: str) -> tuple[str, PeerId]:
-    """`/ip4/1.2.3.4/tcp/5/p2p/12D3...` into `/ip4/1.2.3.4/tcp/5` and the id.
-
-    Raises:
-        SetupError: the address has no peer id.
-    """
+    """`/ip4/1.2.3.4/tcp/5/p2p/12D3...` into what is dialled, and the id. Raises SetupError: it has no id."""
     transport, found, peer_id = address.rpartition("/p2p/")
     if not found or not peer_id or "/" in peer_id:
         raise SetupError(

@@ -350,11 +350,7 @@ class Daemon:
         self._up = self._up or bool(self.addresses and self.pid)
 
     async def ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until p2pd listens, and watch it from here on.
-
-        Raises:
-            SetupError: it did not start; the text says what to change.
-        """
+        """Wait until p2pd listens, and watch it from then on. Raises SetupError: it does not; says why."""
         assert self._process is not None and self._process.stdout is not None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._process.stdout.fileno(), self._on_output)

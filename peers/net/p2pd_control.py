@@ -103,11 +103,7 @@ class DaemonControl:
         self._handling: dict[bytes, asyncio.Task[None]] = {}
 
     async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> Any:
-        """The answer to a request of this kind, as a p2pd_pb2.Response.
-
-        Raises:
-            ControlError: p2pd refused, ended, or did not answer in time.
-        """
+        """The answer to a request, as a p2pd_pb2.Response. Raises ControlError: a refusal, or none."""
         _, writer, response = await self._begin(kind, timeout_s, **fields)
         writer.transport.abort()
         return response
@@ -347,11 +343,7 @@ async def _connect(place: Place) -> None:
 
 
 async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
-    """Return as soon as one of the places takes a TCP connection.
-
-    Raises:
-        ControlError: none does, with the reasons.
-    """
+    """Return as soon as one of the places takes a TCP connection. Raises ControlError: why none does."""
     reasons: list[str] = []
 
     async def knock(place: Place) -> None:

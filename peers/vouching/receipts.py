@@ -90,11 +90,7 @@ class Receipts:
         )  # fmt: skip
 
     def check(self, peer: PeerId, mb: Microbatch, done: WorkDone, body: Sequence[Buffer]) -> None:
-        """Check that an answer of the next stage is what its sender signed: a lie is its sender's.
-
-        Raises:
-            BadAnswer: it is not.
-        """
+        """Check that the next stage's answer is as it signed it. Raises BadAnswer: it is not."""
         if not self._wanted:
             return
         hop = done.hops[0] if done.hops else None

@@ -29,11 +29,7 @@ def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer])
 
 
 def check_ticket(signer: Signer, run: Run, work: Work) -> None:
-    """Check that a trainer of the manifest asked for a microbatch, if it names any.
-
-    Raises:
-        Refused: none did.
-    """
+    """Check that a trainer that the manifest names asked for a microbatch. Raises Refused: none did."""
     if not run.admission.trainers:
         return
     ticket = work.ticket

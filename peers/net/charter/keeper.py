@@ -88,11 +88,7 @@ class CharterKeeper:
                 self.adopt(*remembered)
 
     def follow_manifest(self, run: Run) -> None:
-        """The run's manifest is known, and with it whose charter it would be.
-
-        Raises:
-            SetupError: the charter of the name is of another run or owner.
-        """
+        """Go by the charter of the manifest's owner. Raises SetupError: our name is another's."""
         owner = run.admission.owner
         if self.name is None and owner:
             self.follow(RunName(run.name, fingerprint_of(owner)))
@@ -107,11 +103,7 @@ class CharterKeeper:
         self._tell()
 
     async def find(self, name: RunName, *, timeout_s: float, expired: bool = False) -> Charter:
-        """The charter of a name, which holds now, or may have expired.
-
-        Raises:
-            SetupError: no node that can be reached has one.
-        """
+        """The charter of a name, which holds or may have expired. Raises SetupError: no node has one."""
         self.follow(name)
         deadline, why = now_s() + timeout_s, ""
         while True:

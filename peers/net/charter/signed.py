@@ -123,11 +123,7 @@ def seal_revocation(run_id: str, identity: Identity) -> bytes:
 
 
 def open_statement(data: bytes, signer: PeerId) -> Charter | Revocation:
-    """What `signer` signed, and stored under its id.
-
-    Raises:
-        Refused: oversized, malformed, not canonical, or not signed by `signer`.
-    """
+    """What `signer` signed, and stored under its id. Raises Refused: malformed, or signed by another."""
     if len(data) > MAX_SEALED_BYTES:
         raise Refused(f"a charter of {len(data)} bytes; at most {MAX_SEALED_BYTES} are allowed")
     try:
@@ -200,11 +196,7 @@ def make_token(
 
 
 def certify(token: str, run_id: str, peer: PeerId) -> tuple[Role, _Certificate]:
-    """Bind a token to a peer: its role, and the certificate.
-
-    Raises:
-        SetupError: it is no token, or for another run.
-    """
+    """Bind a token to a peer: its role, and the certificate. Raises SetupError: it is none for this run."""
     letters = token.strip().removeprefix(TOKEN_START)
     try:
         if len(letters) > MAX_TOKEN_LETTERS or not token.strip().startswith(TOKEN_START):

@@ -192,11 +192,7 @@ class DirectPaths:
             raise
 
     def admit(self, hello: bytes, rings: memory.Rings | None) -> Stream:
-        """The stream, for the socket on which this was said: it opens what was granted, once.
-
-        Raises:
-            Refused: it opens nothing.
-        """
+        """What was granted, once, for the socket on which this was said. Raises Refused: it opens nothing."""
         granted, opener, opening = self._redeem(hello)
         end, sealer = self._receive(granted.peer), Sealer(granted.keys.to_caller)
         end.direct, end.in_memory = True, rings is not None
@@ -226,11 +222,7 @@ class DirectPaths:
         return Answer(pack(answer))
 
     def _redeem(self, hello: bytes) -> tuple[_Granted, Opener, bytes]:
-        """What a ticket opens, once, if the first record proves the key; and what is in that record.
-
-        Raises:
-            Refused: nothing.
-        """
+        """What a ticket opens, once, and the record that proves its key. Raises Refused: it opens nothing."""
         ticket = hello[:TICKET_BYTES]
         granted = self._granted.get(ticket)
         if granted is None or granted.until < now_s():
