@@ -123,6 +123,7 @@ class Connection(asyncio.Protocol):
     # -- reading --------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        """These came, or nothing yet but a sign of life."""
         if self.over or self._deaf:
             return
         self._last_byte_at = self._loop.time()
@@ -150,10 +151,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
             self.data_received(b"")
 
-    def heard(self) -> None:
-        """A part of something came, which is a sign of life."""
-        self._last_byte_at = self._loop.time()
-
     def eof_received(self) -> bool:
         self.fail(PeerGone(self.peer, "the connection broke"))
         return False
@@ -166,12 +163,6 @@ class Connection(asyncio.Protocol):
     def _came_bytes(self) -> int:
         """By all links with this peer, but for what is still to be looked at here."""
         return self.line.received_bytes - len(self._came)
-
-    def _estimate(self, body: Body) -> None:
-        """A body is complete. All that came since it was announced tells of the line: a body that waits for
-        others to be sent first has no slower one."""
-        came_bytes = self.line.received_bytes - body.came_before
-        self.line.received(body.total, came_bytes, self._last_byte_at - body.since)
 
     def _take(self, size: int) -> memoryview | None:
         """The next bytes, if they are here."""
@@ -187,11 +178,13 @@ class Connection(asyncio.Protocol):
             if not part:
                 return False
             self._chunk_left -= len(part)
-            if self._body is not None:
-                self._body.put(part)
-                if not self._body.left:
-                    self._estimate(self._body)
-                    self._body_came(self._body.call)
+            if (body := self._body) is not None:
+                body.put(part)
+                if not body.left:
+                    # All that came meanwhile: a body that others were sent before has no slower line.
+                    came_bytes = self.line.received_bytes - body.came_before
+                    self.line.received(body.total, came_bytes, self._last_byte_at - body.since)
+                    self._body_came(body.call)
         elif self._prefix is not None:
             header = self._take(self._prefix.header_bytes)
             if header is None:

@@ -196,7 +196,7 @@ class MemoryStream(Stream):
             return
         if freed:
             self._free += freed
-            self.end.heard()
+            self.end.data_received(b"")
             if self._full and self._free >= MAX_WRITE_BYTES:
                 self._full = False
                 self.end.resume_writing()

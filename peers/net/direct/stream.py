@@ -92,11 +92,8 @@ class SealedStream(Stream):
             # Anybody on the way can change bytes: that is no fault of the peer.
             self.end.fail(PeerGone(self.end.peer, f"the direct connection was disturbed: {error}"))
             return
-        if not plain:
-            self.end.heard()
-            return
         self.end.data_received(plain)
-        if len(plain) < SMALL_BYTES:
+        if 0 < len(plain) < SMALL_BYTES:
             self._small_came()
 
     def pause_writing(self) -> None:
