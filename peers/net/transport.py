@@ -54,6 +54,8 @@ MAX_LINKS = 2048
 MAX_LINKS_PER_PEER = 3
 """A caller needs one, and another while calls move to a better path; and it may redial before we notice that
 one broke."""
+MAX_ADDRESSED = 65_536
+"""Peers whose addresses are kept, as many as records: of more, those told of longest ago are forgotten."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -320,7 +322,11 @@ class NetTransport:
 
     def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
         """Dial the peer at these from now on (multiaddrs, with or without `/p2p/...`)."""
-        self._dialer.addresses[peer] = tuple(addresses)
+        known = self._dialer.addresses
+        known.pop(peer, None)
+        known[peer] = tuple(addresses)
+        if len(known) > MAX_ADDRESSED:
+            del known[next(iter(known))]
 
     async def call(
         self,

@@ -20,7 +20,7 @@ from peers.net.bandwidth import Line, Traffic
 from peers.net.connection import ServedCall, ServerConnection
 from peers.net.direct.paths import DirectOptions
 from peers.net.timings import NetTimings
-from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
+from peers.net.transport import MAX_ADDRESSED, MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, NetworkPath, Request
 from swarm.errors import (
     BadAnswer,
@@ -224,6 +224,17 @@ async def test_the_limits_of_a_method_are_kept_for_it(pair: tuple[NetTransport, 
     with pytest.raises(BadAnswer, match="an answer of 9 bytes; at most 8 fit"):
         await caller.call(callee.peer_id, "echo", b"", [bytes(9)], max_answer_bytes=8)
     assert (await caller.call(callee.peer_id, "echo", b"still there")).header == b"still there"
+
+
+async def test_of_endless_identities_the_addresses_are_forgotten(relay: Relay) -> None:
+    transport = await relay.add()
+    for number in range(MAX_ADDRESSED):
+        transport.learn(f"peer {number}", ["/ip4/1.2.3.4/tcp/5"])
+    for peer in ("peer 0", "one more"):
+        transport.learn(peer, ["/ip4/1.2.3.4/tcp/6"])
+    known = transport._dialer.addresses
+    assert len(known) == MAX_ADDRESSED
+    assert "peer 1" not in known and {"peer 0", "one more"} <= known.keys()
 
 
 async def test_small_calls_pass_a_large_body(pair: tuple[NetTransport, NetTransport]) -> None:
