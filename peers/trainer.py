@@ -20,7 +20,7 @@ from peers import events
 from peers.audit.asking import AuditCaller
 from peers.audit.verdicts import TrustedDirectory, Verdicts
 from peers.clock import now_s
-from peers.evaluation.asking import Evaluations, reader
+from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
@@ -198,7 +198,8 @@ class Trainer:
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
         self._step_began = now_s()
         self._evaluations = Evaluations(
-            run, reader(run, held_out, entering), transport, self._counted, self._route_of_counted,
+            run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
+            transport, self._counted, self._route_of_counted,
             lambda fault: self._router.failed(fault.peer, now=now_s(), silent=fault.silent), emit,
             self._pace.horizon_s,
         )  # fmt: skip

@@ -11,8 +11,6 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from peers import events
 from peers.ports import Buffer, Transport
 from swarm.errors import BadAnswer, NotNow, PeerFault, Refused, Stale, SwarmError
@@ -203,13 +201,3 @@ class Evaluations:
         """Whether two routes share only peers that are alone in their stage."""
         shared = enumerate(zip(one, other, strict=False))
         return all(a != b or len(self._counted(stage)) < 2 for stage, (a, b) in shared)
-
-
-def reader(
-    run: Run, data: object, entering: Callable[[Run, np.ndarray | list[np.ndarray]], list[Buffer]]
-) -> Callable[[list[int]], list[Buffer]] | None:
-    """Offsets -> what stage 0 is sent, of opened data; None: there are none."""
-    if data is None:
-        return None
-    batch: Callable[[list[int]], np.ndarray | list[np.ndarray]] = data.batch  # type: ignore[attr-defined]
-    return lambda offsets: entering(run, batch(offsets))
