@@ -13,7 +13,7 @@ from swarm.ids import PeerId
 from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Signature, Statement
 from swarm.protocol.sums import Projected, Reduced
-from swarm.wire.messages import Hop, Work
+from swarm.wire.messages import Hop, RunMessage, Work
 from swarm.wire.receipts import Answered
 from swarm.wire.tensor_meta import TensorMeta
 
@@ -106,10 +106,9 @@ def judged(evidence: Evidence) -> Judged:
     return Judged(evidence.accused, digest_of(msgspec.msgpack.encode(evidence)))
 
 
-class ShowEvidence(msgspec.Struct, frozen=True, kw_only=True):
+class ShowEvidence(RunMessage, frozen=True, kw_only=True):
     """Evidence, passed on."""
 
-    run: str
     evidence: Evidence
 
 
@@ -119,10 +118,9 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
     asks: bool = False
 
 
-class AuditAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class AuditAnswer(RunMessage, frozen=True, kw_only=True):
     """A request to compute an answer of `peer` again, from what it keeps."""
 
-    run: str
     peer: PeerId
     statement: Answered
     signature: Signature
@@ -133,10 +131,9 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
     """Or it could not be computed now."""
 
 
-class AskKept(msgspec.Struct, frozen=True, kw_only=True):
+class AskKept(RunMessage, frozen=True, kw_only=True):
     """The question for what a peer keeps of a microbatch: what came in, or what it made of that."""
 
-    run: str
     t: int
     m: int
     made: bool
@@ -157,10 +154,9 @@ class KeptTensors(msgspec.Struct, frozen=True, kw_only=True):
     loss: float = 0.0
 
 
-class AskConvicted(msgspec.Struct, frozen=True, kw_only=True):
+class AskConvicted(RunMessage, frozen=True, kw_only=True):
     """The question whether a peer saw evidence against another. `show`: and which."""
 
-    run: str
     peer: PeerId
     show: bool = False
 
@@ -174,10 +170,9 @@ class Convicted(msgspec.Struct, frozen=True, kw_only=True):
     """Of `Judged`."""
 
 
-class Reveal(msgspec.Struct, frozen=True, kw_only=True):
+class Reveal(RunMessage, frozen=True, kw_only=True):
     """A nonce, from a member that has all results of a round; answered with `Projecting`."""
 
-    run: str
     round: str
     nonce: bytes
 
@@ -191,10 +186,9 @@ class Projecting(msgspec.Struct, frozen=True, kw_only=True):
     signature: Signature
 
 
-class AskProducts(msgspec.Struct, frozen=True, kw_only=True):
+class AskProducts(RunMessage, frozen=True, kw_only=True):
     """An auditor's question for what a member signed in the last round of step `t`, to another member."""
 
-    run: str
     t: int
     member: PeerId
 
@@ -204,10 +198,9 @@ class Products(msgspec.Struct, frozen=True, kw_only=True):
     said: Projecting
 
 
-class ShowChunk(msgspec.Struct, frozen=True, kw_only=True):
+class ShowChunk(RunMessage, frozen=True, kw_only=True):
     """The question for a member's contribution to chunk `index` of the part at `place`."""
 
-    run: str
     round: str
     place: int
     index: int

@@ -68,6 +68,12 @@ UNFOLDED_BYTES = 1 << 20
 T = TypeVar("T")
 
 
+class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to a peer of a run."""
+
+    run: str
+
+
 class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What travels of a trainer's `Asked`, with the microbatch, from stage to stage."""
 
@@ -76,10 +82,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     signature: Signature
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class Work(RunMessage, frozen=True, kw_only=True):
     """Run microbatch `(t, m)` with weights of `version`; the route names suggested peers of later stages."""
 
-    run: str
     t: int
     m: int
     version: int
@@ -95,10 +100,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """The caller's, of `Fed`: in such a run, from a stage peer."""
 
 
-class Evaluate(msgspec.Struct, frozen=True, kw_only=True):
+class Evaluate(RunMessage, frozen=True, kw_only=True):
     """The loss of microbatch `e` of the evaluation before step `t`, by these peers of later stages."""
 
-    run: str
     t: int
     e: int
     route: tuple[PeerId, ...] = ()
@@ -109,10 +113,9 @@ class EvalDone(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
 
 
-class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+class Evaluated(RunMessage, frozen=True, kw_only=True):
     """What an evaluation of the weights of `version` came to, for those that ask for the run's status."""
 
-    run: str
     version: int
     loss: float
 
@@ -165,17 +168,15 @@ class WorkDone(msgspec.Struct, frozen=True, kw_only=True):
     hops: tuple[Hop, ...] = ()
 
 
-class GiveVoucher(msgspec.Struct, frozen=True, kw_only=True):
+class GiveVoucher(RunMessage, frozen=True, kw_only=True):
     """A trainer's word for the work of the peer that it is given to."""
 
-    run: str
     voucher: Voucher
 
 
-class Locate(msgspec.Struct, frozen=True, kw_only=True):
+class Locate(RunMessage, frozen=True, kw_only=True):
     """The question whether a peer has `(t, m)`, or is computing it."""
 
-    run: str
     t: int
     m: int
 
@@ -193,10 +194,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
-class ProbeLine(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeLine(RunMessage, frozen=True, kw_only=True):
     """A request to send the body back: how long that takes tells the bandwidth of the line."""
-
-    run: str
 
 
 class Watch(Positioned, frozen=True, kw_only=True):
@@ -215,10 +214,9 @@ class Watched(Positioned, frozen=True, kw_only=True):
     status: RunStatus
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(RunMessage, frozen=True, kw_only=True):
     """One chunk of a contribution to an all-reduce; the answer is the same chunk, reduced."""
 
-    run: str
     t: int
     round: str
     start: int
@@ -239,10 +237,9 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
     """Where sums are checked: with the last chunk of a part, what its owner signed."""
 
 
-class OfferSum(msgspec.Struct, frozen=True, kw_only=True):
+class OfferSum(RunMessage, frozen=True, kw_only=True):
     """An offer of a leaving peer's sum of step `t`, with these microbatches in it."""
 
-    run: str
     generation: Generation = Generation()
     t: int
     done: Bitmap
@@ -253,18 +250,16 @@ class OfferedSum(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches that the replica has as well: to be retracted before the sum is given."""
 
 
-class GiveSum(msgspec.Struct, frozen=True, kw_only=True):
+class GiveSum(RunMessage, frozen=True, kw_only=True):
     """A request to fetch the caller's sum of step `t`, of these microbatches, and to keep it aside."""
 
-    run: str
     t: int
     done: Bitmap
 
 
-class TakeSum(msgspec.Struct, frozen=True, kw_only=True):
+class TakeSum(RunMessage, frozen=True, kw_only=True):
     """The end of a handoff: count these microbatches as yours. Body at the last stage: their losses."""
 
-    run: str
     generation: Generation = Generation()
     t: int
     done: Bitmap
@@ -274,16 +269,15 @@ START = -2
 """As a version: not a state, but the tensors that a stage starts with."""
 
 
-class OpenState(msgspec.Struct, frozen=True, kw_only=True):
+class OpenState(RunMessage, frozen=True, kw_only=True):
     """A request for a consistent snapshot of weights and optimizer."""
 
-    run: str
     stage: Stage
     version: int = -1
     """A saved version (a checkpoint), or `START`; negative: the newest, as it is now."""
 
 
-class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):
+class OpenHeld(RunMessage, frozen=True, kw_only=True):
     """A request for the reduced gradient of step `t`; `round` empty: of any round.
 
     `shared_with`: only the weights that this stage shares with that one; -1: all.
@@ -294,7 +288,6 @@ class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):
     number of the part of which the sum is wanted.
     """
 
-    run: str
     t: int
     round: str = ""
     shared_with: Stage = -1
@@ -302,10 +295,9 @@ class OpenHeld(msgspec.Struct, frozen=True, kw_only=True):
     part: int = -1
 
 
-class OpenSum(msgspec.Struct, frozen=True, kw_only=True):
+class OpenSum(RunMessage, frozen=True, kw_only=True):
     """A request for the sum of step `t`, of these microbatches, that a leaving peer hands off."""
 
-    run: str
     t: int
     done: Bitmap
 
@@ -331,25 +323,21 @@ class Opened(Positioned, frozen=True, kw_only=True):
     """Of a reduced gradient."""
 
 
-class FetchChunk(msgspec.Struct, frozen=True, kw_only=True):
+class FetchChunk(RunMessage, frozen=True, kw_only=True):
     """A request for the bytes of one chunk, counted over all tensors of a lease."""
 
-    run: str
     lease: str
     index: int
 
 
-class CloseLease(msgspec.Struct, frozen=True, kw_only=True):
+class CloseLease(RunMessage, frozen=True, kw_only=True):
     """The end of a lease."""
 
-    run: str
     lease: str
 
 
-class AskSaved(msgspec.Struct, frozen=True, kw_only=True):
+class AskSaved(RunMessage, frozen=True, kw_only=True):
     """The question which checkpoints a peer can give out."""
-
-    run: str
 
 
 class SavedStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -362,8 +350,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[SavedStage, ...] = ()
 
 
-class AskStatus(msgspec.Struct, frozen=True, kw_only=True):
-    run: str
+class AskStatus(RunMessage, frozen=True, kw_only=True):
     after: int = -1
     """Tell of the steps to later versions than this one; -1: of none."""
 

@@ -15,6 +15,7 @@ import msgspec
 from swarm.ids import PeerId, Stage
 from swarm.protocol.statements import Signature, Statement
 from swarm.records import Voucher
+from swarm.wire.messages import RunMessage
 
 MAX_STEPS = 128
 """In one statement: its signatures and names are then a fifteenth of a transcript."""
@@ -48,10 +49,9 @@ class TookSteps(Statement, frozen=True, array_like=True):
         return self.start + len(self.rows) // ROW_BYTES
 
 
-class AskTrail(msgspec.Struct, frozen=True, kw_only=True):
+class AskTrail(RunMessage, frozen=True, kw_only=True):
     """The question for the trail of a replica, from step `since` to before `until`."""
 
-    run: str
     since: int
     until: int
 

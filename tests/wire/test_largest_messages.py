@@ -53,6 +53,7 @@ from swarm.wire.messages import (
     PartDone,
     PastStep,
     PeerStatus,
+    RunMessage,
     Saved,
     SavedStage,
     TensorForm,
@@ -192,7 +193,17 @@ def kinds() -> list[type[msgspec.Struct]]:
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     }
-    inner = {Positioned, Plan, Commit, Prepared, FetchResult, StepReport, StepSummary, StepDirective}
+    inner = {
+        RunMessage,
+        Positioned,
+        Plan,
+        Commit,
+        Prepared,
+        FetchResult,
+        StepReport,
+        StepSummary,
+        StepDirective,
+    }
     inner |= {StepLacking, Hop, Receipt, Voucher, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
     inner |= {PartProof, ReducedProof, Contribution, Ticket}
     return [kind for kind in declared if kind not in inner]
