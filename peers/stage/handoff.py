@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from peers import events
 from peers.clock import now_s
@@ -38,17 +39,7 @@ from swarm.errors import NotNow, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import PeerId
 from swarm.protocol.ledger import Bitmap, check_bitmap, members_of
 from swarm.protocol.step import StepState
-from swarm.wire.messages import (
-    Ack,
-    GiveSum,
-    OfferedSum,
-    OfferSum,
-    OpenSum,
-    TakeSum,
-    pack,
-    unpack,
-    unpack_answer,
-)
+from swarm.wire.messages import Ack, HandedSum, OfferedSum, pack, unpack, unpack_answer
 
 CALL_S = 20.0
 LEAST_BYTES_PER_S = 400_000
@@ -145,7 +136,7 @@ class Handoff:
         """Hand a sum off to `replica`. True if it has it, or may have it; raises if it certainly has not."""
         core = self._core
         done = step.ledger.done
-        offer = OfferSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
+        offer = HandedSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
         answer = await self._transport.call(replica, "offer", pack(offer), deadline_s=CALL_S)
         overlap = unpack_answer(replica, answer.header, OfferedSum).overlap
         check_bitmap(overlap, core.run.microbatches(step.t))
@@ -154,14 +145,13 @@ class Handoff:
         total, done, losses = await core.device.run(Rank.STEP, step.t, self._freeze, step)
         self._giving[step.t, done] = total
         try:
-            give = GiveSum(run=core.run.id, t=step.t, done=Bitmap(done))
+            handed = pack(replace(offer, done=Bitmap(done)))
             limit_s = CALL_S + total.nbytes / LEAST_BYTES_PER_S
-            await self._transport.call(replica, "give", pack(give), deadline_s=limit_s)
+            await self._transport.call(replica, "give", handed, deadline_s=limit_s)
             fault_point("handing")
-            take = TakeSum(run=core.run.id, generation=core.generation, t=step.t, done=Bitmap(done))
             body = [struct.pack(f"<{len(losses)}d", *losses)] if core.is_last else []
             with contextlib.suppress(PeerFault):  # it may have it: it counts there, else it is run again
-                await self._transport.call(replica, "take", pack(take), body, deadline_s=CALL_S)
+                await self._transport.call(replica, "take", handed, body, deadline_s=CALL_S)
         except SwarmError:
             await core.device.run(Rank.STEP, step.t, step.ledger.thaw)
             raise
@@ -182,7 +172,7 @@ class Handoff:
         return total.cpu(), step.ledger.done, losses
 
     async def _serve_sum(self, request: Request) -> Answer:
-        wanted = unpack(request.header, OpenSum, self._core.run.id)
+        wanted = unpack(request.header, HandedSum, self._core.run.id)
         await self._require_replica(request)
         total = self._giving.get((wanted.t, wanted.done))
         if total is None:
@@ -193,7 +183,7 @@ class Handoff:
     # -- taking -----------------------------------------------------------------------------------
 
     async def _serve_offer(self, request: Request) -> Answer:
-        offer = unpack(request.header, OfferSum, self._core.run.id)
+        offer = unpack(request.header, HandedSum, self._core.run.id)
         step = await self._step_for(request, offer.t)
         check_bitmap(offer.done, self._core.run.microbatches(offer.t))
         if offer.generation != self._core.generation:
@@ -204,11 +194,10 @@ class Handoff:
 
     async def _serve_give(self, request: Request) -> Answer:
         core, giver = self._core, request.peer
-        give = unpack(request.header, GiveSum, core.run.id)
+        give = unpack(request.header, HandedSum, core.run.id)
         await self._step_for(request, give.t)
         like = {"sum": torch.empty(core.compute.numel, dtype=core.compute.sums.dtype, device="meta")}
-        question = OpenSum(run=give.run, t=give.t, done=give.done)
-        wanted = Wanted(name=f"the sum of step {give.t}", method="sum", question=question, like=like)
+        wanted = Wanted(name=f"the sum of step {give.t}", method="sum", question=give, like=like)
         now, longest_s = now_s(), 2 * CALL_S + like["sum"].nbytes / LEAST_BYTES_PER_S
         for old in [g for g, aside in self._aside.items() if now - aside.began > longest_s]:
             del self._aside[old]
@@ -224,7 +213,7 @@ class Handoff:
 
     async def _serve_take(self, request: Request) -> Answer:
         core = self._core
-        take = unpack(request.header, TakeSum, core.run.id)
+        take = unpack(request.header, HandedSum, core.run.id)
         step, done = await self._step_for(request, take.t), take.done
         check_bitmap(done, core.run.microbatches(take.t))
         aside = self._aside.get(request.peer)

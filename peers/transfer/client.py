@@ -43,10 +43,10 @@ from swarm.wire.messages import (
     Ack,
     CloseLease,
     FetchChunk,
+    HandedSum,
     Opened,
     OpenHeld,
     OpenState,
-    OpenSum,
     pack,
     unpack_answer,
 )
@@ -85,7 +85,7 @@ Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
 _closing = set[asyncio.Task[None]]()
 """Asyncio itself does not keep tasks alive."""
-Question: TypeAlias = OpenState | OpenHeld | OpenSum
+Question: TypeAlias = OpenState | OpenHeld | HandedSum
 """What opens a lease."""
 
 

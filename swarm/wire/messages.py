@@ -16,12 +16,12 @@
     kept      replica → replica              AskKept                → KeptTensors + tensors (evidence.py)
     convicted peer → replica of a stage      AskConvicted           → Convicted (evidence.py)
     evidence  anyone → peer                  ShowEvidence + data    → Ack (evidence.py)
-    offer     leaving peer → replica         OfferSum               → OfferedSum
-    give      leaving peer → replica         GiveSum                → Ack (once it has fetched the sum)
-    take      leaving peer → replica         TakeSum + losses       → Ack
+    offer     leaving peer → replica         HandedSum              → OfferedSum
+    give      leaving peer → replica         HandedSum              → Ack (once it has fetched the sum)
+    take      leaving peer → replica         HandedSum + losses     → Ack
     state     newcomer → replica             OpenState              → Opened + hashes
     held      replica → replica              OpenHeld               → Opened + hashes
-    sum       replica → leaving peer         OpenSum                → Opened + hashes
+    sum       replica → leaving peer         HandedSum              → Opened + hashes
     chunk     whoever opened it → its source FetchChunk             → Ack + bytes
     close     whoever opened it → its source CloseLease             → Ack
     saved     anyone → peer, keeper          AskSaved               → Saved
@@ -237,8 +237,10 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
     """Where sums are checked: with the last chunk of a part, what its owner signed."""
 
 
-class OfferSum(RunMessage, frozen=True, kw_only=True):
-    """An offer of a leaving peer's sum of step `t`, with these microbatches in it."""
+class HandedSum(RunMessage, frozen=True, kw_only=True):
+    """A leaving peer's sum of step `t`, with these microbatches in it: what `offer`, `give`, `take` and `sum`
+    are about. Body of `take`, at the last stage: their losses.
+    """
 
     generation: Generation = Generation()
     t: int
@@ -248,21 +250,6 @@ class OfferSum(RunMessage, frozen=True, kw_only=True):
 class OfferedSum(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Bitmap
     """Microbatches that the replica has as well: to be retracted before the sum is given."""
-
-
-class GiveSum(RunMessage, frozen=True, kw_only=True):
-    """A request to fetch the caller's sum of step `t`, of these microbatches, and to keep it aside."""
-
-    t: int
-    done: Bitmap
-
-
-class TakeSum(RunMessage, frozen=True, kw_only=True):
-    """The end of a handoff: count these microbatches as yours. Body at the last stage: their losses."""
-
-    generation: Generation = Generation()
-    t: int
-    done: Bitmap
 
 
 START = -2
@@ -293,13 +280,6 @@ class OpenHeld(RunMessage, frozen=True, kw_only=True):
     shared_with: Stage = -1
     shared_of: Stage = -1
     part: int = -1
-
-
-class OpenSum(RunMessage, frozen=True, kw_only=True):
-    """A request for the sum of step `t`, of these microbatches, that a leaving peer hands off."""
-
-    t: int
-    done: Bitmap
 
 
 class TensorForm(msgspec.Struct, frozen=True, kw_only=True):

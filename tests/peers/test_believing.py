@@ -27,7 +27,7 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
 from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import GiveSum, OfferSum, TakeSum, Watched, pack
+from swarm.wire.messages import HandedSum, Watched, pack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.test_keeping import add_keeper
@@ -318,9 +318,9 @@ async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
     generation = Generation()
     body = [bytes(16)] if stage == RUN.S - 1 else []
     for method, message, sent in (
-        ("offer", OfferSum(run=RUN.id, generation=generation, t=0, done=done), []),
-        ("give", GiveSum(run=RUN.id, t=0, done=done), []),
-        ("take", TakeSum(run=RUN.id, generation=generation, t=0, done=done), body),
+        ("offer", HandedSum(run=RUN.id, generation=generation, t=0, done=done), []),
+        ("give", HandedSum(run=RUN.id, t=0, done=done), []),
+        ("take", HandedSum(run=RUN.id, generation=generation, t=0, done=done), body),
     ):
         try:
             await end.transport.call(f"s{stage}p0", method, pack(message), sent)

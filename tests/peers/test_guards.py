@@ -42,11 +42,11 @@ from swarm.wire.codec import Encoded
 from swarm.wire.messages import (
     Ack,
     Audit,
+    HandedSum,
     Located,
     OfferedSum,
     Opened,
     PeerStatus,
-    TakeSum,
     Work,
     WorkDone,
     pack,
@@ -544,7 +544,7 @@ async def test_a_sum_is_taken_over_when_all_of_it_is_there_and_in_its_generation
     handoff: Any = alone.peer._handoff  # pyright: ignore[reportPrivateUsage]
     there = handoff._aside["giver"] = aside(alone)
     loss = struct.pack("<d", 0.5)
-    good = TakeSum(run=RUN.id, t=0, done=Bitmap(0b100))
+    good = HandedSum(run=RUN.id, t=0, done=Bitmap(0b100))
 
     async def refused(why: str, **changes: Any) -> None:
         with pytest.raises((Refused, NotNow), match=why):

@@ -16,7 +16,7 @@ from peers.stage import handoff
 from swarm.errors import NotNow, Refused
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.protocol.ledger import Bitmap
-from swarm.wire.messages import GiveSum, OfferedSum, OfferSum, OpenSum, TakeSum
+from swarm.wire.messages import HandedSum, OfferedSum
 from tests.peers.loops import Stranger, Swarm, swarm
 from tests.seeds import seeds
 
@@ -230,19 +230,19 @@ async def test_what_does_not_fit_is_refused_with_a_reason() -> None:
                 await liar.send("s0p0", method, header, list(body))  # type: ignore[arg-type]
             assert text in error.value.text, error.value.text
 
-        offer = OfferSum(run=run.id, t=0, done=done)
-        await refused("offer", OfferSum(run="0" * 32, t=0, done=done), [], "this peer serves run")
-        await refused("offer", OfferSum(run=run.id, t=3, done=done), [], "step 3 is not open here")
+        offer = HandedSum(run=run.id, t=0, done=done)
+        await refused("offer", HandedSum(run="0" * 32, t=0, done=done), [], "this peer serves run")
+        await refused("offer", HandedSum(run=run.id, t=3, done=done), [], "step 3 is not open here")
         beyond = "the ledger names a microbatch beyond 39"
-        await refused("offer", OfferSum(run=run.id, t=0, done=Bitmap(1 << 40)), [], beyond)
-        take = TakeSum(run=run.id, t=0, done=done)
+        await refused("offer", HandedSum(run=run.id, t=0, done=Bitmap(1 << 40)), [], beyond)
+        take = HandedSum(run=run.id, t=0, done=done)
         await refused("take", take, [], "has not come as a whole")
         answer = await liar.ask("s0p0", "offer", offer, OfferedSum)
         assert not answer.overlap
-        give = GiveSum(run=run.id, t=0, done=done)
+        give = HandedSum(run=run.id, t=0, done=done)
         await refused("give", give, [], "could not download the sum of step 0: peer s0liar: no such method")
         await refused("take", take, [], "has not come as a whole")
-        await refused("sum", OpenSum(run=run.id, t=0, done=done), [], "no sum of step 0 is handed off here")
+        await refused("sum", HandedSum(run=run.id, t=0, done=done), [], "no sum of step 0 is handed off here")
         assert built.done("s0p0") == 0
 
 
@@ -251,7 +251,7 @@ async def test_a_stranger_hands_nothing_over() -> None:
     async with swarm(a_run(stages=1), replicas=1) as built:
         await built.until_serving()
         with pytest.raises(NotNow, match="is not announced at stage 0"):
-            offer = OfferSum(run=built.run.id, t=0, done=Bitmap(1))
+            offer = HandedSum(run=built.run.id, t=0, done=Bitmap(1))
             await built.add_stranger().send("s0p0", "offer", offer)
 
 

@@ -22,10 +22,10 @@ from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import (
     FetchChunk,
+    HandedSum,
     Opened,
     OpenHeld,
     OpenState,
-    OpenSum,
     unpack,
 )
 from tests.peers.lies import flip_a_bit, offered
@@ -104,7 +104,7 @@ async def test_a_joiner_that_gets_a_corrupted_chunk_takes_the_state_of_another()
             "stage 0 shares no weights with stage 1",
         ),
         ("held", OpenHeld(run=RUN.id, t=2, shared_of=0), "no such sum of step 2 is held here"),
-        ("sum", OpenSum(run=RUN.id, t=2, done=Bitmap(1)), "peer ranger is not announced at stage 1"),
+        ("sum", HandedSum(run=RUN.id, t=2, done=Bitmap(1)), "peer ranger is not announced at stage 1"),
     ],
 )
 async def test_what_is_not_to_be_had_is_refused_with_its_reason(
