@@ -1,11 +1,13 @@
-"""The peers whose word counts, by the vouchers in the records of the directory: `swarm.protocol.voice`."""
+"""Which peers may speak for a stage, and whose word counts, by their records in the directory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
+from peers.clock import now_s
 from peers.ports import Directory
+from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer
@@ -13,6 +15,9 @@ from swarm.protocol.voice import Electorate
 
 CHECKS_KEPT = 16_384
 """Vouchers whose signatures were checked: records come again with each picture of the directory."""
+
+REFRESH_S = 0.5
+"""A newcomer may call before the cached records have it; strangers must not cause endless queries."""
 
 
 class _Remembers:
@@ -24,7 +29,7 @@ class _Remembers:
 
 
 class Voices:
-    """How much the word of each peer counts, as this peer's directory has it now.
+    """How much the word of each peer counts (`swarm.protocol.voice`), as this peer's directory has it now.
 
     A peer without an entry has no voice; where all mappings are empty, the word of each counts alike.
     """
@@ -43,3 +48,31 @@ class Voices:
         for stage in self._stages if stages is None else stages:
             found |= self.of(stage, version=version)
         return found
+
+
+class Membership:
+    """The announced replicas of each stage, in records that they signed, as the directory has them."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._asked_at = float("-inf")
+
+    def has(self, peer: PeerId, stage: Stage) -> bool:
+        """Whether `peer` announced that it serves, or joins, `stage`."""
+        record = self._directory.find(peer)
+        return record is not None and record.stage == stage and record.state != "left"
+
+    async def require(self, peer: PeerId, stage: Stage) -> None:
+        """Return if `peer` is announced at `stage`.
+
+        Raises:
+            NotNow: it is not, as far as is known now.
+        """
+        if self.has(peer, stage):
+            return
+        if now_s() - self._asked_at > REFRESH_S:
+            self._asked_at = now_s()
+            await self._directory.refresh({stage})
+            if self.has(peer, stage):
+                return
+        raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
-from peers.ports import Answer, Buffer, Rank, Request, Transport
-from peers.stage.membership import Membership
+from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit.answers import digest, is_audited, make, proves_answer
 from swarm.errors import Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
@@ -45,21 +44,13 @@ def evidence_of(
 class AnswerAudits:
     """This replica's part in the audits of its stage."""
 
-    def __init__(
-        self,
-        core: StageCore,
-        transport: Transport,
-        membership: Membership,
-        convictions: Convictions,
-        kept: KeptWork,
-    ) -> None:
-        self._core, self._transport, self._membership = core, transport, membership
-        self._convictions, self._kept = convictions, kept
+    def __init__(self, core: StageCore, convictions: Convictions, kept: KeptWork) -> None:
+        self._core, self._convictions, self._kept = core, convictions, kept
         self._running = 0
         self.audited = 0
         """Answers that were computed again."""
         convictions.judge = self.judge
-        transport.serve("audit", self._serve_audit)
+        core.transport.serve("audit", self._serve_audit)
 
     # -- the judge ----------------------------------------------------------------------------------
 
@@ -70,7 +61,7 @@ class AnswerAudits:
         if not is_audited(core.run) or said.stage != core.stage or ask.peer == core.me:
             raise Refused(f"this peer does not audit {short(ask.peer)} at stage {said.stage}")
         await self._require_caller(request.peer)
-        if not is_signed(self._transport.signer, ask.peer, core.run.id, said, ask.signature):
+        if not is_signed(core.transport.signer, ask.peer, core.run.id, said, ask.signature):
             raise Refused(f"peer {short(ask.peer)} did not sign that answer")
         if said.t not in core.steps:
             raise NotReady(f"step {said.t} is not open here", version=core.version)
@@ -87,7 +78,7 @@ class AnswerAudits:
         core = self._core
         if core.stage == 0 and peer in core.run.admission.trainers:
             return
-        await self._membership.require(peer, core.stage - 1)
+        await core.membership.require(peer, core.stage - 1)
 
     async def _audit(self, ask: AuditAnswer) -> bool:
         core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)
@@ -118,7 +109,7 @@ class AnswerAudits:
         Raises:
             NotReady, Stale: this replica does not have the weights of its step.
         """
-        compute, signer = self._core.compute, self._transport.signer
+        compute, signer = self._core.compute, self._core.transport.signer
         return await self._compute(
             evidence.statement.t, lambda: proves_answer(compute, signer, evidence, body)
         )

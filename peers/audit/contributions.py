@@ -24,7 +24,7 @@ from peers.audit.kept import KeptWork, Shown
 from peers.audit.sum_check import Chunks, SumCheck, chunk_digests
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
-from peers.ports import Device, Rank, Transport
+from peers.ports import Device, Rank
 from peers.stage.state import StageCore
 from peers.waiting import end_tasks
 from swarm.audit.answers import is_audited
@@ -34,7 +34,6 @@ from swarm.audit.screen import Screen
 from swarm.digest import digest_of
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
-from swarm.policy.backoff import Backoff
 from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.ledger import members_of
 from swarm.protocol.sums import Projected
@@ -112,17 +111,8 @@ class _Case:
 class ContributionAudits:
     """This replica's part in the audits of what its stage adds."""
 
-    def __init__(
-        self,
-        core: StageCore,
-        transport: Transport,
-        convictions: Convictions,
-        kept: KeptWork,
-        sums: SumAudits,
-        backoff: Backoff,
-    ) -> None:
-        self._core, self._transport, self._convictions = core, transport, convictions
-        self._kept, self._sums, self._backoff = kept, sums, backoff
+    def __init__(self, core: StageCore, convictions: Convictions, kept: KeptWork, sums: SumAudits) -> None:
+        self._core, self._convictions, self._kept, self._sums = core, convictions, kept, sums
         self._screen = Screen()
         self._suspects: dict[PeerId, int] = {}
         """The step from which on each is looked at."""
@@ -191,7 +181,7 @@ class ContributionAudits:
 
     def _coin(self, check: SumCheck, what: str) -> Coin:
         toss = Toss("contribution", self._core.stage, check.t, f"{check.plan.round} {what}")
-        return Coin(self._transport.signer, self._core.run.id, toss)
+        return Coin(self._core.transport.signer, self._core.run.id, toss)
 
     async def _audit(self, case: _Case) -> None:
         check, member, core = case.check, case.member, self._core
@@ -240,7 +230,7 @@ class ContributionAudits:
         self._audit_again(case)
 
     def _charge(self, peer: PeerId, t: int) -> None:
-        self._backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)
+        self._core.backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)
 
     async def close(self) -> None:
         """Audit nothing more."""

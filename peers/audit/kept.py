@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from peers.ports import Answer, Directory, Request, Transport
-from peers.stage.membership import Membership
 from peers.stage.state import StageCore
-from peers.voices import Voices
+from peers.voices import Membership, Voices
 from peers.vouching.tickets import check_ticket
 from swarm.audit.answers import digest, split_tensors
 from swarm.errors import BadAnswer, Refused, Stale
@@ -108,7 +107,7 @@ class KeptWork:
         return peer in voice if voice else self._membership.has(peer, stage)
 
 
-def serve_kept(core: StageCore, transport: Transport, membership: Membership) -> None:
+def serve_kept(core: StageCore) -> None:
     """Answer `kept`: to replicas, and each microbatch once to each auditor."""
     shown: dict[int, set[tuple[PeerId, int, bool]]] = {}
     """To auditors, by step."""
@@ -117,8 +116,8 @@ def serve_kept(core: StageCore, transport: Transport, membership: Membership) ->
         ask = unpack(request.header, AskKept, core.run.id)
         audits, once = core.run.admission.may_audit(request.peer), (request.peer, ask.m, ask.made)
         if not audits:
-            await membership.require(request.peer, core.stage)
-        elif membership.has(request.peer, core.stage):
+            await core.membership.require(request.peer, core.stage)
+        elif core.membership.has(request.peer, core.stage):
             audits = False  # it is a replica besides
         elif once in shown.get(ask.t, ()):
             raise Refused(f"microbatch ({ask.t}, {ask.m}) was shown to this peer before")
@@ -140,4 +139,4 @@ def serve_kept(core: StageCore, transport: Transport, membership: Membership) ->
         )  # fmt: skip
         return Answer(pack(told), [buffer for one in (*forth, *back) for buffer in one.buffers])
 
-    transport.serve("kept", answer)
+    core.transport.serve("kept", answer)

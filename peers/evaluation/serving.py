@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from peers.incoming import Incoming
-from peers.ports import Answer, Rank, Request, Transport
-from peers.stage.membership import Membership
+from peers.ports import Answer, Rank, Request
 from peers.stage.microbatches import buffer_sizes, split
 from peers.stage.state import StageCore
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused
@@ -31,8 +30,8 @@ CALL_S = 30.0
 class EvaluationServer:
     """Answers `eval`, and at stage 0 `evaluated`."""
 
-    def __init__(self, core: StageCore, transport: Transport, membership: Membership) -> None:
-        self._core, self._transport, self._membership = core, transport, membership
+    def __init__(self, core: StageCore) -> None:
+        self._core, self._transport = core, core.transport
         self._incoming = Incoming()
         self._inflight = 0
         self.newest: tuple[int, float] | None = None
@@ -40,9 +39,9 @@ class EvaluationServer:
         if not core.run.eval.every:
             return
         self._takes = input_metas(core.run, core.stage)
-        transport.serve("eval", self._serve, max_body_bytes=body_bytes(self._takes))
+        self._transport.serve("eval", self._serve, max_body_bytes=body_bytes(self._takes))
         if core.stage == 0:
-            transport.serve("evaluated", self._hear)
+            self._transport.serve("evaluated", self._hear)
 
     async def _hear(self, request: Request) -> Answer:
         run = self._core.run
@@ -59,7 +58,7 @@ class EvaluationServer:
         wanted = unpack(request.header, Evaluate, core.run.id)
         self._check(wanted, request)
         if core.stage > 0:
-            await self._membership.require(request.peer, core.stage - 1)
+            await core.membership.require(request.peer, core.stage - 1)
         if self._inflight >= MAX_AT_ONCE:
             raise Busy(f"{self._inflight} evaluations are in flight")
         self._inflight += 1

@@ -20,17 +20,16 @@ import torch
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.islands.directory import Island, Islands
-from peers.ports import Rank, Transport
+from peers.ports import Rank
 from peers.stage.membership import others_to_ask
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import GATHER_S, DownloadFailed, download
 from peers.transfer.gradient import wanted_of
-from swarm.errors import NotReady, PeerFault, Refused
+from swarm.errors import NotReady, Refused
 from swarm.manifest import parts_summed
 from swarm.model.gpt import weights_dtype
 from swarm.model.meeting import added_up, difference_bytes, part_of, sum_bytes, sum_told, take_sum, told_of
-from swarm.policy.backoff import Backoff
 from swarm.wire.messages import Opened, OpenHeld
 
 PASSED_S = 5.0
@@ -46,8 +45,8 @@ Fits = Callable[[Opened, Mapping[str, torch.Tensor]], "str | None"]
 class IslandMeeting:
     """This replica's part in the meetings of its stage."""
 
-    def __init__(self, core: StageCore, transport: Transport, islands: Islands, backoff: Backoff) -> None:
-        self._core, self._transport, self._islands, self._backoff = core, transport, islands, backoff
+    def __init__(self, core: StageCore, islands: Islands) -> None:
+        self._core, self._islands = core, islands
         self._count, self._parts = len(islands.all), parts_summed(core.run.islands.count)
         self.overdue: Callable[[], None] = lambda: None
         """Told now and then while a meeting waits for others."""
@@ -135,13 +134,13 @@ class IslandMeeting:
                     part=part if asks_own else -1,
                 )  # fmt: skip
                 directory, voices = island.directory, island.voices
-                sources = others_to_ask(core, core.stage, directory, voices, self._backoff)[:ASKED_AT_ONCE]
+                sources = others_to_ask(core, core.stage, directory, voices)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
                     wanted = replace(wanted_of(core, question, numel, fits), gather_s=GATHER_S)
                     found = await download(
-                        self._transport, wanted, sources,
+                        core.transport, wanted, sources,
                         voice=voices.of(core.stage, version=core.version),
-                        on_fault=self._failed,
+                        on_fault=core.failed,
                     )  # fmt: skip
                     return found.tensors["gradient"]
             if now_s() - looked_at > PASSED_S:
@@ -175,6 +174,3 @@ class IslandMeeting:
             return None
 
         return sum_bytes(run, layout, part) if part >= 0 else difference_bytes(run, layout, mine), fits
-
-    def _failed(self, fault: PeerFault) -> None:
-        self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)

@@ -23,7 +23,7 @@ from peers import events
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.islands.meeting import IslandMeeting
-from peers.ports import Directory, Rank, Transport
+from peers.ports import Rank
 from peers.stage.all_reduce import AllReduce as Reducer
 from peers.stage.all_reduce import RoundAborted
 from peers.stage.coordination import StepCoordination
@@ -39,7 +39,6 @@ from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import PeerId, Position
 from swarm.model.reductions import vectors_digest
-from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import (
@@ -74,9 +73,6 @@ class Actions:
     def __init__(
         self,
         core: StageCore,
-        transport: Transport,
-        directory: Directory,
-        backoff: Backoff,
         coordination: StepCoordination,
         all_reduce: Reducer,
         tied_weights: TiedWeights,
@@ -87,10 +83,9 @@ class Actions:
         *,
         failed: Callable[[SetupError], None],
     ) -> None:
-        self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
-        self._coordination, self._all_reduce, self._tied_weights = coordination, all_reduce, tied_weights
-        self._recovery, self._store, self._checkpoints, self._failed = recovery, store, checkpoints, failed
-        self._meeting = meeting
+        self._core, self._coordination, self._all_reduce = core, coordination, all_reduce
+        self._tied_weights, self._meeting, self._recovery = tied_weights, meeting, recovery
+        self._store, self._checkpoints, self._failed = store, checkpoints, failed
         self._writer = None
         if checkpoints is not None:
             self._writer = CheckpointWriter(
@@ -233,7 +228,7 @@ class Actions:
                 fault_point("prepared")
         except RoundAborted as aborted:
             for peer in aborted.by:
-                self._backoff.charge(peer, t=step.t, since_s=began, now=now_s(), rounds=1)
+                core.backoff.charge(peer, t=step.t, since_s=began, now=now_s(), rounds=1)
             step.end_round(plan.round, failed=True)
             core.emit(events.RoundAborted(stage=core.stage, t=step.t, why=aborted.text))
         except Exception:
@@ -259,9 +254,9 @@ class Actions:
         core, began = self._core, now_s()
 
         def failed(fault: PeerFault) -> None:
-            self._backoff.failed(fault.peer, now=now_s())
+            core.backoff.failed(fault.peer, now=now_s())
             if fault.silent:  # it says that it has the result, and gives none: as good as a round that failed
-                self._backoff.charge(fault.peer, t=step.t, since_s=began, now=now_s(), rounds=1)
+                core.backoff.charge(fault.peer, t=step.t, since_s=began, now=now_s(), rounds=1)
             core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.text))
 
         if core.run.meets_at(step.t):  # replicas have changed the same
@@ -269,10 +264,7 @@ class Actions:
             held = await asyncio.to_thread(_changed, round_name, reduced)
         else:
             try:
-                reduced, held, *_ = await fetch_gradient(
-                    core, self._transport, sources, step.t, round_name,
-                    voice=self._recovery.voice(), on_fault=failed,
-                )  # fmt: skip
+                reduced, held, *_ = await fetch_gradient(core, sources, step.t, round_name, on_fault=failed)
             except DownloadFailed:
                 return  # told again as long as it is lacking
         if not step.over:
@@ -349,8 +341,8 @@ class Actions:
         run, version = core.run, core.version
         if not (core.finished or run.is_saved(version)):
             return
-        keepers = any(map(is_keeper, self._directory.at(NO_STAGE)))
-        keepers = keepers or any(record.spare for record in self._directory.peers())
+        keepers = any(map(is_keeper, core.directory.at(NO_STAGE)))
+        keepers = keepers or any(record.spare for record in core.directory.peers())
         # The last version is given out as it is.
         pinned = keepers and not core.finished and not self._store.on_disk
         pinned = pinned or run.meets_at(version - 1)  # any island may need it

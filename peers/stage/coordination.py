@@ -18,15 +18,13 @@ from msgspec.structs import replace
 
 from peers.clock import now_s
 from peers.latest_value import LatestValueSender
-from peers.ports import Answer, Directory, Request, Transport
-from peers.stage.membership import Membership
+from peers.ports import Answer, Request
+from peers.stage.all_reduce import AllReduce
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
-from peers.voices import Voices
 from peers.waiting import end_tasks, happens
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
-from swarm.policy.backoff import Backoff
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.protocol import Message, Ready, StepProtocol
 from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
@@ -69,26 +67,12 @@ async def _wait_on(peer: PeerId) -> None:
 
 
 class StepCoordination:
-    """This peer's part in the coordination of its stage and, in stage 0, of the run.
+    """This peer's part in the coordination of its stage and, in stage 0, of the run."""
 
-    Args:
-        bandwidth: the peer's upload to replicas, bits per second; 0: not measured.
-    """
-
-    def __init__(
-        self,
-        core: StageCore,
-        transport: Transport,
-        directory: Directory,
-        membership: Membership,
-        backoff: Backoff,
-        *,
-        bandwidth: Callable[[], float],
-        since_s: float,
-    ) -> None:
-        self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
-        self._membership, self._bandwidth = membership, bandwidth
-        self._voices = Voices(core.run, transport.signer, directory)
+    def __init__(self, core: StageCore, all_reduce: AllReduce, *, since_s: float) -> None:
+        """`all_reduce` measures the upload to replicas."""
+        self._core, self._transport, self._directory = core, core.transport, core.directory
+        self._all_reduce = all_reduce
         self.word_overdue: Callable[[PeerId], Awaitable[None]] = _wait_on
         """Called with a peer whose word has been lacking for long, though it could give it."""
         self._lacking: tuple[int, float] = (-1, 0.0)
@@ -98,8 +82,8 @@ class StepCoordination:
         self._run, self._stage, self._me = core.run, core.stage, core.me
         self.timings = ProtocolTimings()
         self.protocol = StepProtocol(
-            core.run, core.stage, core.me, core.compute.numel, self._local(), backoff, self.timings,
-            transport.signer, since_s=since_s,
+            core.run, core.stage, core.me, core.compute.numel, self._local(), core.backoff, self.timings,
+            core.transport.signer, since_s=since_s,
         )  # fmt: skip
         self._asking: asyncio.Task[None] | None = None
         self._shown = self.protocol.run_status
@@ -111,15 +95,15 @@ class StepCoordination:
         """Where each trainer that the manifest names last knew the run to be. It goes back with the run."""
         self._silent = False
         self._messages = LatestValueSender(self._send)
-        transport.serve("report", self._serve_report, max_body_bytes=16 * self._run.M)
+        self._transport.serve("report", self._serve_report, max_body_bytes=16 * self._run.M)
         for kind, stage, take_in in (
             (Directive, self._stage, self.protocol.hear_directive),
             (RunStatus, 0, self.protocol.hear_run_status),
         ):
             handler = partial(self._serve_pushed, kind, stage, take_in)
-            transport.serve(METHODS[kind], handler, max_body_bytes=MAX_LONG_BYTES)
-        transport.serve("summary", self._serve_summary)
-        transport.serve("watch", self._serve_watch)
+            self._transport.serve(METHODS[kind], handler, max_body_bytes=MAX_LONG_BYTES)
+        self._transport.serve("summary", self._serve_summary)
+        self._transport.serve("watch", self._serve_watch)
 
     # -- asked by the stage peer ------------------------------------------------------------------
 
@@ -208,8 +192,8 @@ class StepCoordination:
         core = self._core
         return Local(
             generation=core.generation, version=core.version, steps=core.steps, commits=core.commits,
-            digest=core.digest, kind=core.kind, bandwidth_bps=self._bandwidth(), joined=core.joined,
-            leaving=core.leaving, busy=core.busy,
+            digest=core.digest, kind=core.kind, bandwidth_bps=self._all_reduce.bandwidth_bps,
+            joined=core.joined, leaving=core.leaving, busy=core.busy,
         )  # fmt: skip
 
     def _observe(self, *, also: Stage = 0) -> float:
@@ -259,7 +243,7 @@ class StepCoordination:
         """Ask replicas where they are: of a stage that is called lost, and of the others; some of each."""
         lost, asked = claimed.lost_stage, []
         records = [r for r in await self._directory.refresh({lost}) if r.state in ("serving", "leaving")]
-        voice = self._voices.of_all(version=self._core.version)
+        voice = self._core.voices.of_all(version=self._core.version)
         for group in ([r for r in records if r.stage == lost], [r for r in records if r.stage != lost]):
             peers = sorted(record.peer for record in group if record.peer != self._me)
             # Strangers may crowd out others without voice, but not in the same way everywhere.
@@ -290,7 +274,7 @@ class StepCoordination:
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""
         others = [r for r in self._directory.peers() if r.state == "serving" and r.stage != self._stage]
-        voice = self._voices.of_all(version=self._core.version)
+        voice = self._core.voices.of_all(version=self._core.version)
         furthest = sorted(others, key=lambda r: (r.peer not in voice, -r.version, r.peer))[:MAX_WITNESSES]
         told = await ask_status(self._run, self._transport, [record.peer for record in furthest])
         for peer in heard(told, voice):
@@ -323,11 +307,11 @@ class StepCoordination:
         except SwarmError as error:
             if method == "report" and isinstance(error, (Refused, Leaving)):
                 # It will not hear this peer, whichever is wrong: let the next one coordinate it meanwhile.
-                self._backoff.failed(peer, now=now_s())
+                self._core.backoff.failed(peer, now=now_s())
                 self._core.report_trigger.some()
         else:
             if came is not None:
-                self._backoff.answered(peer)
+                self._core.backoff.answered(peer)
                 self._step(lambda now: came(now=now))
 
     # -- serving ----------------------------------------------------------------------------------
@@ -335,7 +319,7 @@ class StepCoordination:
     async def _serve_report(self, request: Request) -> Answer:
         report = unpack(request.header, ReplicaReport)
         due = [8 * count for count in self._step(lambda _: self.protocol.may_report(report))]
-        await self._membership.require(request.peer, self._stage)
+        await self._core.membership.require(request.peer, self._stage)
         losses: list[list[float]] = []
         if not report.say_leaving:
             if list(request.body_sizes) != due:
@@ -352,7 +336,7 @@ class StepCoordination:
         if summary.run != self._run.id or not 0 <= summary.stage < self._run.S:
             raise Refused(f"a summary of stage {summary.stage} of run {summary.run[:40]!r}")
         if self.coordinator(0) == self._me:
-            await self._membership.require(request.peer, summary.stage)
+            await self._core.membership.require(request.peer, summary.stage)
         status = self._step(
             lambda now: self.protocol.summary(request.peer, summary, now=now), also=summary.stage
         )

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,8 @@ from msgspec.structs import replace
 from peers import events
 from peers.clock import now_s
 from peers.fault_points import fault_point
-from peers.ports import Answer, Rank, Request, Transport
-from peers.stage.membership import Membership, Replicas
+from peers.ports import Answer, Rank, Request
+from peers.stage.membership import Replicas
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, Wanted, download
@@ -65,23 +65,15 @@ class _Aside:
 class Handoff:
     """Both sides of a handoff."""
 
-    def __init__(
-        self,
-        core: StageCore,
-        transport: Transport,
-        membership: Membership,
-        replicas: Replicas,
-        leases: Leases,
-    ) -> None:
-        self._core, self._transport, self._membership, self._replicas = core, transport, membership, replicas
-        self._leases = leases
+    def __init__(self, core: StageCore, replicas: Replicas, leases: Leases) -> None:
+        self._core, self._transport, self._replicas, self._leases = core, core.transport, replicas, leases
         self._giving: dict[tuple[int, int], torch.Tensor] = {}
         """By step and ledger: a request that comes late is not for what the sum is by then."""
         self._aside: dict[PeerId, _Aside] = {}
-        transport.serve("offer", self._serve_offer)
-        transport.serve("give", self._serve_give)
-        transport.serve("sum", self._serve_sum)
-        transport.serve("take", self._serve_take, max_body_bytes=8 * core.run.M)
+        self._transport.serve("offer", self._serve_offer)
+        self._transport.serve("give", self._serve_give)
+        self._transport.serve("sum", self._serve_sum)
+        self._transport.serve("take", self._serve_take, max_body_bytes=8 * core.run.M)
 
     # -- giving -----------------------------------------------------------------------------------
 
@@ -126,11 +118,8 @@ class Handoff:
 
     def _takers(self) -> list[PeerId]:
         """The replicas that could take a sum: those with voice first, then the least loaded."""
-        voice, there = self._voice(), self._replicas.announced()
+        voice, there = self._core.voice(), self._replicas.announced()
         return [r.peer for r in sorted(there, key=lambda r: (r.peer not in voice, r.load, r.peer))]
-
-    def _voice(self) -> Mapping[PeerId, int]:
-        return self._replicas.voices.of(self._core.stage, version=self._core.version)
 
     async def _give(self, step: OpenStep, replica: PeerId) -> bool:
         """Hand a sum off to `replica`. True if it has it, or may have it; raises if it certainly has not."""
@@ -253,7 +242,7 @@ class Handoff:
             Refused: the peer has no voice, and nobody saw that it computed what it gives.
         """
         await self._require_replica(request)
-        if (voice := self._voice()) and request.peer not in voice:
+        if (voice := self._core.voice()) and request.peer not in voice:
             raise Refused("the sum of a peer without voice is not taken: no trainer has vouched for it yet")
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
@@ -262,4 +251,4 @@ class Handoff:
 
     async def _require_replica(self, request: Request) -> None:
         """Raises NotNow: a stranger neither gives nor takes a sum."""
-        await self._membership.require(request.peer, self._core.stage)
+        await self._core.membership.require(request.peer, self._core.stage)

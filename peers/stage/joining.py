@@ -8,7 +8,6 @@ from pathlib import Path
 
 from peers import events
 from peers.clock import now_s
-from peers.ports import Directory
 from peers.stage.membership import Replicas
 from peers.stage.recovery import Recovery
 from peers.stage.state import StageCore
@@ -36,20 +35,19 @@ class Joining:
     def __init__(
         self,
         core: StageCore,
-        directory: Directory,
         replicas: Replicas,
         recovery: Recovery,
         store: CheckpointStore,
         folder: Path | None,
     ) -> None:
-        self._core, self._directory, self._replicas = core, directory, replicas
+        self._core, self._directory, self._replicas = core, core.directory, replicas
         self._recovery, self._store, self._folder = recovery, store, folder
 
     async def run(self, kept: Snapshot | None) -> None:
         """Return with open steps, once the weights are here. `kept`: those of before a pause."""
         core = self._core
         lost_since: float | None = None
-        voices, voiced_until = self._replicas.voices, now_s() + VOICED_S
+        voiced_until = now_s() + VOICED_S
         if kept is not None:
             await core.load(Position(kept.generation, kept.version), kept.tensors)
             core.remember(kept.last_commit)
@@ -64,8 +62,9 @@ class Joining:
                 for r in others
                 if r.stage == core.stage and r.state == "serving" and r.peer in told
             }
-            run = max((told[p] for p in heard(told, voices.of_all(version=core.version))), default=Position())
-            voice = voices.of(core.stage, version=core.version)
+            of_all = core.voices.of_all(version=core.version)
+            run = max((told[peer] for peer in heard(told, of_all)), default=Position())
+            voice = core.voice()
             counted = [replicas[peer] for peer in heard(replicas, voice)]
             if counted and voice and voice.keys().isdisjoint(replicas) and now_s() < voiced_until:
                 by = None  # those with voice may only be slow to answer

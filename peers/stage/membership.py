@@ -1,4 +1,4 @@
-"""Which peers may speak for a stage, and which replicas of this stage answer just now."""
+"""Which peers of a stage to ask, and which replicas of this stage answer just now."""
 
 from __future__ import annotations
 
@@ -6,59 +6,25 @@ import zlib
 from collections.abc import Collection, Sequence
 
 from peers.clock import now_s
-from peers.ports import Directory, Transport
+from peers.ports import Directory
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
 from peers.voices import Voices
-from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
-from swarm.policy.backoff import Backoff
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 from swarm.wire.messages import PeerStatus
 
-REFRESH_S = 0.5
-"""A newcomer may call before the cached records have it; strangers must not cause endless queries."""
 MAX_ASKED = 16
 MAX_REPLICAS_ASKED = 12
 """Peers that are asked for their status at once, and how many of them are replicas of this stage."""
 
 
-class Membership:
-    """The announced replicas of each stage, in records that they signed, as the directory has them."""
-
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._asked_at = float("-inf")
-
-    def has(self, peer: PeerId, stage: Stage) -> bool:
-        """Whether `peer` announced that it serves, or joins, `stage`."""
-        record = self._directory.find(peer)
-        return record is not None and record.stage == stage and record.state != "left"
-
-    async def require(self, peer: PeerId, stage: Stage) -> None:
-        """Return if `peer` is announced at `stage`.
-
-        Raises:
-            NotNow: it is not, as far as is known now.
-        """
-        if self.has(peer, stage):
-            return
-        if now_s() - self._asked_at > REFRESH_S:
-            self._asked_at = now_s()
-            await self._directory.refresh({stage})
-            if self.has(peer, stage):
-                return
-        raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)
-
-
-def others_to_ask(
-    core: StageCore, stage: Stage, directory: Directory, voices: Voices, backoff: Backoff
-) -> list[PeerId]:
+def others_to_ask(core: StageCore, stage: Stage, directory: Directory, voices: Voices) -> list[PeerId]:
     """Other peers of a stage, with voice if any has it, for each asking peer in another order."""
     now, me = now_s(), core.me
     found = [r.peer for r in directory.at(stage) if r.state in ("serving", "leaving") and r.peer != me]
-    awake = [peer for peer in found if not backoff.in_backoff(peer, now=now)]
+    awake = [peer for peer in found if not core.backoff.in_backoff(peer, now=now)]
     awake = heard(awake, voices.of(stage, version=core.version))
     return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
 
@@ -66,24 +32,23 @@ def others_to_ask(
 class Replicas:
     """The other replicas of this peer's stage. Records outlive their peers, so what counts is asked."""
 
-    def __init__(self, core: StageCore, transport: Transport, directory: Directory) -> None:
-        self._core, self._transport, self._directory = core, transport, directory
-        self.voices = Voices(core.run, transport.signer, directory)
+    def __init__(self, core: StageCore) -> None:
+        self._core = core
 
     def announced(self) -> list[PeerRecord]:
         """The records of those that serve."""
-        records = self._directory.at(self._core.stage)
+        records = self._core.directory.at(self._core.stage)
         return [r for r in records if r.state == "serving" and r.peer != self._core.me]
 
     async def ask(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
         """What those peers say of themselves; of very many, the replicas and the furthest, those with voice
         before others.
         """
-        stage, voice = self._core.stage, self.voices.of_all(version=self._core.version)
+        stage, voice = self._core.stage, self._core.voices.of_all(version=self._core.version)
         order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
         asked = [r.peer for r in order if r.stage == stage][:MAX_REPLICAS_ASKED]
         asked += [r.peer for r in order if r.stage != stage]
-        return await ask_status(self._core.run, self._transport, asked[:MAX_ASKED])
+        return await ask_status(self._core.run, self._core.transport, asked[:MAX_ASKED])
 
     async def keep_stage(self, *, going: Collection[PeerId] = ()) -> bool:
         """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too."""

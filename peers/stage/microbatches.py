@@ -15,10 +15,10 @@ from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
 from peers.incoming import Incoming
 from peers.ports import Answer, Buffer, Rank, Request, Transport
-from peers.stage.membership import Membership
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
+from peers.voices import Membership
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.audit.answers import is_audited

@@ -78,7 +78,7 @@ class Moving:
         verdict = await judged(self._core.run, self._directory, self._record())
         if verdict is None or not verdict.spare:
             return False
-        voice = self._replicas.voices.of(self._core.stage, version=self._core.version)
+        voice = self._core.voice()
         if voice and voice.keys().isdisjoint(verdict.stay):
             return False  # what those say of their speed nobody has seen
         self.going = True  # as in `move`

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from peers import events
 from peers.clock import now_s
 from peers.islands.directory import Islands
-from peers.ports import Directory, Transport
+from peers.stage.coordination import StepCoordination
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
 from peers.status_query import ask_status
@@ -22,16 +22,13 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import Sources, ask_saved, is_keeper
 from peers.transfer.client import Partial, download, shown, state_of
 from peers.transfer.gradient import fetch_gradient
-from peers.voices import Voices
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import initial_state
-from swarm.policy.backoff import Backoff
 from swarm.policy.borne_out import ReplicaState, bearers
 from swarm.protocol.messages import Directive
 from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
-from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import FOUNDERS_VOICE, heard
 from swarm.records import PeerRecord
 
@@ -55,24 +52,16 @@ class Recovery:
     def __init__(
         self,
         core: StageCore,
-        transport: Transport,
-        directory: Directory,
+        coordination: StepCoordination,
         islands: Islands,
         store: CheckpointStore,
-        backoff: Backoff,
         tied_weights: TiedWeights,
-        *,
-        trainers: Callable[[], Sequence[PeerId]],
-        believes: Callable[[Commit], bool],
     ) -> None:
-        """`islands`: what is saved on any of them will do. `trainers`: those that this peer knows of itself;
-        `believes`: whether a commit is proven.
-        """
-        self._core, self._transport, self._directory, self._islands = core, transport, directory, islands
-        self._store, self._backoff, self._tied_weights = store, backoff, tied_weights
-        self._trainers, self._believes, self._emit = trainers, believes, core.emit
+        """`islands`: what is saved on any of them will do."""
+        self._core, self._transport, self._directory = core, core.transport, core.directory
+        self._coordination, self._islands, self._store = coordination, islands, store
+        self._tied_weights, self._emit = tied_weights, core.emit
         self._run, self._stage = core.run, core.stage
-        self._voices = Voices(core.run, transport.signer, directory)
         self.reached: Callable[[], Awaitable[None]] = _nothing
         """Called when this peer has a newer version from a replica, as after a step that it took itself."""
         self._said_at = float("-inf")
@@ -80,10 +69,6 @@ class Recovery:
         self._partial = Partial()
         self._useless_until: dict[int, float] = {}
         """Saved versions that were offered and could not be downloaded."""
-
-    def voice(self) -> Mapping[PeerId, int]:
-        """How much the word of each replica counts."""
-        return self._voices.of(self._stage, version=self._core.version)
 
     async def to(self, directive: Directive) -> bool:
         """Go to the stage's position in a directive. False if no peer could give it."""
@@ -102,7 +87,8 @@ class Recovery:
 
     async def _borne_out(self, directive: Directive, sources: Sequence[PeerId]) -> list[PeerId]:
         """The replicas that have what a directive says, if it is to be followed: `swarm.policy.borne_out`."""
-        core, goal, voice = self._core, directive.position, self.voice()
+        core, goal, voice = self._core, directive.position, self._core.voice()
+        believes = self._coordination.believes
         serving = [r.peer for r in self._directory.at(self._stage) if r.state == "serving"]
         others = sorted({*sources, *serving} - {core.me})
         told = await ask_status(self._run, self._transport, heard(others, voice))
@@ -110,7 +96,7 @@ class Recovery:
             goal, directive.digest, ReplicaState(core.position, core.digest, core.kind),
             {peer: ReplicaState(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
             me=core.me,
-            is_proven=any(c.t == goal.version - 1 and self._believes(c) for c in directive.commits),
+            is_proven=any(c.t == goal.version - 1 and believes(c) for c in directive.commits),
         )  # fmt: skip
         if not found:
             text = f"stage {self._stage}: {short(directive.coordinator)}, who coordinates, wants version"
@@ -124,7 +110,7 @@ class Recovery:
         core = self._core
         if not replicas:
             return False
-        counted = {replica: replicas[replica] for replica in heard(replicas, self.voice())}
+        counted = {replica: replicas[replica] for replica in heard(replicas, core.voice())}
         if is_one_step(core.position, max(counted.values())) and core.version in core.steps:
             ahead = [replica for replica, position in counted.items() if position > core.position]
             if await self._one_step(ahead):
@@ -136,13 +122,11 @@ class Recovery:
         return True
 
     async def _one_step(self, sources: Sequence[PeerId]) -> bool:
-        core = self._core
+        core, believes = self._core, self._coordination.believes
         step = core.steps[core.version]
         try:
-            reduced, held, commit, source = await fetch_gradient(
-                core, self._transport, sources, step.t, "", voice=self.voice()
-            )
-            if commit is None or not (self._believes(commit) and proves(commit, self._stage, held)):
+            reduced, held, commit, source = await fetch_gradient(core, sources, step.t, "")
+            if commit is None or not (believes(commit) and proves(commit, self._stage, held)):
                 return False
             step.audited = None
             await self._tied_weights.hold_fetched(step, reduced, held, limit_s=SHARED_S)
@@ -165,14 +149,14 @@ class Recovery:
         core, began = self._core, now_s()
 
         def fault(fault: PeerFault) -> None:
-            self._backoff.failed(fault.peer, now=now_s())
+            core.backoff.failed(fault.peer, now=now_s())
             self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.text))
 
         # Of a stage that is lost the keepers of founders say what its state was.
         founders = dict.fromkeys(self._run.admission.founders, FOUNDERS_VOICE)
-        usable = [source for source in sources if not self._backoff.in_backoff(source, now=began)]
+        usable = [source for source in sources if not core.backoff.in_backoff(source, now=began)]
         common = version >= 0 and self._run.is_common(version)
-        voice = self._islands.voice((self._stage,), version=core.version) if common else self.voice()
+        voice = self._islands.voice((self._stage,), version=core.version) if common else core.voice()
         wanted = state_of(self._run.whole if common else self._run, self._stage, version)
         try:
             found = await download(
@@ -189,7 +173,7 @@ class Recovery:
         if self._run.meets_at(loaded - 1):  # any island may need it
             self._store.pin(loaded, found.tensors)
         commit = found.opened.last_commit
-        if generation is None and commit is not None and self._believes(commit):
+        if generation is None and commit is not None and self._coordination.believes(commit):
             core.remember(commit)
         source = found.sources[0] if found.sources else ""
         self._emit(
@@ -249,9 +233,9 @@ class Recovery:
 
     async def is_trained(self) -> bool:
         """Whether a trainer would run again what a rollback undoes."""
-        if self._trainers():
+        if self._coordination.trainers:
             return True
-        voice = self._voices.of(0, version=self._core.version)
+        voice = self._core.voices.of(0, version=self._core.version)
         there = [r.peer for r in self._directory.at(0) if r.state in ("serving", "joining")]
         first = sorted(there, key=lambda peer: peer not in voice)[:MAX_ASKED]
         told = await ask_status(self._run, self._transport, first)
@@ -291,7 +275,7 @@ class Recovery:
         with those of others.
         """
         run, transport, version = self._run, self._transport, self._core.version
-        voice = self._voices.of_all(version=version)
+        voice = self._core.voices.of_all(version=version)
         found = await ask_saved(run, transport, records, voice=voice, on_fault=on_fault)
         if self._islands.others:
             others, voice = await self._islands.others_records(), self._islands.voice(version=version)

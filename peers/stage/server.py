@@ -38,7 +38,7 @@ from peers.stage.coordination import StepCoordination
 from peers.stage.device import DeviceThreads, watch_device
 from peers.stage.handoff import Handoff
 from peers.stage.joining import Joining
-from peers.stage.membership import Membership, Replicas
+from peers.stage.membership import Replicas
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.next_stage import NextStage
@@ -53,7 +53,6 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateServer
 from peers.transfer.spare import Spare, words_of
-from peers.voices import Voices
 from peers.waiting import unless
 from swarm.audit.answers import is_audited
 from swarm.errors import PeerFault, SetupError
@@ -96,37 +95,33 @@ class StagePeer:
         islands = Islands(run, transport.signer, everywhere)
         self._directory = directory = own_directory(run, everywhere)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
-        self.core = core = StageCore(run, stage, transport.peer_id, compute, emit, device=device)
-        router = Router(Backoff(probed=True), caller=transport.peer_id)
-        backoff = router.backoff
+        backoff = Backoff(probed=True)
+        self.core = core = StageCore(run, stage, compute, transport, directory, backoff, emit, device=device)
         self._lines = PathProber(run.id, transport, directory, random.Random(core.me))
         self._prober = Prober(run.id, transport, directory, backoff)
         next_stage = None
         if stage < run.S - 1:
-            voices = Voices(run, transport.signer, directory)
             next_stage = NextStage(
-                run.id, stage + 1, transport, directory, router, stages=run.S, on_fault=self._fault,
-                heard=lambda peers: heard(peers, voices.of(stage + 1, version=core.version)),
+                run.id, stage + 1, transport, directory, Router(backoff, caller=core.me), stages=run.S,
+                on_fault=self._fault,
+                heard=lambda peers: heard(peers, core.voices.of(stage + 1, version=core.version)),
             )  # fmt: skip
         self._next_stage = next_stage
-        membership = Membership(directory)
-        self.replicas = Replicas(core, transport, directory)
+        self.replicas = Replicas(core)
         audits = None
         if next_stage is not None and is_audited(run):
             audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._audits = audits
         self.microbatches = MicrobatchServer(
-            core, transport, membership, next_stage, max_inflight=settings.max_inflight,
+            core, transport, core.membership, next_stage, max_inflight=settings.max_inflight,
             left_out=self._left_out, audits=audits, upload_bps=settings.upload_bps,
         )  # fmt: skip
-        self.evaluations = EvaluationServer(core, transport, membership)
-        serve_kept(core, transport, membership)
+        self.evaluations = EvaluationServer(core)
+        serve_kept(core)
         kept_work = KeptWork(run, stage, transport, directory, lambda: core.version)
-        self.answer_audits = AnswerAudits(core, transport, membership, self.convictions, kept_work)
+        self.answer_audits = AnswerAudits(core, self.convictions, kept_work)
         sums = SumAudits(run, stage, transport, self.convictions)
-        self.contribution_audits = ContributionAudits(
-            core, transport, self.convictions, kept_work, sums, backoff
-        )
+        self.contribution_audits = ContributionAudits(core, self.convictions, kept_work, sums)
         all_reduce = self.all_reduce = AllReduce(
             run.id, core.me, transport, run.sum_codec,
             compute.sums.dtype, compute.sums.answer, compute.shared.sqnorm,
@@ -135,33 +130,25 @@ class StagePeer:
         self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
         if kept is not None and run.is_saved(kept.version):
             self.store.pin(kept.version, kept.tensors)  # all stages saved it: perhaps the run goes back to it
-        self.coordination = StepCoordination(
-            core, transport, directory, membership, backoff,
-            bandwidth=lambda: all_reduce.bandwidth_bps, since_s=settings.joined_at,
-        )  # fmt: skip
+        self.coordination = StepCoordination(core, all_reduce, since_s=settings.joined_at)
         self.coordination.word_overdue = self.convictions.ask_about
-        meeting = IslandMeeting(core, transport, islands, backoff)
-        tied_weights = TiedWeights(core, transport, directory, backoff, meeting)
-        recovery = self._recovery = Recovery(
-            core, transport, directory, islands, self.store, backoff, tied_weights,
-            trainers=lambda: self.coordination.trainers,
-            believes=lambda commit: self.coordination.believes(commit),
-        )  # fmt: skip
+        meeting = IslandMeeting(core, islands)
+        tied_weights = TiedWeights(core, meeting)
+        recovery = self._recovery = Recovery(core, self.coordination, islands, self.store, tied_weights)
         self.actions = Actions(
-            core, transport, directory, backoff, self.coordination, all_reduce, tied_weights, meeting,
-            recovery, self.store, settings.checkpoints, failed=self._fail,
+            core, self.coordination, all_reduce, tied_weights, meeting, recovery, self.store,
+            settings.checkpoints, failed=self._fail,
         )  # fmt: skip
-        self._joining = Joining(core, directory, self.replicas, recovery, self.store, settings.resumed_from)
-        self._states = StateServer(core, transport, self.store)
+        self._joining = Joining(core, self.replicas, recovery, self.store, settings.resumed_from)
+        self._states = StateServer(core, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
-        self._handoff = Handoff(core, transport, membership, self.replicas, self._states.leases)
+        self._handoff = Handoff(core, self.replicas, self._states.leases)
         self.moving = Moving(
             core, everywhere, self.replicas, movable=settings.movable, go=self._move,
             stand_by=self._stand_by, record=lambda: self.status.record(),
         )  # fmt: skip
         self.status = StageStatus(
-            core, transport, directory, settings, self.coordination, self.microbatches, all_reduce,
-            self.moving, self.evaluations,
+            core, settings, self.coordination, self.microbatches, all_reduce, self.moving, self.evaluations
         )  # fmt: skip
         self.convictions.on_conviction = self._do_without
         self._leaving = asyncio.Event()

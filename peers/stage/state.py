@@ -1,4 +1,4 @@
-"""The state that the parts of a stage peer share: weights and sums, open steps, and what to report."""
+"""What the parts of a stage peer share: its state, which is weights, sums and open steps; and the others."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from peers.audit.trail import OwnTrail
 from peers.clock import now_s
 from peers.events import Event, Undone
-from peers.ports import Device, Rank
-from peers.stage.device import DeviceThreads
+from peers.ports import Device, Directory, Rank, Transport
 from peers.stage.open_step import OpenStep
+from peers.voices import Membership, Voices
 from peers.waiting import happens
-from swarm.errors import Leaving, NotReady, Stale, SwarmError
+from swarm.errors import Leaving, NotReady, PeerFault, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.gradient_sum import SumLost
 from swarm.model.stage import StageCompute
+from swarm.policy.backoff import Backoff
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.ledger import Ledger, members_of
 from swarm.protocol.replica import COMMITS_KEPT
@@ -68,17 +69,21 @@ class StageCore:
         self,
         run: Run,
         stage: Stage,
-        me: PeerId,
         compute: StageCompute,
+        transport: Transport,
+        directory: Directory,
+        backoff: Backoff,
         emit: Callable[[Event], None],
         *,
-        device: Device | None = None,
+        device: Device,
     ) -> None:
-        """`device`: a thread of its own if there is none."""
-        self.run, self.stage, self.me, self.compute, self.emit = run, stage, me, compute, emit
+        self.run, self.stage, self.compute, self.emit = run, stage, compute, emit
+        self.me: PeerId = transport.peer_id
+        self.transport, self.directory, self.backoff = transport, directory, backoff
+        self.membership, self.voices = Membership(directory), Voices(run, transport.signer, directory)
         self.kind = ""
         """What a made-up microbatch gives here: devices of one kind compute the same bits."""
-        self.device: Device = device or DeviceThreads(f"device of stage {stage}")
+        self.device = device
         self.generation = Generation()
         self.steps: dict[int, OpenStep] = {}
         self.commits: dict[int, Commit] = {}
@@ -110,6 +115,14 @@ class StageCore:
         """Told of each step that opens."""
         self.stepped = asyncio.Event()
         """Set after each step that is taken."""
+
+    def voice(self) -> Mapping[PeerId, int]:
+        """How much the word of each replica counts."""
+        return self.voices.of(self.stage, version=self.version)
+
+    def failed(self, fault: PeerFault) -> None:
+        """Leave a peer alone for a while."""
+        self.backoff.failed(fault.peer, now=now_s(), silent=fault.silent)
 
     @property
     def version(self) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
-from peers.ports import Answer, Directory, Rank, Request, Transport
+from peers.ports import Answer, Rank, Request
 from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
 from peers.stage.microbatches import MicrobatchServer
@@ -37,8 +37,6 @@ class StageStatus:
     def __init__(
         self,
         core: StageCore,
-        transport: Transport,
-        directory: Directory,
         settings: StageSettings,
         coordination: StepCoordination,
         microbatches: MicrobatchServer,
@@ -46,7 +44,7 @@ class StageStatus:
         moving: Moving,
         evaluations: EvaluationServer,
     ) -> None:
-        self._core, self._transport, self._directory, self._settings = core, transport, directory, settings
+        self._core, self._settings, transport = core, settings, core.transport
         self._coordination, self._microbatches, self._all_reduce = coordination, microbatches, all_reduce
         self._moving, self._evaluations = moving, evaluations
         self.rehearsed_s = self._rehearsals_s = 0.0
@@ -74,7 +72,7 @@ class StageStatus:
         """Publish the record of this peer."""
         record = self.record()
         self._remember()
-        await self._directory.announce(record)
+        await self._core.directory.announce(record)
 
     async def run(self) -> None:
         """Announce every few seconds, until cancelled."""
@@ -112,7 +110,7 @@ class StageStatus:
                 peer=peer, bytes_in=line.received_bytes, bytes_out=line.sent_bytes,
                 rtt_s=line.rtt_s, bandwidth_bps=line.bandwidth_bps, memory_bytes=line.memory_bytes,
             )
-            for peer, line in self._transport.lines.items()
+            for peer, line in self._core.transport.lines.items()
         ]  # fmt: skip
         return sorted(links, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer))
 

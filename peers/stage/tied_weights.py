@@ -16,16 +16,14 @@ import torch
 
 from peers.clock import now_s
 from peers.islands.meeting import IslandMeeting
-from peers.ports import Directory, Rank, Transport
+from peers.ports import Rank
 from peers.stage.membership import others_to_ask
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, download
 from peers.transfer.gradient import wanted_of
-from peers.voices import Voices
-from swarm.errors import NotReady, PeerFault
+from swarm.errors import NotReady
 from swarm.ids import Stage
-from swarm.policy.backoff import Backoff
 from swarm.protocol.rounds import Prepared
 from swarm.wire.messages import OpenHeld
 
@@ -38,17 +36,8 @@ ASKED_AT_ONCE = 4
 class TiedWeights:
     """Completes the summed gradient of this replica's steps."""
 
-    def __init__(
-        self,
-        core: StageCore,
-        transport: Transport,
-        directory: Directory,
-        backoff: Backoff,
-        meeting: IslandMeeting,
-    ) -> None:
-        self._meeting = meeting
-        self._core, self._transport, self._directory, self._backoff = core, transport, directory, backoff
-        self._voices = Voices(core.run, transport.signer, directory)
+    def __init__(self, core: StageCore, meeting: IslandMeeting) -> None:
+        self._core, self._meeting = core, meeting
 
     async def hold(self, step: OpenStep, reduced: torch.Tensor, held: Prepared) -> None:
         """Hold `reduced`, the stage's sum, once the other stages' parts of shared weights are here; or at a
@@ -100,8 +89,7 @@ class TiedWeights:
         numel = core.compute.shared.numel(other)
         while not step.over and other not in step.shared:
             theirs, ours = (
-                others_to_ask(core, stage, self._directory, self._voices, self._backoff)
-                for stage in (other, core.stage)
+                others_to_ask(core, stage, core.directory, core.voices) for stage in (other, core.stage)
             )
             asks = [(peer, core.stage, -1) for peer in theirs[:ASKED_AT_ONCE]]
             asks += [(peer, -1, other) for peer in ours[:ASKED_AT_ONCE]]
@@ -109,12 +97,9 @@ class TiedWeights:
                 question = OpenHeld(run=core.run.id, t=step.t, shared_with=shared_with, shared_of=shared_of)
                 wanted = wanted_of(core, question, numel)
                 with contextlib.suppress(DownloadFailed):
-                    found = await download(self._transport, wanted, [peer], on_fault=self._failed)
+                    found = await download(core.transport, wanted, [peer], on_fault=core.failed)
                     step.shared[other] = found.tensors["gradient"]
                     return
             await asyncio.sleep(RETRY_S)
         if step.over:
             raise NotReady(f"step {step.t} ended before all that it shares was here", version=core.version)
-
-    def _failed(self, fault: PeerFault) -> None:
-        self._backoff.failed(fault.peer, now=now_s(), silent=fault.silent)

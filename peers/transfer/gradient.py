@@ -9,25 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from peers.ports import Transport
 from peers.stage.state import StageCore
 from peers.transfer.client import Wanted, download
 from swarm.errors import PeerFault
 from swarm.ids import PeerId
 from swarm.model.reductions import vectors_digest
-from swarm.protocol.rounds import NO_VOICE, Commit, Prepared
+from swarm.protocol.rounds import Commit, Prepared
 from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
 
 
 async def fetch_gradient(
     core: StageCore,
-    transport: Transport,
     sources: Sequence[PeerId],
     t: int,
     round_name: str,
     *,
-    voice: Mapping[PeerId, int] = NO_VOICE,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> tuple[torch.Tensor, Prepared, Commit | None, PeerId]:
     """The reduced gradient of step `t` from replicas that hold it (or applied it: then with its commit), and
@@ -51,7 +48,8 @@ async def fetch_gradient(
     wanted = wanted_of(
         core, OpenHeld(run=core.run.id, t=t, round=round_name), core.compute.result_numel(t), fits
     )
-    found = await download(transport, wanted, heard(sources, voice), voice=voice, on_fault=on_fault)
+    voice = core.voice()
+    found = await download(core.transport, wanted, heard(sources, voice), voice=voice, on_fault=on_fault)
     assert found.opened.prepared is not None
     return found.tensors["gradient"], found.opened.prepared, found.opened.last_commit, found.sources[0]
 

@@ -176,8 +176,8 @@ class StateServer:
     """What a stage peer gives out: to joiners its state and its checkpoints, to members that missed a step
     the gradient of that."""
 
-    def __init__(self, core: StageCore, transport: Transport, store: CheckpointStore | None = None) -> None:
-        self._core = core
+    def __init__(self, core: StageCore, store: CheckpointStore | None = None) -> None:
+        self._core, transport = core, core.transport
         stores = {} if store is None else {core.stage: store}
         start = partial(start_tensors, core.run) if core.run.start.weights else None
         self.leases = StateLeases(core.run, transport, stores, live=self, start=start)

@@ -44,7 +44,7 @@ def never_answer(liar: StagePeer) -> None:
 
 
 def trickle(liar: StagePeer) -> None:
-    liar.actions._transport.limit_upload(TRICKLE_BPS)  # type: ignore[attr-defined]
+    liar.core.transport.limit_upload(TRICKLE_BPS)  # type: ignore[attr-defined]
 
 
 def send_no_part(liar: StagePeer) -> None:
@@ -57,7 +57,7 @@ async def _never(request: Request) -> Answer:
 
 
 def _serve(liar: StagePeer, method: str, handler: Callable[..., object]) -> None:
-    liar.actions._transport.serve(method, handler, max_body_bytes=1 << 24)  # type: ignore[arg-type]
+    liar.core.transport.serve(method, handler, max_body_bytes=1 << 24)  # type: ignore[arg-type]
 
 
 HOLDING_UP: dict[str, Callable[[StagePeer], None]] = {

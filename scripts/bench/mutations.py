@@ -1443,7 +1443,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "stranger-hands-over",
         HANDOFF,
-        "        await self._membership.require(request.peer, self._core.stage)\n",
+        "        await self._core.membership.require(request.peer, self._core.stage)\n",
         "",
         "A peer outside the stage adds to its sum.",
         (*MOVES, "test_attack"),
@@ -1864,7 +1864,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "last-commit-not-downloaded",
         RECOVERY,
-        "if generation is None and commit is not None and self._believes(commit):",
+        "if generation is None and commit is not None and self._coordination.believes(commit):",
         "if False:",
         "A newcomer that coordinates does not know the commit that others wait for.",
         ("test_guards", "test_sync", "test_loops", "test_pause"),
@@ -1911,7 +1911,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "any-stage-may-speak",
-        "peers/stage/membership.py",
+        "peers/voices.py",
         "return record is not None and record.stage == stage and record",
         "return record is not None and record",
         "A peer of another stage speaks for this one.",
@@ -1928,7 +1928,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "summary-of-a-stranger",
         COORDINATION,
-        "            await self._membership.require(request.peer, summary.stage)\n",
+        "            await self._core.membership.require(request.peer, summary.stage)\n",
         "            pass\n",
         "A peer outside a stage says that it is prepared.",
         ("test_council",),
@@ -3259,7 +3259,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-strangers-sum-is-taken",
         "peers/stage/handoff.py",
-        "if (voice := self._voice()) and request.peer not in voice:",
+        "if (voice := self._core.voice()) and request.peer not in voice:",
         "if False:",
         "A stranger hands off a sum that nobody computed.",
         ("test_believing",),
@@ -4330,7 +4330,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "save-nothing-for-a-spare",
         ACTIONS,
-        "keepers = keepers or any(record.spare for record in self._directory.peers())",
+        "keepers = keepers or any(record.spare for record in core.directory.peers())",
         "keepers = keepers or False",
         "A spare finds no version that it could hold.",
         ("test_spares",),

@@ -453,7 +453,7 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) ->
         await s.until_version(2)
         await add_liar(s, "liar", 1, 2 + ahead)
         peer = s.peers["s1p0"]
-        await s.until(lambda: "liar" in peer.actions._recovery.voice())
+        await s.until(lambda: "liar" in peer.core.voice())
         says = Directive(
             run=RUN.id, stage=1, coordinator="liar", version=2 + ahead, sources=("liar",), digest="made up"
         )

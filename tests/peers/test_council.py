@@ -12,8 +12,8 @@ import pytest
 
 from peers.clock import now_s
 from peers.stage.coordination import MAX_WATCHERS, WATCHED_S
-from peers.stage.membership import Membership
 from peers.stage.status import MAX_PAST_TOLD, StageStatus
+from peers.voices import Membership
 from swarm.errors import NotNow, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap

@@ -83,7 +83,7 @@ def lie(liar: StagePeer, change: Change) -> None:
     async def believes_nothing(evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
         return False
 
-    transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+    transport = liar.core.transport
     transport.serve("audit", says_that_it_fits)
     liar.convictions.judge = believes_nothing
     compute.forward = false_forward
@@ -248,7 +248,7 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
         async def others(request: Request) -> Answer:
             return Answer(pack(KeptTensors(forth=(), back=())))
 
-        liar.actions._transport.serve("kept", others)  # pyright: ignore[reportPrivateUsage]
+        liar.core.transport.serve("kept", others)
         s.add_trainer(TRAINER)
         await s.until_finished(limit_s=200.0)
         assert not accused(s)  # there is nothing to show

@@ -140,7 +140,7 @@ async def test_a_replica_that_shows_nothing_of_what_it_added_is_left_out_for_a_w
         async def nothing(request: Request) -> Answer:
             raise Stale("microbatch (0, 0) is not kept here", version=0)
 
-        s.peers["s1p1"].actions._transport.serve("kept", nothing)  # pyright: ignore[reportPrivateUsage]
+        s.peers["s1p1"].core.transport.serve("kept", nothing)
 
     s = await play(audited_run(steps=12), "s1p1", LIES["a tenth more"], suspects=("s1p1",), also=hides)
     assert not accused(s)  # there is nothing to show
@@ -153,7 +153,7 @@ async def test_a_replica_that_shows_gradients_that_suit_its_sum_is_left_out_for_
 
     def suits(s: Swarm) -> None:
         liar = s.peers["s1p1"]
-        honest, _ = liar.actions._transport.handlers["kept"]  # type: ignore[attr-defined]
+        honest, _ = liar.core.transport.handlers["kept"]  # type: ignore[attr-defined]
 
         async def negated(request: Request) -> Answer:
             answer = await honest(request)
@@ -163,7 +163,7 @@ async def test_a_replica_that_shows_gradients_that_suit_its_sum_is_left_out_for_
             back = changed(split[1], np.negative)
             return Answer(answer.header, [buffer for one in (*split[0], *back) for buffer in one.buffers])
 
-        liar.actions._transport.serve("kept", negated)  # pyright: ignore[reportPrivateUsage]
+        liar.core.transport.serve("kept", negated)
 
     s = await play(audited_run(steps=12), "s1p1", LIES["sign flip"], suspects=("s1p1",), also=suits)
     assert not accused(s)

@@ -131,7 +131,7 @@ async def test_without_a_liar_nobody_is_accused_and_each_round_is_checked(
 
 def answers(liar: StagePeer, method: str, change: Callable[[Request, Answer], Answer]) -> None:
     """Change what a liar answers."""
-    transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+    transport = liar.core.transport
     honest, limit = transport.handlers[method]  # type: ignore[attr-defined]
 
     async def serve(request: Request) -> Answer:
@@ -246,7 +246,7 @@ async def test_a_contribution_that_is_not_the_one_that_was_signed_is_not_added()
     """Else its member could have an honest owner convicted: of a sum that is not that of what it signed."""
 
     def lie(s: Swarm, liar: StagePeer) -> None:
-        transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+        transport = liar.core.transport
         honest, left = transport.call, [2]
 
         async def call(peer: str, method: str, header: bytes, body: Any = (), **limits: Any) -> Answer:
@@ -267,7 +267,7 @@ async def test_a_member_with_no_nonce_to_show_ends_the_round_and_no_honest_one_i
     other: bytes,
 ) -> None:
     def lie(s: Swarm, liar: StagePeer) -> None:
-        transport = liar.actions._transport  # pyright: ignore[reportPrivateUsage]
+        transport = liar.core.transport
         honest, left = transport.call, [2]
 
         async def call(peer: str, method: str, header: bytes, *args: object, **limits: object) -> Answer:

@@ -603,7 +603,7 @@ async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_f
     alone = await Alone(RUN).opened()
     trainers: list[str] = []
     its: Any = alone.peer.actions._recovery  # pyright: ignore[reportPrivateUsage]
-    its._trainers = lambda: trainers
+    its._coordination = SimpleNamespace(trainers=trainers)
     finished = Position(Generation(), RUN.steps)
     assert not await its.restore(finished, waited_s=1000.0)
     assert alone.core.generation == Generation()

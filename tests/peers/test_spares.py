@@ -104,7 +104,7 @@ async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() ->
     async with swarm(run_of(6), replicas=2) as s:
         await s.until_serving()
         home = s.add_peer("home", 1, upload_bps=SLOW_BPS)
-        home.replicas.voices.of = lambda *_, **__: {"home": 3}  # type: ignore[method-assign]
+        home.core.voices.of = lambda *_, **__: {"home": 3}  # type: ignore[method-assign]
         s.add_trainer("trainer")
         await s.until_finished()
         assert not s.network.records["home"].spare

@@ -23,6 +23,7 @@ from swarm.ids import Generation, Stage
 from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
 from swarm.policy import pace
+from swarm.policy.backoff import Backoff
 from swarm.sim.dice import Dice
 from swarm.wire import whole_numbers
 from swarm.wire.messages import (
@@ -76,10 +77,12 @@ class Source:
 
     def __init__(self, store: SavedHere | None = None) -> None:
         self.network = CalmNetwork()
+        here = self.network.join("source")
         self.core = StageCore(
-            RUN, 0, "source", StageCompute(RUN, 0), lambda event: None, device=SimDevice(Dice(1), 0.01)
-        )
-        self.server = StateServer(self.core, self.network.join("source").transport, store)
+            RUN, 0, StageCompute(RUN, 0), here.transport, here.directory, Backoff(), lambda event: None,
+            device=SimDevice(Dice(1), 0.01),
+        )  # fmt: skip
+        self.server = StateServer(self.core, store)
         self.core.device.start()
         self.core.joined = True
 

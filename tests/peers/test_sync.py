@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
+from peers.stage.state import StageCore
 from peers.storage.weights import read_stage
 from peers.transfer import leases
 from peers.transfer.client import DownloadFailed
@@ -136,11 +138,18 @@ async def test_a_peer_that_joins_itself_gives_no_state() -> None:
 # --- the gradient of one step -------------------------------------------------------------------------------
 
 
+def seen_by(stranger: Stranger, core: StageCore) -> StageCore:
+    """The same stage at another peer."""
+    other = copy.copy(core)
+    other.transport = stranger.end.transport
+    return other
+
+
 async def test_the_gradient_of_the_last_step_comes_with_its_go() -> None:
     async with swarm(RUN, replicas=1) as s:
         stranger = await trained(s)
         core = s.peers["s1p0"].core
-        vector, held, commit, source = await fetch_gradient(core, stranger.end.transport, ["s1p0"], 2, "")
+        vector, held, commit, source = await fetch_gradient(seen_by(stranger, core), ["s1p0"], 2, "")
         assert torch.equal(vector, core.applied.reduced)
         assert (held, commit, source) == (core.applied.prepared, core.applied.commit, "s1p0")
 
@@ -171,12 +180,12 @@ async def test_a_gradient_that_does_not_fit_is_the_sources_fault_and_another_is_
     async with swarm(RUN, replicas=2) as s:
         stranger = await trained(s)
         tampered(s, "s1p0", method, change)
-        core, transport, faults = s.peers["s1p0"].core, stranger.end.transport, list[PeerFault]()
+        core, faults = s.peers["s1p0"].core, list[PeerFault]()
         with pytest.raises(DownloadFailed) as caught:
-            await fetch_gradient(core, transport, ["s1p0"], 2, "", on_fault=faults.append)
+            await fetch_gradient(seen_by(stranger, core), ["s1p0"], 2, "", on_fault=faults.append)
         assert caught.value.text == f"could not download the gradient of step 2: peer s1p0: {why}"
         assert [fault.peer for fault in faults] == ["s1p0"]
-        vector, *_ = await fetch_gradient(core, transport, ["s1p0", "s1p1"], 2, "")
+        vector, *_ = await fetch_gradient(seen_by(stranger, core), ["s1p0", "s1p1"], 2, "")
         assert torch.equal(vector, core.applied.reduced)
 
 
@@ -186,7 +195,7 @@ async def test_what_is_held_is_lent_while_it_is_read_and_no_longer() -> None:
         transport, lent = stranger.end.transport, s.peers["s1p0"]._states.leases
         opened = [await stranger.ask("s1p0", "held", OpenHeld(run=RUN.id, t=2), Opened) for _ in range(2)]
         assert opened[0].lease == opened[1].lease and len(lent.of("held")) == 1
-        await fetch_gradient(s.peers["s1p0"].core, transport, ["s1p0"], 2, "")
+        await fetch_gradient(seen_by(stranger, s.peers["s1p0"].core), ["s1p0"], 2, "")
         await s.until(lambda: transport.calls["close"] or s.network.peers["s1p0"].transport.calls["close"])
         assert lent.of("held") == []
 

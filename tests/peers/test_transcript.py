@@ -375,7 +375,7 @@ async def test_what_a_replica_did_not_sign_or_was_not_asked_is_not_written(
     run = audit_run(stages=1, steps=3, microbatches_per_step=2)
     async with swarm(run, replicas=2) as s:
         await s.until_serving()
-        transport = s.peers["s0p1"].actions._transport  # pyright: ignore[reportPrivateUsage]
+        transport = s.peers["s0p1"].core.transport
         honest, _ = transport.handlers["trail"]  # type: ignore[attr-defined]
 
         async def lie(request: Request) -> Answer:
