@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 
 from peers.clock import now_s
 from peers.ports import Transport
-from swarm.errors import SwarmError
+from peers.status_query import ask_all
 from swarm.ids import Microbatch, PeerId
 from swarm.policy.backoff import Backoff
 from swarm.policy.lost_time import BUDGET_ROUNDS
 from swarm.protocol.rounds import named_by_most
-from swarm.wire.messages import Locate, Located, pack, unpack_answer
+from swarm.wire.messages import Locate, Located
 
 LOCATE_S = 1.0
 """How long to ask which peer has a microbatch before it is recomputed."""
@@ -30,17 +29,8 @@ class Locator:
         """Those of `peers` that have `microbatch` or compute it, and are not left out."""
         now, (t, m) = now_s(), microbatch
         asked = [peer for peer in peers if not self._backoff.in_backoff(peer, now=now)][:MAX_ASKED]
-        question = pack(Locate(run=self._run, t=t, m=m))
-
-        async def ask(peer: PeerId) -> Located | None:
-            try:
-                answer = await self._transport.call(peer, "locate", question, deadline_s=LOCATE_S)
-                return unpack_answer(peer, answer.header, Located)
-            except SwarmError:
-                return None
-
-        answers = await asyncio.gather(*map(ask, asked))
-        told = {peer: answer for peer, answer in zip(asked, answers, strict=True) if answer is not None}
+        question = Locate(run=self._run, t=t, m=m)
+        told = await ask_all(self._transport, asked, "locate", question, Located, deadline_s=LOCATE_S)
         named = named_by_most({p: answer.left_out for p, answer in told.items()})
         for peer in named:
             self._backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)

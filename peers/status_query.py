@@ -1,13 +1,16 @@
-"""Asking peers for their status: records lag, and outlive their peers."""
+"""Asking peers: one or several at once, for their status above all. Records lag, and outlive their peers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
 
 from peers.ports import Transport
-from swarm.errors import SwarmError
+from swarm.errors import PeerFault, SwarmError
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.protocol.rollback import check_position
@@ -16,22 +19,46 @@ from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 ASK_S = 3.0
 MAX_VOICES = 3
 
+T = TypeVar("T")
+
+
+async def ask_all(
+    transport: Transport, peers: Collection[PeerId], method: str, question: msgspec.Struct, kind: type[T], *,
+    deadline_s: float, max_answer_bytes: int = 0,
+    check: Callable[[PeerId, T], object] = lambda peer, said: None,
+    on_fault: Callable[[PeerFault], None] = lambda fault: None,
+) -> dict[PeerId, T]:  # fmt: skip
+    """What those peers answer, in a header or a body, all asked at once.
+
+    Left out are those that give no answer, or one of which `check` raises a SwarmError; `on_fault` hears of
+    the errors that are their faults.
+    """
+    header = pack(question)
+
+    async def ask(peer: PeerId) -> T | None:
+        try:
+            answer = await transport.call(
+                peer, method, header, max_answer_bytes=max_answer_bytes, deadline_s=deadline_s
+            )
+            said = unpack_answer(peer, answer.header, kind, answer.body)
+            check(peer, said)
+            return said
+        except SwarmError as error:  # it may be leaving, say: a healthy peer without anything for us
+            if isinstance(error, PeerFault):
+                on_fault(error)
+            return None
+
+    answers = await asyncio.gather(*map(ask, peers))
+    return {peer: said for peer, said in zip(peers, answers, strict=True) if said is not None}
+
 
 async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) -> dict[PeerId, PeerStatus]:
     """The status of those peers, all asked at once. Silent ones are left out, and this one is not asked."""
-    question, peers = pack(AskStatus(run=run.id)), [peer for peer in peers if peer != transport.peer_id]
-
-    async def ask(peer: PeerId) -> PeerStatus | None:
-        try:
-            answer = await transport.call(peer, "status", question, deadline_s=ASK_S)
-            status = unpack_answer(peer, answer.header, PeerStatus)
-            check_position(status.generation, status.version, run, what="a status")
-        except SwarmError:
-            return None
-        return status
-
-    answers = await asyncio.gather(*map(ask, peers))
-    return {peer: status for peer, status in zip(peers, answers, strict=True) if status is not None}
+    return await ask_all(
+        transport, [peer for peer in peers if peer != transport.peer_id], "status", AskStatus(run=run.id),
+        PeerStatus, deadline_s=ASK_S,
+        check=lambda _, said: check_position(said.generation, said.version, run, what="a status"),
+    )  # fmt: skip
 
 
 async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int) -> bool:

@@ -16,10 +16,11 @@ from msgspec.structs import replace
 
 from peers import events
 from peers.ports import Directory, Transport
+from peers.status_query import ask_all
 from peers.storage.transcript import CharterSeen, Conviction, Entry, Took, TranscriptWriter
 from peers.voices import Voices
 from swarm.audit.evidence import is_signed_by_accused
-from swarm.errors import SetupError, SwarmError
+from swarm.errors import BadAnswer, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.coordinator import realigns
@@ -27,7 +28,6 @@ from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 from swarm.wire.evidence import AskConvicted, Convicted, Evidence, judged
-from swarm.wire.messages import hear, pack, unpack_answer
 from swarm.wire.trails import MAX_STEPS, AskTrail, Signed, TookSteps, Trail, unpack_rows
 
 EVERY_S = 10.0
@@ -106,10 +106,8 @@ class Recorder:
             return []
         until = min(since + MAX_STEPS, steps)
         least = since + 1 if all_of_it else until
-        told = await asyncio.gather(
-            *(self._ask(record, stage, since, least, until) for record in asked[:MAX_ASKED])
-        )
-        found = chosen([one for one in told if one is not None], lambda peer: weight(peer, voice))
+        told = await self._ask(asked[:MAX_ASKED], stage, since, least, until)
+        found = chosen(told, lambda peer: weight(peer, voice))
         return [replace(took, island=max(0, self._run.number)) for took in found]
 
     async def contradicted(self, stage: Stage, version: int, weights: str) -> bool:
@@ -120,11 +118,8 @@ class Recorder:
             return False
         voice = self._voices.of(stage)
         asked = [record for record in self._heard(stage) if record.peer in voice][:MAX_ASKED]
-        told = await asyncio.gather(
-            *(self._ask(record, stage, version - 1, version, version) for record in asked)
-        )
         by: dict[str, list[int]] = {}
-        for took, signed in [one for one in told if one is not None]:
+        for took, signed in await self._ask(asked, stage, version - 1, version, version):
             by.setdefault(unpack_rows(took.rows)[-1].weights, []).append(voice[signed.peer])
         same = sum(by.pop(weights, ()))
         return any(len(said) >= SIGNERS and sum(said) > same for said in by.values())
@@ -137,22 +132,21 @@ class Recorder:
         return sorted(found, key=lambda record: (-weight(record.peer, voice), -record.version, record.peer))
 
     async def _ask(
-        self, record: PeerRecord, stage: Stage, since: int, least: int, until: int
-    ) -> tuple[TookSteps, Signed] | None:
-        """What a replica signs of these steps; None if that does not reach to `least`, or cannot be."""
-        run, peer = self._run.id, record.peer
-        ask = pack(AskTrail(run=run, since=since, until=until))
-        try:
-            answer = await self._transport.call(peer, "trail", ask, deadline_s=ASK_S)
-            trail = unpack_answer(peer, answer.header, Trail)
-        except SwarmError:
-            return None
-        took = trail.steps
-        if took.stage != stage or not since <= took.start < took.end or not least <= took.end <= until:
-            return None
-        if not is_signed(self._transport.signer, peer, run, took, trail.signature):
-            return None
-        return took, Signed(peer, trail.signature, record.voucher)
+        self, records: Sequence[PeerRecord], stage: Stage, since: int, least: int, until: int
+    ) -> list[tuple[TookSteps, Signed]]:
+        """What replicas sign of these steps, of each that reaches to `least`, and can be."""
+        run, transport = self._run.id, self._transport
+
+        def check(peer: PeerId, trail: Trail) -> None:
+            took = trail.steps
+            if took.stage != stage or not since <= took.start < took.end or not least <= took.end <= until:
+                raise BadAnswer(peer, "told of other steps")
+            if not is_signed(transport.signer, peer, run, took, trail.signature):
+                raise BadAnswer(peer, "did not sign its steps")
+
+        question, by = AskTrail(run=run, since=since, until=until), {r.peer: r.voucher for r in records}
+        told = await ask_all(transport, by, "trail", question, Trail, deadline_s=ASK_S, check=check)
+        return [(trail.steps, Signed(peer, trail.signature, by[peer])) for peer, trail in told.items()]
 
     # -- evidence -----------------------------------------------------------------------------------
 
@@ -163,14 +157,14 @@ class Recorder:
         asked, found, written = self._heard(stage)[:MAX_ASKED], list[Conviction](), self._file.convicted
         if not asked:
             return []
-        names = (await self._told(asked[self._turn % len(asked)].peer, "")).others
+        told = await self._told([asked[self._turn % len(asked)].peer], "")
+        names = [name for one in told.values() for name in one.others]
         wanted = [name for name in names if written.get(name, 0) < SIGNERS]
         for accused in self._dice.sample(wanted, min(AT_A_TIME, len(wanted))):
-            told = await asyncio.gather(
-                *(self._judgement(one, stage, accused) for one in asked if one.peer != accused)
-            )
+            told = await self._told([one.peer for one in asked if one.peer != accused], accused)
+            judgements = (self._judgement(one, told.get(one.peer), stage, accused) for one in asked)
+            judges = [one for one in judgements if one is not None][:SIGNERS]
             by: dict[Evidence, list[Signed]] = {}
-            judges = [one for one in told if one is not None][:SIGNERS]
             for evidence, signed in judges:
                 by.setdefault(evidence, []).append(signed)
             self._tried[accused] += bool(judges)
@@ -181,24 +175,21 @@ class Recorder:
                 found += [Conviction(evidence, tuple(signed), island) for evidence, signed in by.items()]
         return found
 
-    async def _told(self, peer: PeerId, accused: PeerId) -> Convicted:
-        ask = pack(AskConvicted(run=self._run.id, peer=accused, show=bool(accused)))
-        try:
-            answer = await self._transport.call(
-                peer, "convicted", ask, max_answer_bytes=MAX_EVIDENCE_BYTES, deadline_s=ASK_S
-            )
-            return hear(answer.header, answer.body, Convicted)
-        except SwarmError:
-            return Convicted(yes=False)
+    async def _told(self, peers: Sequence[PeerId], accused: PeerId) -> dict[PeerId, Convicted]:
+        question = AskConvicted(run=self._run.id, peer=accused, show=bool(accused))
+        return await ask_all(
+            self._transport, peers, "convicted", question, Convicted,
+            deadline_s=ASK_S, max_answer_bytes=MAX_EVIDENCE_BYTES,
+        )  # fmt: skip
 
-    async def _judgement(
-        self, record: PeerRecord, stage: Stage, accused: PeerId
+    def _judgement(
+        self, record: PeerRecord, told: Convicted | None, stage: Stage, accused: PeerId
     ) -> tuple[Evidence, Signed] | None:
         """What convicted a peer of a stage, by the word of a replica; None if that is not signed by both."""
-        run, signer = self._run, self._transport.signer
-        told = await self._told(record.peer, accused)
-        evidence = told.evidence
-        if evidence is None or (evidence.accused, evidence.statement.stage) != (accused, stage):
+        run, signer, evidence = self._run, self._transport.signer, told and told.evidence
+        if told is None or evidence is None:
+            return None
+        if (evidence.accused, evidence.statement.stage) != (accused, stage):
             return None
         if not is_signed_by_accused(signer, run, evidence):
             return None

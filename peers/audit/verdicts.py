@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
 
 from peers import events
 from peers.ports import Directory, Transport
-from peers.status_query import MAX_VOICES
+from peers.status_query import ASK_S, MAX_VOICES, ask_all
 from peers.voices import Voices
 from peers.waiting import TaskKeeper
-from swarm.errors import SwarmError, short
+from swarm.errors import short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 from swarm.wire.evidence import AskConvicted, Convicted
-from swarm.wire.messages import pack, unpack_answer
 
 MAX_TOLD = 64
 """Peers that are told, or asked: of a stage, and of others."""
-ASK_S = 3.0
 
 
 class Verdicts:
@@ -59,8 +56,10 @@ class Verdicts:
         """Leave out the peers that their stages have convicted; peers of stage 0 hear of all of these."""
         there = heard([r.peer for r in self._directory.at(0) if r.state == "serving"], self._voices.of(0))
         asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
-        told = await asyncio.gather(*(self._convicted_by(peer, "") for peer in asked))
-        for accused in sorted({name for one in told for name in one.others[:MAX_TOLD]} - self.convicted):
+        told = await self._convicted_by(asked, "")
+        for accused in sorted(
+            {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted
+        ):
             await self.ask_about(accused)
 
     async def ask_about(self, accused: PeerId) -> None:
@@ -82,10 +81,10 @@ class Verdicts:
                 self._voices.of_all(around),
             )
         asked = [peer for peer in heard(there, voice) if peer not in (accused, self._transport.peer_id)]
-        said = await asyncio.gather(*(self._convicted_by(peer, accused) for peer in asked))
+        said = await self._convicted_by(asked, accused)
         there = [peer for peer in there if peer != self._transport.peer_id]
         weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there}
-        agree = {peer for peer, one in zip(asked, said, strict=True) if one.yes}
+        agree = {peer for peer, one in said.items() if one.yes}
         if accused not in founders and agree & founders:
             return True
         return 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
@@ -93,13 +92,9 @@ class Verdicts:
     def _there(self, stage: Stage) -> list[PeerId]:
         return [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")][:MAX_TOLD]
 
-    async def _convicted_by(self, peer: PeerId, accused: PeerId) -> Convicted:
-        ask = AskConvicted(run=self._run.id, peer=accused)
-        try:
-            answer = await self._transport.call(peer, "convicted", pack(ask), deadline_s=ASK_S)
-            return unpack_answer(peer, answer.header, Convicted)
-        except SwarmError:
-            return Convicted(yes=False)
+    async def _convicted_by(self, peers: Collection[PeerId], accused: PeerId) -> dict[PeerId, Convicted]:
+        question = AskConvicted(run=self._run.id, peer=accused)
+        return await ask_all(self._transport, peers, "convicted", question, Convicted, deadline_s=ASK_S)
 
     async def close(self) -> None:
         """Stop telling others."""

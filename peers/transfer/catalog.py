@@ -6,19 +6,19 @@ download checks the bytes. Here only claims are refused that cannot be true.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from peers.ports import Transport
-from swarm.errors import BadAnswer, PeerFault, SwarmError
+from peers.status_query import ask_all
+from swarm.errors import BadAnswer, PeerFault
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.keeping import borne_out
 from swarm.protocol.rounds import NO_VOICE
 from swarm.protocol.voice import heard
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import MAX_LONG_BYTES, AskSaved, Saved, pack, unpack_answer
+from swarm.wire.messages import MAX_LONG_BYTES, AskSaved, Saved
 
 ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
@@ -50,31 +50,21 @@ async def ask_saved(
     replicas of a stage have `voice`, the others do not say which versions there are. In a run that names
     trainers or founders a keeper alone does not, either: `swarm.policy.keeping.borne_out`.
     """
-    asked = chosen(run, records, transport.peer_id, voice)
-
-    async def ask(record: PeerRecord) -> dict[Stage, tuple[int, ...]] | None:
-        try:
-            question = pack(AskSaved(run=run.id))
-            answer = await transport.call(
-                record.peer, "saved", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=ASK_S
-            )
-            return check_saved(run, record, unpack_answer(record.peer, answer.header, Saved, answer.body))
-        except PeerFault as fault:
-            on_fault(fault)
-        except SwarmError:
-            pass  # it is leaving, say: a healthy peer without anything for us
-        return None
-
-    answers = zip(asked, await asyncio.gather(*map(ask, asked)), strict=True)
-    told = [(record, saved) for record, saved in answers if saved is not None]
+    asked = {record.peer: record for record in chosen(run, records, transport.peer_id, voice)}
+    told = await ask_all(
+        transport, asked, "saved", AskSaved(run=run.id), Saved,
+        deadline_s=ASK_S, max_answer_bytes=MAX_LONG_BYTES,
+        check=lambda peer, saved: check_saved(run, asked[peer], saved), on_fault=on_fault,
+    )  # fmt: skip
     found: Sources = {}
     for stage in range(run.S):
-        replicas = [record.peer for record, _ in told if record.stage == stage]
+        replicas = [peer for peer in told if asked[peer].stage == stage]
         not_heard = set(replicas).difference(heard(replicas, voice))
         sources: dict[int, list[PeerId]] = {}
-        for record, saved in told:
-            for version in saved.get(stage, ()) if record.peer not in not_heard else ():
-                sources.setdefault(version, []).append(record.peer)
+        for peer, saved in told.items():
+            versions = [v for one in saved.stages if one.stage == stage for v in one.versions]
+            for version in versions if peer not in not_heard else ():
+                sources.setdefault(version, []).append(peer)
         found[stage] = borne_out(sources, run.admission.founders, voice) if run.admission.named else sources
     return found
 
@@ -97,13 +87,13 @@ def chosen(
     return asked
 
 
-def check_saved(run: Run, record: PeerRecord, saved: Saved) -> dict[Stage, tuple[int, ...]]:
-    """What the peer of `record` says it can give out: stage -> versions, ascending.
+def check_saved(run: Run, record: PeerRecord, saved: Saved) -> None:
+    """Check what the peer of `record` says it can give out.
 
     Raises:
         BadAnswer: it cannot be; says why.
     """
-    found: dict[Stage, tuple[int, ...]] = {}
+    found = set[Stage]()
     for offered in saved.stages:
         stage, versions = offered.stage, offered.versions
         if not 0 <= stage < run.S or stage in found:
@@ -117,5 +107,4 @@ def check_saved(run: Run, record: PeerRecord, saved: Saved) -> dict[Stage, tuple
                 record.peer,
                 f"offers impossible versions of stage {stage}: {list(versions[:8])} of {run.steps}",
             )
-        found[stage] = versions
-    return found
+        found.add(stage)

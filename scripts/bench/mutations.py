@@ -3525,7 +3525,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "write-down-what-nobody-signed",
         "peers/audit/recorder.py",
-        "if not is_signed(self._transport.signer, peer, run, took, trail.signature):",
+        "if not is_signed(transport.signer, peer, run, took, trail.signature):",
         "if False:",
         "A transcript is full of what shows nothing.",
         ("test_transcript",),
