@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from peers import events
+from peers.islands.directory import DirectoryView
 from peers.ports import Directory, Transport
 from peers.status_query import ASK_S, MAX_VOICES, ask_all
 from peers.voices import Voices
@@ -101,49 +102,15 @@ class Verdicts:
         await self._tasks.close()
 
 
-class TrustedDirectory:
-    """A directory without the peers that were shown to lie. Fulfils `peers.ports.Directory`."""
+class TrustedDirectory(DirectoryView):
+    """The view without the peers that were shown to lie."""
 
     def __init__(self, directory: Directory, convicted: Collection[PeerId]) -> None:
-        self._directory, self._convicted = directory, convicted
-        self._shown: dict[Stage | None, tuple[Sequence[PeerRecord], int, Sequence[PeerRecord]]] = {}
+        super().__init__(directory)
+        self._convicted = convicted
 
-    def _without(self, key: Stage | None, records: Sequence[PeerRecord]) -> Sequence[PeerRecord]:
-        """The same object as long as nothing has changed."""
-        if not self._convicted:
-            return records
-        known = self._shown.get(key)
-        if known is None or known[0] is not records or known[1] != len(self._convicted):
-            left = [record for record in records if record.peer not in self._convicted]
-            known = self._shown[key] = (records, len(self._convicted), left)
-        return known[2]
+    def _seen(self, record: PeerRecord) -> PeerRecord | None:
+        return None if record.peer in self._convicted else record
 
-    def watch(self, stages: Collection[Stage] | None) -> None:
-        self._directory.watch(stages)
-
-    def peers(self) -> Sequence[PeerRecord]:
-        return self._without(None, self._directory.peers())
-
-    def at(self, stage: Stage) -> Sequence[PeerRecord]:
-        return self._without(stage, self._directory.at(stage))
-
-    def find(self, peer: PeerId) -> PeerRecord | None:
-        return None if peer in self._convicted else self._directory.find(peer)
-
-    @property
-    def lag_s(self) -> float:
-        return self._directory.lag_s
-
-    async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
-        found = await self._directory.refresh(stages)
-        return [record for record in found if record.peer not in self._convicted]
-
-    async def lookup_all(self) -> Sequence[PeerRecord]:
-        found = await self._directory.lookup_all()
-        return [record for record in found if record.peer not in self._convicted]
-
-    async def announce(self, record: PeerRecord) -> None:
-        await self._directory.announce(record)
-
-    async def withdraw(self) -> None:
-        await self._directory.withdraw()
+    def _state(self) -> object:
+        return len(self._convicted)

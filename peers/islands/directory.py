@@ -73,37 +73,40 @@ def split_cell(run: Run, cell: Stage) -> tuple[Run, Stage]:
     return run.island(number), stage
 
 
-class IslandDirectory:
-    """Fulfils `peers.ports.Directory` for one island; keepers, which serve all, are in each."""
+class DirectoryView:
+    """A directory of which only some records are seen, perhaps changed. Fulfils `peers.ports.Directory`."""
 
-    def __init__(self, run: Run, directory: Directory) -> None:
-        """`run`: the island's terms."""
-        self._run, self._directory, self._first = run, directory, run.cell(0)
-        self._shown: dict[Stage | None, tuple[Sequence[PeerRecord], list[PeerRecord]]] = {}
-
-    def _cell(self, stage: Stage) -> Stage:
-        return stage if stage == NO_STAGE else self._first + stage
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._shown: dict[Stage | None, tuple[Sequence[PeerRecord], object, Sequence[PeerRecord]]] = {}
 
     def _seen(self, record: PeerRecord) -> PeerRecord | None:
-        """A record as this island sees it; None: it is of another one."""
-        stage = record.stage - self._first
-        if record.stage == NO_STAGE:
-            return record
-        return replace(record, stage=stage) if 0 <= stage < self._run.S else None
+        """A record as it is seen; None: not at all."""
+        raise NotImplementedError
+
+    def _state(self) -> object:
+        """What `_seen` depends on."""
+        return None
+
+    def _cell(self, stage: Stage) -> Stage:
+        """What the whole directory calls a stage."""
+        return stage
+
+    def _cells(self, stages: Collection[Stage] | None) -> Collection[Stage] | None:
+        return None if stages is None else {self._cell(stage) for stage in stages}
 
     def _all_seen(self, records: Sequence[PeerRecord]) -> list[PeerRecord]:
         return [seen for record in records if (seen := self._seen(record)) is not None]
 
     def _same(self, key: Stage | None, records: Sequence[PeerRecord]) -> Sequence[PeerRecord]:
         """The same object as long as nothing has changed."""
-        known = self._shown.get(key)
-        if known is None or known[0] is not records:
-            known = self._shown[key] = (records, self._all_seen(records))
-        return known[1]
+        known, state = self._shown.get(key), self._state()
+        if known is None or known[0] is not records or known[1] != state:
+            known = self._shown[key] = (records, state, self._all_seen(records))
+        return known[2]
 
     def watch(self, stages: Collection[Stage] | None) -> None:
-        stages = range(self._run.S) if stages is None else stages
-        self._directory.watch({self._cell(stage) for stage in stages})
+        self._directory.watch(self._cells(stages))
 
     def peers(self) -> Sequence[PeerRecord]:
         return self._same(None, self._directory.peers())
@@ -120,15 +123,38 @@ class IslandDirectory:
         return self._directory.lag_s
 
     async def refresh(self, stages: Collection[Stage] | None = None) -> Sequence[PeerRecord]:
-        cells = None if stages is None else {self._cell(stage) for stage in stages}
-        return self._all_seen(await self._directory.refresh(cells))
+        return self._all_seen(await self._directory.refresh(self._cells(stages)))
 
     async def lookup_all(self) -> Sequence[PeerRecord]:
         return self._all_seen(await self._directory.lookup_all())
 
     async def announce(self, record: PeerRecord) -> None:
-        cell = self._cell(record.stage)
-        await self._directory.announce(replace(record, run=self._run.whole.id, stage=cell))
+        await self._directory.announce(record)
 
     async def withdraw(self) -> None:
         await self._directory.withdraw()
+
+
+class IslandDirectory(DirectoryView):
+    """The view of one island; keepers, which serve all, are in each."""
+
+    def __init__(self, run: Run, directory: Directory) -> None:
+        """`run`: the island's terms."""
+        super().__init__(directory)
+        self._run, self._first = run, run.cell(0)
+
+    def _cell(self, stage: Stage) -> Stage:
+        return stage if stage == NO_STAGE else self._first + stage
+
+    def _seen(self, record: PeerRecord) -> PeerRecord | None:
+        stage = record.stage - self._first
+        if record.stage == NO_STAGE:
+            return record
+        return replace(record, stage=stage) if 0 <= stage < self._run.S else None
+
+    def watch(self, stages: Collection[Stage] | None) -> None:
+        super().watch(range(self._run.S) if stages is None else stages)
+
+    async def announce(self, record: PeerRecord) -> None:
+        cell = self._cell(record.stage)
+        await super().announce(replace(record, run=self._run.whole.id, stage=cell))

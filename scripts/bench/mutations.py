@@ -2688,8 +2688,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "convicted-and-not-left-out",
         VERDICTS,
-        "        if not self._convicted:\n            return records",
-        "        if True:\n            return records",
+        "return None if record.peer in self._convicted else record",
+        "return record",
         "A peer that was shown to lie takes part in the next round.",
         ("test_false_sums",),
     ),
