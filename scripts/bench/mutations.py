@@ -3340,7 +3340,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "two-steps-end-each-others-waits",
-        "swarm/protocol/waits.py",
+        "swarm/protocol/blame.py",
         "            if step == t and (peer not in states",
         "            if step <= t and (peer not in states",
         "With delayed updates nobody is ever late.",
@@ -3348,7 +3348,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "progress-is-no-progress",
-        "swarm/protocol/waits.py",
+        "swarm/protocol/blame.py",
         " or states[peer] != wait.state",
         "",
         "A slow replica that goes on is left out.",

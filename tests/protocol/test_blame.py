@@ -5,10 +5,9 @@ from __future__ import annotations
 from swarm.ids import PeerId
 from swarm.policy.backoff import Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
-from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame
+from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.rounds import FetchResult, Plan, Prepared, Reduce, StepReport, decide, named_by_most
-from swarm.protocol.waits import Waits
 
 ALL = 0b1111
 
