@@ -30,7 +30,7 @@ from peers import events
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request
-from peers.stage.membership import Replicas
+from peers.stage.membership import announced
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, Wanted, download
@@ -65,8 +65,8 @@ class _Aside:
 class Handoff:
     """Both sides of a handoff."""
 
-    def __init__(self, core: StageCore, replicas: Replicas, leases: Leases) -> None:
-        self._core, self._transport, self._replicas, self._leases = core, core.transport, replicas, leases
+    def __init__(self, core: StageCore, leases: Leases) -> None:
+        self._core, self._transport, self._leases = core, core.transport, leases
         self._giving: dict[tuple[int, int], torch.Tensor] = {}
         """By step and ledger: a request that comes late is not for what the sum is by then."""
         self._aside: dict[PeerId, _Aside] = {}
@@ -118,7 +118,7 @@ class Handoff:
 
     def _takers(self) -> list[PeerId]:
         """The replicas that could take a sum: those with voice first, then the least loaded."""
-        voice, there = self._core.voice(), self._replicas.announced()
+        voice, there = self._core.voice(), announced(self._core)
         return [r.peer for r in sorted(there, key=lambda r: (r.peer not in voice, r.load, r.peer))]
 
     async def _give(self, step: OpenStep, replica: PeerId) -> bool:

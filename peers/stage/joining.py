@@ -8,7 +8,7 @@ from pathlib import Path
 
 from peers import events
 from peers.clock import now_s
-from peers.stage.membership import Replicas
+from peers.stage.membership import ask
 from peers.stage.recovery import Recovery
 from peers.stage.state import StageCore
 from peers.storage import checkpoint
@@ -35,13 +35,12 @@ class Joining:
     def __init__(
         self,
         core: StageCore,
-        replicas: Replicas,
         recovery: Recovery,
         store: CheckpointStore,
         folder: Path | None,
     ) -> None:
-        self._core, self._directory, self._replicas = core, core.directory, replicas
-        self._recovery, self._store, self._folder = recovery, store, folder
+        self._core, self._directory, self._recovery = core, core.directory, recovery
+        self._store, self._folder = store, folder
 
     async def run(self, kept: Snapshot | None) -> None:
         """Return with open steps, once the weights are here. `kept`: those of before a pause."""
@@ -56,7 +55,7 @@ class Joining:
             records = await self._directory.refresh()
         while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            told = {peer: status.position for peer, status in (await self._replicas.ask(others)).items()}
+            told = {peer: status.position for peer, status in (await ask(core, others)).items()}
             replicas = {
                 r.peer: told[r.peer]
                 for r in others
@@ -114,7 +113,7 @@ class Joining:
             if not mine and not any(map(is_keeper, records)):
                 return False
             serving = [r for r in records if r.state == "serving" and r.peer != core.me]
-            if await self._replicas.ask(serving):
+            if await ask(core, serving):
                 return True
             resumed = await self._recovery.resume()
             if resumed:

@@ -29,34 +29,28 @@ def others_to_ask(core: StageCore, stage: Stage, directory: Directory, voices: V
     return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
 
 
-class Replicas:
-    """The other replicas of this peer's stage. Records outlive their peers, so what counts is asked."""
+def announced(core: StageCore) -> list[PeerRecord]:
+    """The records of the other replicas that serve. They outlive their peers, so what counts is asked."""
+    return [r for r in core.directory.at(core.stage) if r.state == "serving" and r.peer != core.me]
 
-    def __init__(self, core: StageCore) -> None:
-        self._core = core
 
-    def announced(self) -> list[PeerRecord]:
-        """The records of those that serve."""
-        records = self._core.directory.at(self._core.stage)
-        return [r for r in records if r.state == "serving" and r.peer != self._core.me]
+async def ask(core: StageCore, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
+    """What those peers say of themselves; of very many, the replicas and the furthest, those with voice
+    before others.
+    """
+    voice = core.voices.of_all(version=core.version)
+    order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
+    asked = [r.peer for r in order if r.stage == core.stage][:MAX_REPLICAS_ASKED]
+    asked += [r.peer for r in order if r.stage != core.stage]
+    return await ask_status(core.run, core.transport, asked[:MAX_ASKED])
 
-    async def ask(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
-        """What those peers say of themselves; of very many, the replicas and the furthest, those with voice
-        before others.
-        """
-        stage, voice = self._core.stage, self._core.voices.of_all(version=self._core.version)
-        order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
-        asked = [r.peer for r in order if r.stage == stage][:MAX_REPLICAS_ASKED]
-        asked += [r.peer for r in order if r.stage != stage]
-        return await ask_status(self._core.run, self._core.transport, asked[:MAX_ASKED])
 
-    async def keep_stage(self, *, going: Collection[PeerId] = ()) -> bool:
-        """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too."""
-        core = self._core
-        told = await self.ask([replica for replica in self.announced() if replica.peer not in going])
-        return any(
-            replica.state == "serving"
-            and replica.generation == core.generation
-            and replica.version >= core.version - 1
-            for replica in told.values()
-        )
+async def keep_stage(core: StageCore, *, going: Collection[PeerId] = ()) -> bool:
+    """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too."""
+    told = await ask(core, [replica for replica in announced(core) if replica.peer not in going])
+    return any(
+        replica.state == "serving"
+        and replica.generation == core.generation
+        and replica.version >= core.version - 1
+        for replica in told.values()
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from peers import events
 from peers.clock import unix_s
 from peers.ports import Directory
-from peers.stage.membership import Replicas
+from peers.stage.membership import announced, keep_stage
 from peers.stage.state import StageCore
 from peers.transfer.spare import judged, words_of
 from peers.waiting import happens
@@ -35,14 +35,13 @@ class Moving:
         self,
         core: StageCore,
         directory: Directory,
-        replicas: Replicas,
         *,
         movable: bool,
         go: Callable[[Stage], None],
         stand_by: Callable[[Verdict], None],
         record: Callable[[], PeerRecord],
     ) -> None:
-        self._core, self._directory, self._replicas = core, directory, replicas
+        self._core, self._directory = core, directory
         self._movable, self._go, self._stand_by, self._record = movable, go, stand_by, record
         self.going = False
         """It is about to move: no replica may rely on its staying."""
@@ -82,8 +81,8 @@ class Moving:
         if voice and voice.keys().isdisjoint(verdict.stay):
             return False  # what those say of their speed nobody has seen
         self.going = True  # as in `move`
-        going = {r.peer for r in self._replicas.announced()}.difference(verdict.stay)
-        if await self._replicas.keep_stage(going=going):
+        going = {r.peer for r in announced(self._core)}.difference(verdict.stay)
+        if await keep_stage(self._core, going=going):
             self._stand_by(verdict)
             return True
         self.going = False
@@ -102,12 +101,12 @@ class Moving:
         """
         core = self._core
         self.going = True  # said before asking: of two that ask each other at once neither goes
-        moves = await self._replicas.keep_stage(going=going)
+        moves = await keep_stage(core, going=going)
         if moves:
             core.emit(events.Moved(stage=core.stage, to_stage=to_stage, why=why))
             core.stepped.clear()
             await happens(core.stepped, BOUNDARY_S)
-            moves = await self._replicas.keep_stage(going=going)  # it may have died meanwhile
+            moves = await keep_stage(core, going=going)  # it may have died meanwhile
         if moves:
             self._go(to_stage)
         else:

@@ -38,7 +38,7 @@ from peers.stage.coordination import StepCoordination
 from peers.stage.device import DeviceThreads, watch_device
 from peers.stage.handoff import Handoff
 from peers.stage.joining import Joining
-from peers.stage.membership import Replicas
+from peers.stage.membership import announced, ask, keep_stage
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.next_stage import NextStage
@@ -107,7 +107,6 @@ class StagePeer:
                 heard=lambda peers: heard(peers, core.voices.of(stage + 1, version=core.version)),
             )  # fmt: skip
         self._next_stage = next_stage
-        self.replicas = Replicas(core)
         audits = None
         if next_stage is not None and is_audited(run):
             audits = AuditCaller(run, transport, directory, self._answered_wrongly)
@@ -139,12 +138,12 @@ class StagePeer:
             core, self.coordination, all_reduce, tied_weights, meeting, recovery, self.store,
             settings.checkpoints, failed=self._fail,
         )  # fmt: skip
-        self._joining = Joining(core, self.replicas, recovery, self.store, settings.resumed_from)
+        self._joining = Joining(core, recovery, self.store, settings.resumed_from)
         self._states = StateServer(core, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
-        self._handoff = Handoff(core, self.replicas, self._states.leases)
+        self._handoff = Handoff(core, self._states.leases)
         self.moving = Moving(
-            core, everywhere, self.replicas, movable=settings.movable, go=self._move,
+            core, everywhere, movable=settings.movable, go=self._move,
             stand_by=self._stand_by, record=lambda: self.status.record(),
         )  # fmt: skip
         self.status = StageStatus(
@@ -293,7 +292,7 @@ class StagePeer:
 
     async def _check_replicas(self) -> None:
         """Find out whether the run goes on during a pause (I6): the owner comes first, but it is said."""
-        self.alone = self.paused and not await self.replicas.keep_stage()
+        self.alone = self.paused and not await keep_stage(self.core)
         if self.alone:
             text = (
                 f"no other peer serves stage {self.stage}: the run stands still until this peer "
@@ -306,7 +305,7 @@ class StagePeer:
         along.
         """
         while now_s() < until:
-            told = await self.replicas.ask(self.replicas.announced())
+            told = await ask(self.core, announced(self.core))
             stay = [status.position for status in told.values() if status.state == "serving"]
             if may_leave(self.core.position, stay):
                 return

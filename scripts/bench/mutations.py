@@ -1519,7 +1519,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "move-without-looking-again",
         MOVING,
-        "            moves = await self._replicas.keep_stage(going=going)  # it may have died meanwhile\n",
+        "            moves = await keep_stage(core, going=going)  # it may have died meanwhile\n",
         "",
         "The last replica of a stage moves to another.",
         ("test_moves",),
@@ -1527,7 +1527,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rely-on-a-replica-that-is-behind",
         MEMBERSHIP,
-        "            and replica.version >= core.version - 1\n",
+        "        and replica.version >= core.version - 1\n",
         "",
         "A stage is left to a replica that has not its weights.",
         ("test_guards", "test_moves", "test_pause"),
@@ -1535,7 +1535,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rely-on-another-generation",
         MEMBERSHIP,
-        "            and replica.generation == core.generation\n",
+        "        and replica.generation == core.generation\n",
         "",
         "A stage is left to a replica that has not gone back with the run.",
         ("test_guards", "test_moves", "test_pause"),
@@ -4306,7 +4306,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "stand-by-though-no-other-serves",
         MOVING,
-        "        if await self._replicas.keep_stage(going=going):\n            self._stand_by(verdict)",
+        "        if await keep_stage(self._core, going=going):\n            self._stand_by(verdict)",
         "        if True:\n            self._stand_by(verdict)",
         "A spare leaves its stage to peers that are dead, and the run stands still.",
         ("test_spares",),
