@@ -2396,7 +2396,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "header-of-any-length",
         FRAMES,
-        "    if not limits.min_header <= header_bytes <= limits.max_header:\n",
+        "    if not min(1, most) <= header_bytes <= most:\n",
         "    if False:\n",
         "A stranger makes a peer hold gigabytes for a header.",
         ("test_attack",),
@@ -2404,7 +2404,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "body-of-any-length",
         FRAMES,
-        "    if body_bytes > limits.max_body or (kind is Kind.BODY and body_bytes == 0):\n",
+        "    if not min(1, most) <= body_bytes <= most:\n",
         "    if False:\n",
         "A stranger makes a peer hold gigabytes for a part of a body.",
         ("test_attack",),

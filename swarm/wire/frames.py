@@ -86,21 +86,12 @@ class Prefix(NamedTuple):
     body_bytes: int
 
 
-class _Limits(NamedTuple):
-    min_header: int
-    max_header: int
-    max_body: int
-
-
-_LIMITS = {
-    Kind.CALL: _Limits(1, MAX_FRAME_HEADER_BYTES, 0),
-    Kind.BODY: _Limits(0, 0, CHUNK_BYTES),
-    Kind.ABORT: _Limits(0, 0, 0),
-    Kind.ACCEPT: _Limits(0, 0, 0),
-    Kind.RESULT: _Limits(1, MAX_FRAME_HEADER_BYTES, 0),
-    Kind.ERROR: _Limits(1, MAX_ERROR_BYTES, 0),
-    Kind.ALIVE: _Limits(0, 0, 0),
+_MAX_HEADER_BYTES = {
+    Kind.CALL: MAX_FRAME_HEADER_BYTES,
+    Kind.RESULT: MAX_FRAME_HEADER_BYTES,
+    Kind.ERROR: MAX_ERROR_BYTES,
 }
+"""Of those kinds that have a header. Only a BODY has a body, and neither is empty."""
 
 
 def pack_prefix(
@@ -126,16 +117,14 @@ def unpack_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> Pref
         kind = Kind(kind_number)
     except ValueError:
         raise FrameError(f"unknown kind of frame: {kind_number}") from None
-    limits = _LIMITS[kind]
-    if not limits.min_header <= header_bytes <= limits.max_header:
+    most = _MAX_HEADER_BYTES.get(kind, 0)
+    if not min(1, most) <= header_bytes <= most:
         raise FrameError(
-            f"{kind.name} with a header of {header_bytes} bytes; "
-            f"{limits.min_header} to {limits.max_header} are allowed"
+            f"{kind.name} with a header of {header_bytes} bytes; {min(1, most)} to {most} are allowed"
         )
-    if body_bytes > limits.max_body or (kind is Kind.BODY and body_bytes == 0):
-        raise FrameError(
-            f"{kind.name} with {body_bytes} bytes of body; at most {limits.max_body} are allowed"
-        )
+    most = CHUNK_BYTES if kind is Kind.BODY else 0
+    if not min(1, most) <= body_bytes <= most:
+        raise FrameError(f"{kind.name} with {body_bytes} bytes of body; at most {most} are allowed")
     if call == 0 and kind is not Kind.ALIVE:
         raise FrameError(f"{kind.name} for call 0; calls count from 1")
     return Prefix(kind, call, header_bytes, body_bytes)
