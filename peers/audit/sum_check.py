@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 import torch
+from msgspec.structs import replace
 
 from swarm.audit.projection import MODULUS, coefficients, fits, product
 from swarm.audit.screen import SAMPLE
@@ -68,7 +69,7 @@ class SumCheck:
         self.unsealed = asyncio.Event()
         """All nonces are here."""
         self.projected: asyncio.Future[Projecting] = asyncio.get_running_loop().create_future()
-        self._said: dict[int, tuple[Projected, bytes]] = {}
+        self._said: dict[int, Projecting] = {}
         """What the members signed of their products."""
 
     def contributes(self, place: int) -> bool:
@@ -237,10 +238,10 @@ class SumCheck:
                 found += product(self.chunk(place, index), r).to_bytes(SUM_BYTES, "little")
             sums.append(found)
         contributions = tuple(digest_of(digests) for digests in self.digests)
-        statement = Projected(self._stage, self.t, self.plan.round, nonces, contributions, tuple(sums))
-        signature = sign(self._signer, self._run, statement)
-        self._said[self._me] = (statement, signature)
-        return Projecting(contributions=contributions, nonces=nonces, sums=tuple(sums), signature=signature)
+        unsigned = Projecting(contributions=contributions, nonces=nonces, sums=tuple(sums), signature=b"")
+        signature = sign(self._signer, self._run, self._statement(unsigned))
+        told = self._said[self._me] = replace(unsigned, signature=signature)
+        return told
 
     def hear(self, member: PeerId, told: Projecting, nonces: tuple[bytes, ...]) -> None:
         """Note what a member says of its products.
@@ -249,10 +250,7 @@ class SumCheck:
             BadAnswer: it did not sign that, or does not fit what the owners say that it contributed.
         """
         place = self.plan.members.index(member)
-        statement = Projected(
-            self._stage, self.t, self.plan.round, told.nonces, told.contributions, told.sums
-        )
-        if not is_signed(self._signer, member, self._run, statement, told.signature):
+        if not is_signed(self._signer, member, self._run, self._statement(told), told.signature):
             raise BadAnswer(member, "signed its products with another key")
         if told.nonces != nonces:
             raise BadAnswer(member, "says that other nonces were revealed")
@@ -262,7 +260,7 @@ class SumCheck:
         for owner, (reduced, _) in self.reduced.items():
             if reduced.contributions[place].chunks != told.contributions[owner]:
                 raise BadAnswer(member, f"says that it sent another sum to {self.plan.members[owner]}")
-        self._said[place] = (statement, told.signature)
+        self._said[place] = told
 
     def mismatch(self, reduced: torch.Tensor) -> tuple[int, int] | None:
         """Owner and chunk of the first result that is not the sum of the contributions: 2.5 ms for each
@@ -272,25 +270,21 @@ class SumCheck:
         for place, part in enumerate(self.parts):
             for index, (start, numel) in enumerate(part):
                 r = coefficients(seed, place, index, numel)
-                expected = sum(nth_sum(said.sums[place], index) or 0 for said, _ in self._said.values())
+                expected = sum(nth_sum(said.sums[place], index) or 0 for said in self._said.values())
                 if not fits(reduced[start : start + numel], r, expected % MODULUS):
                     return place, index
         return None
 
     def product_of(self, place: int) -> tuple[Projected, bytes]:
-        """What a member signed of its products."""
-        return self._said[place]
+        """What a member signed of its products, and its signature."""
+        return self._statement(self._said[place]), self._said[place].signature
 
     def told_of(self, member: PeerId) -> Projecting | None:
         """The same as it travels, if this member has heard it."""
-        said = self._said.get(self.plan.members.index(member)) if member in self.plan.members else None
-        if said is None:
-            return None
-        statement, signature = said
-        return Projecting(
-            contributions=statement.contributions, nonces=statement.nonces, sums=statement.sums,
-            signature=signature,
-        )  # fmt: skip
+        return self._said.get(self.plan.members.index(member)) if member in self.plan.members else None
+
+    def _statement(self, told: Projecting) -> Projected:
+        return Projected(self._stage, self.t, self.plan.round, told.nonces, told.contributions, told.sums)
 
 
 def chunk_digests(total: torch.Tensor, chunks: Chunks) -> bytes:
