@@ -44,6 +44,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import TypeAlias
 
 from swarm.errors import short
@@ -254,11 +255,11 @@ def _newest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> list
 
 def _replicas(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) -> list[_Replica]:
     speeds = [_between(r.speed, MIN_SPEED, MAX_SPEED) for r in newest]
-    typical = _median([speed for speed in speeds if speed], default=1.0)
-    serving_versions = sorted(r.version for r in newest if r.state == "serving")
+    typical = median_low([speed for speed in speeds if speed] or [1.0])
+    serving_versions = [r.version for r in newest if r.state == "serving"] or [0]
     # Records are seconds old, and steps may be short: others may lag as far behind as the newest are ahead.
-    version = serving_versions[(len(serving_versions) - 1) // 2] if serving_versions else 0
-    spread = serving_versions[-1] - version if serving_versions else 0
+    version = median_low(serving_versions)
+    spread = max(serving_versions) - version
     replicas: list[_Replica] = []
     for record, speed in zip(newest, speeds, strict=True):
         here_s = now_s - _since(record, now_s)
@@ -297,10 +298,6 @@ def _between(value: float, low: float, high: float) -> float:
     return float(min(max(value, low), high))
 
 
-def _median(values: Sequence[float], *, default: float) -> float:
-    return sorted(values)[(len(values) - 1) // 2] if values else default
-
-
 def _anchor(stage: Stage, there: Sequence[_Replica], period: int) -> PeerId | None:
     """The peer of a stage that stays in this period whatever its speed: a function of the replicas' ids."""
 
@@ -320,13 +317,13 @@ def _downloads_s(newest: Sequence[PeerRecord], by_stage: Sequence[Sequence[_Repl
     for record in newest:
         if size := _between(record.state_bytes, 1.0, MAX_BYTES):
             sizes[record.stage].append(size)
-    typical_bytes = _median([size for here in sizes for size in here], default=0.0)
+    typical_bytes = median_low([size for here in sizes for size in here] or [0.0])
     found: list[float] = []
     for here, there in zip(sizes, by_stage, strict=True):
         uploads = [replica.bandwidth_bps for replica in there if replica.serving]
-        typical_bps = _median([bps for bps in uploads if bps], default=DEFAULT_BPS)
+        typical_bps = median_low([bps for bps in uploads if bps] or [DEFAULT_BPS])
         all_bps = max(MIN_BPS, sum(bps or typical_bps for bps in uploads))
-        found.append(8 * _median(here, default=typical_bytes) / all_bps)
+        found.append(8 * median_low(here or [typical_bytes]) / all_bps)
     return found
 
 
@@ -414,7 +411,7 @@ class _Levelling:
         self._awake = [[m for m in there if not m.sits_out] for there in free]
         self._asleep = [[m for m in there if m.sits_out] for there in free]
         self._even = math.fsum(self.levels) / len(self.levels)
-        self._fair_speed = SLOW_SHARE * _median([m.speed for there in by_stage for m in there], default=0.0)
+        self._fair_speed = SLOW_SHARE * median_low([m.speed for there in by_stage for m in there] or [0.0])
 
     @property
     def slowest(self) -> Stage:
