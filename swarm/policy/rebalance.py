@@ -6,15 +6,8 @@ the middle of a period of Unix time, where small differences of clocks do not ma
 
 What moves. The pipeline is as fast as its slowest stage, so the speed of a stage is the sum over its peers,
 and that of the run the least of the stages. The slowest stage gets the peer that best levels the two stages
-it moves between. The paper takes the least useful peer of the most idle stage instead. Compared in simulated
-swarms of 36 peers, speeds 20 times apart, 6 stages, an hour of periods: this rule needs 3.0 moves and has
-0.886 of the best throughput over the hour; the paper's, with the same safeguards, needs 9.3 and has 0.868 (it
-ends at 0.915 instead of 0.895, one small peer after the other).
-
-How many. As many as are needed, at once: with one move a period a swarm that lost half of its machines is
-unlevel for several periods, in which its other stages wait. In the swarms above: 0.937 of the mean stage
-speed over the hour with 4.6 moves, against 0.899 with 3.2 when one moved at a time; on traces of spot
-instances see `scripts/bench/rebalance.py`.
+it moves between, and as many move at once as are needed. The paper takes the least useful peer of the most
+idle stage, one at a time; how these compare: docs/decisions/routing.md.
 
 What does not move, and why:
 
