@@ -95,7 +95,7 @@ class Auditor:
         device: Device,
         stages: Sequence[Stage],
         build: Callable[[Stage], StageCompute],
-        emit: Callable[[events.Event], None],
+        emit: events.Emit,
     ) -> None:
         self._run, self._transport, self._directory = run, transport, directory
         self._device, self._stages, self._build, self._emit = device, stages, build, emit

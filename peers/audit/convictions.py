@@ -46,12 +46,7 @@ class Convictions(Verdicts):
     """
 
     def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        transport: Transport,
-        directory: Directory,
-        emit: Callable[[events.Event], None],
+        self, run: Run, stage: Stage, transport: Transport, directory: Directory, emit: events.Emit
     ) -> None:
         super().__init__(run, transport, directory, emit)
         self._stage = stage

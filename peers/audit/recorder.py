@@ -60,7 +60,7 @@ class Recorder:
         transport: Transport,
         directory: Directory,
         file: TranscriptWriter,
-        emit: Callable[[events.Event], None],
+        emit: events.Emit,
         charter: Callable[[], tuple[PeerId, bytes]],
     ) -> None:
         self._run, self._transport, self._directory, self._emit = run, transport, directory, emit

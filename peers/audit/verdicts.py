@@ -25,13 +25,7 @@ MAX_TOLD = 64
 class Verdicts:
     """The peers that were shown to lie, as far as this one knows, for the rest of its life."""
 
-    def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        directory: Directory,
-        emit: Callable[[events.Event], None],
-    ) -> None:
+    def __init__(self, run: Run, transport: Transport, directory: Directory, emit: events.Emit) -> None:
         self._run, self._emit = run, emit
         self._transport, self._directory = transport, directory
         self._voices = Voices(run, transport.signer, directory)

@@ -56,7 +56,7 @@ class Evaluations:
         counted: Callable[[Stage], Sequence[PeerId]],
         route: Callable[[Collection[PeerId]], list[PeerId]],
         failed: Callable[[PeerFault], None],
-        emit: Callable[[events.Event], None],
+        emit: events.Emit,
         expected_s: Callable[[int], float],
     ) -> None:
         """`entering`: offsets -> what stage 0 is sent; None: there is nothing to evaluate on. `counted`: the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
 from msgspec.structs import replace
@@ -30,7 +29,7 @@ class IslandTrainers:
         transport: Transport,
         directory: Directory,
         settings: TrainerSettings,
-        emit: Callable[[events.Event], None],
+        emit: events.Emit,
         *,
         held_out: Batches | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -82,7 +82,7 @@ class StagePeer:
         transport: Transport,
         directory: Directory,
         settings: StageSettings,
-        emit: Callable[[events.Event], None],
+        emit: events.Emit,
         *,
         kept: Snapshot | None = None,
         device: Device | None = None,

@@ -11,7 +11,7 @@ import torch
 
 from peers.audit.trail import OwnTrail
 from peers.clock import now_s
-from peers.events import Event, Undone
+from peers.events import Emit, Undone
 from peers.ports import Device, Directory, Rank, Transport
 from peers.stage.open_step import OpenStep
 from peers.voices import Membership, Voices
@@ -73,7 +73,7 @@ class StageCore:
         transport: Transport,
         directory: Directory,
         backoff: Backoff,
-        emit: Callable[[Event], None],
+        emit: Emit,
         *,
         device: Device,
     ) -> None:

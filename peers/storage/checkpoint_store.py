@@ -10,7 +10,7 @@ waited before it: so at most two copies of the state are in memory, however slow
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -81,9 +81,7 @@ class CheckpointStore:
 class CheckpointWriter:
     """Saves versions of one stage in one folder. Its methods are for the event loop's thread."""
 
-    def __init__(
-        self, folder: Path, run: Run, stage: Stage, *, keep: int, emit: Callable[[events.Event], None]
-    ) -> None:
+    def __init__(self, folder: Path, run: Run, stage: Stage, *, keep: int, emit: events.Emit) -> None:
         """`emit` hears of each version that was saved, could not be, or was skipped."""
         self._folder, self._run, self._stage, self._keep, self._emit = folder, run, stage, keep, emit
         self._waiting: tuple[int, dict[str, torch.Tensor]] | None = None

@@ -73,7 +73,7 @@ async def collect(
     transport: Transport,
     directory: Directory,
     folder: Path,
-    emit: Callable[[events.Event], None],
+    emit: events.Emit,
     *,
     limit_s: float = COLLECT_S,
 ) -> int:
@@ -128,7 +128,7 @@ class CheckpointKeeper:
         transport: Transport,
         directory: Directory,
         settings: KeepingSettings,
-        emit: Callable[[events.Event], None],
+        emit: events.Emit,
     ) -> None:
         islands = Islands(run.island(0), transport.signer, directory).all
         file = TranscriptWriter(settings.folder, run)
