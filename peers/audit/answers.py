@@ -60,7 +60,8 @@ class AnswerAudits:
         said = ask.statement
         if not is_audited(core.run) or said.stage != core.stage or ask.peer == core.me:
             raise Refused(f"this peer does not audit {short(ask.peer)} at stage {said.stage}")
-        await self._require_caller(request.peer)
+        if core.stage > 0 or request.peer not in core.run.admission.trainers:
+            await core.membership.require(request.peer, core.stage - 1)  # else it got no answer of this stage
         if not is_signed(core.transport.signer, ask.peer, core.run.id, said, ask.signature):
             raise Refused(f"peer {short(ask.peer)} did not sign that answer")
         if said.t not in core.steps:
@@ -72,13 +73,6 @@ class AnswerAudits:
             return Answer(pack(Audited(fits=await self._audit(ask))))
         finally:
             self._running -= 1
-
-    async def _require_caller(self, peer: PeerId) -> None:
-        """Raises: NotNow: it is none that could have got an answer of this stage."""
-        core = self._core
-        if core.stage == 0 and peer in core.run.admission.trainers:
-            return
-        await core.membership.require(peer, core.stage - 1)
 
     async def _audit(self, ask: AuditAnswer) -> bool:
         core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)

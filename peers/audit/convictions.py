@@ -61,8 +61,8 @@ class Convictions(Verdicts):
         """What convicted each; of very many, the first."""
         self._suspected_by: dict[PeerId, int] = {}
         """The last step of which each replica said so."""
-        self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]] = _no_judge
-        """Whether an answer is wrong: of a peer that has the weights."""
+        self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]]
+        """Whether an answer is wrong: of a peer that has the weights. To be set, as `on_conviction`."""
         transport.serve("evidence", self._serve_evidence, max_body_bytes=MAX_EVIDENCE_BYTES)
         transport.serve("convicted", self._serve_convicted)
 
@@ -191,10 +191,6 @@ class Convictions(Verdicts):
         others = tuple(sorted(self.convicted))[:MAX_TOLD]
         yes = ask.peer in self.convicted
         return Answer(*say(Convicted(yes=yes, others=others, evidence=evidence, signature=signature)))
-
-
-async def _no_judge(evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
-    return False
 
 
 def _word(evidence: Evidence) -> str:

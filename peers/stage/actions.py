@@ -132,9 +132,12 @@ class Actions:
             case Retract(microbatches=twice):
                 self._start(step, "retract", lambda: self._retract(step, twice))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in a task that ends with this peer; its errors are told."""
-        self._spawn(work)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
     def cancel(self) -> None:
         """Tell all tasks to stop."""
@@ -149,13 +152,7 @@ class Actions:
         """Run `work` unless the same kind of work already runs for this step."""
         running = step.work.get(kind)
         if running is None or running.done():
-            step.work[kind] = self._spawn(work())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
+            step.work[kind] = self.spawn(work())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -223,7 +220,7 @@ class Actions:
             else:
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
-                step.audited = audit(plan, m, 0)
+                step.audited = audit(plan, m)
                 await self._tied_weights.hold(step, reduced, held)
                 fault_point("prepared")
         except RoundAborted as aborted:

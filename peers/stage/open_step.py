@@ -129,11 +129,11 @@ class OpenStep(ReplicaStep):
             self.stop(kind)
 
 
-def audit(plan: Plan, microbatches: int, undone: int) -> Audit:
+def audit(plan: Plan, microbatches: int) -> Audit:
     """Count, from the ledgers of a round, what is missing and what is in twice."""
     union, total = 0, 0
     for ledger in plan.ledgers:
         union |= ledger
         total += ledger.bit_count()
     missing = (everything(microbatches) & ~union).bit_count()
-    return Audit(steps=1, missing=missing, duplicated=total - union.bit_count(), undone=undone)
+    return Audit(steps=1, missing=missing, duplicated=total - union.bit_count())

@@ -54,14 +54,11 @@ class Snapshot:
 
 @dataclass(slots=True)
 class _Reader:
+    opened_at: float
     read_at: float
     longest_pause_s: float = 0.0
-    opened_at: float = field(init=False)
     chunks: dict[int, int] = field(default_factory=lambda: dict[int, int]())
     """Bytes of each chunk that it asked for: one that is read again is no progress."""
-
-    def __post_init__(self) -> None:
-        self.opened_at = self.read_at
 
     def reads(self, index: int, size_bytes: int, now: float) -> None:
         self.longest_pause_s = max(self.longest_pause_s, now - self.read_at)
@@ -159,8 +156,8 @@ class Leases:
 
     def read_by(self, reader: PeerId, lease: Lease) -> Answer:
         """The answer to a peer that has asked for what `lease` is of."""
-        lease.read_at = now_s()
-        lease.readers[reader] = _Reader(lease.read_at)
+        lease.read_at = now = now_s()
+        lease.readers[reader] = _Reader(now, now)
         return Answer(pack(lease.opened), [lease.hashes] if lease.hashes else ())
 
     async def lend(
@@ -195,7 +192,7 @@ class Leases:
         now = now_s()
         lease.read_at = now
         chunk = lease.chunks[wanted.index]
-        lease.readers.setdefault(request.peer, _Reader(now)).reads(wanted.index, chunk.nbytes, now)
+        lease.readers.setdefault(request.peer, _Reader(now, now)).reads(wanted.index, chunk.nbytes, now)
         is_sum = chunk.dtype == torch.int64
         return Answer(pack(Ack()), whole_numbers.pack(chunk) if is_sum else [bytes_of(chunk)])
 

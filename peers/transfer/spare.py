@@ -21,18 +21,13 @@ SPARE = "spare"
 """The reason of its pause."""
 
 
-def exchange_of(run: Run, record: PeerRecord) -> Exchange:
-    """How long exchanges take: reckoned for the stage of `record`, for others by the size of their states."""
-    return Exchange(
-        stages=run.S, microbatches=run.M, delayed_updates=run.delayed_updates,
-        gradient_share=reduce_bytes(run, record.stage) / max(1, record.state_bytes),
-    )  # fmt: skip
-
-
 async def judged(run: Run, directory: Directory, me: PeerRecord) -> Verdict | None:
     """What the records that this peer sees now say of it. In a thread: a large run has thousands of them."""
-    records = list(directory.peers())
-    return await asyncio.to_thread(lambda: judge(me, records, exchange_of(run, me)))
+    exchange = Exchange(
+        stages=run.S, microbatches=run.M, delayed_updates=run.delayed_updates,
+        gradient_share=reduce_bytes(run, me.stage) / max(1, me.state_bytes),
+    )  # fmt: skip
+    return await asyncio.to_thread(judge, me, list(directory.peers()), exchange)
 
 
 def words_of(verdict: Verdict) -> str:

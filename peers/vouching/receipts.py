@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from peers.ports import Buffer
+from swarm.audit.answers import digest
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -34,7 +35,7 @@ class Receipts:
         )
         if not self._wanted:
             return onward, b""
-        named = _digest(outputs)
+        named = digest(outputs)
         fed = Fed(self._stage + 1, work.t, work.m, named)
         return msgspec.structs.replace(onward, fed=sign(self._signer, self._run.id, fed)), named
 
@@ -51,7 +52,7 @@ class Receipts:
         if self._stage == 0:
             assert work.ticket is not None
             return work.ticket.inputs
-        named = _digest(inputs)
+        named = digest(inputs)
         if not self.is_fed(caller, work, named):
             raise Refused(
                 f"stage {self._stage} takes what a peer of stage {self._stage - 1} signed, and this is not"
@@ -85,7 +86,7 @@ class Receipts:
             self._run.id,
             Answered(
                 self._stage, *mb, inputs, outputs,
-                last.input_grads if last is not None else NOTHING, _digest(input_grads), loss,
+                last.input_grads if last is not None else NOTHING, digest(input_grads), loss,
             ),
         )  # fmt: skip
 
@@ -100,7 +101,3 @@ class Receipts:
             raise BadAnswer(peer, "answered another gradient than its receipt names")
         if not is_receipt(self._signer, peer, self._run.id, hop.stage, mb, done.loss, hop.receipt):
             raise BadAnswer(peer, "answered with a receipt that it did not sign")
-
-
-def _digest(tensors: Sequence[Encoded]) -> bytes:
-    return tensors_digest([t.meta for t in tensors], [buffer for t in tensors for buffer in t.buffers])

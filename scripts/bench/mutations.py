@@ -229,8 +229,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-receipt-names-no-gradient-that-it-got",
         RECEIPTS,
-        "last.input_grads if last is not None else NOTHING, _digest(input_grads), loss,",
-        "NOTHING, _digest(input_grads), loss,",
+        "last.input_grads if last is not None else NOTHING, digest(input_grads), loss,",
+        "NOTHING, digest(input_grads), loss,",
         "The receipts of a microbatch are no chain: nobody can tell at which stage a gradient changed.",
         ("test_receipts",),
     ),
@@ -869,8 +869,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "held-by-all-when-one-holds",
         COORDINATOR,
-        "return min(versions) if len(versions) == self._run.S else -1",
-        "return max(versions) if len(versions) == self._run.S else -1",
+        "held_by_all=oldest if len(summaries) == self._run.S else -1",
+        "held_by_all=version if len(summaries) == self._run.S else -1",
         "Trainers go home before all stages have the last version.",
         ("test_stage_lost", "test_loops"),
     ),

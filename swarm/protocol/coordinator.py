@@ -396,17 +396,12 @@ class RunCoordinator:
             run=self._run.id,
             generation=self._agreed.generation,
             version=version,
-            held_by_all=self.held_by_all(),
+            held_by_all=oldest if len(summaries) == self._run.S else -1,
             lacking=tuple(lacking),
             commits=newest_commits(self._agreed.known(local)),
             losses=tuple(sorted(losses.items())),
             run_coordinator=self._me,
         )
-
-    def held_by_all(self) -> int:
-        """The version that all stages have at least; -1 while one of them is silent."""
-        versions = [summary.version for summary in self.present().values()]
-        return min(versions) if len(versions) == self._run.S else -1
 
 
 def _summary_of(summary: StageSummary, t: int) -> StepSummary | None:
