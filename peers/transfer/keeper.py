@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -311,6 +311,14 @@ class CheckpointKeeper:
     ) -> bool:
         """Download and save one version of one stage; False: not now, and why was said."""
         folder, began = self._settings.folder, now_s()
+
+        def refused(why: str, by: Collection[PeerId] = ()) -> bool:
+            for peer in by:
+                self._backoff.failed(peer, now=now_s())
+            text = f"version {version} of stage {stage} is not kept: {why}"
+            self._complain(f"{stage} {version}", text)
+            return False
+
         wanted = state_of(self._run, stage, version)
         size = sum(vector.nbytes for vector in wanted.like.values())
         if (trouble := await asyncio.to_thread(self._no_room, stage, version, size)) is not None:
@@ -323,25 +331,14 @@ class CheckpointKeeper:
                 progress=shown(stage, version, self._emit), on_fault=self._not_believed,
             )  # fmt: skip
         except DownloadFailed as failed:
-            for peer in failed.reasons:
-                self._backoff.failed(peer, now=now_s())
-            self._complain(
-                f"{stage} {version}", f"version {version} of stage {stage} is not kept: {failed.text}"
-            )
-            return False
+            return refused(failed.text, failed.reasons)
         for peer in found.sources:
             self._backoff.answered(peer)
         if voice and not found.voiced:
-            text = f"version {version} of stage {stage} is not kept: no peer with voice gave it"
-            self._complain(f"{stage} {version}", text)
-            return False
+            return refused("no peer with voice gave it")
         digest = await asyncio.to_thread(weights_digest, found.tensors)
         if await self._recorders[0].contradicted(stage, version, digest):
-            for peer in found.sources:
-                self._backoff.failed(peer, now=now_s())
-            text = f"version {version} of stage {stage} is not kept: its replicas signed other weights"
-            self._complain(f"{stage} {version}", text)
-            return False
+            return refused("its replicas signed other weights", found.sources)
         self._emit(
             events.StateFetched(
                 stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,
