@@ -83,16 +83,13 @@ class SumAudits:
         self._checks.pop(plan.round, None)
         self._checks[plan.round] = check
         while len(self._checks) > KEPT_ROUNDS:
-            self._end(self._checks.pop(next(iter(self._checks))))
+            self.close(self._checks.pop(next(iter(self._checks))))
         opened, self._opened = self._opened, asyncio.Event()
         opened.set()
         return check
 
     def close(self, check: SumCheck) -> None:
         """The round ended here: what is not known by now will not be. In any state, also twice."""
-        self._end(check)
-
-    def _end(self, check: SumCheck) -> None:
         if not check.projected.done():
             check.projected.set_exception(NotReady("the round is void here", version=check.t))
             check.projected.exception()

@@ -67,13 +67,8 @@ class PausedPeer:
         self.stand_by(None, lambda event: None)
         self._keep(kept)
 
-    @property
-    def kept(self) -> Snapshot | None:
-        """The state that it comes back with."""
-        return self._kept
-
     def _keep(self, kept: Snapshot | None) -> None:
-        self._kept = kept
+        self.kept = kept
         if kept is not None:
             self._store.pin(kept.version, kept.tensors)
 
@@ -108,13 +103,13 @@ class PausedPeer:
     async def _keep_up(self) -> None:
         """Hold the newest saved version, while this is a spare."""
         while self.spare is not None:
-            newer = await self.spare.newest(self._kept, self._transport, self._directory, self._emit)
+            newer = await self.spare.newest(self.kept, self._transport, self._directory, self._emit)
             if newer is not None:
                 self._keep(newer)
             await asyncio.sleep(KEEP_UP_S)
 
     async def _announce(self) -> None:
-        settings, kept, spare = self._settings, self._kept, self.spare
+        settings, kept, spare = self._settings, self.kept, self.spare
         was = spare.record if spare is not None else None
         await self._directory.announce(
             PeerRecord(
@@ -138,8 +133,8 @@ class PausedPeer:
         status = PeerStatus(
             peer=self._transport.peer_id, stage=stage, state="paused", since=self._since,
             up_s=now_s() - self._settings.started_at,
-            generation=self._kept.generation if self._kept else Generation(),
-            version=self._kept.version if self._kept else 0, device=self._settings.device_name,
+            generation=self.kept.generation if self.kept else Generation(),
+            version=self.kept.version if self.kept else 0, device=self._settings.device_name,
             bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
             bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
             rebalance=f"paused: {self._owner.why}",
