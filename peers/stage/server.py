@@ -141,7 +141,7 @@ class StagePeer:
         self._joining = Joining(core, recovery, self.store, settings.resumed_from)
         self._states = StateServer(core, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
-        self._handoff = Handoff(core, self._states.leases)
+        self._handoff = Handoff(core, self._states)
         self.moving = Moving(
             core, everywhere, movable=settings.movable, go=self._move,
             stand_by=self._stand_by, record=lambda: self.status.record(),
@@ -362,7 +362,7 @@ class StagePeer:
     def peer_gone(self, peer: PeerId) -> None:
         """Note that the transport lost its connection to `peer`."""
         self.coordination.lost(peer)
-        self._states.leases.gone(peer)
+        self._states.gone(peer)
 
     def _do_without(self, liar: PeerId) -> None:
         self.peer_gone(liar)

@@ -16,7 +16,7 @@ they may change at any time, and be added to the mapping.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeAlias
 
@@ -28,8 +28,8 @@ from peers.stage.state import StageCore
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
-from swarm.errors import NotReady, Refused, SetupError, SwarmError
-from swarm.ids import Generation, Stage
+from swarm.errors import NotReady, Refused, SetupError
+from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.layout import start_tensors
 from swarm.model.meeting import part_of
@@ -58,7 +58,7 @@ Start: TypeAlias = Callable[[Stage], Mapping[str, torch.Tensor]]
 
 
 class StateLeases(Leases):
-    """Serves `state` and `saved`, and what it opens."""
+    """Serves `state` and `saved` from checkpoint stores, and what it opens."""
 
     def __init__(
         self,
@@ -66,13 +66,12 @@ class StateLeases(Leases):
         transport: Transport,
         stores: Mapping[Stage, CheckpointStore],
         *,
-        live: StateServer | None = None,
         most_saved: int = MAX_LEASES,
         start: Start | None = None,
     ) -> None:
         """`most_saved`: copies of saved versions in memory at once. `start`: what a stage starts with."""
         super().__init__(run, transport)
-        self._stores, self._live, self._most_saved, self._start = stores, live, most_saved, start
+        self._stores, self._most_saved, self._start = stores, most_saved, start
         self._opening = asyncio.Lock()
         transport.serve("state", self._serve_state)
         transport.serve("saved", self._serve_saved)
@@ -86,44 +85,13 @@ class StateLeases(Leases):
             self.require_no_rest(request.peer, version=-1)
             for other in self._of_stage(wanted.stage):
                 other.readers.pop(request.peer, None)  # with another version it has done
-            return self.read_by(request.peer, await self._lease(wanted.stage, wanted.version))
+            lend = self._lend_start if wanted.version == START else self._lend
+            return self.read_by(request.peer, await lend(wanted.stage, wanted.version))
 
     def _of_stage(self, stage: Stage) -> list[Lease]:
         return [lease for lease in self.of("live", "saved") if lease.what == stage]
 
-    async def _lease(self, stage: Stage, version: int) -> Lease:
-        """A copy of that version (negative: the newest), shared with its present readers."""
-        if version == START:
-            return await self._lease_start(stage)
-        live: int | None = None
-        try:
-            live = self._live.version(stage) if self._live is not None else None
-        except SwarmError:
-            if version < 0 or stage not in self._stores:
-                raise
-        if self._live is None and stage not in self._stores:
-            raise Refused(f"this peer keeps no checkpoints of stage {stage}")
-        if version < 0 and live is None:  # a keeper: the newest that was saved
-            version = max(await self._versions(stage), default=-1)
-            if version < 0:
-                raise NotReady(
-                    f"no version of stage {stage} is saved here yet", version=-1, retry_after_s=1.0
-                )
-        wanted = live if version < 0 else version
-        generation = None if version >= 0 or self._live is None else self._live.generation
-        for lease in self._of_stage(stage):
-            # The newest says where the run goes on; one that was saved, or made before that, does not.
-            if lease.opened.version == wanted and generation in (None, lease.opened.generation):
-                return lease
-        if live is not None and wanted == live:
-            assert self._live is not None
-            self.make_room("live", MAX_LEASES, version=live)
-            snapshot = await self._live.snapshot()
-            if version < 0 or snapshot.version == version:
-                return await self.add("live", stage, snapshot)
-        return await self.add("saved", stage, await self._load(stage, version, live))
-
-    async def _lease_start(self, stage: Stage) -> Lease:
+    async def _lend_start(self, stage: Stage, version: int) -> Lease:
         for lease in self.of("start"):
             if lease.what == stage:
                 return lease
@@ -136,12 +104,28 @@ class StateLeases(Leases):
             raise Refused(error.text) from None
         return await self.add("start", stage, Snapshot(version=0, tensors=tensors))
 
-    async def _load(self, stage: Stage, version: int, live: int | None) -> Snapshot:
+    async def _lend(self, stage: Stage, version: int) -> Lease:
+        """A copy of that version (negative: the newest), shared with its present readers."""
+        if stage not in self._stores:
+            raise Refused(f"this peer keeps no checkpoints of stage {stage}")
+        if version < 0:
+            version = max(await self._versions(stage), default=-1)
+            if version < 0:
+                raise NotReady(
+                    f"no version of stage {stage} is saved here yet", version=-1, retry_after_s=1.0
+                )
+        return await self._lend_saved(stage, version)
+
+    async def _lend_saved(self, stage: Stage, version: int, *, newest: int = -1) -> Lease:
+        """`newest`: of the versions that this peer has besides those that are saved."""
+        for lease in self._of_stage(stage):
+            if lease.opened.version == version:
+                return lease
         there = await self._versions(stage)
         if version not in there:
             saved = ", ".join(map(str, there)) or "none"
             text = f"version {version} of stage {stage} is not here; saved are: {saved}"
-            newest = max([*there, -1 if live is None else live])
+            newest = max([*there, newest])
             if version > newest:
                 raise NotReady(text, version=newest, retry_after_s=1.0)
             raise Refused(text)
@@ -150,18 +134,19 @@ class StateLeases(Leases):
             tensors = await asyncio.to_thread(self._stores[stage].load, version)
         except SetupError as error:
             raise Refused(f"version {version} of stage {stage} cannot be given: {error.text}") from None
-        return Snapshot(version=version, tensors=tensors)
+        return await self.add("saved", stage, Snapshot(version=version, tensors=tensors))
 
-    async def _versions(self, stage: Stage) -> Sequence[int]:
+    async def _versions(self, stage: Stage) -> list[int]:
         """Ascending."""
         store = self._stores.get(stage)
         return sorted(await asyncio.to_thread(store.versions)) if store is not None else []
 
+    async def _offered(self) -> dict[Stage, set[int]]:
+        return {stage: set(await self._versions(stage)) for stage in self._stores}
+
     async def _serve_saved(self, request: Request) -> Answer:
         asked = unpack(request.header, AskSaved, *self._runs).run
-        found = {stage: set(await self._versions(stage)) for stage in self._stores}
-        if self._live is not None and (last := self._live.last) is not None:
-            found.setdefault(self._live.stage, set()).add(last)
+        found = await self._offered()
         if asked != self._run.id:  # it is another island that asks
             found = {stage: {v for v in had if self._run.is_common(v)} for stage, had in found.items()}
         stages = [
@@ -172,44 +157,43 @@ class StateLeases(Leases):
         return Answer(*say(Saved(stages=tuple(stages))))
 
 
-class StateServer:
+class StateServer(StateLeases):
     """What a stage peer gives out: to joiners its state and its checkpoints, to members that missed a step
     the gradient of that."""
 
     def __init__(self, core: StageCore, store: CheckpointStore | None = None) -> None:
-        self._core, transport = core, core.transport
         stores = {} if store is None else {core.stage: store}
         start = partial(start_tensors, core.run) if core.run.start.weights else None
-        self.leases = StateLeases(core.run, transport, stores, live=self, start=start)
-        transport.serve("held", self._serve_held)
+        super().__init__(core.run, core.transport, stores, start=start)
+        self._core = core
+        core.transport.serve("held", self._serve_held)
 
-    def version(self, stage: Stage) -> int:
-        """The version that `snapshot` would give now.
-
-        Raises:
-            Refused: this peer serves another stage.
-            NotReady: it has no weights yet.
-        """
-        core = self._core
+    async def _lend(self, stage: Stage, version: int) -> Lease:
+        core, newest = self._core, version < 0
         if stage != core.stage:
             raise Refused(f"this peer serves stage {core.stage}, not {stage}")
         if not core.joined:
-            raise NotReady("this peer is joining itself", version=-1, retry_after_s=1.0)
-        return core.version
+            if newest or not self._stores:
+                raise NotReady("this peer is joining itself", version=-1, retry_after_s=1.0)
+            return await self._lend_saved(stage, version)
+        live = core.version
+        if not newest and version != live:
+            return await self._lend_saved(stage, version, newest=live)
+        for lease in self._of_stage(stage):
+            # The newest says where the run goes on; one that was saved, or made before that, does not.
+            if lease.opened.version == live and (not newest or lease.opened.generation == core.generation):
+                return lease
+        self.make_room("live", MAX_LEASES, version=live)
+        snapshot = await self.snapshot()
+        if newest or snapshot.version == version:
+            return await self.add("live", stage, snapshot)
+        return await self._lend_saved(stage, version, newest=live)
 
-    @property
-    def stage(self) -> Stage:
-        return self._core.stage
-
-    @property
-    def generation(self) -> Generation:
-        return self._core.generation
-
-    @property
-    def last(self) -> int | None:
-        """The run's last version, once it is here: as good as saved, since nothing changes it any more."""
-        core = self._core
-        return core.version if core.joined and core.finished else None
+    async def _offered(self) -> dict[Stage, set[int]]:
+        found, core = await super()._offered(), self._core
+        if core.joined and core.finished:  # as good as saved, since nothing changes it any more
+            found.setdefault(core.stage, set()).add(core.version)
+        return found
 
     async def snapshot(self) -> Snapshot:
         """Between two jobs of the device: all of one version."""
@@ -265,4 +249,4 @@ class StateServer:
             last_commit=commit, prepared=prepared,
         )  # fmt: skip
         what = (wanted.shared_with, wanted.shared_of, wanted.part, prepared, commit)
-        return await self.leases.lend(request.peer, "held", what, content, vector)
+        return await self.lend(request.peer, "held", what, content, vector)

@@ -362,7 +362,7 @@ async def test_a_trainer_stays_with_an_island_that_is_done_until_all_are() -> No
 
 def say_of_changes(s: Swarm, name: str, number: float) -> None:
     """This peer says of each number that its island has changed by so much."""
-    leases = s.peers[name]._states.leases
+    leases = s.peers[name]._states
     honest = leases.lend
 
     async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:

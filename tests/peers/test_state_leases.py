@@ -168,7 +168,7 @@ async def test_half_read_copies_are_kept_until_nobody_reads_them(source: Source,
 async def test_a_reader_that_died_does_not_block_the_next_one(source: Source, clock: Clock) -> None:
     await half_read(source)
     assert (await source.refusal()).text == OTHERS
-    source.server.leases.gone("reader0")
+    source.server.gone("reader0")
     assert (await source.open()).version == MAX_LEASES
     # The place of the dead is taken; the other reader has kept its own.
     source.step()
@@ -181,7 +181,7 @@ async def test_two_slow_readers_lose_their_places_to_one_that_waits_and_get_no_o
     """They read on, the same chunk again and again, and open another copy as soon as theirs is gone."""
     await half_read(source)
     opened = {}
-    for number, lease in enumerate(list(source.server.leases._leases.values())):
+    for number, lease in enumerate(list(source.server._leases.values())):
         opened[f"reader{number}"] = lease.opened
     began, joined = clock.now, False
     while not joined:
@@ -213,14 +213,14 @@ async def test_a_reader_on_a_slow_line_keeps_its_place(
     monkeypatch.setattr(pace, "LEAST_BYTES_PER_S", 1.0)
     opened = await source.open("slow")
     source.step()
-    chunks = len(source.server.leases._leases[opened.lease].chunks)
+    chunks = len(source.server._leases[opened.lease].chunks)
     assert chunks > 3
     for index in range(chunks):
         clock.now += 7.0
         await source.call("chunk", FetchChunk(run=RUN.id, lease=opened.lease, index=index), "slow")
         source.step()
         await source.open(f"joiner{index}")
-        source.server.leases.gone(f"joiner{index}")
+        source.server.gone(f"joiner{index}")
     await source.read(opened, "slow")
 
 
@@ -228,7 +228,7 @@ async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
     await half_read(source)
     for number in range(MAX_LEASES):
         name = f"reader{number}"
-        for lease in list(source.server.leases._leases):
+        for lease in list(source.server._leases):
             await source.call("close", CloseLease(run=RUN.id, lease=lease), name)
     assert (await source.open()).version == MAX_LEASES
 
@@ -236,7 +236,7 @@ async def test_who_closes_makes_room(source: Source, clock: Clock) -> None:
 async def test_closing_what_is_not_open_changes_nothing(source: Source, clock: Clock) -> None:
     await half_read(source)
     await source.call("close", CloseLease(run=RUN.id, lease="nothing"))
-    for lease in list(source.server.leases._leases):
+    for lease in list(source.server._leases):
         await source.call("close", CloseLease(run=RUN.id, lease=lease), "somebody else")
     assert (await source.refusal()).text == OTHERS
 
@@ -262,7 +262,7 @@ async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
     source: Source,
 ) -> None:
     opened = await source.open()
-    leases = source.server.leases._leases
+    leases = source.server._leases
     assert len(leases) == 1
     await asyncio.sleep(state_leases.LEASE_S)
     assert leases, "somebody may still read it"
@@ -353,26 +353,18 @@ async def test_a_copy_that_was_saved_or_made_before_the_run_went_back_is_not_the
 
 
 async def test_a_live_version_that_is_passed_while_it_is_copied_is_not_given_out_as_another() -> None:
-    class Stepping:
-        """Takes a step between the question and the copy."""
+    source = Source(SavedHere())
+    for _ in range(4):
+        source.step()
+    snapshot = source.server.snapshot
 
-        stage, last = 0, None
+    async def stepping() -> Snapshot:
+        source.step()
+        return await snapshot()
 
-        def version(self, stage: Stage) -> int:
-            return 4
-
-        @property
-        def generation(self) -> Generation:
-            return Generation()
-
-        async def snapshot(self) -> Snapshot:
-            return Snapshot(version=5, tensors=StageCompute(RUN, 0).state.copy())
-
-    network = CalmNetwork()
-    StateLeases(RUN, network.join("source").transport, {0: SavedHere()}, live=Stepping())
-    asker = network.join("asker").transport
+    source.server.snapshot = stepping  # type: ignore[method-assign]
     with pytest.raises(Refused) as caught:
-        await asker.call("source", "state", pack(OpenState(run=RUN.id, stage=0, version=4)))
+        await source.open(version=4)
     assert caught.value.text == "version 4 of stage 0 is not here; saved are: none"
 
 
@@ -408,16 +400,16 @@ async def test_a_version_that_is_not_there_is_refused_with_what_is(
 async def test_copies_of_saved_versions_do_not_take_the_room_of_live_ones(
     saving: Source, clock: Clock
 ) -> None:
-    assert isinstance(saving.server.leases._stores[0], SavedHere)
-    saving.server.leases._stores[0].here[:] = [2, 4, 6]
+    assert isinstance(saving.server._stores[0], SavedHere)
+    saving.server._stores[0].here[:] = [2, 4, 6]
     await saving.open("a", 2)
     await saving.open("b", 4)
     assert (await saving.refusal("c", 6)).text == OTHERS
     assert (await saving.open("c")).version == 0
     # Two that read the same version share a copy.
-    loads = saving.server.leases._stores[0].loads
+    loads = saving.server._stores[0].loads
     assert (await saving.open("d", 4)).version == 4
-    assert saving.server.leases._stores[0].loads == loads
+    assert saving.server._stores[0].loads == loads
 
 
 # --- a keeper: shelves, and nobody who trains ---------------------------------------------------------------

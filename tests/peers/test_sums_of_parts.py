@@ -117,7 +117,7 @@ async def test_a_sum_that_is_no_number_is_had_from_another_replica(number: float
 
 def say_of_sums(s: Swarm, name: str, number: float) -> None:
     """This peer gives out such a sum of its island's part."""
-    leases = s.peers[name]._states.leases
+    leases = s.peers[name]._states
     honest = leases.lend
 
     async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:

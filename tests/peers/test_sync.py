@@ -192,7 +192,7 @@ async def test_a_gradient_that_does_not_fit_is_the_sources_fault_and_another_is_
 async def test_what_is_held_is_lent_while_it_is_read_and_no_longer() -> None:
     async with swarm(RUN, replicas=1) as s:
         stranger = await trained(s)
-        transport, lent = stranger.end.transport, s.peers["s1p0"]._states.leases
+        transport, lent = stranger.end.transport, s.peers["s1p0"]._states
         opened = [await stranger.ask("s1p0", "held", OpenHeld(run=RUN.id, t=2), Opened) for _ in range(2)]
         assert opened[0].lease == opened[1].lease and len(lent.of("held")) == 1
         await fetch_gradient(seen_by(stranger, s.peers["s1p0"].core), ["s1p0"], 2, "")

@@ -528,7 +528,7 @@ def false_change(s: Swarm) -> None:
 def other_change_given(s: Swarm) -> None:
     """The same peers sign what is true, and give something else to the other island."""
     for name in of_cell(s, 3):
-        leases = s.peers[name]._states.leases  # pyright: ignore[reportPrivateUsage]
+        leases = s.peers[name]._states  # pyright: ignore[reportPrivateUsage]
         honest = leases.lend
 
         async def lend(
