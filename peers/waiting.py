@@ -53,6 +53,12 @@ async def happens(event: asyncio.Event, limit_s: float) -> bool:
     return event.is_set()
 
 
+def pulse(event: asyncio.Event) -> None:
+    """Wake all that wait for `event`, which stays unset."""
+    event.set()
+    event.clear()
+
+
 def _end(waiter: asyncio.Future[bool]) -> None:
     if not waiter.done():
         waiter.set_result(True)

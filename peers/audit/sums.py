@@ -16,7 +16,7 @@ import torch
 from peers.audit.convictions import Convictions
 from peers.audit.sum_check import Chunks, SumCheck
 from peers.ports import Answer, Buffer, Request, Transport
-from peers.waiting import happens
+from peers.waiting import happens, pulse
 from swarm.audit.evidence import numbers, proves
 from swarm.digest import digest_of
 from swarm.errors import BadAnswer, NotReady, PeerFault, PeerSilent, Refused
@@ -84,8 +84,7 @@ class SumAudits:
         self._checks[plan.round] = check
         while len(self._checks) > KEPT_ROUNDS:
             self.close(self._checks.pop(next(iter(self._checks))))
-        opened, self._opened = self._opened, asyncio.Event()
-        opened.set()
+        pulse(self._opened)
         return check
 
     def close(self, check: SumCheck) -> None:
@@ -116,8 +115,8 @@ class SumAudits:
                 task.cancel()
         for member, products in zip(others, told, strict=True):
             check.hear(member, products, nonces)
-        told_before, self._told, self._told_t = self._told, asyncio.Event(), check.t
-        told_before.set()
+        self._told_t = check.t
+        pulse(self._told)
         wrong = await asyncio.to_thread(check.mismatch, reduced)
         if wrong is not None:
             await self._dispute(check, reduced, *wrong)

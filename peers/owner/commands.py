@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, Protocol, TypeAlias
 
+from peers.waiting import pulse
+
 NO_ROOM = "no room"
 """The reason of a pause for which the device has no room for the stage."""
 
@@ -91,5 +93,4 @@ class Owner:
         self._change()
 
     def _change(self) -> None:
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
+        pulse(self.changed)

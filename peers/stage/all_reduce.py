@@ -24,7 +24,7 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
-from peers.waiting import happens, unless
+from peers.waiting import happens, pulse, unless
 from swarm.errors import BadAnswer, NotReady, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
@@ -217,8 +217,7 @@ class AllReduce:
         reduced = torch.empty(total.numel(), dtype=self._dtype)
         this = _Round(plan, t, total, reduced, chunks, check)
         self._rounds[plan.round] = this
-        started, self._started = self._started, asyncio.Event()
-        started.set()
+        pulse(self._started)
         work: list[asyncio.Task[None]] = []
         try:
             if check is not None:

@@ -22,7 +22,7 @@ from peers.ports import Answer, Request
 from peers.stage.all_reduce import AllReduce
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
-from peers.waiting import end_tasks, happens
+from peers.waiting import end_tasks, happens, pulse
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
@@ -231,8 +231,7 @@ class StepCoordination:
         if self.protocol.run_status != self._shown:
             self._shown = self.protocol.run_status
             self._revision += 1
-            revised, self._revised = self._revised, asyncio.Event()
-            revised.set()
+            pulse(self._revised)
 
     def _ask(self, question: Callable[[], Coroutine[None, None, None]]) -> None:
         """Ask one thing at a time: what is still of interest comes again."""

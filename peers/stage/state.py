@@ -15,7 +15,7 @@ from peers.events import Emit, Undone
 from peers.ports import Device, Directory, Rank, Transport
 from peers.stage.open_step import OpenStep
 from peers.voices import Membership, Voices
-from peers.waiting import happens
+from peers.waiting import happens, pulse
 from swarm.errors import Leaving, NotReady, PeerFault, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
@@ -188,7 +188,7 @@ class StageCore:
                 self.steps[t] = OpenStep(t, Ledger(t, self.run.microbatches(t), self.device.books.check))
                 self.opened(self.steps[t])
         self.report_trigger.urgent()
-        self._move()
+        pulse(self._moved)
 
     def drop_sum(self, step: OpenStep) -> None:
         """In a job of rank STEP: forget all of a step's sum and its ledger; it starts again from nothing."""
@@ -242,11 +242,7 @@ class StageCore:
     def leave(self) -> None:
         """End all waits for a step: none opens any more."""
         self.leaving = True
-        self._move()
-
-    def _move(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        pulse(self._moved)
 
     async def step(self, t: int, *, wait_s: float) -> OpenStep:
         """The open step `t`; waits for it a while, since peers do not step at the same instant.

@@ -27,7 +27,7 @@ from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
 from peers.ports import Answer, Transport
 from peers.transfer.leases import chunks_of, flat, forms_of
-from peers.waiting import end_tasks, happens
+from peers.waiting import end_tasks, happens, pulse
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
@@ -523,12 +523,8 @@ class _Pull:
                     del self._flying[index]
                     if index in self._missing:
                         self._queue.appendleft(index)
-                self._wake()
+                pulse(self._changed)
             self._slowest_s[source] = max(self._slowest_s.get(source, 0.0), now_s() - began)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     async def _next(self, source: PeerId) -> int | None:
         """The chunk that `source` is to give; None: nothing is missing any more."""
