@@ -24,8 +24,7 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.islands.meeting import IslandMeeting
 from peers.ports import Rank
-from peers.stage.all_reduce import AllReduce as Reducer
-from peers.stage.all_reduce import RoundAborted
+from peers.stage.all_reduce import AllReduce, RoundAborted
 from peers.stage.coordination import StepCoordination
 from peers.stage.open_step import OpenStep, audit
 from peers.stage.recovery import Recovery
@@ -39,22 +38,9 @@ from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
 from swarm.ids import PeerId, Position
 from swarm.model.reductions import vectors_digest
+from swarm.protocol import replica
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
-from swarm.protocol.replica import (
-    Action,
-    AllReduce,
-    ApplyStep,
-    AskLostStage,
-    AskWitnesses,
-    BeginAgain,
-    CatchUp,
-    Fetch,
-    RestoreStage,
-    Retract,
-    Retreat,
-    Unfreeze,
-)
 from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
 from swarm.protocol.step import StepState
 from swarm.records import NO_STAGE
@@ -74,7 +60,7 @@ class Actions:
         self,
         core: StageCore,
         coordination: StepCoordination,
-        all_reduce: Reducer,
+        all_reduce: AllReduce,
         tied_weights: TiedWeights,
         meeting: IslandMeeting,
         recovery: Recovery,
@@ -101,35 +87,35 @@ class Actions:
 
     # -- tasks --------------------------------------------------------------------------------------
 
-    def act(self, action: Action) -> None:
+    def act(self, action: replica.Action) -> None:
         """Do what the protocol asks, unless it is under way. Actions repeat."""
-        if isinstance(action, (ApplyStep, BeginAgain, CatchUp, RestoreStage)):
+        if isinstance(action, replica.StateChange):
             if not self._core.changing:
                 self._core.changing = True
                 self.spawn(self._change_state(action))
             return
-        if isinstance(action, Retreat):
+        if isinstance(action, replica.Retreat):
             text = f"generation {self._core.generation.number} was started in error, and is left"
             self._core.emit(events.Note(text=f"stage {self._core.stage}: {text}"))
             self._core.enter(action.generation)
             return
-        assert not isinstance(action, (AskWitnesses, AskLostStage))  # done by `coordination`
+        assert not isinstance(action, replica.Ask)  # done by `coordination`
         step = self._core.steps[action.t]
         match action:
-            case AllReduce(plan=plan):
+            case replica.AllReduce(plan=plan):
                 if step.ending:
                     return  # it may be of the same round, whose end would be taken for the end of this one
                 step.stop("reduce")
                 step.start_round(plan.round, now=now_s())
                 self._start(step, "reduce", lambda: self._reduce(step, plan))
-            case Fetch(round=name, sources=sources):
+            case replica.Fetch(round=name, sources=sources):
                 self._start(step, "fetch", lambda: self._fetch(step, name, sources))
-            case Unfreeze():
+            case replica.Unfreeze():
                 step.stop("reduce")
                 step.stop("fetch")
                 step.give_up_round()
                 self._start(step, "thaw", lambda: self._thaw(step))
-            case Retract(microbatches=twice):
+            case replica.Retract(microbatches=twice):
                 self._start(step, "retract", lambda: self._retract(step, twice))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -277,16 +263,16 @@ class Actions:
 
     # -- the weights --------------------------------------------------------------------------------
 
-    async def _change_state(self, action: ApplyStep | BeginAgain | CatchUp | RestoreStage) -> None:
+    async def _change_state(self, action: replica.StateChange) -> None:
         try:
             match action:
-                case BeginAgain(t=t):
+                case replica.BeginAgain(t=t):
                     await self._core.begin_again(self._core.steps[t])
-                case ApplyStep(commit=commit):
+                case replica.ApplyStep(commit=commit):
                     await self._apply_step(commit)
-                case CatchUp(directive=directive):
+                case replica.CatchUp(directive=directive):
                     await self._catch_up(directive)
-                case RestoreStage():
+                case replica.RestoreStage():
                     await self._restore()
         finally:
             self._core.changing = False

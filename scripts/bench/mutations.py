@@ -933,7 +933,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "never-restore-a-lost-stage",
         PROTOCOL,
-        "self._actions.append(RestoreStage())",
+        "self._actions.append(replica.RestoreStage())",
         "pass",
         "A stage that lost its last replica is never brought back.",
         ("test_stage_lost",),

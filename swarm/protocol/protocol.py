@@ -20,6 +20,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
 from swarm.policy.rotation import Rotation
+from swarm.protocol import replica
 from swarm.protocol.checks import check_report, check_summary
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
 from swarm.protocol.messages import (
@@ -30,18 +31,7 @@ from swarm.protocol.messages import (
     StepDirective,
 )
 from swarm.protocol.proofs import Belief, check_signed_report, signed_report
-from swarm.protocol.replica import (
-    Action,
-    AskAbsent,
-    AskLostStage,
-    AskWitnesses,
-    Local,
-    RestoreStage,
-    Retreat,
-    follow,
-    losses_of,
-    report_of,
-)
+from swarm.protocol.replica import Local
 from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, elect
 from swarm.protocol.statements import Signer
@@ -67,7 +57,7 @@ class Ready(NamedTuple):
     """What is to be done now."""
 
     messages: Sequence[Message]
-    actions: Sequence[Action]
+    actions: Sequence[replica.Action]
     wake_at: float
     """When `speak` is due, if nothing happens before."""
 
@@ -117,7 +107,7 @@ class StepProtocol:
         """The last directive that was followed."""
         self.run_status = RunStatus(run=run.id)
         self._messages: list[Message] = []
-        self._actions: list[Action] = []
+        self._actions: list[replica.Action] = []
         self._spoke_s = -math.inf
         self._soon = False
 
@@ -146,13 +136,13 @@ class StepProtocol:
             and self.coordinates(self._stage, now=now)
         ):
             self._checked_s = now
-            self._actions.append(RestoreStage())
+            self._actions.append(replica.RestoreStage())
 
     def ready(self, *, now: float) -> Ready:
         """What is to be done about all that came in; each message and action is returned once."""
         if self.belief.lacking and now - self._doubted_s >= self._timings.refresh_s:
             self._doubted_s = now
-            self._actions += [AskAbsent(t, peers) for t, peers in self.belief.lacking.items()]
+            self._actions += [replica.AskAbsent(t, peers) for t, peers in self.belief.lacking.items()]
         self.belief.lacking.clear()
         wake_at = now if self._soon else self._spoke_s + self._timings.refresh_s
         ready = Ready(self._messages, self._actions, wake_at)
@@ -211,8 +201,8 @@ class StepProtocol:
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         """This replica's report, and the losses that go with it."""
-        report = report_of(self._run.id, self._stage, self._local, since=since)
-        losses = losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
+        report = replica.report_of(self._run.id, self._stage, self._local, since=since)
+        losses = replica.losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
         if self.belief.needs_proof:
             own = next((r for r in self._peers.get(self._stage, ()) if r.peer == self._me), None)
             report = signed_report(report, self._signer, own.voucher if own else None)
@@ -265,7 +255,8 @@ class StepProtocol:
             if self._stage == 0:
                 self.run_status = directive.run_status
         self._learn(directive.commits, directive.generation)
-        self._actions += follow(self._me, self._local, directive, self._agreed.known(self._local), now=now)
+        known = self._agreed.known(self._local)
+        self._actions += replica.follow(self._me, self._local, directive, known, now=now)
 
     # -- the stage's coordinator ------------------------------------------------------------------
 
@@ -320,7 +311,7 @@ class StepProtocol:
         """
         known = max(self._local.position, self.run_status.position, self._witnessed)
         if self._run.S > 1 and is_alone_ahead(report.position, known):
-            self._actions.append(AskWitnesses())
+            self._actions.append(replica.AskWitnesses())
             raise NotNow(
                 f"peer {short(sender)} says that it is at version {report.version}; the run is at "
                 f"{known.version}",
@@ -472,7 +463,7 @@ class StepProtocol:
             and generation.number <= mine.number + MAX_MISSED_GENERATIONS
         ):
             self._asked_s = now
-            self._actions.append(AskLostStage(max(generation, mine)))
+            self._actions.append(replica.AskLostStage(max(generation, mine)))
         return not later
 
     def lost_stage_told(
@@ -502,7 +493,7 @@ class StepProtocol:
         elif claimed == mine and before is not None and not is_followed(claimed, all_at):
             self._enter(before, now)
             if local.generation > before:
-                self._actions.append(Retreat(before))
+                self._actions.append(replica.Retreat(before))
 
     def _enter(self, generation: Generation, now: float) -> None:
         """Decide in another generation: an earlier one's commits would let one stage run ahead."""

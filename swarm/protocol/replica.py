@@ -126,20 +126,10 @@ class AskWitnesses:
     """Ask the other stages how far the run is: a replica says that it is far ahead."""
 
 
-Action = (
-    AllReduce
-    | Fetch
-    | Retract
-    | BeginAgain
-    | Unfreeze
-    | ApplyStep
-    | CatchUp
-    | RestoreStage
-    | Retreat
-    | AskWitnesses
-    | AskLostStage
-    | AskAbsent
-)
+StateChange = ApplyStep | BeginAgain | CatchUp | RestoreStage
+"""One of them at a time."""
+Ask = AskWitnesses | AskLostStage | AskAbsent
+Action = StateChange | AllReduce | Fetch | Retract | Unfreeze | Retreat | Ask
 
 
 # -- the report ---------------------------------------------------------------------------------------
