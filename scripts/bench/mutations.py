@@ -3243,7 +3243,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-make-others-undo",
         COORDINATOR,
-        "self._doubled[t] = doubled_without_voice(steps, self.voice)",
+        "self._doubled[t] = rounds.doubled_without_voice(steps, self.voice)",
         "self._doubled[t] = {}",
         "A stranger that says it has everything stops the run, or makes the others undo theirs.",
         ("test_believing",),

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
+from swarm.protocol import rounds
 from swarm.protocol.blame import Blame
 from swarm.protocol.ledger import Bitmap, members_of
 from swarm.protocol.messages import (
@@ -24,22 +25,7 @@ from swarm.protocol.messages import (
     StepLacking,
 )
 from swarm.protocol.replica import Local, newest_commits
-from swarm.protocol.rounds import (
-    Commit,
-    Decision,
-    FetchResult,
-    Lacking,
-    Plan,
-    Reduce,
-    StepReport,
-    StepSummary,
-    Undo,
-    decide,
-    decide_commit,
-    digest_majority,
-    doubled_without_voice,
-    held_by_word,
-)
+from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.voice import heard
 
 REALIGN_STEPS = 100
@@ -118,7 +104,7 @@ class StageCoordinator:
         self._plans: dict[int, Plan] = {}
         self._rounds: dict[int, set[str]] = {}
         """Names of all rounds of a step that this peer has heard of, as a coordinator or a replica."""
-        self._decisions: dict[int, Decision] = {}
+        self._decisions: dict[int, rounds.Decision] = {}
         self._alone_since: dict[int, dict[tuple[PeerId, str], float]] = {}
         """By step: since when a replica alone has had the result of a round."""
         self._left_out: dict[int, set[PeerId]] = {}
@@ -145,7 +131,7 @@ class StageCoordinator:
 
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
-        return bool(held_by_word(self._believable(t), self.voice))
+        return bool(rounds.held_by_word(self._believable(t), self.voice))
 
     def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
@@ -156,25 +142,25 @@ class StageCoordinator:
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
             steps = self._steps(t, now)
-            self._doubled[t] = doubled_without_voice(steps, self.voice)
+            self._doubled[t] = rounds.doubled_without_voice(steps, self.voice)
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
             if not steps and not self._left_out[t]:
                 continue
             blame, plan = self._blame, self._plans.get(t)
-            decision = decide(
+            decision = rounds.decide(
                 self._run.id, self._stage, t, self._run.microbatches(t), self._numel,
                 blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
                 owner=blame.owner(t, plan, steps, now=now),
             )  # fmt: skip
             self._decisions[t] = decision
             self._left_out[t] |= self._alone_with_a_result(t, decision)
-            if isinstance(decision, Reduce):
+            if isinstance(decision, rounds.Reduce):
                 self._plans[t] = decision.plan
                 self.heard(t, decision.plan)
                 blame.planned(t, now=now)
-            if isinstance(decision, FetchResult):
+            if isinstance(decision, rounds.FetchResult):
                 blame.prepared(t, decision, steps, now=now)
-            if isinstance(decision, (Reduce, FetchResult)):
+            if isinstance(decision, (rounds.Reduce, rounds.FetchResult)):
                 self._note_loss(t)
         self._blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
@@ -189,7 +175,7 @@ class StageCoordinator:
         """Whether this peer has heard of a round before there was a result."""
         return round_name in self._rounds.get(t, ())
 
-    def _steps(self, t: int, now: float) -> dict[PeerId, StepReport]:
+    def _steps(self, t: int, now: float) -> dict[PeerId, rounds.StepReport]:
         """The reports on step `t` that count, by replica: not those of replicas that cost the stage too
         much.
         """
@@ -197,16 +183,16 @@ class StageCoordinator:
         self._left_out[t] = self._reported(t).keys() - believable.keys()
         return {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
 
-    def _believable(self, t: int) -> dict[PeerId, StepReport]:
+    def _believable(self, t: int) -> dict[PeerId, rounds.StepReport]:
         """The reports on step `t`, by replica; without those of a result that may be made up."""
         reports = self._reported(t)
         return {peer: step for peer, step in reports.items() if not self._may_be_made_up(peer, t, reports)}
 
-    def _reported(self, t: int) -> dict[PeerId, StepReport]:
+    def _reported(self, t: int) -> dict[PeerId, rounds.StepReport]:
         reports = self.present().items()
         return {peer: step for peer, report in reports for step in report.steps if step.t == t}
 
-    def _may_be_made_up(self, peer: PeerId, t: int, reports: Mapping[PeerId, StepReport]) -> bool:
+    def _may_be_made_up(self, peer: PeerId, t: int, reports: Mapping[PeerId, rounds.StepReport]) -> bool:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
 
@@ -230,15 +216,15 @@ class StageCoordinator:
             return peer in speaking and any(step.done or step.in_progress for step in apart)
         return peer != self._me and not self.knows(t, prepared.round)
 
-    def _alone_with_a_result(self, t: int, decision: Decision) -> set[PeerId]:
+    def _alone_with_a_result(self, t: int, decision: rounds.Decision) -> set[PeerId]:
         """The replicas without voice whose result no other confirms, and whose round is over: its sums are
         in another one, or open again; or it has lasted for `ALONE_S` since.
         """
         steps, before = self._reported(t), self._alone_since.pop(t, {})
-        if isinstance(decision, FetchResult):
+        if isinstance(decision, rounds.FetchResult):
             return set()  # they are told to fetch that
-        running = decision.plan.round if isinstance(decision, Reduce) else ""
-        confirmed, now = held_by_word(steps, self.voice), self.members[self._me].seen_s
+        running = decision.plan.round if isinstance(decision, rounds.Reduce) else ""
+        confirmed, now = rounds.held_by_word(steps, self.voice), self.members[self._me].seen_s
         alone = {
             peer: step.prepared.round
             for peer, step in steps.items()
@@ -271,7 +257,7 @@ class StageCoordinator:
         kind = self.members[peer].report.kind
         alike = {p: r for p, r in at_newest.items() if r.kind == kind or realigns(self._run, newest)}
         digests = {p: r.digest for p, r in alike.items() if r.digest}
-        digest = digest_majority(digests, self.voice) if len(digests) == len(alike) and digests else ""
+        digest = rounds.digest_majority(digests, self.voice) if len(digests) == len(alike) and digests else ""
         sources = sorted(p for p, r in (alike or at_newest).items() if not digest or r.digest == digest)
         return Directive(
             run=self._run.id,
@@ -290,18 +276,18 @@ class StageCoordinator:
             run_status=replace(run_status, commits=()) if self._stage == 0 else RunStatus(run=self._run.id),
         )
 
-    def _step_directive(self, t: int, decision: Decision, peer: PeerId) -> StepDirective:
+    def _step_directive(self, t: int, decision: rounds.Decision, peer: PeerId) -> StepDirective:
         if peer in self._left_out[t]:
             return StepDirective(t=t, begin_again=True)
         doubled = self._doubled[t].get(peer)
-        if doubled and not isinstance(decision, FetchResult):
+        if doubled and not isinstance(decision, rounds.FetchResult):
             return StepDirective(t=t, retract=Bitmap(doubled))
         match decision:
-            case Reduce(plan=plan):
+            case rounds.Reduce(plan=plan):
                 return StepDirective(t=t, plan=plan)
-            case FetchResult():
+            case rounds.FetchResult():
                 return StepDirective(t=t, fetch=replace(decision, sources=decision.sources[:MAX_SOURCES]))
-            case Undo(by=by):
+            case rounds.Undo(by=by):
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
 
@@ -309,10 +295,10 @@ class StageCoordinator:
         """What the run coordinator needs to know of the stage."""
         steps = []
         for t, decision in self._decisions.items():
-            step = StepSummary(t=t, loss=self.losses.get(t))
-            if isinstance(decision, Lacking):
+            step = rounds.StepSummary(t=t, loss=self.losses.get(t))
+            if isinstance(decision, rounds.Lacking):
                 step = replace(step, unclaimed=Bitmap(decision.unclaimed))
-            elif isinstance(decision, FetchResult):
+            elif isinstance(decision, rounds.FetchResult):
                 step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm, proofs=decision.proofs)
             steps.append(step)
         return StageSummary(
@@ -385,11 +371,11 @@ class RunCoordinator:
             views = {stage: _summary_of(summary, t) for stage, summary in summaries.items()}
             known = {stage: view for stage, view in views.items() if view is not None}
             if t == oldest:  # steps are taken in their order
-                commit = decide_commit(t, self._run.S, known, self._agreed.commits)
+                commit = rounds.decide_commit(t, self._run.S, known, self._agreed.commits)
                 if commit is not None and believes(commit):
                     self._agreed.commits[t] = commit
             if t >= version:
-                silent = StepSummary(t=t)
+                silent = rounds.StepSummary(t=t)
                 by_stage = [known.get(stage, silent).unclaimed for stage in range(self._run.S)]
                 lacking.append(StepLacking(t=t, by_stage=tuple(by_stage)))
         return RunStatus(
@@ -404,7 +390,7 @@ class RunCoordinator:
         )
 
 
-def _summary_of(summary: StageSummary, t: int) -> StepSummary | None:
+def _summary_of(summary: StageSummary, t: int) -> rounds.StepSummary | None:
     """A stage's summary of step `t`. A stage past that step lacks nothing of it, and its commit is known."""
-    past = StepSummary(t=t) if summary.version > t else None
+    past = rounds.StepSummary(t=t) if summary.version > t else None
     return next((step for step in summary.steps if step.t == t), past)

@@ -31,7 +31,7 @@ from swarm.digest import DIGEST_BYTES
 from swarm.errors import Busy, NotReady, PeerFault
 from swarm.ids import Generation
 from swarm.manifest import audit_run
-from swarm.protocol import coordinator, rounds
+from swarm.protocol import rounds
 from swarm.protocol.rounds import NO_VOICE, Commit, Decision, Reduce
 from swarm.wire.messages import Opened, TensorForm
 from tests.peers.lies import flip_a_bit, offered
@@ -662,15 +662,15 @@ async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the smallest id or the greatest: neither makes it a coordinator that knows of no reduce."""
-    plans = set[tuple[str, ...]]()
+    plans, real = set[tuple[str, ...]](), rounds.decide
 
     def decide(run: str, stage: int, t: int, *rest: Any, **owner: Any) -> Decision:
-        decision = rounds.decide(run, stage, t, *rest, **owner)
+        decision = real(run, stage, t, *rest, **owner)
         if isinstance(decision, Reduce) and (stage, t) == (1, 2):
             plans.add(decision.plan.members)
         return decision
 
-    monkeypatch.setattr(coordinator, "decide", decide)
+    monkeypatch.setattr(rounds, "decide", decide)
     async with swarm(audit_run(stages=2, steps=6), stages=2, replicas=3) as s:
         joined = asyncio.Event()
 

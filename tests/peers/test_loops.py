@@ -26,7 +26,7 @@ from peers.transfer import leases
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model.reference import SingleProcess
-from swarm.protocol import coordinator, rounds
+from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, StepReport
 from tests.model.chain import batch_of, tiny_run
@@ -35,6 +35,8 @@ from tests.peers.network import calm
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.virtual_time
+
+REAL_DECIDE, REAL_COMMIT = rounds.decide, rounds.decide_commit
 
 
 @pytest.fixture(autouse=True)
@@ -233,14 +235,14 @@ async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_th
     async with swarm() as s:
 
         def decide_commit(*args: object) -> rounds.Commit | None:
-            commit = rounds.decide_commit(*args)  # type: ignore[arg-type]
+            commit = REAL_COMMIT(*args)  # type: ignore[arg-type]
             if commit is not None:
                 if not commits:
                     asyncio.get_running_loop().call_soon(s.kill, "s0p0")
                 commits.append(commit)
             return commit
 
-        monkeypatch.setattr(coordinator, "decide_commit", decide_commit)
+        monkeypatch.setattr(rounds, "decide_commit", decide_commit)
         s.add_trainer("trainer")
         await finishes(s)
         assert len({commit for commit in commits if commit.t == 0}) == 1
@@ -383,12 +385,12 @@ async def test_two_members_that_cannot_reach_each_other_average_through_a_third(
     plans: list[Plan] = []
 
     def decide(*args: object, **owner: object) -> Decision:
-        decision = rounds.decide(*args, **owner)  # type: ignore[arg-type]
+        decision = REAL_DECIDE(*args, **owner)  # type: ignore[arg-type]
         if isinstance(decision, Reduce) and args[1] == 1:
             plans.append(decision.plan)
         return decision
 
-    monkeypatch.setattr(coordinator, "decide", decide)
+    monkeypatch.setattr(rounds, "decide", decide)
     async with swarm(stages=2, replicas=3) as s:
         await s.until_serving()
         s.network.cut({"s1p1"}, {"s1p2"})
@@ -636,7 +638,7 @@ def decide_blindly(*args: object, **_: object) -> Decision:
     for peer, report in sorted(reports.items()):
         single[peer] = remade(report, done=Bitmap(report.done & ~seen))
         seen |= report.done
-    decision = rounds.decide(*args[:5], single, None, {})  # type: ignore[arg-type]
+    decision = REAL_DECIDE(*args[:5], single, None, {})  # type: ignore[arg-type]
     if isinstance(decision, Reduce):
         run, number, t = args[:3]
         ledgers = tuple(reports[peer].done for peer in decision.plan.members)
@@ -682,7 +684,7 @@ async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
         await lost_answer_then_retry_to_another_peer(s)
         s.assert_each_counted_once()
         assert s.undone
-    monkeypatch.setattr(coordinator, "decide", decide_blindly)
+    monkeypatch.setattr(rounds, "decide", decide_blindly)
     monkeypatch.setattr(actions, "check_plan", lambda plan, **_: None)
     async with swarm() as s:
         await lost_answer_then_retry_to_another_peer(s)
@@ -695,7 +697,7 @@ async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
 async def test_without_the_coordinators_check_alone_members_refuse_and_nothing_is_applied(
     monkeypatch: pytest.MonkeyPatch, retries_do_not_ask: None
 ) -> None:
-    monkeypatch.setattr(coordinator, "decide", decide_blindly)
+    monkeypatch.setattr(rounds, "decide", decide_blindly)
     async with swarm() as s:
         s.network.drop_answer("s1p0", "work", 1)
         s.add_trainer("trainer", window=1)

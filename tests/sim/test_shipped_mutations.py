@@ -17,7 +17,7 @@ from peers.stage import actions, coordination
 from peers.stage.recovery import Recovery
 from peers.stage.state import StageCore
 from swarm.model.gradient_sum import SharedWeights
-from swarm.protocol import coordinator, rounds
+from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
 from swarm.protocol.timings import ProtocolTimings
@@ -40,7 +40,7 @@ def _unchecked(self: Ledger, m: int) -> None:
 
 
 def overlook_duplicates(patch: Patch) -> None:
-    patch.setattr(coordinator, "decide", _blind_decide)
+    patch.setattr(rounds, "decide", _blind_decide)
     patch.setattr(actions, "check_plan", lambda plan, **_: None)
 
 
@@ -114,7 +114,7 @@ def commit_early(patch: Patch) -> None:
         ready = len(summaries) == stages and any(summary.ready for summary in summaries.values())
         return last_go.get(t) or (Commit(t, 0.0) if ready else None)
 
-    patch.setattr(coordinator, "decide_commit", commit)
+    patch.setattr(rounds, "decide_commit", commit)
 
 
 def lose_inherited_marks(patch: Patch) -> None:
