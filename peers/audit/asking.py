@@ -14,7 +14,7 @@ from swarm.audit.unusual import AnswerScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.coins import Coin, Toss
+from swarm.protocol.statements import Coin, Toss
 from swarm.wire.evidence import AuditAnswer, Audited
 from swarm.wire.messages import WorkDone, pack, unpack_answer
 

@@ -37,10 +37,9 @@ from swarm.errors import PeerGone, PeerSilent, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
-from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.ledger import members_of
 from swarm.protocol.rounds import Plan, check_plan
-from swarm.protocol.statements import is_signed
+from swarm.protocol.statements import Coin, Toss, is_signed
 from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
 from swarm.wire.evidence import AskProducts, Products, ShowEvidence, WrongContribution

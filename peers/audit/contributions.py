@@ -34,8 +34,8 @@ from swarm.audit.screen import Screen
 from swarm.digest import digest_of
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
-from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.ledger import members_of
+from swarm.protocol.statements import Coin, Toss
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import WrongContribution
 

@@ -22,8 +22,8 @@ from swarm.digest import digest_of
 from swarm.errors import BadAnswer, NotReady, PeerFault, PeerSilent, Refused
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.coins import Coin, Toss
 from swarm.protocol.rounds import Plan
+from swarm.protocol.statements import Coin, Toss
 from swarm.protocol.sums import nth_digest
 from swarm.wire.codec import bytes_of, chunk_digest
 from swarm.wire.evidence import (

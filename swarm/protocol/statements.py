@@ -7,13 +7,15 @@ fields)`; Ed25519 over it (RFC 8032), whose public key is the peer id.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Protocol
 
 import msgspec
 
-from swarm.ids import PeerId
+from swarm.ids import PeerId, Stage
 
 SIGNATURE_BYTES = 64
+_TOSSES = 1 << 256
 
 Signature = Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)]
 """Empty: not signed."""
@@ -52,3 +54,30 @@ def sign(signer: Signer, run: str, statement: Statement) -> bytes:
 def is_signed(signer: Signer, peer: PeerId, run: str, statement: Statement, signature: bytes) -> bool:
     """Whether `peer` signed a statement."""
     return len(signature) == SIGNATURE_BYTES and signer.verify(peer, signable(run, statement), signature)
+
+
+class Toss(Statement, frozen=True, array_like=True):
+    """What is decided by chance."""
+
+    purpose: str
+    stage: Stage
+    t: int
+    what: str
+
+
+class Coin:
+    """The number of one toss, uniform. It follows from a signature (Ed25519's are functions of key and text)
+    that is never shown: no other peer can foresee it, and the same peer has it again when all is played
+    again. 0.1 ms.
+    """
+
+    def __init__(self, signer: Signer, run: str, toss: Toss) -> None:
+        self._number = int.from_bytes(hashlib.sha256(sign(signer, run, toss)).digest(), "big")
+
+    def falls(self, share: float) -> bool:
+        """Whether this is one of a share of all tosses."""
+        return self._number < share * _TOSSES
+
+    def below(self, count: int) -> int:
+        """A whole number, at least 0; any is as likely, also among those for which `falls` holds."""
+        return int.from_bytes(hashlib.sha256(self._number.to_bytes(32, "big")).digest(), "big") % count

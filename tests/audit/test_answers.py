@@ -16,8 +16,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
-from swarm.protocol.coins import Coin, Toss
-from swarm.protocol.statements import sign
+from swarm.protocol.statements import Coin, Toss, sign
 from swarm.wire.codec import Encoded, encode
 from swarm.wire.evidence import WrongAnswer
 from swarm.wire.receipts import Answered
