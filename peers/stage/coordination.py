@@ -26,10 +26,9 @@ from peers.waiting import end_tasks, happens, pulse
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
-from swarm.protocol.protocol import Message, Ready, StepProtocol
+from swarm.protocol.protocol import Message, ProtocolTimings, Ready, StepProtocol
 from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
 from swarm.protocol.rounds import Commit
-from swarm.protocol.timings import ProtocolTimings
 from swarm.protocol.voice import heard
 from swarm.wire.messages import (
     MAX_LONG_BYTES,

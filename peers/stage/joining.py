@@ -16,8 +16,8 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import is_keeper
 from peers.transfer.leases import Snapshot
 from swarm.ids import Position
+from swarm.protocol.protocol import ProtocolTimings
 from swarm.protocol.rollback import Join, join_by
-from swarm.protocol.timings import ProtocolTimings
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 

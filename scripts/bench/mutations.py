@@ -908,7 +908,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "count-the-silent",
-        "swarm/protocol/timings.py",
+        PROTOCOL,
         "return now - seen_s > self.gone_after_s",
         "return False",
         "A replica that hangs is waited for without end.",

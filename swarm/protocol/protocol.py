@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -35,13 +36,31 @@ from swarm.protocol.replica import Local
 from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, elect
 from swarm.protocol.statements import Signer
-from swarm.protocol.timings import ProtocolTimings
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
 MAX_MISSED_GENERATIONS = 100
 """That a peer may have missed: a lie must not use all numbers up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtocolTimings:
+    """Time limits in seconds. Peers of a run need not agree on them: other numbers cost time only."""
+
+    refresh_s: float = 1.0
+    """Everything is told again this often, so that a lost message costs at most this."""
+    gone_after_s: float = 3.5
+    """A replica that was silent this long is left out: three missed reports, as with a call's heartbeats."""
+    check_s: float = 1.0
+    """How often a stage that cannot follow the run is checked."""
+    lost_s: float = 6.0
+    """A stage without any replica that has its weights counts as lost after this: replicas may be cut off
+    shortly."""
+
+    def is_gone(self, seen_s: float, *, now: float) -> bool:
+        """Whether a replica that last spoke at `seen_s` is left out."""
+        return now - seen_s > self.gone_after_s
 
 
 class Message(NamedTuple):

@@ -15,7 +15,7 @@ from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.proofs import signed_report
-from swarm.protocol.protocol import StepProtocol
+from swarm.protocol.protocol import ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import (
     FetchResult,
@@ -29,7 +29,6 @@ from swarm.protocol.rounds import (
     digest_majority,
     elect,
 )
-from swarm.protocol.timings import ProtocolTimings
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import PeerRecord
 from tests.protocol.world import Step

@@ -16,10 +16,9 @@ from swarm.protocol.coordinator import Agreed, RunCoordinator, StageCoordinator,
 from swarm.protocol.coordinator import Member as Reported
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import ReplicaReport, RunStatus, StageSummary
-from swarm.protocol.protocol import StepProtocol
+from swarm.protocol.protocol import ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit, Prepared, StepReport, StepSummary
-from swarm.protocol.timings import ProtocolTimings
 from swarm.records import PeerRecord
 
 RUN = audit_run(stages=2, steps=8, microbatches_per_step=4)

@@ -12,10 +12,9 @@ from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.coordinator import Agreed
 from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
-from swarm.protocol.protocol import StepProtocol
+from swarm.protocol.protocol import ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit
-from swarm.protocol.timings import ProtocolTimings
 from swarm.records import PeerRecord
 
 RUN = audit_run(stages=2, steps=8, microbatches_per_step=4)

@@ -16,7 +16,7 @@ from swarm.manifest import Run, audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Claim, Ledger, members_of
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
-from swarm.protocol.protocol import Message, StepProtocol
+from swarm.protocol.protocol import Message, ProtocolTimings, StepProtocol
 from swarm.protocol.replica import (
     Action,
     AllReduce,
@@ -36,7 +36,6 @@ from swarm.protocol.replica import (
 from swarm.protocol.rollback import plan_rollback
 from swarm.protocol.rounds import Commit, Prepared, check_plan
 from swarm.protocol.step import ReplicaStep, StepState
-from swarm.protocol.timings import ProtocolTimings
 from swarm.records import PeerRecord
 
 NUMEL = 8

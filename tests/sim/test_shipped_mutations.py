@@ -19,8 +19,8 @@ from peers.stage.state import StageCore
 from swarm.model.gradient_sum import SharedWeights
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
+from swarm.protocol.protocol import ProtocolTimings
 from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
-from swarm.protocol.timings import ProtocolTimings
 
 Patch = pytest.MonkeyPatch
 
