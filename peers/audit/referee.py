@@ -65,11 +65,7 @@ class Referee:
             return evidence.accused if wrong else None if wrong is None else accuser
 
     def _proves(
-        self,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        evidence: WrongAnswer,
-        body: Sequence[Buffer],
+        self, version: int, tensors: Mapping[str, torch.Tensor], evidence: WrongAnswer, body: Sequence[Buffer]
     ) -> bool | None:
         """Whether it is wrong. None: nearly, and another kind of device may say otherwise."""
         signer = self._transport.signer

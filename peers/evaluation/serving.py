@@ -10,15 +10,7 @@ from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused
 from swarm.evaluation import is_due, microbatches, version_of
 from swarm.model.stage_io import body_bytes, input_metas
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import (
-    Ack,
-    EvalDone,
-    Evaluate,
-    Evaluated,
-    pack,
-    unpack,
-    unpack_answer,
-)
+from swarm.wire.messages import Ack, EvalDone, Evaluate, Evaluated, pack, unpack, unpack_answer
 
 OPEN_WAIT_S = 2.5
 """How long a request waits for the weights that it names, as one to train does."""

@@ -30,17 +30,7 @@ from swarm.protocol.protocol import Message, ProtocolTimings, Ready, StepProtoco
 from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
 from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
-from swarm.wire.messages import (
-    MAX_LONG_BYTES,
-    Ack,
-    Watch,
-    Watched,
-    hear,
-    pack,
-    say,
-    unpack,
-    unpack_answer,
-)
+from swarm.wire.messages import MAX_LONG_BYTES, Ack, Watch, Watched, hear, pack, say, unpack, unpack_answer
 
 GATHER_S = 0.1
 """Progress within this time travels in one report; what a step waits for goes at once."""

@@ -33,11 +33,7 @@ class Joining:
     """Gets a stage peer its first weights. `folder`: whose checkpoints it starts from, if any."""
 
     def __init__(
-        self,
-        core: StageCore,
-        recovery: Recovery,
-        store: CheckpointStore,
-        folder: Path | None,
+        self, core: StageCore, recovery: Recovery, store: CheckpointStore, folder: Path | None
     ) -> None:
         self._core, self._directory, self._recovery = core, core.directory, recovery
         self._store, self._folder = store, folder
