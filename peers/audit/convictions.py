@@ -75,7 +75,8 @@ class Convictions(Verdicts):
             self.barred.add(accused)
         if len(self._shown) < MAX_TOLD:
             self._shown[accused] = evidence
-        self.leave_out(accused, f"its signed {_word(evidence)} of step {evidence.statement.t} is false")
+        what = type(evidence.statement).__name__.lower()
+        self.leave_out(accused, f"its signed {what} of step {evidence.statement.t} is false")
         return True
 
     def pass_on(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
@@ -191,7 +192,3 @@ class Convictions(Verdicts):
         others = tuple(sorted(self.convicted))[:MAX_TOLD]
         yes = ask.peer in self.convicted
         return Answer(*say(Convicted(yes=yes, others=others, evidence=evidence, signature=signature)))
-
-
-def _word(evidence: Evidence) -> str:
-    return type(evidence.statement).__name__.lower()

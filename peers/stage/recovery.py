@@ -43,9 +43,6 @@ SHARED_S = 20.0
 """Other stages may have gone on by more than a step, and no longer hold what they found in this one."""
 
 
-async def _nothing() -> None: ...
-
-
 class Recovery:
     """Bring the state of a stage peer up to date."""
 
@@ -62,8 +59,8 @@ class Recovery:
         self._coordination, self._islands, self._store = coordination, islands, store
         self._tied_weights, self._emit = tied_weights, core.emit
         self._run, self._stage = core.run, core.stage
-        self.reached: Callable[[], Awaitable[None]] = _nothing
-        """Called when this peer has a newer version from a replica, as after a step that it took itself."""
+        self.reached: Callable[[], Awaitable[None]]
+        """To be set. Called when this peer has a newer version from a replica, as after a step of its own."""
         self._said_at = float("-inf")
         """When it was last said what `restore` waits for."""
         self._partial = Partial()
