@@ -77,13 +77,13 @@ def is_far(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encode
     """
     if [one.meta for one in made] != [one.meta for one in said]:
         return True
-    least = NOISE * max((_norm(_values(one)) for one in of), default=0.0)
+    least = NOISE * max((norm(_values(one)) for one in of), default=0.0)
     return any(_distance(a, b, least) > far for a, b in zip(made, said, strict=True))
 
 
 def _distance(one: Encoded, other: Encoded, least: float) -> float:
     a, b = _values(one), _values(other)
-    return _norm(a - b) / max(_norm(a), _norm(b), least, 1e-30)
+    return norm(a - b) / max(norm(a), norm(b), least, 1e-30)
 
 
 def _values(one: Encoded) -> torch.Tensor:
@@ -92,8 +92,9 @@ def _values(one: Encoded) -> torch.Tensor:
     return found.to(torch.float64) if found.is_floating_point() else torch.zeros(1, dtype=torch.float64)
 
 
-def _norm(values: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(values).item()
+def norm(values: torch.Tensor) -> float:
+    """The 2-norm, in float64."""
+    return torch.linalg.vector_norm(values.double()).item()
 
 
 def proves_answer(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.audit.answers import FAR, NOISE
+from swarm.audit.answers import FAR, NOISE, norm
 from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
 from swarm.model.stage import StageCompute
@@ -52,7 +52,7 @@ class Recount:
         with lock:
             before = self._part().clone()
             self._compute.add(found)
-            self._terms_norm += _norm(self._part() - before)
+            self._terms_norm += norm(self._part() - before)
 
     def total(self) -> torch.Tensor:
         """The sum: int64, 1-D, in host memory."""
@@ -66,8 +66,8 @@ class Recount:
         ours = self._part().cpu()
         if contributed.shape != ours.shape:
             return True
-        least = max(_norm(ours), _norm(contributed), NOISE * self._terms_norm)
-        return _norm(ours.double() - contributed.double()) > FAR[self._compute.run.dtype] * least
+        least = max(norm(ours), norm(contributed), NOISE * self._terms_norm)
+        return norm(ours.double() - contributed.double()) > FAR[self._compute.run.dtype] * least
 
     def is_off(self, projected: int, r: npt.NDArray[np.int16]) -> bool:
         """The same of what a replica signed of that chunk: its product with the coefficients `r`.
@@ -77,12 +77,8 @@ class Recount:
         """
         ours = self._part().cpu()
         apart = (projected - product(ours, r) + MODULUS // 2) % MODULUS - MODULUS // 2
-        least = max(_norm(ours), NOISE * self._terms_norm)
+        least = max(norm(ours), NOISE * self._terms_norm)
         return abs(apart) > FAR[self._compute.run.dtype] * least * LARGEST / math.sqrt(3)
 
     def _part(self) -> torch.Tensor:
         return self._compute.sums.of(self._t)[self._chunk]
-
-
-def _norm(numbers: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(numbers.double()).item()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from swarm.audit.answers import norm
 from swarm.audit.unusual import Record
 from swarm.ids import PeerId
 
@@ -49,8 +50,8 @@ class Screen:
         directions: dict[PeerId, float] = {}
         for peer, mine in sums.items():
             rest = total - mine
-            lengths[peer] = math.log2(max(_norm(mine) / counts[peer], 1e-30))
-            cosine = (mine @ rest).item() / max(_norm(mine) * _norm(rest), 1e-30)
+            lengths[peer] = math.log2(max(norm(mine) / counts[peer], 1e-30))
+            cosine = (mine @ rest).item() / max(norm(mine) * norm(rest), 1e-30)
             before = self._directions.get(peer, cosine)
             directions[peer] = REMEMBERS * before + (1.0 - REMEMBERS) * cosine
         self._directions = directions
@@ -59,7 +60,3 @@ class Screen:
         longer = self._lengths.beyond({peer: abs(lengths[peer] - length) for peer in sums})
         strange = {peer: max(turned.get(peer, 0.0), longer.get(peer, 0.0)) for peer in {*turned, *longer}}
         return max(sorted(strange), key=strange.__getitem__, default=None)
-
-
-def _norm(values: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(values).item()
