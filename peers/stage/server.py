@@ -62,9 +62,9 @@ from swarm.model.stage import StageCompute
 from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
 from swarm.policy.spares import Verdict
+from swarm.protocol.messages import MAX_LEFT_OUT
 from swarm.protocol.rollback import may_leave
 from swarm.protocol.voice import heard
-from swarm.wire.messages import MAX_LEFT_OUT
 
 RETRY_S = 0.5
 NO_TRAINER_S = 15.0

@@ -26,6 +26,7 @@ from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.state import StageCore
 from peers.storage.checkpoint_store import CheckpointStore
+from peers.transfer.catalog import MAX_VERSIONS
 from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError
@@ -49,8 +50,6 @@ SHARED_WAIT_S = 2.0
 """How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
 MAX_LEASES = 2
 """Copies of live weights in host memory at once, each with its optimizer; and as many of saved versions."""
-MAX_VERSIONS_TOLD = 64
-"""Of each stage, the newest ones."""
 
 
 Start: TypeAlias = Callable[[Stage], Mapping[str, torch.Tensor]]
@@ -150,7 +149,7 @@ class StateLeases(Leases):
         if asked != self._run.id:  # it is another island that asks
             found = {stage: {v for v in had if self._run.is_common(v)} for stage, had in found.items()}
         stages = [
-            SavedStage(stage=stage, versions=tuple(sorted(found[stage])[-MAX_VERSIONS_TOLD:]))
+            SavedStage(stage=stage, versions=tuple(sorted(found[stage])[-MAX_VERSIONS:]))
             for stage in sorted(found)
             if found[stage]
         ]

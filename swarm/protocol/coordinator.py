@@ -17,6 +17,7 @@ from swarm.protocol import rounds
 from swarm.protocol.blame import Blame
 from swarm.protocol.ledger import Bitmap, members_of
 from swarm.protocol.messages import (
+    MAX_LEFT_OUT,
     Directive,
     ReplicaReport,
     RunStatus,
@@ -32,8 +33,6 @@ REALIGN_STEPS = 100
 """Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
 then take the same bits."""
 LOSSES_KEPT = 64
-MAX_LEFT_OUT = 8
-"""Replicas that are said to be left out; there is no need to say it of all."""
 MAX_SOURCES = 64
 """Replicas that are named as the source of something."""
 ALONE_S = 20.0

@@ -14,6 +14,9 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Plan, StepReport, StepSummary
 
+MAX_LEFT_OUT = 8
+"""Replicas that are said to be left out; there is no need to say it of all."""
+
 
 class Positioned(msgspec.Struct, frozen=True, kw_only=True):
     """A message that says how far its sender, stage or run is."""

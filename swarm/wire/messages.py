@@ -44,7 +44,7 @@ from swarm.digest import Digest
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import Positioned, RunStatus
+from swarm.protocol.messages import MAX_LEFT_OUT, Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.protocol.statements import Signature
 from swarm.protocol.sums import PartProof, ReducedProof
@@ -179,9 +179,6 @@ class Locate(RunMessage, frozen=True, kw_only=True):
 
     t: int
     m: int
-
-
-MAX_LEFT_OUT = 8
 
 
 class Located(msgspec.Struct, frozen=True, kw_only=True):

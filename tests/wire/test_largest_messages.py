@@ -14,16 +14,17 @@ import msgspec
 import pytest
 
 from peers.stage.status import MAX_LINKS_TOLD, MAX_PAST_TOLD, MAX_WORDS
-from peers.transfer.server import MAX_VERSIONS_TOLD
+from peers.transfer.catalog import MAX_VERSIONS
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.example import example_run
 from swarm.ids import Generation, PeerId
 from swarm.protocol import messages as protocol_messages
 from swarm.protocol.checks import MAX_NAME, MAX_STEPS
-from swarm.protocol.coordinator import LOSSES_KEPT, MAX_LEFT_OUT, MAX_SOURCES
+from swarm.protocol.coordinator import LOSSES_KEPT, MAX_SOURCES
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import (
+    MAX_LEFT_OUT,
     Directive,
     Positioned,
     ReplicaReport,
@@ -170,7 +171,7 @@ LARGEST: dict[type, msgspec.Struct] = {
     ),
     Saved: Saved(
         stages=tuple(
-            SavedStage(stage=s, versions=tuple(range(T, T + MAX_VERSIONS_TOLD))) for s in range(1024)
+            SavedStage(stage=s, versions=tuple(range(T, T + MAX_VERSIONS))) for s in range(1024)
         )
     ),
     PastStep: PAST,
