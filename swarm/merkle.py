@@ -4,9 +4,9 @@ The tokens, as little-endian integers of the narrow dtype, are cut into leaves o
 be shorter. The tree is that of RFC 6962: a node without a sibling goes up as it is. Leaves, nodes and the
 root are hashed apart, and the root covers the number of bytes.
 
-Nodes are kept by level, as bytes. An index of data has those of its *blocks* of 4 MiB, and who has a block
-keeps the nodes inside it, down to *parts* of 4 KiB: 1.6 % of the tokens. Those below are made again from a
-part when they are needed.
+Nodes are kept by level, as bytes. An index of data has those of its *blocks* of 4 MiB and all above them, the
+upper nodes, in a file; and who has a block keeps the nodes inside it, down to *parts* of 4 KiB: 1.6 % of the
+tokens. Those below are made again from a part when they are needed.
 
 A sample starts and ends inside of leaves. Its proof is what is missing of the first and the last leaf, and
 the nodes beside the way up of both: for 1 GB of tokens 1.0 kB on average, for 1 TB 1.3 kB, and at most 2.6 kB
@@ -16,14 +16,20 @@ where a sample lies across the middle of so many.
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import pairwise
+from typing import BinaryIO
 
 LEAF_BYTES = 256
 """Half as much would save 128 bytes of a proof and cost 32 more for the longer ways, and twice the time."""
 PART_LEVEL, BLOCK_LEVEL = 4, 14
 PART_BYTES, BLOCK_BYTES = LEAF_BYTES << PART_LEVEL, LEAF_BYTES << BLOCK_LEVEL
 NODE_BYTES = 32
+_AT_ONCE = 1 << 20
+"""Bytes of nodes from which those above are made."""
 
 Read = Callable[[int, int], bytes]
 """The bytes from a place up to another one, fewer only at the end."""
@@ -84,6 +90,33 @@ def block_count(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
+def upper_ends(size: int) -> list[int]:
+    """0, and where each level of the upper nodes of so many bytes ends, from that of the blocks up."""
+    ends, count = [0], block_count(size)
+    while count:
+        ends.append(ends[-1] + NODE_BYTES * count)
+        count = (count + 1) // 2 if count > 1 else 0
+    return ends
+
+
+def tree_bytes(size: int) -> int:
+    """How long the upper nodes of so many bytes are."""
+    return upper_ends(size)[-1]
+
+
+def grow(file: BinaryIO, size: int) -> bytes:
+    """Write the other upper nodes of `size` bytes behind those of all blocks; the root of the tree."""
+    ends = upper_ends(size)
+    for start, end in pairwise(ends[:-1]):
+        for at in range(start, end, _AT_ONCE):
+            file.seek(at)
+            nodes = file.read(min(_AT_ONCE, end - at))
+            file.seek(0, os.SEEK_END)
+            file.write(_above(nodes))
+    file.seek(ends[-2])
+    return _root(file.read(), size)
+
+
 def _beside(size: int, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
     """The nodes of a proof for the bytes from `start` to `end`: (level, index, whether it is on the left)."""
     count, low, high, level = -(-size // LEAF_BYTES), start // LEAF_BYTES, -(-end // LEAF_BYTES), 0
@@ -134,16 +167,13 @@ def holds(root: bytes, size: int, start: int, data: bytes, proof: bytes) -> bool
 
 
 class Tree:
-    """The tree over some bytes: the nodes of blocks and above; what is below is asked for at each proof."""
+    """The tree over some bytes: what is below the upper nodes is asked for at each proof."""
 
-    def __init__(self, size: int, blocks: bytes, inside: Inside, read: Read) -> None:
-        """`blocks`: their nodes."""
-        self.size, self._inside, self._read = size, inside, read
-        self._upper = [blocks]
-        """Level by level, from that of the blocks up."""
-        while len(self._upper[-1]) > NODE_BYTES:
-            self._upper.append(_above(self._upper[-1]))
-        self.root = _root(self._upper[-1], size)
+    def __init__(self, size: int, root: bytes, upper: Read, inside: Inside, read: Read) -> None:
+        """`upper`: among the upper nodes, as `grow` leaves them; they are compared with `root` by `block`."""
+        self.size, self.root = size, root
+        self._upper, self._inside, self._read = upper, inside, read
+        self._ends = upper_ends(size)
 
     @classmethod
     def over(cls, read: Read, size: int) -> Tree:
@@ -153,12 +183,27 @@ class Tree:
         def inside(block: int) -> list[bytes]:
             return block_levels(read(block * BLOCK_BYTES, min(size, (block + 1) * BLOCK_BYTES)))
 
-        blocks = b"".join(inside(block)[-1] for block in range(block_count(size)))
-        return cls(size, blocks, inside, read)
+        file = io.BytesIO(b"".join(inside(block)[-1] for block in range(block_count(size))))
+        root, nodes = grow(file, size), file.getvalue()
+        return cls(size, root, lambda start, end: nodes[start:end], inside, read)
 
     def block(self, number: int) -> bytes:
-        """The node of a block."""
-        return _of(self._upper[0], number)
+        """The node of a block.
+
+        Raises:
+            ValueError: it, or an upper node beside its way up, is not what the root says.
+        """
+        found = node = self._upper(NODE_BYTES * number, NODE_BYTES * (number + 1))
+        index = number
+        for start, end in pairwise(self._ends[:-1]):
+            at = start + NODE_BYTES * (index ^ 1)
+            if at < end:
+                beside = self._upper(at, at + NODE_BYTES)
+                node = _node(beside + node if index & 1 else node + beside)
+            index >>= 1
+        if _root(node, self.size) != self.root:
+            raise ValueError(f"the nodes of block {number} do not have the root")
+        return found
 
     def prove(self, start: int, end: int) -> bytes:
         """What `holds` wants to see for the bytes from `start` to `end`."""
@@ -168,7 +213,8 @@ class Tree:
 
     def _at(self, level: int, index: int) -> bytes:
         if level >= BLOCK_LEVEL:
-            return _of(self._upper[level - BLOCK_LEVEL], index)
+            at = self._ends[level - BLOCK_LEVEL] + NODE_BYTES * index
+            return self._upper(at, at + NODE_BYTES)
         above = max(level, PART_LEVEL)
         part = index >> (above - level)
         if level == above:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.merkle import BLOCK_BYTES, LEAF_BYTES, Tree, holds, most_proof_bytes, proof_bytes
+from swarm.merkle import (
+    BLOCK_BYTES,
+    LEAF_BYTES,
+    Tree,
+    grow,
+    holds,
+    most_proof_bytes,
+    proof_bytes,
+    tree_bytes,
+    upper_ends,
+)
 
 SIZES = (1, 255, 256, 257, 4095, 4096, 4097, 5 * 4096, 33 * 4096 + 777, 200_000, 2 * BLOCK_BYTES + 5000)
 
@@ -74,7 +85,7 @@ def test_a_made_up_proof_proves_nothing(where: tuple[int, int, int], proof: byte
 def test_the_root_covers_the_length_and_where_leaves_and_nodes_are() -> None:
     data = bytes_of(4096)
     whole = TREES[4096]
-    top = whole._upper[-1]  # pyright: ignore[reportPrivateUsage]
+    top = whole.block(0)
     assert whole.root != top and tree_of(data + b"\0").root != whole.root
     left, right = data[:LEAF_BYTES], data[LEAF_BYTES : 2 * LEAF_BYTES]
     hashed = [hashlib.sha256(b"\0" + half).digest() for half in (left, right)]
@@ -102,6 +113,30 @@ def test_where_blocks_are_cut_changes_nothing() -> None:
         ]
         root = hashlib.sha256(b"\2swarm tokens" + size.to_bytes(8, "big") + top(leaves)).digest()
         assert TREES[size].root == root
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 11])
+def test_a_node_of_a_block_is_believed_with_all_beside_its_way_up(blocks: int) -> None:
+    size = blocks * BLOCK_BYTES - 7
+    file = io.BytesIO(bytes_of(32 * blocks))
+    root, nodes = grow(file, size), bytearray(file.getvalue())
+    assert len(nodes) == tree_bytes(size)
+    tree = Tree(size, root, lambda start, end: bytes(nodes[start:end]), lambda _: [], lambda *_: b"")
+    believed = [tree.block(block) for block in range(blocks)]
+    assert b"".join(believed) == bytes_of(32 * blocks)
+    for at in range(0, len(nodes), 32):
+        nodes[at] ^= 1
+        wrong = []
+        for block in range(blocks):
+            try:
+                assert tree.block(block) == believed[block]
+            except ValueError:
+                wrong.append(block)
+        nodes[at] ^= 1
+        alone = at + 32 in upper_ends(size)  # the last of its level may be: then it counts a level above
+        assert wrong or alone, f"the node at {at} is beside no way up"
+        if at < 32 * blocks:
+            assert {at // 32, min(at // 32 ^ 1, blocks - 1)} <= set(wrong)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def write_whole(final: Path, data: bytes) -> None:
         commit(file, temporary, final)
 
 
-def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
     """Write all of `data` to an unbuffered file, which may take it in pieces."""
     left = memoryview(data)
     while len(left):

@@ -27,6 +27,7 @@ from typing import BinaryIO
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.index import Index
 from peers.storage.shards import Part, Shards
+from peers.storage.tree_file import TreeFile
 from swarm.errors import NotNow, SetupError
 from swarm.merkle import (
     BLOCK_BYTES,
@@ -81,16 +82,14 @@ class Blocks:
         """`folder`: the cache, which may be shared with other processes.
 
         Raises:
-            SetupError: the nodes of the index are not what its root says.
+            SetupError: the tree of the index cannot be had, or does not have its root.
         """
         self._folder, self._most = folder / "blocks", most_bytes
         self._shards = Shards(index.shards, index.dtype)
-        size = self._shards.size
-        if not size or len(index.blocks) != NODE_BYTES * block_count(size):
-            raise SetupError(f"the index is damaged: its nodes are not those of {index.tokens} tokens")
-        self.tree = Tree(size, index.blocks, self._inside, self.read)
-        if self.tree.root.hex() != index.root:
-            raise SetupError("the index is damaged: its nodes do not have its root; fetch it again")
+        self._upper = TreeFile(index, folder)
+        self.tree = Tree(index.size, bytes.fromhex(index.root), self._upper.read, self._inside, self.read)
+        self._node = lru_cache(maxsize=1024)(self._checked_node)
+        self._node(0)
         self._inside_again = lru_cache(maxsize=32)(self._levels)
         self._locks = [threading.Lock() for _ in range(64)]
         self._resting: dict[str, float] = {}
@@ -128,8 +127,16 @@ class Blocks:
     # -- one block ----------------------------------------------------------------------------------
 
     def _path(self, block: int) -> Path:
-        name = self.tree.block(block).hex()
+        name = self._node(block).hex()
         return self._folder / name[:2] / name
+
+    def _checked_node(self, block: int) -> bytes:
+        with contextlib.suppress(ValueError):
+            return self.tree.block(block)
+        self._upper.renew()
+        with contextlib.suppress(ValueError):
+            return self.tree.block(block)
+        raise self._upper.damaged()
 
     def _size(self, block: int) -> int:
         return min(BLOCK_BYTES, self._shards.size - block * BLOCK_BYTES)
@@ -202,7 +209,7 @@ class Blocks:
             SetupError: it is nowhere, or wrong everywhere.
             NotNow: a server does not answer, which may come back.
         """
-        node, parts = self.tree.block(block), self._shards.of_block(block)
+        node, parts = self._node(block), self._shards.of_block(block)
         search = _Search()
         orders = [self._in_order(part.shard.at) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):

@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 
 from peers.progress import Bar
 from peers.storage import CACHE_ENV, atomic_file
 from peers.storage.blocks import DEFAULT_BYTES, Blocks
-from peers.storage.index import NAME, Index, Narrow, Shard, Source, index_among, open_index
-from peers.storage.shards import make_index, write_index, write_shard
+from peers.storage.index import NAME, TREE, Index, Narrow, Shard, Source, index_among, open_index
+from peers.storage.shards import make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, open_tokenizer, vocabulary_too_small
 from swarm import tales
 from swarm.data import prove_samples, token_dtype
 from swarm.errors import SetupError
 from swarm.manifest import Run, pin
+from swarm.merkle import tree_bytes
 
 _LAYOUT = "2"
 """Part of every key: raise it when the same source would give other tokens."""
@@ -259,7 +259,8 @@ class _Cache:
             return None
         with contextlib.suppress(OSError, SetupError):
             index = open_index(str(path / NAME))
-            if (index.root, index.dtype, (path / _TOKENS).stat().st_size) == (root, self.dtype, index.size):
+            there = [(path / name).stat().st_size for name in (_TOKENS, TREE)]
+            if (index.root, index.dtype, there) == (root, self.dtype, [index.size, tree_bytes(index.size)]):
                 return index
         log.warning("%s is damaged: making it again", path)
         return None
@@ -284,18 +285,14 @@ class _Cache:
                     raise SetupError(
                         "the data files changed while they were read: try again when they are at rest"
                     )
-                made = make_index(
-                    [Source("text", (Shard((str(folder / _TOKENS),), count),))] if count else [],
-                    self.dtype,
-                    tokenizer.sha256,
-                )
+                sources_made = [Source("text", (Shard((_TOKENS,), count),))] if count else []
+                made = make_index(folder, sources_made, self.dtype, tokenizer.sha256)
                 kept = self.folder / made.root
                 kept.mkdir(exist_ok=True)
-                (folder / _TOKENS).replace(kept / _TOKENS)
-                index = msgspec.structs.replace(made, sources=(Source("text", (Shard((_TOKENS,), count),)),))
-                path = write_index(kept, index)
+                for name in (_TOKENS, TREE, NAME):
+                    (folder / name).replace(kept / name)
             atomic_file.write_whole(self.folder / key, made.root.encode())
-            return open_index(str(path))
+            return open_index(str(kept / NAME))
         except OSError as error:
             raise atomic_file.trouble("cannot keep tokens", self.folder, error, _REMEDY) from None
 

@@ -1,9 +1,9 @@
 """The index of a data set: in which shards its tokens are, where each can be had, and what they must be.
 
 A JSON file, usually named index.json. The tokens of all shards, one behind the other as little-endian
-integers of one type, are one array; the index has the nodes of its Merkle tree (`swarm.merkle`) for each
-block of 4 MiB, and a manifest pins the root. So an index may come from anywhere: what does not fit the
-manifest is found when it arrives. Addresses are no part of what is pinned; more may be added later.
+integers of one type, are one array. A manifest pins the root of its Merkle tree (`swarm.merkle`), whose upper
+nodes are in a file beside the index. So an index may come from anywhere: what does not fit the manifest is
+found when it is used. Addresses are no part of what is pinned; more may be added later.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import msgspec
 
 from peers.storage import fetch
 from swarm.errors import SetupError
+from swarm.merkle import NODE_BYTES
 
-NAME = "index.json"
-MAX_BYTES = 1 << 28
-"""Of 16 TB of tokens."""
+NAME, TREE = "index.json", "index.tree"
+MAX_BYTES = 1 << 26
+"""Of some hundred thousand shards."""
 ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8}
 """Types of tokens in files."""
 Narrow = Literal["uint8", "uint16", "uint32"]
@@ -52,15 +53,15 @@ class Source(msgspec.Struct, frozen=True, omit_defaults=True):
 class Index(msgspec.Struct, frozen=True):
     """All of it."""
 
-    swarm_index: Literal[1]
+    swarm_index: Literal[2]
     dtype: Narrow
     root: str
     """Of the Merkle tree over all tokens."""
     tokenizer: str
     """SHA-256 of the tokenizer's JSON file; empty: unknown, or one token for each byte."""
     sources: tuple[Source, ...]
-    blocks: bytes
-    """Nodes of the blocks, 32 bytes each."""
+    tree: str = TREE
+    """Where the upper nodes are, as a shard's address; see `peers.storage.tree_file`."""
     eos: int | None = None
     """The token at the end of each document; None: unknown, or there is none."""
 
@@ -105,14 +106,21 @@ def open_index(address: str) -> Index:
         raise SetupError(f"cannot read the index {address}: {error.strerror or error}") from None
     try:
         index = msgspec.json.decode(text, type=Index)
-        sources = tuple(_resolved(address, source) for source in index.sources)
+        sources = tuple(resolved(address, source) for source in index.sources)
+        tree = fetch.beside(address, index.tree)
+        if len(bytes.fromhex(index.root)) != NODE_BYTES:
+            raise ValueError(f"its root is {index.root!r}")
     except (msgspec.DecodeError, ValueError) as error:
         raise SetupError(f"{address} is not an index of data: {error}; swarm tokenize makes one") from None
-    return msgspec.structs.replace(index, sources=sources)
+    return msgspec.structs.replace(index, sources=sources, tree=tree)
 
 
-def _resolved(address: str, source: Source) -> Source:
-    """Raises ValueError for what cannot be."""
+def resolved(address: str, source: Source) -> Source:
+    """A source of the index at this address, with the addresses of its shards.
+
+    Raises:
+        ValueError: there cannot be such shards.
+    """
     shards = []
     for shard in source.shards:
         if not shard.at or shard.tokens < 1 or shard.skip < 0 or shard.dtype not in ("", *ITEM_BYTES):

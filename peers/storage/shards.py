@@ -16,10 +16,10 @@ import numpy as np
 
 from peers.progress import Bar
 from peers.storage import atomic_file, fetch
-from peers.storage.index import ITEM_BYTES, NAME, Index, Narrow, Shard, Source
+from peers.storage.index import ITEM_BYTES, NAME, TREE, Index, Narrow, Shard, Source, resolved
 from peers.storage.tokenizer import vocabulary_too_small
 from swarm.errors import SetupError
-from swarm.merkle import BLOCK_BYTES, Tree, block_count, block_levels
+from swarm.merkle import BLOCK_BYTES, block_count, block_levels, grow
 
 
 class Part(NamedTuple):
@@ -76,8 +76,14 @@ class Shards:
         return tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
 
     def node(self, block: int) -> bytes:
-        """The Merkle node of a block, all of which is on this machine."""
-        return block_levels(b"".join(self.read(part, part.shard.at[0]) for part in self.of_block(block)))[-1]
+        """The Merkle node of a block, all of which is on this machine. Raises SetupError: it is not."""
+        try:
+            data = b"".join(self.read(part, part.shard.at[0]) for part in self.of_block(block))
+        except OSError as error:
+            raise SetupError(
+                f"cannot read the shards: {error.filename or ''} {error.strerror or error}"
+            ) from None
+        return block_levels(data)[-1]
 
 
 def write_shard(path: Path, tokens: Iterable[np.ndarray], dtype: Narrow, vocab_size: int) -> int:
@@ -98,32 +104,44 @@ def write_shard(path: Path, tokens: Iterable[np.ndarray], dtype: Narrow, vocab_s
     return count
 
 
-def make_index(sources: Sequence[Source], dtype: Narrow, tokenizer: str = "", jobs: int = 1) -> Index:
-    """The index of shards on this machine: all of them are read.
+def make_index(
+    folder: Path,
+    sources: Sequence[Source],
+    dtype: Narrow,
+    tokenizer: str = "",
+    *,
+    eos: int | None = None,
+    jobs: int = 1,
+) -> Index:
+    """Put the index of shards on this machine into a folder: all of them are read.
 
     Args:
+        sources: paths of their shards are relative to the folder.
         tokenizer: SHA-256 of its file.
         jobs: processes that read.
 
     Raises:
         SetupError: there are no tokens, or a file cannot be read.
+        OSError: the folder cannot be written.
     """
-    shards = Shards([shard for source in sources for shard in source.shards], dtype)
+    near = [resolved(str(folder / NAME), source) for source in sources]
+    shards = Shards([shard for source in near for shard in source.shards], dtype)
     if not shards.size:
         raise SetupError("the data have no tokens: give more text")
-    count, nodes = block_count(shards.size), []
-    with Bar("making the tree of the tokens", count, unit="blocks") as bar:
-        try:
+    count = block_count(shards.size)
+    with (
+        Bar("making the tree of the tokens", count, unit="blocks") as bar,
+        atomic_file.replacing(folder) as (file, temporary),
+    ):
+        with temporary.open("r+b") as nodes:
             for node in _in_parallel(shards, count, jobs):
-                nodes.append(node)
+                nodes.write(node)
                 bar(1)
-        except OSError as error:
-            raise SetupError(
-                f"cannot read the shards: {error.filename or ''} {error.strerror or error}"
-            ) from None
-    blocks = b"".join(nodes)
-    root = Tree(shards.size, blocks, lambda block: [], lambda start, end: b"").root.hex()
-    return Index(1, dtype, root, tokenizer, tuple(sources), blocks)
+            root = grow(nodes, shards.size).hex()
+        atomic_file.commit(file, temporary, folder / TREE)
+    index = Index(2, dtype, root, tokenizer, tuple(sources), eos=eos)
+    atomic_file.write_whole(folder / NAME, msgspec.json.encode(index))
+    return index
 
 
 def _in_parallel(shards: Shards, count: int, jobs: int) -> Iterable[bytes]:
@@ -132,10 +150,3 @@ def _in_parallel(shards: Shards, count: int, jobs: int) -> Iterable[bytes]:
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         yield from pool.map(partial(Shards.node, shards), range(count), chunksize=8)
-
-
-def write_index(folder: Path, index: Index) -> Path:
-    """Put an index beside its shards. Raises OSError: it cannot be written."""
-    path = folder / NAME
-    atomic_file.write_whole(path, msgspec.json.encode(index))
-    return path

@@ -22,7 +22,7 @@ from peers.programs.tool_options import TokenizeOptions
 from peers.progress import Bar
 from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
-from peers.storage.shards import make_index, write_index, write_shard
+from peers.storage.shards import make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, load_tokenizer
 from peers.tokenize.documents import has_rows, opened, texts
 from peers.tokenize.ready import shard_of
@@ -110,12 +110,12 @@ def run_tokenize(options: TokenizeOptions) -> None:
     )
     shards = [next(made) if source is None else source for source in given]
     sources = _sources(options, shards, weights)
-    near = tuple(
-        msgspec.structs.replace(s, shards=tuple(_absolute(options.out, one) for one in s.shards))
-        for s in sources
-    )
-    index = make_index(near, token_dtype(vocab_size), tokenizer.sha256, jobs)
-    write_index(options.out, msgspec.structs.replace(index, sources=tuple(sources), eos=end))
+    try:
+        index = make_index(
+            options.out, sources, token_dtype(vocab_size), tokenizer.sha256, eos=end, jobs=jobs
+        )
+    except OSError as error:
+        raise atomic_file.trouble("cannot write the index", options.out, error, "choose --out") from None
     print(
         f"{options.out / NAME}: {index.tokens} tokens of {index.dtype} in {len(index.shards)} shards, root "
         f"{index.root}\n"
@@ -123,10 +123,6 @@ def run_tokenize(options: TokenizeOptions) -> None:
         f'"{"file" if tokenizer.sha256 else "bytes"}"\n'
         f"then: swarm bootstrap --manifest run.toml --data {options.out}"
     )
-
-
-def _absolute(out: Path, shard: Shard) -> Shard:
-    return msgspec.structs.replace(shard, at=tuple(at if "://" in at else str(out / at) for at in shard.at))
 
 
 def _ready(path: Path) -> tuple[Shard, ...] | None:

@@ -27,6 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 
@@ -35,12 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import machine, report
 
 from peers.storage.dataset import Dataset, open_dataset
-from peers.storage.index import Index, Shard, Source
-from peers.storage.shards import write_index
+from peers.storage.index import NAME, TREE, Index, Shard, Source
 from swarm.data import check_samples, sample_offsets
 from swarm.example import example_run
 from swarm.manifest import AdmissionSpec, Run, pin
-from swarm.merkle import BLOCK_BYTES, NODE_BYTES, Tree, block_count, block_levels
+from swarm.merkle import BLOCK_BYTES, NODE_BYTES, block_count, block_levels, grow
 
 COLUMNS = (
     "tokens", "index_mb", "open_s", "opened_mb", "sample_ms", "sample_95_ms", "offset_ms",
@@ -104,12 +104,15 @@ def made_index(folder: Path, tokens: int, samples: int, url: str) -> Run:
         for block in range(2 * offset // BLOCK_BYTES, block_count(2 * offset + 4098)):
             data = tokens_between(block * BLOCK_BYTES, min(size, (block + 1) * BLOCK_BYTES))
             nodes[NODE_BYTES * block : NODE_BYTES * (block + 1)] = block_levels(data)[-1]
-    root = Tree(size, bytes(nodes), lambda block: [], lambda start, end: b"").root.hex()
+    with (folder / TREE).open("w+b") as tree:
+        tree.write(nodes)
+        root = grow(tree, size).hex()
     shards = tuple(
         Shard((f"{url}/{number}",), min(SHARD_TOKENS, tokens - number * SHARD_TOKENS))
         for number in range(-(-tokens // SHARD_TOKENS))
     )
-    write_index(folder, Index(1, "uint16", root, "", (Source("made up", shards),), bytes(nodes)))
+    index = Index(2, "uint16", root, "", (Source("made up", shards),))
+    (folder / NAME).write_bytes(msgspec.json.encode(index))
     return run_of(tokens, root)
 
 
@@ -149,7 +152,7 @@ def measured(folder: Path, run: Run, samples: int) -> dict[str, Any]:
     again = open_dataset(run, [folder], cache_dir=folder / "cache")
     return {
         "tokens": run.data.tokens,
-        "index_mb": (folder / "index.json").stat().st_size / 1e6,
+        "index_mb": sum((folder / name).stat().st_size for name in (NAME, TREE)) / 1e6,
         "open_s": open_ms / 1e3,
         "opened_mb": (after - before) / 1e6,
         "sample_ms": statistics.median(read),

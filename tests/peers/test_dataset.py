@@ -187,7 +187,7 @@ def test_the_second_opening_makes_nothing(text: Path, cache: Path, monkeypatch: 
     assert open_dataset(FILES, [text]).root == first.root
     assert len(list(cache.iterdir())) == 2
     files = [path for path in cache.rglob("*") if path.is_file()]
-    assert len(files) == 3 and all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in files)
+    assert len(files) == 4 and all(stat.S_IMODE(path.stat().st_mode) == 0o644 for path in files)
 
 
 def test_a_pinned_run_needs_only_the_cache(text: Path) -> None:
@@ -203,14 +203,14 @@ def test_changed_text_and_another_tokenizer_are_other_tokens(text: Path, words: 
     assert len(set(seen)) == 4
 
 
-@pytest.mark.parametrize("harm", ["cut", "empty", "remove", "index"])
+@pytest.mark.parametrize("harm", ["cut", "empty", "remove", "index", "tree"])
 def test_a_damaged_cache_is_made_again(
     text: Path, cache: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = open_dataset(FILES, [text])
-    path = cache / good.root / ("index.json" if harm == "index" else "0.tokens")
+    path = cache / good.root / {"index": "index.json", "tree": "index.tree"}.get(harm, "0.tokens")
     raw = path.read_bytes()
-    if harm == "remove":
+    if harm in ("remove", "tree"):
         path.unlink()
     else:
         path.write_bytes({"cut": raw[:-1], "empty": b"", "index": b"{"}[harm])

@@ -21,8 +21,8 @@ from peers.evaluation.data import fetch_eval, open_eval, pinned_eval
 from peers.programs.manifest_pinning import pinned
 from peers.storage import CACHE_ENV, atomic_file
 from peers.storage.dataset import Dataset, open_dataset
-from peers.storage.index import Index, Shard, Source
-from peers.storage.shards import make_index, write_index
+from peers.storage.index import NAME, TREE, Index, Shard, Source
+from peers.storage.shards import make_index
 from swarm.data import check_samples, sample_offsets
 from swarm.errors import NotNow, SetupError
 from swarm.evaluation import eval_offsets
@@ -52,10 +52,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name, tokens = f"{number}.tokens", TOKENS[start:end]
         wide = number == 2
         (folder / name).write_bytes(b"head" * wide + tokens.astype("<i4" if wide else "<u2").tobytes())
-        shards.append(Shard((str(folder / name),), len(tokens), "int32" if wide else "", 4 * wide))
-    index = make_index([Source("all", tuple(shards))], "uint16")
-    near = [msgspec.structs.replace(shard, at=(Path(shard.at[0]).name,)) for shard in shards]
-    write_index(folder, msgspec.structs.replace(index, sources=(Source("all", tuple(near)),)))
+        shards.append(Shard((name,), len(tokens), "int32" if wide else "", 4 * wide))
+    make_index(folder, [Source("all", tuple(shards))], "uint16")
     return folder
 
 
@@ -85,7 +83,11 @@ def addressed(server: Server, *addresses: str) -> str:
     )
     folder = server.folder / "other"
     folder.mkdir()
-    return str(write_index(folder, msgspec.structs.replace(index, sources=(Source("all", shards),))))
+    (folder / TREE).write_bytes((server.folder / TREE).read_bytes())
+    (folder / NAME).write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(index, sources=(Source("all", shards),)))
+    )
+    return str(folder / NAME)
 
 
 def opened(address: str, tmp_path: Path, run: Run = RUN, **more: Any) -> tuple[Run, Dataset]:
@@ -312,9 +314,12 @@ def test_an_index_of_other_tokens_or_none_at_all_is_refused(server: Server, tmp_
         open_dataset(RUN, [address, address])
     raw = msgspec.json.decode((server.folder / "index.json").read_bytes())
     for wrong, words in (
-        ({"root": "ab" * 32}, "index is damaged: its nodes do not have its root"),
-        ({"blocks": ""}, r"index is damaged: its nodes are not those of"),
-        ({"swarm_index": 2}, "is not an index of data: .*swarm_index"),
+        ({"root": "ab" * 32}, r"index\.tree is damaged: remove it, and make the index again"),
+        ({"root": "../../secret"}, "is not an index of data: non-hex"),
+        ({"root": "ab"}, "is not an index of data: its root is 'ab'"),
+        ({"tree": "0.tokens"}, r"0\.tokens is damaged: "),
+        ({"tree": "gone"}, r"cannot read \S+/gone: No such file"),
+        ({"swarm_index": 1}, "is not an index of data: .*swarm_index"),
         ({"dtype": "float16"}, "is not an index of data: "),
         (
             {"sources": [{"name": "x", "shards": [{"at": [], "tokens": 5}]}]},
@@ -324,6 +329,46 @@ def test_an_index_of_other_tokens_or_none_at_all_is_refused(server: Server, tmp_
         (server.folder / "index.json").write_bytes(msgspec.json.encode({**raw, **wrong}))
         with pytest.raises(SetupError, match=words):
             opened(address, tmp_path)
+
+
+@pytest.mark.parametrize("of_block", [0, 2])
+def test_a_tree_that_is_damaged_is_fetched_again(
+    server: Server, tmp_path: Path, of_block: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that is damaged while it is in use; nothing is hashed before."""
+    address = f"{server.url}/index.json"
+    _, data = opened(address, tmp_path)
+    (kept,) = (tmp_path / "cache" / "trees").iterdir()
+    right = kept.read_bytes()
+    assert right == (server.folder / TREE).read_bytes()
+    kept.write_bytes(right[: 32 * of_block] + b"?" * 32 + right[32 * of_block + 32 :])
+    assert_right(data if of_block else opened(address, tmp_path)[1], [of_block * BLOCK_BYTES // 2])
+    assert kept.read_bytes() == right and "is damaged: fetching it again" in caplog.text
+    kept.write_bytes(bytes(len(right)))
+    (server.folder / TREE).write_bytes(bytes(len(right)))
+    with pytest.raises(SetupError, match=r"http\S+/index\.tree is damaged: remove it, and make the index"):
+        opened(address, tmp_path)
+    kept.unlink()
+    (server.folder / TREE).write_bytes(right[:-1])
+    with pytest.raises(SetupError, match=r"index\.tree is damaged"):
+        opened(address, tmp_path)
+    assert not kept.exists()
+
+
+def test_a_tree_that_cannot_be_kept_is_an_error_that_says_where(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic_file, "write_all", full)
+    with pytest.raises(
+        SetupError, match=r"cannot keep the index in \S+/trees: the disk is full .* SWARM_CACHE"
+    ):
+        opened(f"{server.url}/index.json", tmp_path)
+    (server.folder / TREE).unlink()
+    with pytest.raises(SetupError, match=r"cannot read http\S+/index\.tree: .*404"):
+        opened(f"{server.url}/index.json", tmp_path)
 
 
 def test_an_index_from_afar_names_no_file_of_this_machine(server: Server, tmp_path: Path) -> None:

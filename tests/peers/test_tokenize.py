@@ -294,6 +294,6 @@ def test_a_shard_of_one_process_is_what_another_made(tmp_path: Path) -> None:
     """The index does not depend on where its blocks were computed."""
     path = tmp_path / "a"
     path.write_bytes(np.random.default_rng(2).integers(0, 256, 9 << 20, dtype=np.uint8).tobytes())
-    shard = shards.Shard((str(path),), 9 << 20)
-    source = shards.Source("a", (shard,))
-    assert shards.make_index([source], "uint8", jobs=1) == shards.make_index([source], "uint8", jobs=2)
+    source = shards.Source("a", (shards.Shard(("a",), 9 << 20),))
+    one = shards.make_index(tmp_path, [source], "uint8", jobs=1)
+    assert shards.make_index(tmp_path, [source], "uint8", jobs=2) == one
