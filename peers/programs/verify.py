@@ -38,7 +38,7 @@ from swarm.errors import SetupError, short
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
-from swarm.model.reductions import weights_digest
+from swarm.model.reductions import state_digest
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import signable
@@ -115,7 +115,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
     before = told.compared(first - 1) if realigns(run, first) else []
     signed_start = [one for one in before if one.took.weights]
-    if wrong := [one for one in signed_start if one.took.weights != weights_digest(start(one.stage % run.S))]:
+    if wrong := [one for one in signed_start if one.took.weights != state_digest(start(one.stage % run.S))]:
         return differs(run, first - 1, "weights", wrong, f"The checkpoint of step {first} has others.")
     with open_scratch(options.scratch) as scratch:
         again = ByStage(referee_of(run) if why else run, data.batch, device, first, start, scratch)

@@ -319,7 +319,7 @@ class StageCore:
     def _digest_of(self, version: int) -> str | None:
         if self.compute.version != version:
             return None
-        return self.compute.state.digest(canonical=realigns(self.run, version))
+        return self.compute.state.digest(whole=realigns(self.run, version))
 
     async def load(self, position: Position, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the state by a replica's or a checkpoint's; all sums here are dropped."""

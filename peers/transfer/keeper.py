@@ -33,7 +33,7 @@ from peers.waiting import end_tasks, happens, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.reductions import weights_digest
+from swarm.model.reductions import state_digest
 from swarm.policy.backoff import Backoff
 from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
 from swarm.records import NO_STAGE, PeerRecord
@@ -336,9 +336,9 @@ class CheckpointKeeper:
             self._backoff.answered(peer)
         if voice and not found.voiced:
             return refused("no peer with voice gave it")
-        digest = await asyncio.to_thread(weights_digest, found.tensors)
+        digest = await asyncio.to_thread(state_digest, found.tensors)
         if await self._recorders[0].contradicted(stage, version, digest):
-            return refused("its replicas signed other weights", found.sources)
+            return refused("its replicas signed another", found.sources)
         self._emit(
             events.StateFetched(
                 stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,

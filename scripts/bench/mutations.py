@@ -3698,6 +3698,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_believing",),
     ),
     Mutation(
+        "moments-are-in-no-digest",
+        "swarm/model/reductions.py",
+        "sorted(state) if whole else [name",
+        "[name",
+        "A replica that has time when others have none gives keepers moments that it made up.",
+        ("test_believing",),
+    ),
+    Mutation(
         "one-signature-blocks-keepers",
         "peers/audit/recorder.py",
         "len(said) >= SIGNERS and sum(said) > same",

@@ -35,7 +35,7 @@ from peers.storage.transcript import Took, TranscriptWriter, path_of
 from swarm.audit.by_stage import ByStage
 from swarm.manifest import BatchSpec, DataSpec, ModelSpec, Run, demo_run
 from swarm.model.layout import initial_state, stage_layout
-from swarm.model.reductions import vectors_digest, weights_digest
+from swarm.model.reductions import state_digest, vectors_digest
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
 from swarm.wire.trails import Signed, TookStep, TookSteps, pack_rows
@@ -67,7 +67,7 @@ def train(run: Run, folder: Path) -> None:
         sums = [vectors_digest([again.sum_of(stage)], on_device=False) for stage in range(run.S)]
         again.take(squares)
         for stage in range(run.S):
-            rows[stage].append(TookStep(sums[stage], squares[0], weights_digest(again.state_of(stage))))
+            rows[stage].append(TookStep(sums[stage], squares[0], state_digest(again.state_of(stage))))
     entries: list[Took] = []
     for stage in range(run.S):
         Checkpoint(folder, run, stage, STEPS).save(again.state_of(stage))

@@ -17,7 +17,7 @@ from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.layout import MET_WEIGHTS, empty_state, stage_layout
 from swarm.model.meeting import Meetings
-from swarm.model.reductions import WEIGHTS, weights_digest
+from swarm.model.reductions import state_digest
 from swarm.model.reference import Passed, SingleProcess, add_up, meet
 from swarm.model.same_bits import aligned, use_threads_of
 
@@ -108,11 +108,10 @@ class ByStage:
         """The newest state of a cell, as `StageState.copy` has it."""
         return self._scratch[f"state {cell}"]
 
-    def weights_digest(self, cell: Stage, *, on_device: bool) -> str:
-        """What replicas say of the weights of that; `on_device`: as they compute it on a GPU."""
+    def digest(self, cell: Stage, *, whole: bool) -> str:
+        """What replicas say of that, as `state_digest` has it."""
         state = self.state_of(cell)
-        weights = {name: state[name].to(self.device) for name in WEIGHTS if name in state}
-        return weights_digest(weights, on_device=on_device)
+        return state_digest(state if whole else {n: v.to(self.device) for n, v in state.items()}, whole=whole)
 
     def _load(self, cell: Stage, *vectors: str) -> SingleProcess:
         """A cell with these vectors of its state; none: with all."""

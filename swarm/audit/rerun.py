@@ -82,8 +82,8 @@ def rerun_step(
     for _, norm, number in sorted(norms, key=lambda one: one[0].stage not in stages)[::-1]:
         squares[number] = norm
     again.take(squares)
-    on_device = not realigns(again.run, again.version)
-    weights = [again.weights_digest(stage, on_device=on_device) for stage in of_all if exact]
+    whole = realigns(again.run, again.version)
+    weights = [again.digest(stage, whole=whole) for stage in of_all if exact]
     ends("weights", (s for s in said if exact and s.took.weights not in ("", weights[s.stage])))
     return found
 

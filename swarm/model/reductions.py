@@ -39,10 +39,6 @@ def add_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
     digest.update(bytes_of(tensor) if tensor.numel() else b"")
 
 
-WEIGHTS = ("weights", "statistics", "dropped_bits")
-"""What a digest of weights is of: the last one decides what the next sum of a run that rounds means."""
-
-
 def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
     """32 hex digits over the bits of all vectors, one after the other.
 
@@ -55,10 +51,17 @@ def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
     return digest_of(*map(bytes_of, found)).hex()[:32]
 
 
-def weights_digest(state: Mapping[str, torch.Tensor], *, on_device: bool = False) -> str:
-    """What a replica says of the weights in a state; `on_device`: one that computes them on a GPU."""
-    vectors = [state[name] for name in WEIGHTS if name in state]
-    return vectors_digest(vectors, on_device=on_device and vectors[0].device.type != "cpu")
+def state_digest(state: Mapping[str, torch.Tensor], *, whole: bool = True) -> str:
+    """What a replica says of a state. `whole`: of all vectors. Else of those that decide what microbatches of
+    the next step give, comparable among devices of one kind only, and on a GPU computed there: bringing
+    gigabytes to the host at every step would cost more than the step.
+    """
+    names = sorted(state) if whole else [name for name in _NEXT_STEP if name in state]
+    on_device = not whole and state["weights"].device.type != "cpu"
+    return vectors_digest([state[name] for name in names], on_device=on_device)
+
+
+_NEXT_STEP = ("weights", "statistics", "dropped_bits")
 
 
 def device_digest(vector: torch.Tensor) -> str:

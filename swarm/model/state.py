@@ -22,7 +22,7 @@ from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import Layout, initial_vectors
 from swarm.model.meeting import Meetings
 from swarm.model.optimizer import FlatOptimizer, parts_of
-from swarm.model.reductions import WEIGHTS, vectors_digest
+from swarm.model.reductions import state_digest
 from swarm.model.same_bits import use_threads_of
 
 
@@ -193,15 +193,9 @@ class StageState:
         statistics = self._statistics.cpu().clone()
         return {**dict(self._layout.views(flat)), **dict(self._layout.statistics_views(statistics))}
 
-    def digest(self, *, canonical: bool = True) -> str:
-        """32 hex digits of the newest weights: the digest of their bytes.
-
-        Not `canonical`: comparable among devices of one kind only, and on a GPU computed there, since
-        bringing gigabytes to the host at every step would cost more than the step.
-        """
-        held = self._vectors(self.version)
-        vectors = [held[name] for name in WEIGHTS if name in held]
-        return vectors_digest(vectors, on_device=not canonical and self.device.type != "cpu")
+    def digest(self, *, whole: bool = True) -> str:
+        """32 hex digits of the newest version, as `state_digest` has them."""
+        return state_digest(self._vectors(self.version), whole=whole)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,8 @@
 """Trails: what replicas sign of the steps that they took, so that these can be computed again afterwards.
 
 Of each step: the digest of the stage's sum, the squared norm over all stages that it was taken with, and the
-digest of the weights that it left. Where a digest was not computed in time there are zeros.
+digest of the state that it left: of the weights, or of all of it where `realigns` says so. Where a digest was
+not computed in time there are zeros.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,7 +13,6 @@ from swarm.data import sample_offsets
 from swarm.ids import Microbatch
 from swarm.manifest import Run, demo_run
 from swarm.model.gpt import initial_value, replace_parameters, stage_skeleton, weights_dtype
-from swarm.model.reductions import vectors_digest
 from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded, encode
 
@@ -74,11 +73,6 @@ def loss_backward(
     if add:
         stage.add(found)
     return found.loss, found.answer
-
-
-def state_digest(state: Mapping[str, torch.Tensor]) -> str:
-    """Of all vectors of a state."""
-    return vectors_digest((state[name] for name in sorted(state)), on_device=False)
 
 
 class Chain:

@@ -30,6 +30,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import CustomModelSpec, IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reductions import sqnorm, vectors_digest
+from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import sign
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import Voucher
@@ -115,7 +116,11 @@ def record(folder: Path, run: Run | None = None, before: Lie = nothing, after: L
         total = sum(map(sqnorm, sums))
         for stage, (compute, found) in enumerate(zip(chain.stages, sums, strict=True)):
             rows[stage].append(
-                TookStep(vectors_digest([found], on_device=False), total, compute.state.digest())
+                TookStep(
+                    vectors_digest([found], on_device=False),
+                    total,
+                    compute.state.digest(whole=realigns(run, t + 1)),
+                )
             )
             if (t + 1) % run.checkpoint_every == 0:
                 saved = checkpoint.Checkpoint(folder, run, stage, t + 1)
@@ -280,14 +285,15 @@ def test_what_a_peer_did_not_sign_is_left_out(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.count("not signed by those that it names, and left out: ") == 2
 
 
+@pytest.mark.parametrize("vector", ["weights", "exp_avg_sq"])
 def test_a_checkpoint_that_is_not_what_peers_signed_is_no_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], vector: str
 ) -> None:
     was = record(tmp_path, replace(small(), steps=4))
     was.write()
     saved = checkpoint.Checkpoint(tmp_path, was.run, 0, 2)
     tensors = saved.load()
-    tensors["weights"][0] += 1
+    tensors[vector][0] += 1
     saved.save(tensors, keep=99)
     assert not was.verify(2, 4)
     assert capsys.readouterr().out.splitlines()[1].startswith("The checkpoint of step 2 has others.")
