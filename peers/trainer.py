@@ -330,7 +330,7 @@ class Trainer:
         began, route = now_s(), list[PeerId]()
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                await self._locator.holders(mb, self._router.peers(0))
+                await self._locator.holders(mb, self._router.answering(0))
             route = self._route(mb)
             self._latency.began(route)
             peer = route[0]

@@ -176,6 +176,6 @@ class NextStage:
 
     async def _locate(self, work: Work) -> PeerId | None:
         """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""
-        peers = self._router.peers(self.stage)
+        peers = self._router.answering(self.stage)
         holders = await self._locator.holders(Microbatch(work.t, work.m), peers)
         return next((peer for peer in holders if peer not in self._in_vain(work)), None)

@@ -70,6 +70,11 @@ class Router:
         candidate = self._queue_of(stage).known.get(peer)
         return candidate is not None and candidate.measured
 
+    def answering(self, stage: Stage) -> list[PeerId]:
+        """The peers of `stage` that have answered here; all, if none has."""
+        there = self.peers(stage)
+        return [peer for peer in there if self.knows(stage, peer)] or there
+
     def answered(self, stage: Stage, peer: PeerId, work_s: float) -> None:
         """Record an answer of `peer`, for which its device worked so long.
 

@@ -2,8 +2,8 @@
 
 Identities cost nothing: a hundred that take work and never answer would each cost a run what one may. So of
 the unknown one is tried, two more once it answers, and so on, as long as they answer: the number of the known
-doubles with each microbatch. After one that does not answer none is tried for a while, twice as long each
-time.
+doubles with each microbatch; after half a minute it is one again. After one that does not answer none is
+tried for a while, twice as long each time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ class Trials:
 
     def may(self, *, now: float) -> bool:
         """Whether an unknown peer may get a microbatch."""
-        if self._open and now - self._since_s >= self._pause_s:
+        if now - self._since_s >= self._pause_s:
+            if self._open:
+                self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
             self._room = 1
             self._open.clear()
-            self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)
         return self._open.total() < self._room
 
     def began(self, peer: PeerId, *, now: float) -> None:

@@ -208,6 +208,8 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
 
     line.answers["work"] = done
     assert await goes_to(route=("b",)) == "b"
+    assert await goes_to(route=("b",), attempt=1) == "b", "one that has never answered here is not asked"
+    assert await goes_to(route=("c",)) == "c"
     assert await goes_to(route=("b",), attempt=1) == "c", "it has been asked for before: who has it?"
     assert await goes_to(route=("b",), deepest=2) == "c", "a later stage lost it"
     assert await goes_to(route=("c",), deepest=1) == "a", "who answered it has lost it, or does not count"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from peers.clock import now_s
 from peers.liveness_probe import Prober
+from peers.ports import Answer
 from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
 from swarm.records import PeerRecord
@@ -62,6 +66,25 @@ async def test_a_stopped_peer_rests_until_it_continues(network: CalmNetwork) -> 
         network.go_on("other")
         await until(lambda: not backoff.in_backoff("other", now=1e9))
         assert set(asked) == {("me", "other", "locate")}, "a refusal (nothing serves it here) is an answer"
+
+
+async def test_one_that_stays_silent_is_asked_less_and_less(network: CalmNetwork) -> None:
+    backoff, asked = Backoff(probed=True), list[float]()
+    network.stop("other")
+    backoff.failed("other", now=0.0, silent=True)
+    call = network.peers["me"].transport.call
+
+    async def noted(*given: Any, **options: Any) -> Answer:
+        asked.append(now_s())
+        return await call(*given, **options)
+
+    network.peers["me"].transport.call = noted  # type: ignore[method-assign]
+    async with probing(network, backoff):
+        for _ in range(20):
+            network.announce(PeerRecord(peer="other", run=RUN, stage=0, state="serving", version=0))
+            await asyncio.sleep(10.0)
+    gaps = [round(after - before, 1) for before, after in itertools.pairwise(asked)]
+    assert gaps[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0] and set(gaps[6:]) == {16.0}
 
 
 async def test_nobody_is_asked_who_is_announced_no_more(network: CalmNetwork) -> None:
