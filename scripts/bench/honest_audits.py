@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from swarm.audit.answers import FAR, NOISE, _distance, _norm, _values, is_far, make  # pyright: ignore[reportPrivateUsage]
+from swarm.audit.answers import FAR, NOISE, _distance, _values, is_far, make, norm  # pyright: ignore[reportPrivateUsage]
 from swarm.audit.contributions import Recount
 from swarm.ids import Microbatch
 from swarm.manifest import Run
@@ -137,7 +137,7 @@ def audit(kept: list[Any]) -> dict[str, Any]:
             made = make(compute_, Microbatch(t, m), inputs, grads)
             for ours, theirs, of in ((made.outputs, outputs, inputs), (made.input_grads, back, grads)):
                 told["lies"] += is_far(ours, theirs, of, FAR[dtype])
-                least = NOISE * max((_norm(_values(one)) for one in of), default=0.0)
+                least = NOISE * max((norm(_values(one)) for one in of), default=0.0)
                 for a, b in zip(ours, theirs, strict=True):
                     name = f"{dtype} {codec}"
                     told["worst"][name] = max(told["worst"].get(name, 0.0), _distance(a, b, least))
