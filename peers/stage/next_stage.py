@@ -89,10 +89,10 @@ class NextStage:
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
                 await self._directory.refresh({self.stage})
                 continue
-            began = now_s()
+            began, header = now_s(), pack(msgspec.structs.replace(work, route=work.route[1:]))
             try:
                 answer = await self._transport.call(
-                    peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes,
+                    peer, "work", header, body, max_answer_bytes=max_answer_bytes,
                     deadline_s=self._limits.limit_s(peer, self._serving(), t=work.t),
                 )  # fmt: skip
                 done = unpack_answer(peer, answer.header, WorkDone)

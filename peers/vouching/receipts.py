@@ -30,9 +30,7 @@ class Receipts:
 
     def feed(self, work: Work, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
         """`work` for the next stage, with this peer's word for what it computed; and the digest of that."""
-        onward = msgspec.structs.replace(
-            work, route=work.route[1:], tensors=tuple(output.meta for output in outputs), fed=b""
-        )
+        onward = msgspec.structs.replace(work, tensors=tuple(output.meta for output in outputs), fed=b"")
         if not self._wanted:
             return onward, b""
         named = digest(outputs)

@@ -1748,6 +1748,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_guards", "test_loops", "test_stage_lost", "test_work"),
     ),
     Mutation(
+        "take-another-route",
+        NEXT_STAGE,
+        "suggested = work.route[0] if work.route and work.attempt == 0 else None",
+        "suggested = work.route[1] if work.route[1:] and work.attempt == 0 else None",
+        "Nobody follows the route that a trainer chose.",
+        ("test_work",),
+    ),
+    Mutation(
         "suggest-a-peer-in-backoff",
         NEXT_STAGE,
         "if suggested is not None and known and not self._router.backoff.in_backoff(suggested, now=now):",

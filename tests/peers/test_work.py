@@ -14,6 +14,7 @@ import pytest
 from peers.events import PeerLost
 from peers.ports import Answer, NetworkPath, Request
 from peers.stage.microbatches import MicrobatchServer
+from peers.trainer import Trainer
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
 from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
 from swarm.model.gradient_sum import Gradients, SumLost
@@ -21,6 +22,7 @@ from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
+from swarm.protocol.worklist import Work as Item
 from swarm.records import PeerRecord, State
 from swarm.wire.codec import TensorMeta, encode
 from swarm.wire.messages import (
@@ -162,6 +164,26 @@ async def test_a_slow_line_gets_what_is_smallest_and_a_fast_one_what_the_manifes
         s.assert_each_counted_once()
     # Before the first microbatch is computed nobody knows what computing hides.
     assert chosen["s1p0"] - {None} == {"bf16"} and chosen["s1p1"] - {None} == {"none"}
+
+
+async def test_a_microbatch_takes_the_route_that_its_trainer_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[tuple[str, ...]]()
+    chosen = list[tuple[str, ...]]()
+    call = Trainer._call
+
+    async def note(self: Trainer, peer: str, route: list[str], item: Item) -> WorkDone:
+        done = await call(self, peer, route, item)
+        chosen.append(tuple(route))
+        taken.append(tuple(hop.peer for hop in done.hops))
+        return done
+
+    monkeypatch.setattr(Trainer, "_call", note)
+    async with swarm(replicas=3) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_finished()
+        s.assert_each_counted_once()
+    assert taken == chosen and len(taken) >= 3 * 8
 
 
 async def test_buffers_that_do_not_fit_their_tensors_are_refused_before_they_are_received() -> None:
