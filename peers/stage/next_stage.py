@@ -121,12 +121,7 @@ class NextStage:
             else:
                 took_s = now_s() - began
                 self._limits.answered(took_s, now=now_s())
-                hop = next((hop for hop in done.hops if hop.peer == peer), None)
-                # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
-                if hop is not None and 0.0 <= hop.own_s <= took_s:
-                    self._router.answered(self.stage, peer, hop.work_s)
-                else:
-                    self._router.answered(self.stage, peer, took_s)
+                self._router.answered(self.stage, peer, took_s)
                 done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s))
                 self._note_answered(work, peer)
                 return peer, done, answer
@@ -137,8 +132,7 @@ class NextStage:
         return map(self._directory.at, range(self.stage, self._stages))
 
     def _note_answered(self, work: Work, peer: PeerId) -> None:
-        for name in [name for name in self._answered if name[0] < work.t - 1]:
-            del self._answered[name]
+        self._answered = {name: by for name, by in self._answered.items() if name[0] >= work.t - 1}
         self._answered.setdefault((work.t, work.m), set()).add(peer)
 
     def _in_vain(self, work: Work) -> set[PeerId]:

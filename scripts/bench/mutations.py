@@ -1748,6 +1748,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_guards", "test_loops", "test_stage_lost", "test_work"),
     ),
     Mutation(
+        "believe-what-a-late-peer-says",
+        QUEUE,
+        "if took_s and len(candidate.last_tooks_s) == REMEMBERED:",
+        "if False:",
+        "A peer that answers late, and says that others do, is waited for in each step.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "blame-whoever-was-on-the-route",
+        QUEUE,
+        "candidate.least_s = min(candidate.last_tooks_s)",
+        "candidate.least_s = candidate.last_tooks_s[-1]",
+        "An honest peer gets no work since one behind it was late.",
+        ("test_limits",),
+    ),
+    Mutation(
         "take-another-route",
         NEXT_STAGE,
         "suggested = work.route[0] if work.route and work.attempt == 0 else None",

@@ -18,7 +18,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -33,7 +33,7 @@ from swarm.ids import PeerId
 from swarm.manifest import audit_run
 from swarm.protocol.replica import AllReduce
 from tests.peers.loops import Swarm, swarm
-from tests.peers.tarpits import trickle
+from tests.peers.tarpits import answer_late, trickle
 
 STEPS, STAGES, MICROBATCHES = 20, 3, 8
 GOAL_S = 30.0
@@ -60,20 +60,9 @@ def silent(method: str) -> Way:
     return begin
 
 
-def late(by_s: float) -> Way:
-    """They answer work truly, each time so much later."""
-
-    def begin(s: Swarm, slow: Slow) -> None:
-        for name, peer in slow.items():
-
-            async def slowly(request: Request, peer: StagePeer = peer) -> Answer:
-                answer = await peer.microbatches._serve_work(request)
-                await asyncio.sleep(by_s)
-                return answer
-
-            s.network.peers[name].transport.serve("work", slowly, max_body_bytes=1 << 24)
-
-    return begin
+def late(by_s: float, blamed: int | None = None) -> Way:
+    """They answer work truly, each time so much later; `blamed` as in `tests.peers.tarpits.answer_late`."""
+    return partial(answer_late, by_s=by_s, blamed=blamed)
 
 
 def busy(after_s: float) -> Way:
@@ -112,6 +101,8 @@ WAYS: dict[str, Way] = {
     "never answers": silent("work"),
     "answers 1 s late": late(1.0),
     "answers 4 s late": late(4.0),
+    "answers 4 s late, says it had a queue": late(4.0, 0),
+    "answers 4 s late, says the next one had": late(4.0, 1),
     "answers 20 s late": late(20.0),
     "busy at once": busy(0.0),
     "busy after 1.4 s": busy(1.4),
@@ -124,10 +115,11 @@ WAYS: dict[str, Way] = {
 }
 
 
-async def lasts_s(way: str | None, tarpits: int, seed: int) -> float:
-    """Seconds from the first microbatch to the last step at each honest peer."""
-    run = replace(audit_run(stages=STAGES, steps=STEPS, microbatches_per_step=MICROBATCHES), seed=seed)
-    async with swarm(replace(run, name=f"tarpits {seed}")) as s:
+async def lasts_s(way: str | None, tarpits: int, seed: int, after: int) -> float:
+    """Seconds of `STEPS` steps, after so many others, at each honest peer."""
+    steps = after + STEPS
+    run = replace(audit_run(stages=STAGES, steps=steps, microbatches_per_step=MICROBATCHES), seed=seed)
+    async with swarm(replace(run, name=f"tarpits {seed}"), seed=seed) as s:
         honest = list(s.peers)
         if way is not None:
             stages = [1] if tarpits == 1 else range(tarpits)
@@ -138,26 +130,30 @@ async def lasts_s(way: str | None, tarpits: int, seed: int) -> float:
         await s.until_serving()
         began = s.network.loop.now_s
         s.add_trainer("trainer")
+        await s.until(lambda: all(s.peers[name].core.version >= after for name in honest), limit_s=PATIENCE_S)
+        began = s.network.loop.now_s if after else began
         last = 0.0
 
         def over() -> bool:
             nonlocal last
             last = s.network.loop.now_s - began
-            return last >= PATIENCE_S or all(s.peers[name].core.version >= STEPS for name in honest)
+            return last >= PATIENCE_S or all(s.peers[name].core.version >= steps for name in honest)
 
         await s.until(over, limit_s=2 * PATIENCE_S)
         counts = s.count_matrix()
-        assert last >= PATIENCE_S or all((counts[name] == STEPS).all() for name in honest), counts
+        assert last >= PATIENCE_S or all((counts[name] == steps).all() for name in honest), counts
         return last
 
 
 @cache
-def clean_s(seed: int) -> float:
-    return run_virtual(lasts_s(None, 0, seed))
+def clean_s(seed: int, after: int) -> float:
+    return run_virtual(lasts_s(None, 0, seed, after))
 
 
-def row(way: str, tarpits: int, seeds: int) -> dict[str, object]:
-    lost_s = [run_virtual(lasts_s(way, tarpits, seed)) - clean_s(seed) for seed in range(1, seeds + 1)]
+def row(way: str, tarpits: int, seeds: int, after: int) -> dict[str, object]:
+    lost_s = [
+        run_virtual(lasts_s(way, tarpits, seed, after)) - clean_s(seed, after) for seed in range(1, seeds + 1)
+    ]
     return {
         "what": f"a run with {tarpits} tarpits: {way}" if tarpits > 1 else f"a run with a tarpit: {way}",
         "measured": ", ".join(f"{one_s + 0.0:.1f} s" for one_s in lost_s),
@@ -174,12 +170,13 @@ def main() -> int:
     several = "1: in the middle; 3: one in each stage"
     parser.add_argument("--tarpits", type=int, choices=(1, 3), action="append", help=several)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (%(default)s)")
+    parser.add_argument("--after", type=int, default=0, help="steps before those that count (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = list[dict[str, object]]()
     for tarpits in options.tarpits or (1, 3):
         for way in options.way or WAYS:
-            rows.append(row(way, tarpits, options.seeds))
+            rows.append(row(way, tarpits, options.seeds, options.after))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"rows": rows}))
     return 0

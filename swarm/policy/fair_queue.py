@@ -32,7 +32,9 @@ NEGLIGIBLE_S = 0.05
 RETRY_PERIODS = 20.0
 """A late peer gets one microbatch per this many of its work times, because it may have become faster. So
 it can hold up the run for a twentieth of the time."""
-
+MUCH_LATER_S = 1.0
+"""Added to three times what microbatches take by way of the fastest peer of a stage. What they take longer by
+way of another counts as its work. In 20 steps what is left takes less than the 30 s that one may cost."""
 COMPARED = 8
 """Candidates among which the nearest is picked."""
 
@@ -52,6 +54,9 @@ class Candidate:
     work_s: float = DEFAULT_WORK_S
     """Median time of its device, without waits: those of a busy hour differ by where in a queue one was."""
     last_works_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    last_tooks_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    least_s: float = float("inf")
+    """Of the last five microbatches, with all stages: not each time is one of the others late."""
 
     @property
     def measured(self) -> bool:
@@ -109,14 +114,19 @@ class FairQueue:
             self._put(self.known[new], "queue")
             self._changes_seen = -1  # it may be in backoff
 
-    def answered(self, peer: PeerId, work_s: float) -> None:
-        """Record an answer of `peer`."""
+    def answered(self, peer: PeerId, work_s: float, took_s: float = 0.0) -> None:
+        """Record an answer of `peer`; `took_s`: with all stages."""
         candidate = self.known.get(peer)
         if candidate is None:
             return
         place = candidate.place
         self._put(candidate, "backoff")
         candidate.note(work_s)
+        candidate.last_tooks_s.append(took_s)
+        if took_s and len(candidate.last_tooks_s) == REMEMBERED:
+            candidate.least_s = min(candidate.last_tooks_s)
+            usual_s = min(one.least_s for one in self.known.values())
+            candidate.work_s = max(candidate.work_s, candidate.least_s - MUCH_SLOWER * usual_s - MUCH_LATER_S)
         if place != "backoff":
             self._put(candidate, "queue")  # a late one, too: it may be fast now
 
@@ -146,7 +156,7 @@ class FairQueue:
                 return None
             # All others are away: the step has to wait for a late peer.
             limit_s = max(limit_s, MUCH_SLOWER * min(self.known[peer].work_s for peer in self._late))
-        work_s = self._expected_s(chosen)
+        work_s = chosen.work_s if chosen.measured else self._default_work_s()
         self._floor_s = self._floor()
         self._put(chosen, "backoff")
         chosen.clock_s += work_s
@@ -190,9 +200,6 @@ class FairQueue:
     def _default_work_s(self) -> float:
         """The expected work of a newcomer: the median of its stage."""
         return self._works_s[len(self._works_s) // 2] if self._works_s else DEFAULT_WORK_S
-
-    def _expected_s(self, candidate: Candidate) -> float:
-        return candidate.work_s if candidate.measured else self._default_work_s()
 
     def _floor(self) -> float:
         """The smallest clock in the queue."""

@@ -75,15 +75,15 @@ class Router:
         there = self.peers(stage)
         return [peer for peer in there if self.knows(stage, peer)] or there
 
-    def answered(self, stage: Stage, peer: PeerId, work_s: float) -> None:
-        """Record an answer of `peer`, for which its device worked so long.
+    def answered(self, stage: Stage, peer: PeerId, work_s: float, took_s: float = 0.0) -> None:
+        """Record an answer of `peer`, for which its device worked so long, and all stages together `took_s`.
 
-        Waits do not count: a peer that happens to have a queue would get less than it can do.
+        Waits do not count, unless they are very long: a peer that has a queue would get less than it can do.
         """
         self.backoff.answered(peer)
         if not self.knows(stage, peer):
             self._trials_of(stage).answered(peer)
-        self._queue_of(stage).answered(peer, work_s)
+        self._queue_of(stage).answered(peer, work_s, took_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""

@@ -364,11 +364,15 @@ async def swarm(
     replicas: int = 2,
     silence_s: float = 3.5,
     batches: object | None = None,
+    seed: int = 1,
 ) -> AsyncIterator[Swarm]:
-    """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers."""
+    """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers.
+
+    `seed`: of how long jobs take.
+    """
     network = CalmNetwork(silence_s=silence_s, latency_s=LATENCY_S)
     run = run or audit_run(stages=stages, steps=3, microbatches_per_step=8)
-    built = Swarm(run, network, batches or Zeros(run))
+    built = Swarm(run, network, batches or Zeros(run), Dice(seed))
     network.on_deliver = built.delivered
     fault_points.on_point = built.passed
     try:

@@ -1,13 +1,18 @@
-"""Peers whose bodies trickle."""
+"""Peers that hold a run up: their bodies trickle, or they answer late."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from peers.ports import Answer
+from msgspec.structs import replace
+
+from peers.ports import Answer, Request
 from peers.sim.lines import Lines
+from peers.stage.server import StagePeer
 from swarm.ids import PeerId
+from swarm.wire.messages import WorkDone, pack, unpack
 from tests.peers.loops import Swarm
 
 
@@ -37,3 +42,27 @@ def trickle(s: Swarm, slow: Collection[PeerId]) -> None:
             answer(call, outcome)
 
     network._answer = later  # type: ignore[method-assign]
+
+
+def answer_late(
+    s: Swarm, slow: Mapping[PeerId, StagePeer], by_s: float, *, blamed: int | None = None
+) -> None:
+    """They answer work truly, each time so much later.
+
+    `blamed`: whom they say that it waited for: 0 for themselves, 1 for the next stage, if there is one. None:
+    nobody, so that it looks like a slow line.
+    """
+    for name, peer in slow.items():
+
+        async def slowly(request: Request, peer: StagePeer = peer) -> Answer:
+            answer = await peer.microbatches._serve_work(request)  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(by_s)
+            if blamed is None:
+                return answer
+            done = unpack(answer.header, WorkDone)
+            hops = list(done.hops)
+            at = min(blamed, len(hops) - 1)
+            hops[at] = replace(hops[at], own_s=hops[at].own_s + by_s)
+            return Answer(pack(replace(done, hops=tuple(hops))), answer.body)
+
+        s.network.peers[name].transport.serve("work", slowly, max_body_bytes=1 << 24)

@@ -11,14 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 import torch
 
+from peers.clock import now_s
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
 from swarm.errors import NotReady
 from swarm.manifest import audit_run
 from swarm.protocol.replica import Action, AllReduce
-from tests.peers.loops import Swarm, swarm
-from tests.peers.tarpits import trickle
+from tests.peers.loops import JOB_S, Swarm, swarm
+from tests.peers.tarpits import answer_late, trickle
 from tests.seeds import seeds
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -87,6 +88,33 @@ async def test_a_peer_that_never_answers_costs_its_budget(stage: int, limit_s: f
         s.network.peers[LIAR].transport.serve("work", never, max_body_bytes=1 << 20)
 
     assert await lasts_s(attack) <= limit_s
+
+
+@pytest.mark.parametrize("blamed", seeds(2, quick=1))
+async def test_a_peer_that_answers_late_costs_its_budget_whomever_it_blames(
+    blamed: int, limit_s: float
+) -> None:
+    assert await lasts_s(lambda s: answer_late(s, {LIAR: liar(s, 1)}, 4.0, blamed=blamed)) <= limit_s
+
+
+async def test_nobody_is_left_out_for_what_is_slow_or_late_behind_it() -> None:
+    """All devices of the middle stage are true, but one is a hundred times slower; and a peer is late."""
+    async with swarm(audit_run(stages=3, steps=STEPS, microbatches_per_step=16)) as s:
+        for name in ("s1slow", LIAR):
+            s.add_peer(name, 1)
+        s.peers["s1slow"].core.device.job_s = 100 * JOB_S  # type: ignore[attr-defined]
+        answer_late(s, {LIAR: s.peers[LIAR]}, 4.0, blamed=0)
+        await s.until_serving()
+        trainer = s.add_trainer("trainer")
+        await s.until_finished(limit_s=6_000.0)
+        s.assert_each_counted_once()
+        done = {name: peer.core.computed for name, peer in s.peers.items()}
+        assert min(done.values()) > 0
+        for fair in ("s0p0", "s0p1", "s2p0", "s2p1"):
+            assert done[fair] >= 0.4 * STEPS * 16, done
+        router = trainer._router
+        others = [peer.microbatches._next._router for peer in s.peers.values() if peer.microbatches._next]
+        assert not any(r.backoff.rests(name, now=now_s()) for r in (router, *others) for name in done)
 
 
 # --- 15: reports, and no result -----------------------------------------------------------------------------
