@@ -1756,7 +1756,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
-        "blame-whoever-was-on-the-route",
+        "blame-all-on-a-route",
         QUEUE,
         "candidate.least_s = min(candidate.last_tooks_s)",
         "candidate.least_s = candidate.last_tooks_s[-1]",
