@@ -116,8 +116,7 @@ class FairQueue:
 
     def answered(self, peer: PeerId, work_s: float, took_s: float = 0.0) -> None:
         """Record an answer of `peer`; `took_s`: with all stages."""
-        candidate = self.known.get(peer)
-        if candidate is None:
+        if (candidate := self.known.get(peer)) is None:
             return
         place = candidate.place
         self._put(candidate, "backoff")

@@ -67,8 +67,7 @@ class Router:
 
     def knows(self, stage: Stage, peer: PeerId) -> bool:
         """Whether `peer` has answered here."""
-        candidate = self._queue_of(stage).known.get(peer)
-        return candidate is not None and candidate.measured
+        return (candidate := self._queue_of(stage).known.get(peer)) is not None and candidate.measured
 
     def answering(self, stage: Stage) -> list[PeerId]:
         """The peers of `stage` that have answered here; all, if none has."""
