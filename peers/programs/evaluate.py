@@ -99,7 +99,7 @@ def open_text(run: Run, files: tuple[Path | str, ...], tokenizer: Path | None) -
             raise SetupError("samples are made by one function: give one package.module:function with --data")
         other = replace(run, data=replace(run.data, code=str(code), sha256="", tokens=0))
         return open_data(other)
-    other = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, mixture=""))
+    other = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, root="", mixture=""))
     return open_data(other, files, tokenizer)
 
 

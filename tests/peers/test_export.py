@@ -36,6 +36,7 @@ from swarm.model.evaluate import loss_of
 from swarm.model.graph.custom_model import build
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
+from tests.peers.admitted import admitting
 from tests.process.models import held_out_images
 
 SMALL = replace(
@@ -309,6 +310,15 @@ def test_the_command_evaluates_the_training_text_or_any_other(
     assert "bits per byte" in shown and "from other.txt" in shown
     assert main(["eval", "--model", str(model)]) == Exit.OK
     assert "64 samples of 16 tokens from the text of its training" in capsys.readouterr().out
+
+
+def test_a_run_that_names_its_trainers_is_measured_on_any_text(text: Path, tmp_path: Path) -> None:
+    """It pins the root of the tokens that they prove, which is not that of another text."""
+    run, _ = pinned(admitting(SMALL), text)
+    assert run.data.root
+    other = tmp_path / "other.txt"
+    other.write_text("0123456789" * 50)
+    assert open_text(run, (other,), None).pinned(run).data.sha256 != run.data.sha256
 
 
 def test_the_text_of_the_training_has_to_be_there(
