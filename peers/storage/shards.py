@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -134,7 +133,7 @@ def make_index(
         atomic_file.replacing(folder) as (file, temporary),
     ):
         with temporary.open("r+b") as nodes:
-            for node in _in_parallel(shards, count, jobs):
+            for node in in_parallel(shards.node, range(count), jobs):
                 nodes.write(node)
                 bar(1)
             root = grow(nodes, shards.size).hex()
@@ -144,9 +143,10 @@ def make_index(
     return index
 
 
-def _in_parallel(shards: Shards, count: int, jobs: int) -> Iterable[bytes]:
-    if min(jobs, count) <= 1:
-        yield from map(shards.node, range(count))
+def in_parallel(function: Callable[[Any], Any], items: Sequence[Any], jobs: int) -> Iterable[Any]:
+    """`map`, in processes if there are several jobs."""
+    if min(jobs, len(items)) <= 1:
+        yield from map(function, items)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(partial(Shards.node, shards), range(count), chunksize=8)
+        yield from pool.map(function, items, chunksize=1 + len(items) // (64 * jobs))

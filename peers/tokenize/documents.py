@@ -1,23 +1,27 @@
-"""The documents of a file: plain text is one, JSON Lines and Parquet have one in each row."""
+"""The documents of a file: plain text is one, JSON Lines, Parquet and Arrow have one in each row."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
+from peers.storage.atomic_file import CHUNK_BYTES
 from swarm.errors import SetupError
 
 ROWS_AT_ONCE = 1024
-EXTRA = "install it with: pip install 'swarm-train[data]'"
+MAX_LINE_BYTES = 1 << 28
 
 
 def has_rows(path: Path) -> bool:
     """Whether a file has a document in each row; else it is one."""
-    return kind(path) in (".jsonl", ".parquet")
+    return kind(path) in (".jsonl", ".parquet", ".arrow")
 
 
 def kind(path: Path) -> str:
@@ -29,86 +33,83 @@ def kind(path: Path) -> str:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """What a file holds, unpacked.
-
-    Raises:
-        SetupError: what unpacks it is not installed.
-        OSError: it cannot be read.
-    """
+    """What a file holds, unpacked. Raises SetupError: what unpacks it is not installed."""
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path))
     if path.suffix != ".zst":
         return path.open("rb")
-    try:
-        import zstandard  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise SetupError(f"{path} is packed by zstd, and zstandard is not installed: {EXTRA}") from None
-    stream = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True)
-    return io.BufferedReader(_Unpacked(stream), 1 << 20)
+    return io.BufferedReader(_arrow(path).input_stream(str(path), compression="zstd"), CHUNK_BYTES)
+
+
+def chunks(path: Path) -> Iterator[bytes]:
+    """What a file that is one document holds. Raises SetupError: it cannot be read to its end."""
+    with _said(path), opened(path) as file:
+        yield from iter(partial(file.read, CHUNK_BYTES), b"")
 
 
 def texts(path: Path, field: str) -> Iterator[str]:
     """The documents of a file that `has_rows`.
 
     Raises:
-        SetupError: a row has no such field, or is none; says which.
-        OSError: it cannot be read.
+        SetupError: it cannot be read to its end; a row has no such field, or is none; says which.
     """
+    with _said(path):
+        if kind(path) != ".jsonl":
+            yield from _of_table(path, field)
+            return
+        with opened(path) as file:
+            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
+                if line.strip():
+                    yield _of_line(line, field, f"line {number} of {path}")
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # pyarrow's own are ValueErrors
+        raise SetupError(f"{path} cannot be read to its end: {error}; fetch or make it again") from None
+
+
+def _of_line(line: bytes, field: str, where: str) -> str:
+    if len(line) == MAX_LINE_BYTES:
+        raise SetupError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB: is it JSON Lines?")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SetupError(f"{where} is not JSON: {error}") from None
+    found = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(found, str):
+        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise _no_text(where, field, keys[:200] if found is None else f"{type(found).__name__} in it")
+    return found.encode("utf-8", "replace").decode()  # half of a character is none
+
+
+def _of_table(path: Path, field: str) -> Iterator[str]:
+    arrow = _arrow(path)
     if kind(path) == ".parquet":
-        yield from _of_parquet(path, field)
-        return
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise SetupError(f"line {number} of {path} is not JSON: {error}") from None
-                found = row.get(field) if isinstance(row, dict) else None
-                if not isinstance(found, str):
-                    keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                    raise SetupError(
-                        f"line {number} of {path} has no text in {field!r}, but {keys[:200]}: name it with "
-                        "--field"
-                    )
+        file = arrow.parquet.ParquetFile(path)
+        names, batches = file.schema_arrow.names, partial(file.iter_batches, ROWS_AT_ONCE, columns=[field])
+    else:  # as the library `datasets` keeps them
+        file = arrow.ipc.open_stream(arrow.memory_map(str(path)))
+        names, batches = file.schema.names, partial(iter, file)
+    if field not in names:
+        raise _no_text(str(path), field, ", ".join(names)[:200])
+    for batch in batches():
+        for found in batch.column(field).to_pylist():
+            if isinstance(found, str):
                 yield found
+            elif found is not None:
+                raise _no_text(str(path), field, f"{batch.column(field).type} in it")
 
 
-class _Unpacked(io.RawIOBase):
-    """What zstandard unpacks: it has no lines, and errors of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            some = self._file.read(len(buffer))
-        except Exception as error:  # zstandard has its own
-            raise OSError(f"it cannot be unpacked: {error}") from error
-        buffer[: len(some)] = some
-        return len(some)
-
-
-def _of_parquet(path: Path, field: str) -> Iterator[str]:
+def _arrow(path: Path) -> Any:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise SetupError(f"{path} is Parquet, and pyarrow is not installed: {EXTRA}") from None
-    try:
-        file: Any = pyarrow.parquet.ParquetFile(path)
-    except ValueError as error:
-        raise SetupError(f"{path} is not Parquet: {error}") from None
-    names = file.schema_arrow.names
-    if field not in names:
-        raise SetupError(f"{path} has no column {field!r}, but {', '.join(names)}: name it with --field")
-    for batch in file.iter_batches(ROWS_AT_ONCE, columns=[field]):
-        for found in batch.column(0).to_pylist():
-            if isinstance(found, str):
-                yield found
+        raise SetupError(f"{path} needs pyarrow: pip install 'swarm-train[data]'") from None
+    return pyarrow
+
+
+def _no_text(where: str, field: str, there: str) -> SetupError:
+    return SetupError(f"{where} has no text in {field!r}, but {there}: give the right one with --field")

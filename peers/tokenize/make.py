@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import msgspec
@@ -22,9 +19,9 @@ from peers.programs.tool_options import TokenizeOptions
 from peers.progress import Bar
 from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
-from peers.storage.shards import make_index, write_shard
+from peers.storage.shards import in_parallel, make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, load_tokenizer
-from peers.tokenize.documents import has_rows, opened, texts
+from peers.tokenize.documents import chunks, has_rows, texts
 from peers.tokenize.ready import shard_of
 from swarm.data import token_dtype
 from swarm.errors import SetupError, did_you_mean
@@ -75,9 +72,7 @@ class Making:
         if has_rows(path):
             yield from tokenizer.encode_documents(texts(path, self.field), self.end)
             return
-        with opened(path) as file:
-            chunks = iter(partial(file.read, atomic_file.CHUNK_BYTES), b"")
-            yield from tokenizer.encode_file(chunks, str(path))
+        yield from tokenizer.encode_file(chunks(path), str(path))
         if self.end is not None:
             yield np.array([self.end], np.uint32)
 
@@ -184,15 +179,9 @@ def _vocabulary(
 def _made(making: Making, paths: Sequence[Path], jobs: int) -> Iterable[tuple[Shard, ...]]:
     """The shards of texts, in order."""
     with Bar("making tokens", len(paths), unit="files") as bar:
-        if min(jobs, len(paths)) <= 1:
-            for path in paths:
-                yield (making.shard(path),)
-                bar(1)
-            return
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            for shard in pool.map(making.shard, paths):
-                yield (shard,)
-                bar(1)
+        for shard in in_parallel(making.shard, paths, jobs):
+            yield (shard,)
+            bar(1)
 
 
 def _sources(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import numpy as np
+
 from peers.storage.index import ITEM_BYTES, Shard
 from swarm.errors import SetupError
 
@@ -50,17 +52,18 @@ def _of_megatron(path: Path) -> Shard:
     index = path.with_suffix(".idx")
     with index.open("rb") as file:
         magic, version, code, sequences, _ = struct.unpack("<9sQBQQ", file.read(34).ljust(34, b"\0"))
-        lengths = file.read(4 * sequences) if magic == MEGATRON else b""
-    if (magic, version) != (MEGATRON, 1) or code not in MEGATRON_TYPES or len(lengths) != 4 * sequences:
+        lengths = np.fromfile(file, "<i4", min(sequences, index.stat().st_size))
+    is_whole = len(lengths) == sequences and not (lengths < 0).any()
+    if (magic, version) != (MEGATRON, 1) or code not in MEGATRON_TYPES or not is_whole:
         raise SetupError(f"{index} is not an index of Megatron, or not of tokens: leave it out")
-    tokens = sum(length for (length,) in struct.iter_unpack("<i", lengths))
-    return _shard(path, MEGATRON_TYPES[code], 0, tokens)
+    return _shard(path, MEGATRON_TYPES[code], 0, int(lengths.sum(dtype=np.int64)))
 
 
 def _of_datatrove(path: Path) -> Shard:
     """Its index has the end of each document; the width of a token follows from the last."""
-    with Path(f"{path}.index").open("rb") as file:
-        file.seek(-8, 2)
-        (tokens,) = struct.unpack("<Q", file.read(8))
+    index = Path(f"{path}.index")
+    with index.open("rb") as file:
+        file.seek(max(0, index.stat().st_size - 8))
+        tokens = int.from_bytes(file.read(8), "little")
     wide = path.stat().st_size == 4 * tokens
     return _shard(path, "uint32" if wide else "uint16", 0, tokens)

@@ -20,11 +20,14 @@ from peers import cli
 from peers.storage import shards
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
+from peers.tokenize import documents
 from swarm.errors import SetupError
 from swarm.example import example_run
 from swarm.manifest import Run
 from tests.byte_pairs import save_byte_pairs
 
+MEGATRON = b"MMIDIDX\0\0" + struct.pack("<QB", 1, 8)
+"""How an index of tokens of two bytes begins."""
 TEXTS = ["the cat sat", "on the mat\nthe hat", "", "Où est-ce? the cat"]
 
 
@@ -67,6 +70,11 @@ def tokens_of(out: Path) -> list[int]:
     ]
 
 
+def tokens_of_all(out: Path) -> list[int]:
+    (shard,) = out.glob("*.tokens")
+    return list(shard.read_bytes())
+
+
 def made(capsys: pytest.CaptureFixture[str], out: Path, *words: Any, ends: int = 0) -> str:
     assert cli.main(["tokenize", *map(str, words), "--out", str(out)]) == ends
     said = capsys.readouterr()
@@ -79,21 +87,21 @@ def expected(words: Path, texts: list[str] = TEXTS) -> list[int]:
     return [token for text in texts for token in [*library.encode(text).ids, end]]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_each_row_is_a_document_with_an_end(
     tmp_path: Path, words: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
     if name.endswith(".zst"):
-        packed = (
-            pytest.importorskip("zstandard")
-            .ZstdCompressor()
-            .compress(rows(tmp_path / "plain.jsonl").read_bytes())
-        )
-        path.write_bytes(packed)
+        path.write_bytes(packed_by(name, rows(tmp_path / "plain.jsonl").read_bytes()))
     elif name.endswith(".parquet"):
         table = pytest.importorskip("pyarrow").table({"text": TEXTS})
         pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    elif name.endswith(".arrow"):  # as save_to_disk of the library `datasets` writes it
+        arrow = pytest.importorskip("pyarrow")
+        table = arrow.table({"id": range(len(TEXTS)), "text": TEXTS})
+        with arrow.OSFile(str(path), "wb") as file, arrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
     else:
         rows(path)
     said = made(capsys, tmp_path / "out", path, "--tokenizer", words)
@@ -202,9 +210,15 @@ def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
         (
             '{"text": "a"}\n{"txt": 1}\n',
             [],
-            "line 2 of .* has no text in 'text', but txt: name it with --field",
+            "line 2 of .* has no text in 'text', but txt: give the right one with --field",
         ),
         ('{"text": "a"}\n{"te', [], "line 2 of .* is not JSON"),
+        ("[" * 100_000 + "]" * 100_000 + "\n", [], "line 1 of .* is not JSON: maximum recursion"),
+        (
+            '{"text": 5}\n',
+            [],
+            "line 1 of .* has no text in 'text', but int in it: give the right one with --field",
+        ),
         ("[1]\n", [], "line 1 of .* has no text in 'text', but list"),
         ('{"text": "a"}\n', ["--eos", "<|end|>"], "--eos <|end|>: one token for each byte has no such token"),
         ('{"text": "a"}\n', ["--weights", "1", "2"], "--weights 1 2: give one for each of the 1 files"),
@@ -264,12 +278,72 @@ def test_a_run_with_a_document_mask_learns_the_end_of_documents_from_the_index(
     assert masked(tmp_path / "ready").data.eos == 599
 
 
+def packed_by(name: str, content: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(content)
+    if name.endswith(".zst"):
+        codec = pytest.importorskip("pyarrow").Codec("zstd")
+        # In two frames, and ones that are to be skipped, as pzstd writes them.
+        half, skipped = len(content) // 2, struct.pack("<II", 0x184D2A50, 4) + b"skip"
+        halves = (codec.compress(part, asbytes=True) for part in (content[:half], content[half:]))
+        return b"".join(skipped + part for part in halves)
+    path = pytest.importorskip("pyarrow").BufferOutputStream()
+    table = pytest.importorskip("pyarrow").table({"text": content.decode().splitlines()})
+    pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    return path.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.parquet"])
+def test_a_file_that_was_cut_off_or_damaged_is_never_taken_for_a_shorter_one(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, lines = tmp_path / name, "".join(f"{n * n * n} sheep\n" for n in range(60_000))
+    whole = packed_by(name, lines.encode())
+    path.write_bytes(whole)
+    made(capsys, tmp_path / "whole", path)
+    expected = lines.replace("\n", "") if name == "a.parquet" else lines
+    assert bytes(tokens_of_all(tmp_path / "whole")) == expected.encode()
+    for number, content in enumerate((whole[: len(whole) * 3 // 4], whole[:-1], whole[:99] + whole[150:])):
+        path.write_bytes(content)
+        said = made(capsys, tmp_path / f"out{number}", path, ends=cli.Exit.SETUP)
+        assert f"{name} cannot be read to its end: " in said and "fetch or make it again" in said
+        assert not list((tmp_path / f"out{number}").glob("*.tokens"))
+
+
+def test_a_column_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = pytest.importorskip("pyarrow").table({"text": [1, 2]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    said = made(capsys, tmp_path / "out", tmp_path / "a.parquet", ends=cli.Exit.SETUP)
+    assert "a.parquet has no text in 'text', but int64 in it: give the right one with --field" in said
+
+
+def test_half_a_character_is_a_question_mark(
+    tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("\\ud83d", "?"):
+        (tmp_path / "a.jsonl").write_text(f'{{"text": "the {text} cat"}}')
+        made(capsys, tmp_path / f"out{text[-1]}", tmp_path / "a.jsonl", "--tokenizer", words)
+    assert tokens_of(tmp_path / "outd") == tokens_of(tmp_path / "out?")
+
+
+def test_a_line_without_an_end_is_not_read_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1 << 20)
+    (tmp_path / "a.jsonl").write_bytes(b"x" * (1 << 20) + b'{"text": "a"}')
+    said = made(capsys, tmp_path / "out", tmp_path / "a.jsonl", ends=cli.Exit.SETUP)
+    assert "line 1 of" in said and "is longer than 1 MiB: is it JSON Lines?" in said
+
+
 @pytest.mark.parametrize(
     ("name", "beside", "error"),
     [
         ("a.bin", None, "has 3 bytes, which are not whole tokens of uint16"),
         ("a.bin", b"something else", "a.idx is not an index of Megatron"),
+        ("a.bin", MEGATRON + struct.pack("<QQ", 1 << 60, 1), "a.idx is not an index of Megatron"),
+        ("a.bin", MEGATRON + struct.pack("<QQii", 2, 3, -1, 3), "a.idx is not an index of Megatron"),
         ("a.ds", struct.pack("<Q", 7), "has 3 bytes, which are not 7 tokens of uint16"),
+        ("a.ds", b"", "has 3 bytes, which are not 0 tokens of uint16"),
         ("a.ds", None, "cannot read .*a.ds.index: No such file"),
     ],
 )
