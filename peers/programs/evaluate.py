@@ -1,4 +1,4 @@
-"""`swarm eval` and `swarm generate`: what trained weights know of a text. No network is needed."""
+"""`swarm eval` and `swarm generate`: what trained weights know of a text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from peers.device import choose_device
+from peers.programs.export import fetched
 from peers.programs.manifest_pinning import import_handed
-from peers.programs.tool_options import EvalOptions, GenerateOptions
+from peers.programs.tool_options import EvalOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
 from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
@@ -50,8 +51,7 @@ class Evaluation:
 def run_generate(options: GenerateOptions) -> None:
     """Print the prompt and its continuation."""
     device = choose_device(options.device)
-    import_handed(find_weights(options), options.allow_code)
-    model = load_weights(options)
+    model = _model(options)
     tokenizer = open_tokenizer(model.run, options.tokenizer)
     prompt = tokenizer.encode(options.prompt)
     more = generate(
@@ -60,11 +60,16 @@ def run_generate(options: GenerateOptions) -> None:
     print(options.prompt + tokenizer.decode(more))
 
 
+def _model(options: ModelOptions) -> Weights:
+    options = fetched(options)
+    import_handed(find_weights(options), options.allow_code)
+    return load_weights(options)
+
+
 def run_eval(options: EvalOptions) -> None:
     """Evaluate and print."""
     device = choose_device(options.device)
-    import_handed(find_weights(options), options.allow_code)
-    model = load_weights(options)
+    model = _model(options)
     text = open_text(model.run, options.data, options.tokenizer)
     threads = (options.threads or usable_cores()) if device == "cpu" else 1
     found = evaluate(model, text, options.samples, device, threads=threads)

@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from peers.programs.manifest_pinning import import_handed
-from peers.programs.tool_options import ExportOptions
+from peers.programs.tool_options import ExportOptions, ModelOptions
 from peers.progress import Bar
 from peers.storage import model_file, results_folder
 from peers.storage.model_file import ModelConfig
@@ -33,17 +34,14 @@ from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.layout import stage_layout
 
+Options = TypeVar("Options", bound=ModelOptions)
+
 
 def run_export(options: ExportOptions) -> None:
     """Write the model and say what it is."""
     if options.out is not None and options.out.suffix != model_file.SUFFIX:  # before a model is fetched
         raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
-    if options.join:
-        if options.run is None:
-            raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
-        folder = results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
-        run_id, step = asyncio.run(fetch(options.run, options.join, folder, options.allow_code))
-        options = replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
+    options = fetched(options)
     if options.hf is not None:
         run_export_hf(options, options.hf)
         return
@@ -65,15 +63,27 @@ def run_export(options: ExportOptions) -> None:
         print(f"try it: swarm generate --model {options.out}{words} 'The '")
 
 
+def fetched(options: Options) -> Options:
+    """These options; where they name a peer of a run, its newest version is on this machine then.
+
+    Raises:
+        SetupError: no peer answers, or none can give a version of some stage; says which.
+    """
+    if not options.join:
+        return options
+    if options.run is None:
+        raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
+    folder = results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
+    run_id, step = asyncio.run(fetch(options.run, options.join, folder, options.allow_code))
+    return replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
+
+
 async def fetch(
     called: str, join: Sequence[str], folder: Path, allow_code: Sequence[str] = ()
 ) -> tuple[str, int]:
     """Fetch the newest version of all stages that peers of a run can give; the run's id and that version.
 
     `called`: the run's id, or `NAME@FINGERPRINT`.
-
-    Raises:
-        SetupError: no peer answers, or none can give a version of some stage; says which.
     """
     from peers.net.node import Node
     from peers.programs.roles import manifest

@@ -97,10 +97,22 @@ class MaybeMembership:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(WeightsOptions):
+    """Weights of this machine, or of a run that goes on."""
+
+    join: tuple[str, ...] = repeated(
+        PEER_ADDRESS,
+        "or a peer of the run: fetch the newest version that its peers and keepers can give; needs --run",
+        group=WEIGHTS,
+        one_of="weights!",
+    )
+    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=WEIGHTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputedOptions(ModelOptions):
     """Weights that are computed with."""
 
     tokenizer: Path | None = optional(FILE, TOKENIZER_HELP, group=WEIGHTS)
-    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=WEIGHTS)
     device: str = option(DEVICE, "default: %(default)s", "cpu", group=WEIGHTS)
 
 
@@ -367,7 +379,7 @@ class DemoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(WeightsOptions):
+class ExportOptions(ModelOptions):
     """Make one model file of the stages' checkpoints.
 
     swarm export --checkpoint-dir ckpt --out model.safetensors
@@ -375,20 +387,6 @@ class ExportOptions(WeightsOptions):
     swarm export @join.txt --out model.safetensors
     """
 
-    model: Path | None = optional(NEEDED_FILE, "a file of --out, for --hf", group=WEIGHTS, one_of="weights!")
-    checkpoint_dir: Path | None = optional(
-        NEEDED_DIR,
-        "with the checkpoints of all stages, such as a keeper's --dir",
-        group=WEIGHTS,
-        one_of="weights!",
-    )
-    join: tuple[str, ...] = repeated(
-        PEER_ADDRESS,
-        "a peer of the run: fetch the newest version that its peers and keepers can give; needs --run",
-        group=WEIGHTS,
-        one_of="weights!",
-    )
-    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=WEIGHTS)
     out: Path | None = optional(
         FILE, "a .safetensors file; what it is will stand in a .json beside it", one_of="target!"
     )
@@ -405,7 +403,7 @@ class ExportOptions(WeightsOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelOptions):
+class GenerateOptions(ComputedOptions):
     """Let a trained model continue a text.
 
     swarm generate --model model.safetensors 'The import '
@@ -419,11 +417,11 @@ class GenerateOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(ModelOptions):
+class EvalOptions(ComputedOptions):
     """Measure how well a trained model knows a text.
 
-    swarm eval --model model.safetensors
     swarm eval --model model.safetensors --data held-out.txt --samples 500 --json
+    swarm eval @join.txt --data held-out.txt
     """
 
     data: tuple[Path | str, ...] = several(DATA, "any text files, or an index (default: the training's)")
@@ -526,7 +524,7 @@ class TokenizeOptions:
 
     files: tuple[Path, ...] = option(
         NEEDED_FILE,
-        ".txt, .jsonl, .parquet (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes",
+        ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes",
         positional=True,
         nargs="+",
     )

@@ -177,7 +177,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["train", *NEEDED["train"], "--window", "-1"], "'-1' is not a whole number of at least 1 (or auto)"),
         (["keeper", *NEEDED["keeper"], "--keep", "0"], "'0' is not a whole number of at least 1"),
         (["keeper", *NEEDED["train"]], "the following arguments are required: --dir"),
-        (["eval"], "one of the arguments --model --checkpoint-dir is required"),
+        (["eval"], "one of the arguments --model --checkpoint-dir --join is required"),
         (["generate", *NEEDED["generate"], "--model", "m"], "not allowed with argument --checkpoint-dir"),
         (["export", *NEEDED["export"], "--step", "last"], "'last' is not a whole number of at least 0"),
         (["simulate"], "the following arguments are required: --manifest, --devices"),

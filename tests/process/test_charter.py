@@ -49,8 +49,9 @@ def test_a_run_is_made_joined_by_name_and_a_banned_peer_is_out_within_30_s(
         assert uninvited.wait() == Exit.SETUP
         assert any("it has no token: ask the owner for one" in line for line in uninvited.errors)
         programs.hear(peer, Serving)
-        done = swarm_command("export", f"@{join}", "--out", str(tmp_path / "model.safetensors"))
-        assert "no version of all stages could be fetched" in done.stderr  # none is saved before a step
+        for command in (["export", "--out", str(tmp_path / "model.safetensors")], ["eval"], ["generate"]):
+            done = swarm_command(*command, f"@{join}")
+            assert "no version of all stages could be fetched" in done.stderr  # none is saved before a step
 
         peer.sentenced = True
         owner = [f"@{join}", "--owner", f"{folder}/owner.key"]
