@@ -144,6 +144,34 @@ def empty() -> Any:
     return Bag(), (_rows(0, 5), _rows(0, 5))
 
 
+class Masked(Bag):
+    """What is masked becomes a vector that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = nn.Parameter(torch.rand(8))
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x[tokens % 3 == 0] = self.mask
+        return functional.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+def masked() -> Any:
+    return Masked(), (_rows(3, 6), _rows(3, 6))
+
+
+class Dice(Bag):
+    """Draws by something else than torch."""
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens, target) * np.random.random()
+
+
+def dice() -> Any:
+    return Dice(), (_rows(2, 5), _rows(2, 5))
+
+
 def broken() -> Any:
     raise RuntimeError("no such luck\nsecond line")
 

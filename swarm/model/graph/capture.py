@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -111,7 +112,13 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
     functions = Functions()
     with _explained(), functions.traced():
+        before = str(np.random.get_state())
         program = torch.export.export(model, example, strict=False)
+        if before != str(np.random.get_state()):
+            raise Untraceable(
+                "it draws random numbers by numpy, and each microbatch would have the same: draw them by "
+                "torch, or do without (apply_spec_augment = false in a config for speech)"
+            )
     names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     inputs = []
     for spec in program.graph_signature.input_specs:
