@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -73,26 +73,20 @@ def fetched(options: Options) -> Options:
         return options
     if options.run is None:
         raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
-    folder = results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
-    run_id, step = asyncio.run(fetch(options.run, options.join, folder, options.allow_code))
-    return replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
-
-
-async def fetch(
-    called: str, join: Sequence[str], folder: Path, allow_code: Sequence[str] = ()
-) -> tuple[str, int]:
-    """Fetch the newest version of all stages that peers of a run can give; the run's id and that version.
-
-    `called`: the run's id, or `NAME@FINGERPRINT`.
-    """
     from peers.net.node import Node
     from peers.programs.roles import manifest
     from peers.transfer.keeper import collect
 
-    async with Node(join=join, run_id=called) as node:
-        run = await manifest(node, allow_code)
-        step = await collect(run, node.transport, node.directory, folder, lambda event: say(event.words()))
-        return run.id, step
+    called, folder = options.run, results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
+
+    async def fetch() -> tuple[str, int]:
+        async with Node(join=options.join, run_id=called) as node:
+            run = await manifest(node, options.allow_code)
+            network = node.transport, node.directory
+            return run.id, await collect(run, *network, folder, lambda event: say(event.words()))
+
+    run_id, step = asyncio.run(fetch())
+    return replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
 
 
 def run_export_hf(options: ExportOptions, folder: Path) -> None:

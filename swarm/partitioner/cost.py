@@ -12,11 +12,12 @@ timed (`swarm graph --calibrate`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,24 +48,22 @@ _LOOKUPS = frozenset((aten.embedding, aten.index, aten.index_select, aten.gather
 
 def reckoned_s(traced: Traced) -> list[float]:
     """Seconds of each operator for a microbatch on some device, forward and backward."""
-    found: list[float] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for compute in made_up_calls(traced):
-            with _Kernels() as kernels:
-                compute()
-            found.append(kernels.seconds)
-    return found
+    return [kernels.seconds for kernels in _counted(traced, _Kernels)]
 
 
 def operations(traced: Traced) -> list[float]:
     """Floating point operations of each operator, forward and backward, as torch counts them."""
-    found = []
+    counters = _counted(traced, lambda: FlopCounterMode(display=False))
+    return [float(counter.get_total_flops()) for counter in counters]
+
+
+def _counted(traced: Traced, count: Callable[[], Any]) -> Iterator[Any]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         for compute in made_up_calls(traced):
-            with FlopCounterMode(display=False) as counter:
+            # The gradient of what is written at a mask has as many numbers as the mask: it counts nothing.
+            with count() as counter, suppress(DynamicOutputShapeException):
                 compute()
-            found.append(float(counter.get_total_flops()))
-    return found
+            yield counter
 
 
 def made_up_calls(traced: Traced) -> Iterator[Callable[[], None]]:

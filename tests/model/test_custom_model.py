@@ -16,6 +16,8 @@ import torch
 from swarm.errors import Refused, SetupError
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run, write_cut
 from swarm.model.graph.custom_model import build, custom_model, model_inputs, pin_model
+from swarm.model.graph.model_source import from_hf
+from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import stage_inputs
 from swarm.wire.codec import encode
@@ -334,6 +336,36 @@ def test_the_pin_of_code_is_the_same_from_its_own_folder_and_from_an_installed_c
         for first in (tmp_path / "own", tmp_path / "site")
     }  # fmt: skip
     assert len(said) == 1 and said.pop().startswith("sha256 ")
+
+
+def test_what_is_written_at_a_mask_is_cut_and_trained() -> None:
+    run = pin_model(of("masked"))
+    run = replace(run, data=replace(run.data, tokens=1000, sha256="0" * 64))
+    rows = np.random.default_rng(1).integers(0, 256, (3, 7))
+    single = SingleProcess(run, lambda offsets: rows)
+    before = {name: weights.clone() for name, weights in single.named_weights().items()}
+    single.step(0)
+    assert not torch.equal(single.named_weights()["mask"], before["mask"])
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32}, (32, 32)),
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": [32, 48]},
+            (32, 48),
+        ),
+        ({"model_type": "pvt_v2", "architectures": ["PvtV2ForImageClassification"]}, (224, 224)),
+    ],
+)
+def test_images_have_the_sizes_that_a_config_says_in_any_form(
+    config: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = from_hf({**config, **(small if config["model_type"] == "vit" else {})}, rows=2, length=1)
+    assert model.kwargs["pixel_values"].shape == (2, 3, *shape)
 
 
 def test_a_manifest_names_the_inputs_of_a_model_of_transformers() -> None:

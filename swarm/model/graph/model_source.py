@@ -64,11 +64,7 @@ def from_code(spec: str) -> CustomModel:
 
 
 def transformers() -> Any:
-    """Hugging Face's package.
-
-    Raises:
-        SetupError: it is not installed.
-    """
+    """Hugging Face's package. Raises SetupError: it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError:
@@ -102,13 +98,14 @@ def from_hf(config: Mapping[str, Any], *, rows: int, length: int, inputs: Sequen
         raise SetupError(f"transformers makes no model of this config: {first_line(error)}") from error
     if hasattr(known, "use_cache"):
         known.use_cache = False  # for generation; it is no tensor
-    tokens, size = _integers(rows, length), getattr(known, "image_size", 224)
+    tokens, size = torch.zeros((rows, length), dtype=torch.int64), getattr(known, "image_size", 224)
     given: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone()}
     if inputs:
         given = dict(_input(text, rows) for text in inputs)
     elif module.main_input_name == "pixel_values":
-        images = torch.zeros(rows, getattr(known, "num_channels", 3), size, size)
-        given = {"pixel_values": images, "labels": _integers(rows)}
+        sizes = (size, size) if isinstance(size, int) else size.values() if isinstance(size, dict) else size
+        images = torch.zeros(rows, getattr(known, "num_channels", 3), *sizes)
+        given = {"pixel_values": images, "labels": torch.zeros(rows, dtype=torch.int64)}
     try:
         inspect.signature(module.forward).bind(**given)
     except TypeError as error:
@@ -138,10 +135,6 @@ def _input(text: str, rows: int) -> tuple[str, Any]:
     shape = (rows, *(int(size) for size in sizes[0].split("x"))) if sizes else (rows,)
     dtype = {"int": torch.int64, "float": torch.get_default_dtype(), "bool": torch.bool}[kind]
     return name, torch.zeros(shape, dtype=dtype)
-
-
-def _integers(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int64)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
