@@ -1167,9 +1167,7 @@ class Run(_Spec):
 
     @property
     def depends_on_routes(self) -> bool:
-        """Whether the weights depend on the routes of microbatches, and so are no function of the
-        manifest.
-        """
+        """Whether weights depend on the routes of microbatches, and are no function of the manifest."""
         return any(len(self.codec.allowed_at(boundary)) > 1 for boundary in range(self.S - 1))
 
     # -- islands --------------------------------------------------------------------------------------------

@@ -1,6 +1,4 @@
-"""The open steps of a stage peer: what it has, what is in progress, and what it keeps until the step is
-taken.
-"""
+"""The open steps of a stage peer: what it has, what is in progress, what it keeps until a step is taken."""
 
 from __future__ import annotations
 

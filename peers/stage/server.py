@@ -301,9 +301,7 @@ class StagePeer:
             self._emit(events.Trouble(text=text))
 
     async def _leave_the_version(self, until: float) -> None:
-        """Wait until a replica that stays has these weights: two that leave after a step would take them
-        along.
-        """
+        """Wait until a replica that stays has these weights: two that leave would take them along."""
         while now_s() < until:
             told = await ask(self.core, announced(self.core))
             stay = [status.position for status in told.values() if status.state == "serving"]

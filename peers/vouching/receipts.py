@@ -1,6 +1,4 @@
-"""What a stage peer signs of the microbatches that pass it, and what its neighbours signed. See
-`swarm.wire.receipts`.
-"""
+"""What a stage peer and its neighbours sign of the microbatches that pass (`swarm.wire.receipts`)."""
 
 from __future__ import annotations
 

@@ -101,9 +101,7 @@ def dropped_after(total: torch.Tensor, dropped: torch.Tensor, kept_bits: int) ->
 
 
 def largest_term(microbatches: int) -> float:
-    """The largest gradient of one microbatch that cannot overflow the sum of a step; beyond it the run has
-    diverged.
-    """
+    """The largest gradient of a microbatch that cannot overflow a step's sum: more means divergence."""
     return 2.0 ** (62 - BITS) / microbatches
 
 

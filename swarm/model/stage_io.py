@@ -56,9 +56,7 @@ def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ..
 
 
 def gradient_metas(run: Run, boundary: int, sent: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
-    """The metas of the answer to what was `sent` over `boundary`: the gradient of each tensor that has
-    one.
-    """
+    """The metas of the answer to what was `sent` over `boundary`: each gradient that there is."""
     return tuple(
         TensorMeta(meta.shape, meta.dtype, run.codec.backward_at(boundary, meta.codec))
         for stage_input, meta in zip(stage_inputs(run, boundary + 1), sent, strict=True)

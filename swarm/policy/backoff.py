@@ -105,7 +105,5 @@ class Backoff:
         return peer in self._silent or now < self._until.get(peer, now) or self.rests(peer, now=now)
 
     def ends(self, peer: PeerId) -> float:
-        """When the backoff of `peer` ends (at the earliest, if it is silent); minus infinity if it has
-        none.
-        """
+        """When the backoff of `peer` ends (at the earliest, if it is silent); without one, -inf."""
         return max(self._until.get(peer, float("-inf")), self._lost.rests_until_s(peer))

@@ -63,9 +63,7 @@ class Candidate:
         return bool(self.last_works_s)
 
     def note(self, work_s: float) -> None:
-        """Remember an answer. The first pays for warming up and is dropped: kept, it would starve a
-        newcomer.
-        """
+        """Remember an answer; not the first, which pays for warming up and would starve a newcomer."""
         if self.answers == 1:
             self.last_works_s.clear()
         self.last_works_s.append(work_s)

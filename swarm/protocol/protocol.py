@@ -76,9 +76,7 @@ class Ready(NamedTuple):
 
 
 class StepProtocol:
-    """One replica's part in the coordination of steps; also as the coordinator of its stage and of the
-    run.
-    """
+    """One replica's part in the coordination of steps, also as coordinator of its stage or of the run."""
 
     def __init__(
         self,

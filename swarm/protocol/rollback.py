@@ -28,9 +28,7 @@ FAR_BACK_S = 60.0
 
 
 def newest_start(stages: int, saved: Mapping[Stage, Iterable[int]], *, most: int) -> int:
-    """The newest version up to `most` that every stage can get. Version 0 follows from the seed and always
-    can.
-    """
+    """The newest version up to `most` that every stage can get, as it can version 0: from the seed."""
     reachable = {stage: [v for v in saved.get(stage, ()) if v <= most] for stage in range(stages)}
     return newest_common(reachable) or 0
 
