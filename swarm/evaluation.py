@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, count
 from swarm.manifest import EvalSpec, Run
 
 ALIKE = {"float32": 0.002, "float64": 0.002, "bfloat16": 0.02}
@@ -51,10 +51,10 @@ def check_enough(run: Run) -> None:
     made, length = run.data.source == "code", run.data.sequence_length
     there = run.eval.tokens if made else (run.eval.tokens - 1) // length
     if there < run.eval.samples:
-        what = "samples" if made else f"samples of {length} tokens"
+        what = count(there, "sample") + ("" if made else f" of {length} tokens")
         raise SetupError(
-            f"eval.samples = {run.eval.samples}, but the data of the evaluation have {there} {what}: give "
-            "more data, or ask for fewer samples"
+            f"eval.samples = {run.eval.samples}, but the data of the evaluation have {what}: give more data, "
+            "or ask for fewer samples"
         )
 
 

@@ -25,7 +25,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 from swarm.codecs import KNOWN, PPM, ROUNDED, VALUES, parse_codec
 from swarm.errors import SetupError, did_you_mean
@@ -1340,7 +1340,7 @@ def run_of(values: Mapping[str, Any]) -> Run:
         SetupError: a key that is unknown, missing, of a wrong type or impossible.
     """
     values = dict(values)
-    tables: dict[str, Any] = {}
+    tables: dict[str, tuple[type[_Spec], dict[str, Any]]] = {}
     _refuse_unknown(Run, {name: value for name, value in values.items() if name not in _TABLES})
     for section, spec in _TABLES.items():
         table = values.pop(section, {})
@@ -1350,8 +1350,11 @@ def run_of(values: Mapping[str, Any]) -> Run:
             spec, table = _model_of(table)
         if spec is DataSpec and table.get("source") == "code":
             table = {"sequence_length": 1, **table}
-        tables[section] = _build(spec, table)
-    return _build(Run, values, **tables)
+        _refuse_unknown(spec, table)
+        tables[section] = spec, table
+    _refuse_missing((Run, values), *tables.values())
+    made: dict[str, Any] = {section: spec(**table) for section, (spec, table) in tables.items()}
+    return Run(**values, **made)
 
 
 def load_run(path: str | Path) -> Run:
@@ -1397,9 +1400,6 @@ def _model_of(table: dict[str, Any]) -> tuple[type[_Spec], dict[str, Any]]:
     return ModelSpec, {**PRESETS[preset], **{name: v for name, v in table.items() if name != "preset"}}
 
 
-_SpecT = TypeVar("_SpecT", bound=_Spec)
-
-
 def _known(spec: type[_Spec]) -> dict[str, Field[Any]]:
     return {item.name: item for item in fields(cast(Any, spec)) if item.metadata.get("rule")}
 
@@ -1427,16 +1427,23 @@ def _refuse_unknown(spec: type[_Spec], values: dict[str, Any]) -> None:
         )
 
 
-def _build(spec: type[_SpecT], values: dict[str, Any], **tables: Any) -> _SpecT:
-    _refuse_unknown(spec, values)
-    for name, item in _known(spec).items():
-        if name not in values and item.default is MISSING:
-            key = spec._key(name)  # pyright: ignore[reportPrivateUsage]
-            more = ", or give model.preset" if spec is ModelSpec and name in PRESETS["1M"] else ""
-            raise SetupError(
-                f"{key} is missing in the run's manifest: it must be {item.metadata['rule'].allowed}{more}"
-            )
-    return spec(**values, **tables)
+def _refuse_missing(*tables: tuple[type[_Spec], dict[str, Any]]) -> None:
+    lacking: dict[str, str] = {}
+    more = ""
+    for spec, values in tables:
+        for name, item in _known(spec).items():
+            if name not in values and item.default is MISSING:
+                key = spec._key(name)  # pyright: ignore[reportPrivateUsage]
+                lacking[key] = item.metadata["rule"].allowed
+                more = more or (
+                    ", or give model.preset" if spec is ModelSpec and name in PRESETS["1M"] else ""
+                )
+    if len(lacking) == 1:
+        ((key, allowed),) = lacking.items()
+        raise SetupError(f"{key} is missing in the run's manifest: it must be {allowed}{more}")
+    if lacking:
+        told = "; ".join(f"{key} must be {allowed}" for key, allowed in lacking.items())
+        raise SetupError(f"{', '.join(lacking)} are missing in the run's manifest: {told}{more}")
 
 
 def pin(

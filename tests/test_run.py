@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import re
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -543,7 +544,6 @@ def test_an_unknown_table_is_refused_with_the_tables_that_exist(text: str) -> No
         ("microbatch_size = 8", "batch.microbatch_size"),
         ("microbatches_per_step = 16", "batch.microbatches_per_step"),
         ("lr = 0.001", "optimizer.lr"),
-        ('preset = "10M"', "model.layers"),
     ],
 )
 def test_a_missing_key_is_named_with_what_it_must_be(line: str, key: str) -> None:
@@ -556,8 +556,24 @@ def test_a_missing_key_is_named_with_what_it_must_be(line: str, key: str) -> Non
 
 
 def test_missing_sizes_can_also_come_from_a_preset() -> None:
-    with pytest.raises(SetupError, match=r"^model\.layers is missing .*, or give model\.preset$"):
+    text = (
+        r"^model\.layers, model\.hidden, model\.heads, .* are missing .*; model\.heads must be .*, or give "
+    )
+    with pytest.raises(SetupError, match=text + r"model\.preset$"):
         parse_run(EXAMPLE.replace('preset = "10M"', ""))
+    sizes = "hidden = 320\nheads = 5\nffn_hidden = 1280\nvocab_size = 256"
+    with pytest.raises(SetupError, match=r"^model\.layers is missing .*, or give model\.preset$"):
+        parse_run(EXAMPLE.replace('preset = "10M"', sizes))
+
+
+def test_missing_keys_of_all_tables_are_named_at_once() -> None:
+    text = re.sub(r"(seed|sequence_length|microbatch_size|lr) = .*", "", EXAMPLE)
+    told = (
+        r"^seed, data\.sequence_length, batch\.microbatch_size, optimizer\.lr are missing in the run's "
+        r"manifest: seed must be an integer .*; data\.sequence_length must be .*; optimizer\.lr must be a num"
+    )
+    with pytest.raises(SetupError, match=told):
+        parse_run(text)
 
 
 @pytest.mark.parametrize(

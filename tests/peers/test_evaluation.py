@@ -254,7 +254,10 @@ def test_the_manifest_pins_what_the_run_is_evaluated_on(tmp_path: Any) -> None:
 
 def test_an_evaluation_of_more_samples_than_there_are_is_refused(tmp_path: Any) -> None:
     run, path = text_run(tmp_path, 64)
-    with pytest.raises(SetupError, match=r"eval.samples = 4, but .* have 3 samples of 16 tokens"):
+    with pytest.raises(SetupError, match=r"eval.samples = 4, but .* have 3 samples of 16 tokens: give"):
+        pinned_eval(run, open_eval(run, [path], None))
+    path.write_text("abcdefgh" * 3)
+    with pytest.raises(SetupError, match=r"eval.samples = 4, but .* have 1 sample of 16 tokens: give"):
         pinned_eval(run, open_eval(run, [path], None))
 
 
