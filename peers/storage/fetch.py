@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import io
 import os
 import re
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from swarm.installed import first_line
 
@@ -16,6 +18,10 @@ HUB = "https://huggingface.co"
 _HUB_FILE = re.compile(r"hf://(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")
 ANSWER_S = 30.0
 """A server that sends nothing for so long is taken for gone."""
+LEAST_BYTES_S = 4096
+"""So is one that sends less than that, on the whole, after ANSWER_S."""
+STORES = ("https", "http", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2")
+"""What an index from afar may name. Other kinds of fsspec's read on this machine, or by its own programs."""
 
 
 def is_far(address: str) -> bool:
@@ -25,18 +31,13 @@ def is_far(address: str) -> bool:
 
 def beside(index: str, address: str) -> str:
     """An address that an index names, which is relative to where the index is; from afar never a path of this
-    machine.
-
-    Raises:
-        ValueError: it names a file of this machine, and the index came from another one.
+    machine. Raises ValueError: it came from afar, and names what is none of STORES.
     """
     if not is_far(index):
         return address if is_far(address) else str(Path(index).parent / address)
-    if is_far(address):
-        if address.startswith(("file:", "local:")):
-            raise ValueError(address)
-        return address
-    return f"{index.rpartition('/')[0]}/{address.lstrip('/')}"
+    if is_far(address) and address.partition("://")[0] not in STORES:
+        raise ValueError(address)
+    return address if is_far(address) else f"{index.rpartition('/')[0]}/{address.lstrip('/')}"
 
 
 def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 << 30) -> bytearray:
@@ -92,8 +93,8 @@ def _over_http(address: str, start: int, count: int, token: str = "") -> bytearr
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             left = start if answer.status == 200 else 0  # it sends the whole file
-            while left > 0 and (skipped := answer.read(min(left, 1 << 20))):
-                left -= len(skipped)
+            for _ in _parts(answer, left):
+                pass
             there = answer.length if answer.length is not None else 0
             found = _at_most(answer, count)
     except urllib.error.HTTPError as error:
@@ -105,9 +106,19 @@ def _over_http(address: str, start: int, count: int, token: str = "") -> bytearr
     return found
 
 
-def _at_most(file: IO[bytes] | http.client.HTTPResponse, count: int) -> bytearray:
+def _at_most(file: io.BufferedReader | http.client.HTTPResponse, count: int) -> bytearray:
     """What is there, up to `count` bytes: a buffer of that size is not made before."""
     found = bytearray()
-    while len(found) < count and (some := file.read(min(count - len(found), 1 << 22))):
+    for some in _parts(file, count):
         found += some
     return found
+
+
+def _parts(file: io.BufferedReader | http.client.HTTPResponse, count: int) -> Iterator[bytes]:
+    """Raises ConnectionError: it sends too little."""
+    began, had = time.monotonic(), 0
+    while had < count and (some := file.read1(min(count - had, 1 << 22))):
+        yield some
+        had += len(some)
+        if had < LEAST_BYTES_S * (time.monotonic() - began - ANSWER_S):
+            raise ConnectionError(f"it sends less than {LEAST_BYTES_S} bytes a second")
