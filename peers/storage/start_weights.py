@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -27,12 +27,15 @@ ATTEMPTS = 3
 _DTYPE = {name: dtype for dtype, name in DTYPES.items()}
 
 
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+
+
 class _Tensor(msgspec.Struct, frozen=True):
     """A tensor, as the header of its file describes it."""
 
     dtype: str
     shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    data_offsets: tuple[_Offset, _Offset]
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -66,7 +69,7 @@ class StartWeights:
                 told.pop("__metadata__", None)
                 for name, raw in told.items():
                     self._places[name] = _Place(file, begin, msgspec.json.decode(raw, type=_Tensor))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise SetupError(f"{file} in {where} is no safetensors file: {str(error)[:100]}") from None
 
     def __call__(self, names: Sequence[str], shape: torch.Size) -> torch.Tensor:
@@ -142,7 +145,7 @@ def open_start(run: Run, folder: Path | None) -> StartWeights | None:
         raise _unreadable(INDEX, where, error) from None
     try:
         files = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SetupError(f"{INDEX} in {where} is damaged: {str(error)[:100]}") from None
     if wrong := [file for file in files if file != Path(file).name]:
         raise SetupError(f"{INDEX} in {where} names {wrong[0]!r}, which is no file there")

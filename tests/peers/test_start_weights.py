@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import fetch
 from peers.storage.dataset import open_dataset
-from peers.storage.start_weights import open_start
+from peers.storage.start_weights import INDEX, open_start
 from swarm.errors import SetupError
 from swarm.manifest import (
     BatchSpec,
@@ -133,6 +134,11 @@ def test_the_export_of_a_built_in_run_starts_another(tmp_path: Path) -> None:
         assert found and all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
 
 
+def offsets(*places: int) -> bytes:
+    """The header of a file with one tensor there."""
+    return json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": places}}).encode()
+
+
 def test_what_is_wrong_with_weights_is_said(saved: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
     folder, model = saved
     tensors = {name: t.detach().clone() for name, t in model.named_parameters()}
@@ -150,6 +156,18 @@ def test_what_is_wrong_with_weights_is_said(saved: tuple[Path, torch.nn.Module],
     refused({**tensors, name: tensors[name].int()}, f"{name} .* is I32: weights are floating")
     path.write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(SetupError, match="is damaged: it ends too early"):
+        pin(run_of(), tmp_path)
+    nested = b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    (tmp_path / INDEX).write_bytes(nested)
+    with pytest.raises(SetupError, match=rf"{re.escape(INDEX)} in .* is damaged: maximum recursion"):
+        pin(run_of(), tmp_path)
+    (tmp_path / INDEX).unlink()
+    for header in (nested, offsets(-8, 0), offsets(1 << 63, (1 << 63) + 8)):
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+        with pytest.raises(SetupError, match=r"model\.safetensors in .* is no safetensors file: "):
+            pin(run_of(), tmp_path)
+    path.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(SetupError, match=r"model\.safetensors in .* is no safetensors file$"):
         pin(run_of(), tmp_path)
     path.unlink()
     with pytest.raises(SetupError, match=r"model\.safetensors in .* cannot be read: .*save_pretrained"):
