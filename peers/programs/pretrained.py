@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors import SafetensorError
 
 from peers.storage import atomic_file, safetensors_file
 from peers.storage.tokenizer import open_tokenizer
@@ -188,10 +189,10 @@ def _new_folder(folder: Path, option: str) -> Iterator[Path]:
         temporary.chmod(0o755)
         temporary.replace(folder)
         atomic_file.sync_folder(folder.parent)
-    except OSError as error:
-        raise atomic_file.trouble(
-            "cannot write the model", folder.parent, error, f"choose another {option}"
-        ) from None
+    except (OSError, SafetensorError) as error:
+        failed = error if isinstance(error, OSError) else OSError(str(error))
+        remedy = f"choose another {option}"
+        raise atomic_file.trouble("cannot write the model", folder.parent, failed, remedy) from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

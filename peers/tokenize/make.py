@@ -7,6 +7,7 @@ command that was interrupted goes on where it was.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,7 @@ class Making:
     def shard(self, path: Path) -> Shard:
         """What a text becomes, made now unless it is there.
 
-        Raises:
-            SetupError: it cannot be read, or made into tokens.
+        Raises SetupError: it cannot be read, or made into tokens; OSError: these cannot be written.
         """
         tokenizer, state = load_tokenizer(self.tokenizer), path.stat()
         made_of = [str(path.resolve()), state.st_size, state.st_mtime_ns, tokenizer.key, self.end, self.field]
@@ -58,14 +58,9 @@ class Making:
             if final.stat().st_size == known.tokens * ITEM_BYTES[known.dtype]:
                 return known
         dtype = token_dtype(self.vocab_size)
-        try:
-            count = write_shard(final, self._tokens(path, tokenizer), dtype, self.vocab_size)
-            shard = Shard((final.name,), count, dtype)
-            atomic_file.write_whole(note, msgspec.json.encode(shard))
-        except OSError as error:
-            raise atomic_file.trouble(
-                f"cannot make {path} into tokens", self.out, error, "choose --out"
-            ) from None
+        count = write_shard(final, self._tokens(path, tokenizer), dtype, self.vocab_size)
+        shard = Shard((final.name,), count, dtype)
+        atomic_file.write_whole(note, msgspec.json.encode(shard))
         return shard
 
     def _tokens(self, path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
@@ -81,9 +76,16 @@ def run_tokenize(options: TokenizeOptions) -> None:
     """Make shards and their index, and say what to do with them.
 
     Raises:
-        SetupError: a file cannot be read, or is not what its name says; the tokenizer lacks what is asked
-            for.
+        SetupError: a file cannot be read or written, or is not what its name says; the tokenizer lacks what
+            is asked for.
     """
+    try:
+        _make(options)
+    except OSError as error:
+        raise atomic_file.trouble("cannot make the tokens", options.out, error, "choose --out") from None
+
+
+def _make(options: TokenizeOptions) -> None:
     weights = options.weights or (1,) * len(options.files)
     if len(weights) != len(options.files):
         raise SetupError(
@@ -98,6 +100,8 @@ def run_tokenize(options: TokenizeOptions) -> None:
     texts_there = any(source is None for source in given)
     end = _end(tokenizer, options.eos) if texts_there or options.eos else None
     vocab_size = options.vocab_size or _vocabulary(tokenizer, end, [s for s in given if s], texts_there)
+    if vocab_size > (most := max(DTYPES.values())):  # of a manifest
+        raise SetupError(f"a vocabulary of {vocab_size} tokens: --vocab-size and --eos reach to {most}")
     made_by = options.out / "tokenizer.json" if tokenizer.json else None
     making = Making(options.out, made_by, end, options.field, vocab_size)
     made = iter(
@@ -126,6 +130,8 @@ def _ready(path: Path) -> tuple[Shard, ...] | None:
     Raises:
         SetupError: it cannot be read.
     """
+    if str(path.resolve()).encode("utf-8", "replace") != os.fsencode(path.resolve()):
+        raise SetupError(f"the name of {path} is not UTF-8, as an index has to be: rename it")
     try:
         if address := index_among([path.resolve()]):
             index = open_index(address)

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import tokenizers
 import torch
+from safetensors import SafetensorError
 
 from peers.cli import Exit, main
 from peers.programs import pretrained
@@ -191,6 +192,18 @@ def test_checkpoints_and_a_file_of_them_become_the_same_folder(
     assert found["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
     assert main(["generate", *file]) == Exit.SETUP
     assert "a folder with swarm export --hf DIR, and let transformers generate" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Any, folder: Path) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    run = replace(demo_run(stages=1), model=replace(demo_run(stages=1).model, mlp="swiglu"))
+    weights = named_weights(run, 0, initial_state(run, 0)["weights"])
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(SetupError, match=r"cannot write the model in .*: .*No space left.* another --hf$"):
+        pretrained.write(tmp_path / "m", run, 7, weights)
+    assert not list(tmp_path.iterdir())
 
 
 def test_which_weights_and_where_to_has_to_be_clear(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import re
 import struct
 from dataclasses import replace
@@ -223,6 +224,16 @@ def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
         ('{"text": "a"}\n', ["--eos", "<|end|>"], "--eos <|end|>: one token for each byte has no such token"),
         ('{"text": "a"}\n', ["--weights", "1", "2"], "--weights 1 2: give one for each of the 1 files"),
         ('{"text": "a"}\n', ["--vocab-size", "50"], "vocab_size = 50 .* makes tokens up to 97"),
+        (
+            '{"text": "a"}\n',
+            ["--vocab-size", "9999999"],
+            "a vocabulary of 9999999 tokens: --vocab-size and --eos",
+        ),
+        (
+            '{"text": "a"}\n',
+            ["--eos", "9" * 30],
+            "a vocabulary of 10+ tokens: --vocab-size and --eos reach to 1",
+        ),
         ('{"text": ""}\n', [], "the data have no tokens: give more text"),
         ('{"text": "a"}\n', ["--tokenizer", "gone.json"], r"cannot read the tokenizer gone\.json"),
     ],
@@ -235,6 +246,19 @@ def test_what_cannot_be_says_what_to_do(
     assert re.search(
         error.replace("|", r"\|"), made(capsys, tmp_path / "out", path, *words, ends=cli.Exit.SETUP)
     )
+
+
+def test_a_name_that_no_index_can_hold_and_a_folder_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (b"\xff.txt", b"\xff.bin"):
+        path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        path.write_bytes(b"ab")
+        said = made(capsys, tmp_path / "out", path, ends=cli.Exit.SETUP)
+        assert "is not UTF-8, as an index has to be: rename it" in said
+    (tmp_path / "é.txt").write_text("ab")
+    said = made(capsys, tmp_path / "é.txt" / "out", tmp_path / "é.txt", ends=cli.Exit.SETUP)
+    assert re.search(r"cannot make the tokens in .*/é\.txt/out: Not a directory\. .* choose --out", said)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(
