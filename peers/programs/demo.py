@@ -244,7 +244,7 @@ def _manifest_of(options: DemoOptions) -> manifest.Run:
         if options.seed is not None and isinstance(run.model, CustomModelSpec):
             run = replace(run, model=replace(run.model, digests=()))
     if options.data and run.data.source != "code":
-        run = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, mixture=""))
+        run = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, root="", mixture=""))
     return run
 
 

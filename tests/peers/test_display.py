@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import itertools
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from peers.api import Run, reference
 from peers.cli import build_parser
 from peers.events import Event, Killed, Note, StepDone
+from peers.programs import demo
 from peers.programs.demo import ALONE, CURVE, STEP_LINES, STEPS, Lines, recorded, summary, told_as_json
+from peers.programs.tool_options import DemoOptions
 from peers.watch.terminal import curve
 from swarm.manifest import demo_run
+from tests.peers.admitted import admitting
 
 pytestmark = pytest.mark.usefixtures("greenwich")
 
@@ -97,3 +102,11 @@ def test_the_curve_of_one_process_is_there_unasked_and_is_what_one_process_makes
     assert words.startswith(f"{first} → {last}  ") and "(recorded; at most 0.001 beside" in beside
     assert words.endswith(curve(same, CURVE).split()[-1]), "the same bars"
     assert recorded(Run.of(demo_run(steps=50)).id, same) == "is trained and drawn here too with --verify"
+
+
+def test_a_run_that_pins_what_its_trainers_prove_is_played_on_another_text(tmp_path: Path) -> None:
+    run = admitting(demo_run(stages=1))
+    data = replace(run.data, source="files", sha256="a" * 64, tokens=500, root="b" * 64)
+    (tmp_path / "run.toml").write_text(replace(run, data=data).to_toml())
+    options = DemoOptions(manifest=tmp_path / "run.toml", data=(tmp_path / "other.txt",))
+    assert demo._manifest_of(options).data == replace(data, sha256="", tokens=0, root="")
