@@ -75,9 +75,7 @@ class LocalSwarm:
         return self._processes.tally
 
     def kill(self, stage: Stage | None = None) -> PeerId:
-        """Kill a peer with SIGKILL, of that stage or of any, in the middle of its work; another takes its
-        place.
-        """
+        """Kill a peer of that stage, or of any, with SIGKILL at its work; another takes its place."""
         return self._running.call(self._processes.kill(stage))
 
     def weights(self) -> dict[str, torch.Tensor]:

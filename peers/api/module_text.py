@@ -49,9 +49,7 @@ def _silent(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """Without the pages that torch logs and prints of a model that it cannot trace: the error says it in a
-    sentence.
-    """
+    """Without the pages that torch logs of a model that it cannot trace: the error says it briefly."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
     for handler in handlers:

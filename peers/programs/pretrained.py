@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from peers.storage import atomic_file, safetensors_file
 from peers.storage.tokenizer import open_tokenizer
+from peers.tokenize.make import ENDS
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, ModelSpec, Run
 from swarm.model.gpt import NORM_EPS
@@ -76,10 +77,12 @@ def write(
         SetupError: as `check`, or it cannot be written.
     """
     check(folder, run)
-    words = _tokenizer(run, tokenizer)
+    words: Any = _tokenizer(run, tokenizer)
+    end = words and _end(run, words)
     module: Any
     if isinstance(run.model, ModelSpec):
         module = as_llama(run, run.model, weights)
+        module.config.eos_token_id = module.generation_config.eos_token_id = end and words.token_to_id(end)
     else:
         module = FullModel(run, weights, steps=step).module
         merge(module, run.lora)
@@ -90,10 +93,12 @@ def write(
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        with _new_folder(folder, "--hf") as temporary:
-            module.save_pretrained(temporary)
+        with _new_folder(folder, "--hf") as new:
+            module.save_pretrained(new)
             if words is not None:
-                transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(temporary)
+                transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end).save_pretrained(
+                    new
+                )
     finally:
         if shown:
             transformers.utils.logging.enable_progress_bar()
@@ -209,6 +214,12 @@ def _tokenizer(run: Run, path: Path | None) -> tokenizers.Tokenizer | None:
         return None
     open_tokenizer(run, path)  # says what is wrong with it
     return tokenizers.Tokenizer.from_file(str(path))
+
+
+def _end(run: Run, words: tokenizers.Tokenizer) -> str | None:
+    """The token behind each document, which other programs ask for; None: unknown."""
+    names = [words.id_to_token(run.data.eos)] if run.data.eos >= 0 else ENDS
+    return next((name for name in names if name and words.token_to_id(name) is not None), None)
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:

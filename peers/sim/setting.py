@@ -201,9 +201,7 @@ def _warming(setting: Setting) -> Setting:
 
 
 def _of_islands(setting: Setting, dice: Dice) -> Setting:
-    """Two or three islands that meet once or twice: after a meeting all weights say how often each microbatch
-    of all islands was counted.
-    """
+    """Two or three islands that meet once or twice: all weights then count all islands' microbatches."""
     count, local_steps = dice.pick((2, 2, 2, 3)), dice.pick((1, 1, 2))
     window = local_steps + 1
     run = _longer(setting.run, steps=dice.pick((1, 2, 2)) * window, microbatches=count * dice.pick((1, 2)))

@@ -352,9 +352,7 @@ class Aggregator:
         return microbatches * self.run.tokens_per_step / self.run.M / step_s
 
     def _cut_off_s(self, now: float) -> float | None:
-        """How long no peer has answered since several went silent: together they hardly have separate
-        reasons.
-        """
+        """How long no peer has answered since several went silent: their reason is hardly their own."""
         if self._heard_at is None or len(self._unheard) < 2:
             return None
         away_s = max(0.0, now - self._heard_at)

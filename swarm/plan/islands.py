@@ -226,9 +226,7 @@ def _divisions(network: Network, job: Job, count: int) -> Iterator[np.ndarray]:
 
 
 def _dealt(sizes: np.ndarray) -> list[int]:
-    """Islands with so many places each, to and fro as long as they have one: what is in a row is dealt out to
-    all of them alike.
-    """
+    """Islands with so many places each, to and fro: what is in a row is dealt out to all of them alike."""
     left, found, forth = sizes.copy(), list[int](), True
     while left.any():
         turn = [int(island) for island in np.flatnonzero(left)]

@@ -237,3 +237,21 @@ def test_the_tokenizer_of_a_run_lies_beside_its_model(tmp_path: Path) -> None:
     assert found("to be or")["input_ids"] == [0, 1, 2]
     pretrained.write(tmp_path / "without", run, 0, {})
     assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(("eos", "end"), [(-1, "</s>"), (1, "be"), (7, None)])
+def test_other_programs_are_told_which_token_ends_a_document(
+    tmp_path: Path, eos: int, end: str | None
+) -> None:
+    """lm-evaluation-harness begins each text with it."""
+    known = {"to": 0, "be": 1, "[UNK]": 2, "</s>": 3}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]")).save(str(tmp_path / "t.json"))
+    run = demo_run(stages=1)
+    model = replace(run.model, hidden=32, heads=4, ffn_hidden=48, mlp="swiglu")
+    data = replace(run.data, tokenizer="file", document_mask=eos >= 0, eos=eos)
+    run = replace(run, model=model, data=data)
+    weights = named_weights(run, 0, initial_state(run, 0)["weights"])
+    pretrained.write(tmp_path / "m", run, 7, weights, tmp_path / "t.json")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "m").eos_token == end
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert found.config.eos_token_id == found.generation_config.eos_token_id == (known[end] if end else None)
