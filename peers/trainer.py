@@ -225,7 +225,7 @@ class Trainer:
     @property
     def _in_flight(self) -> int:
         """Microbatches of open steps."""
-        return sum(t <= self._newest_open for t in self._running.values())
+        return sum(t <= newest for newest in (self._newest_open,) for t in self._running.values())
 
     async def run(self) -> None:
         """Train.

@@ -43,6 +43,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        gc.set_threshold(20_000, 20, 20)  # Python's own 700 looked thousands of times in a file of swarms
         gc.enable()
 
 

@@ -31,8 +31,8 @@ from tests.peers.test_false_contributions import LIES, add_falsely
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
 
 
-def run_of(*, steps: int) -> Run:
-    return admitting(audited_run(steps=steps, microbatches=16), TRAINER, AUDITOR)
+def run_of(*, steps: int, microbatches: int = 8) -> Run:
+    return admitting(audited_run(steps=steps, microbatches=microbatches), TRAINER, AUDITOR)
 
 
 def add_auditor(s: Swarm, *stages: int) -> Auditor:
@@ -105,7 +105,7 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
 
 async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
     """The replica itself might show an auditor another signature than the round had."""
-    run = run_of(steps=6)
+    run = run_of(steps=6, microbatches=16)
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         mate, asked = s.network.peers["s1p0"].transport, list[tuple[str, str]]()

@@ -36,10 +36,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def counting(*, steps: int = STEPS, **spec: Any) -> Run:
+def counting(*, steps: int = STEPS, microbatches: int = 4, **spec: Any) -> Run:
     """Whose weights say how often each microbatch of each island was counted, if all go all the way."""
     given = {"count": 2, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0, **spec}
-    run = audit_run(stages=2, steps=steps, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=steps, microbatches_per_step=microbatches)
     return replace(run, islands=IslandsSpec(**given))
 
 
@@ -146,7 +146,7 @@ async def test_an_island_that_rounds_and_is_lost_ends_with_the_bits_of_a_single_
 
 async def test_replicas_meet_at_once_and_give_one_another_nothing() -> None:
     """Those of a stage of an island have changed the same; each gives it to the other island."""
-    async with swarm(counting(steps=33, local_steps=10)) as s:
+    async with swarm(counting(steps=33, microbatches=8, local_steps=10)) as s:
         await s.until_serving()
         asked: set[tuple[str, str]] = set()
         s.orders.append(lambda caller, callee, method: method == "chunk" and asked.add((caller, callee)))

@@ -35,7 +35,7 @@ def one_thread() -> None:
 
 async def lasts_s(stage: int, lie: Lie | None) -> float:
     """Seconds of a run whose coordinator of a stage lies from some step on."""
-    run = admitting(audit_run(stages=3, steps=STEPS, microbatches_per_step=8))
+    run = admitting(audit_run(stages=3, steps=STEPS, microbatches_per_step=4))
     async with swarm(run, replicas=3) as s:
         liar = f"s{stage}p0"
         give_voice(s, *s.peers, steps={liar: 80})
