@@ -27,7 +27,7 @@ HANDOFF = ["offer", "give", "sum", "chunk", "take"]
 
 
 def a_run(**more: int) -> Run:
-    return audit_run(**{"stages": 3, "steps": 2, "microbatches_per_step": 40, **more})
+    return audit_run(**{"stages": 3, "steps": 2, "microbatches_per_step": 24, **more})
 
 
 async def half_a_step(built: Swarm, *, of: str, at_least: int = 2) -> None:
@@ -90,7 +90,7 @@ async def test_the_mean_loss_of_a_step_knows_what_was_handed_over() -> None:
         await built.until_serving()
         await half_a_step(built, of="s2p0")
         step = built.step("s2p0")
-        losses = {m: step.loss_of(m) for m in range(40) if step.ledger.done >> m & 1}
+        losses = {m: step.loss_of(m) for m in range(built.run.M) if step.ledger.done >> m & 1}
         await leaves(built, "s2p0")
         taken = built.step("s2p1")
         assert {m: taken.loss_of(m) for m in losses} == losses
@@ -233,7 +233,7 @@ async def test_what_does_not_fit_is_refused_with_a_reason() -> None:
         offer = HandedSum(run=run.id, t=0, done=done)
         await refused("offer", HandedSum(run="0" * 32, t=0, done=done), [], "this peer serves run")
         await refused("offer", HandedSum(run=run.id, t=3, done=done), [], "step 3 is not open here")
-        beyond = "the ledger names a microbatch beyond 39"
+        beyond = "the ledger names a microbatch beyond 23"
         await refused("offer", HandedSum(run=run.id, t=0, done=Bitmap(1 << 40)), [], beyond)
         take = HandedSum(run=run.id, t=0, done=done)
         await refused("take", take, [], "has not come as a whole")

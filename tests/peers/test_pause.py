@@ -284,7 +284,7 @@ async def test_a_peer_pauses_before_it_has_done_anything() -> None:
     ],
 )
 async def test_a_pause_may_come_in_any_conversation(method: str, nth: int) -> None:
-    run = audit_run(stages=2, steps=6, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=4, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         s.add_trainer("trainer")

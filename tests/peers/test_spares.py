@@ -60,7 +60,7 @@ async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why
 
 
 async def test_a_spare_serves_when_the_others_of_its_stage_die_and_nothing_counts_twice() -> None:
-    async with swarm(run_of(50), replicas=2) as s:
+    async with swarm(run_of(36), replicas=2) as s:
         await s.until_serving()
         s.add_trainer("trainer", window=1)
         s.add_peer("home", 1, upload_bps=SLOW_BPS)
