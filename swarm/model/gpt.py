@@ -299,10 +299,8 @@ def stage_skeleton(run: Run, stage: Stage) -> nn.Module:
         raise ValueError(f"no stage {stage} in a run of {run.S}")
     with torch.device("meta"):
         if run.model.kind == "counting":
-            module = AuditStage(run.whole.M, name=f"stage{stage}", last=stage == run.S - 1)
-        else:
-            module = GptStage(run, layer_split(run)[stage])
-    return module
+            return AuditStage(run.whole.M, name=f"stage{stage}", last=stage == run.S - 1)
+        return GptStage(run, layer_split(run)[stage])
 
 
 def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -122,11 +123,11 @@ def make_layout(
     return Layout(spans, decayed, end, told, terms)
 
 
+@lru_cache(maxsize=256)  # a module is built to find it
 def stage_layout(run: Run, stage: Stage) -> Layout:
     """How the weights of a stage lie in its vector."""
     if not run.brings_model:
-        module = stage_skeleton(run, stage)
-        return make_layout({name: parameter.shape for name, parameter in module.named_parameters()})
+        return make_layout({name: one.shape for name, one in stage_skeleton(run, stage).named_parameters()})
     model = custom_model(run)
     traced, plan = model.traced, model.plans[stage]
     told = [told for index in plan.operators for told in traced.statistics.get(index, ())]
