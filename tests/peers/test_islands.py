@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.model.chain import batch_of, tiny_run
 from tests.peers.admitted import OTHER
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, give_voice
+from tests.seeds import cases, seeds
 
 pytestmark = pytest.mark.virtual_time
 
@@ -165,8 +167,17 @@ async def test_replicas_meet_at_once_and_give_one_another_nothing() -> None:
 # --- faults -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["work", "part", "report", "held", "chunk", "summary"])
-@pytest.mark.parametrize("nth", [1, 3])
+ABOUT_A_STEP = ("work", "part", "report", "held", "chunk", "summary")
+
+
+@pytest.mark.parametrize(
+    ("method", "nth"),
+    cases(
+        [*product(ABOUT_A_STEP, (1, 3))],
+        name="{0}-{1}",
+        quick=lambda method, nth: ABOUT_A_STEP.index(method) % 2 == nth // 2,
+    ),
+)
 async def test_a_replica_that_dies_changes_no_weight(method: str, nth: int) -> None:
     async with swarm(counting()) as s:
         await s.until_serving()
@@ -176,7 +187,7 @@ async def test_a_replica_that_dies_changes_no_weight(method: str, nth: int) -> N
         assert_counted(s)
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("version", seeds(6, quick=4))
 async def test_a_cell_that_is_lost_is_had_from_another_island(version: int) -> None:
     """Both replicas of a stage of an island die: the newcomer starts from the last meeting."""
     async with swarm(counting()) as s:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, Step
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
-from tests.seeds import seeds
+from tests.seeds import cases, seeds
 
 pytestmark = pytest.mark.virtual_time
 
@@ -201,8 +202,18 @@ async def test_all_but_one_members_of_every_stage_may_die_at_once() -> None:
         await finishes(s)
 
 
-@pytest.mark.parametrize("side", ["caller", "callee"])
-@pytest.mark.parametrize("method", ["part", "directive", "report", "summary", "run", "held"])
+ABOUT_A_STEP = ("part", "directive", "report", "summary", "run", "held")
+SIDES = ("caller", "callee")
+
+
+@pytest.mark.parametrize(
+    ("method", "side"),
+    cases(
+        [*product(ABOUT_A_STEP, SIDES)],
+        name="{0}-{1}",
+        quick=lambda method, side: ABOUT_A_STEP.index(method) % 2 == SIDES.index(side),
+    ),
+)
 async def test_a_peer_may_die_in_any_conversation_about_a_step(
     method: str, side: str, small_chunks: None
 ) -> None:

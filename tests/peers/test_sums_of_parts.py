@@ -107,7 +107,7 @@ async def test_what_another_island_has_changed_is_had_from_no_third() -> None:
 
 
 async def test_a_sum_is_given_out_as_soon_as_it_is_there() -> None:
-    async with swarm(counting(steps=11, local_steps=10)) as s:
+    async with swarm(counting(steps=11, microbatches=8, local_steps=10)) as s:
         await s.until_serving()
         train(s)
         await s.until_version(10)
