@@ -27,7 +27,7 @@ from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
 
-RUN = admitting(audit_run(stages=2, steps=45, microbatches_per_step=8))
+RUN = admitting(audit_run(stages=2, steps=45, microbatches_per_step=4))
 READER = SimSigner("reader")
 
 
