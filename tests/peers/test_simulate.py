@@ -123,7 +123,7 @@ def test_islands_whose_devices_vanish_wait_for_the_slowest_and_go_back_to_a_meet
         replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9)).to_toml()
     )
     files["devices"].write_text(DEVICES.format(count=8))
-    assert simulate(files, "--json", "--hours", "0.2") == Exit.OK
+    assert simulate(files, "--json", "--hours", "0.05") == Exit.OK
     calm = json.loads(capsys.readouterr().out)
     files["trace"].write_text("0,8\n120,4\n240,8\n360,2\n420,8\n600,8\n")
     assert simulate(files, "--json", trace=True) == Exit.OK
