@@ -13,6 +13,15 @@ def seeds(count: int, *, quick: int) -> list[Any]:
     return [n if n < quick else pytest.param(n, marks=pytest.mark.slow) for n in range(count)]
 
 
+def some(every: Sequence[Any], *, quick: Sequence[Any]) -> list[Any]:
+    """Parameters, of which only the `quick` ones are not `slow`."""
+    return [one if one in quick else pytest.param(*_fields(one), marks=pytest.mark.slow) for one in every]
+
+
+def _fields(one: Any) -> Sequence[Any]:
+    return one if isinstance(one, tuple) else (one,)
+
+
 def cases(every: Sequence[tuple[Any, ...]], *, name: str, quick: Callable[..., object]) -> list[Any]:
     """A parameter for each case, named by a format of its fields; those that are not `quick` are `slow`."""
     return [

@@ -33,7 +33,7 @@ from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, Step
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
-from tests.seeds import cases, seeds
+from tests.seeds import cases, seeds, some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -148,7 +148,7 @@ async def test_peers_with_room_for_one_microbatch_say_busy_and_all_is_done_all_t
         await finishes(s)
 
 
-@pytest.mark.parametrize("killed", [None, "s0p0", "s1p0", "s2p0"])
+@pytest.mark.parametrize("killed", some([None, "s0p0", "s1p0", "s2p0"], quick=[None, "s2p0"]))
 async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
     run = replace(audit_run(stages=3, steps=5, microbatches_per_step=8), delayed_updates=True)
     async with swarm(run) as s:
@@ -162,7 +162,11 @@ async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nth"), [("s0p0", 1), ("s0p1", 4), ("s1p0", 4), ("s1p1", 1), ("s2p0", 1), ("s2p1", 4)]
+    ("name", "nth"),
+    some(
+        [("s0p0", 1), ("s0p1", 4), ("s1p0", 4), ("s1p1", 1), ("s2p0", 1), ("s2p1", 4)],
+        quick=[("s0p0", 1), ("s1p0", 4), ("s2p1", 4)],
+    ),
 )
 async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nth: int) -> None:
     async with swarm() as s:
@@ -173,7 +177,7 @@ async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nt
         assert nth > 1 or name not in dict(s.live()), "how many come to one peer depends on its speed"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", some([0, 1, 2], quick=[1]))
 async def test_what_a_dead_peer_had_in_its_sum_is_run_again(number: int) -> None:
     run = audit_run(stages=3, steps=1, microbatches_per_step=32)
     killed: list[str] = []
@@ -283,7 +287,11 @@ async def test_one_stage_after_another_loses_peers_and_gets_new_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"), [(f"s{stage}p0", "drop_answer") for stage in range(3)] + [("s1p0", "corrupt_answer")]
+    ("name", "fault"),
+    some(
+        [*((f"s{stage}p0", "drop_answer") for stage in range(3)), ("s1p0", "corrupt_answer")],
+        quick=[("s0p0", "drop_answer"), ("s1p0", "corrupt_answer")],
+    ),
 )
 async def test_work_whose_answer_is_lost_still_counts_once(name: str, fault: str) -> None:
     async with swarm() as s:
@@ -336,7 +344,7 @@ async def test_duplicates_everywhere_are_undone(retries_do_not_ask: None) -> Non
         assert s.undone >= 3
 
 
-@pytest.mark.parametrize("name", ["s0p0", "s1p0", "s2p0"])
+@pytest.mark.parametrize("name", some(["s0p0", "s1p0", "s2p0"], quick=["s1p0"]))
 async def test_an_answer_that_comes_after_its_retry_succeeded_changes_nothing(name: str) -> None:
     """The peer hangs with its work, another does it, and then the first wakes up and has it too."""
     async with swarm(replicas=2) as s:
@@ -353,7 +361,11 @@ async def test_an_answer_that_comes_after_its_retry_succeeded_changes_nothing(na
 
 
 @pytest.mark.parametrize(
-    ("fault", "nth"), [*(("drop_answer", nth) for nth in (1, 2, 4)), ("corrupt_answer", 2)]
+    ("fault", "nth"),
+    some(
+        [*(("drop_answer", nth) for nth in (1, 2, 4)), ("corrupt_answer", 2)],
+        quick=[("drop_answer", 4), ("corrupt_answer", 2)],
+    ),
 )
 async def test_a_reduce_that_fails_anywhere_is_void_and_starts_again(
     fault: str, nth: int, small_chunks: None
@@ -424,7 +436,7 @@ async def test_a_partition_that_heals_leaves_no_trace() -> None:
 # --- peers hang, join, leave --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", some([0, 1, 2], quick=[2]))
 async def test_a_peer_that_hangs_is_left_out_and_catches_up_when_it_wakes(number: int) -> None:
     async with swarm() as s:
         s.add_trainer("trainer")
@@ -465,7 +477,7 @@ async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_we
         await finishes(s)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", some([0, 1, 2], quick=[0]))
 async def test_a_joiner_takes_the_state_of_a_mate_and_then_takes_part(
     number: int, small_chunks: None
 ) -> None:
