@@ -282,7 +282,7 @@ async def test_an_answer_whose_gradient_is_far_shorter_is_computed_again() -> No
     def later(values: np.ndarray) -> np.ndarray:
         return values * 0.0 if next(answered) >= 80 else values
 
-    s, found_after = await play(audited_run(steps=18, microbatches=16), 2, later)
+    s, found_after = await play(audited_run(steps=24, microbatches=16), 2, later)
     assert accused(s) == {"s2p1"} and 0 < found_after < 90
 
 
