@@ -17,6 +17,18 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
+TRACING = ("torch._dynamo", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2")
+"""Most of what a program needs to know its part of a custom model is these imports."""
+
+
+@pytest.fixture(scope="session")
+def tracing_server() -> Iterator[ForkServer]:
+    """Its programs can trace already."""
+    server = ForkServer(TRACING)
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="package", autouse=True)
 def forked(fork_server: ForkServer) -> Iterator[None]:
     Processes.fork_server = fork_server

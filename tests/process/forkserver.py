@@ -1,13 +1,14 @@
 """A process that has imported what a peer needs, and forks one whenever a test starts a program.
 
-A peer's imports take 3 s of a core, more than most tests need it for. A forked program is what
+A peer's imports take 2 s of a core, more than most tests need it for. A forked program is what
 `python -m peers.cli` would be after its imports: a session, standard streams and an environment of its own,
 and one thread; inside a lab it enters the host's network first. Benchmarks that measure starts, and swarms
-of other processes, start a new Python instead.
+of other processes, start a new Python instead, but for those whose `Child` is told to `fork_children`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -19,11 +20,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
+from unittest.mock import patch
 
+from peers.options import VARIABLES
+from peers.programs.fleet import MAX_LINE, Child
 from scripts.bench import netlab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +52,8 @@ class Forked:
     def __init__(self, pid: int, status: int, stdout: IO[str], stderr: IO[str]) -> None:
         self.pid = pid
         self.stdout, self.stderr = stdout, stderr
-        self._status = status
+        self.status = status
+        """Readable when it has ended."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -72,11 +77,11 @@ class Forked:
             subprocess.TimeoutExpired: it still runs.
         """
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            if not select.select([self.status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a forked program", timeout)
-            told = os.read(self._status, 16)
+            told = os.read(self.status, 16)
             assert told, "the fork server is gone"
-            os.close(self._status)
+            os.close(self.status)
             self.returncode = int(told)
         return self.returncode
 
@@ -98,7 +103,9 @@ class ForkServer:
             self._process = subprocess.Popen(words, cwd=ROOT, pass_fds=[theirs.fileno()], env=environment)
         self._socket = ours
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], *, stdin: bytes = b""
+    ) -> Forked:
         """Start `swarm ARGUMENTS` in the network of this thread.
 
         It dies with this server, which dies with the tests.
@@ -107,6 +114,8 @@ class ForkServer:
         assert len(request) < MAX_REQUEST_BYTES
         pipes = [os.pipe() for _ in range(3)]
         given = [*(write for _, write in pipes), os.open("/proc/thread-self/ns/net", os.O_RDONLY)]
+        given.append(os.memfd_create("stdin"))
+        os.pwrite(given[-1], stdin, 0)
         socket.send_fds(self._socket, [len(request).to_bytes(4, "big")], given)
         self._socket.sendall(request)
         for fd in given:
@@ -121,6 +130,59 @@ class ForkServer:
         """End it, and what it forked and is still there."""
         self._socket.close()
         self._process.wait(30.0)
+
+    @contextlib.contextmanager
+    def fork_children(self) -> Iterator[None]:
+        """Meanwhile the roles that this process starts as its children are forked here."""
+
+        async def spawn(
+            cls: type[Child], arguments: Sequence[str], hear: Callable[[Child, str], None], *,
+            stdin: bytes = b"", stderr: int | None = None, environment: Mapping[str, str] | None = None,
+        ) -> Child:  # fmt: skip
+            kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+            process: Any = ForkedProcess(self.start(arguments, {**kept, **(environment or {})}, stdin=stdin))
+            await process.listen()
+            return cls(process, hear)
+
+        with patch.object(Child, "spawn", classmethod(spawn)):
+            yield
+
+
+class ForkedProcess:
+    """A forked program; the methods are those of `asyncio.subprocess.Process` that `Child` uses."""
+
+    def __init__(self, forked: Forked) -> None:
+        self._forked, self.pid = forked, forked.pid
+        self.stdout = asyncio.StreamReader(MAX_LINE)
+        """Both of its streams."""
+        self.stdin = None
+        self._over = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Begin to read what it prints."""
+        loop, readers = asyncio.get_running_loop(), [asyncio.StreamReader(MAX_LINE) for _ in range(2)]
+        loop.add_reader(self._forked.status, self._ended)
+        for reader, stream in zip(readers, (self._forked.stdout, self._forked.stderr), strict=True):
+            await loop.connect_read_pipe(lambda reader=reader: asyncio.StreamReaderProtocol(reader), stream)
+        self._pump = asyncio.gather(*map(self._pass_on, readers))
+        self._pump.add_done_callback(lambda _: self.stdout.feed_eof())
+
+    async def _pass_on(self, reader: asyncio.StreamReader) -> None:
+        async for line in reader:
+            self.stdout.feed_data(line)
+
+    def _ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._forked.status)
+        self._forked.poll()
+        self._over.set()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._forked.returncode
+
+    async def wait(self) -> None:
+        await self._over.wait()
+        await self._pump
 
 
 def serve(requests: socket.socket) -> None:
@@ -138,7 +200,7 @@ def serve(requests: socket.socket) -> None:
             _reap(children)
         if requests not in readable:
             continue
-        head, fds, _, _ = socket.recv_fds(requests, 4, 4)
+        head, fds, _, _ = socket.recv_fds(requests, 4, 5)
         if not head:
             return
         body = _read(requests, int.from_bytes(head, "big"))
@@ -151,8 +213,8 @@ def serve(requests: socket.socket) -> None:
             for status in children.values():
                 os.close(status)
             _become(json.loads(body), *fds)
-        out, err, children[pid], network = fds
-        for one in (out, err, network):
+        out, err, children[pid], network, stdin = fds
+        for one in (out, err, network, stdin):
             os.close(one)
         requests.sendall(pid.to_bytes(4, "big"))
 
@@ -184,7 +246,9 @@ def _enter(network: int) -> None:
     os.close(network)
 
 
-def _become(request: dict[str, object], out: int, err: int, status: int, network: int) -> NoReturn:
+def _become(
+    request: dict[str, object], out: int, err: int, status: int, network: int, stdin: int
+) -> NoReturn:
     """What `python -m peers.cli` is once it has imported."""
     from peers import cli, fault_points
     from peers.system import die_with_parent
@@ -193,8 +257,7 @@ def _become(request: dict[str, object], out: int, err: int, status: int, network
     _enter(network)
     os.setsid()
     os.close(status)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (out, 1), (err, 2)):
+    for source, target in ((stdin, 0), (out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
     environment, arguments = request["environment"], request["arguments"]

@@ -29,18 +29,12 @@ from tests.process.swarm_processes import Processes, Swarm, farthest
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-TRACING = ("torch._dynamo", "torch.export._trace", "transformers.models.gpt2.modeling_gpt2")
-"""Most of what a program needs to know its part of a model is these imports."""
-
-
 @pytest.fixture(scope="module", autouse=True)
-def tracing(forked: None) -> Iterator[None]:
+def tracing(tracing_server: ForkServer) -> Iterator[None]:
     """Programs are forked from a process that can trace already."""
-    server = ForkServer(TRACING)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Processes, "fork_server", server)
+        patch.setattr(Processes, "fork_server", tracing_server)
         yield
-    server.close()
 
 
 def run_of(model: CustomModelSpec, data: DataSpec, lr: float) -> Run:

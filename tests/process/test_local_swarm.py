@@ -21,9 +21,17 @@ from peers.api.local_swarm import LocalSwarm
 from peers.events import Contributed, Event, PeerJoined, PeerLost, RolledBack, Serving
 from swarm.manifest import IslandsSpec, demo_run
 from tests.api.nets import net, samples
+from tests.process.forkserver import ForkServer
 from tests.process.swarm_processes import LIMIT_S, MARK, ROOT, family_of_mark
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def forked_children(tracing_server: ForkServer) -> Iterator[None]:
+    """The swarm's processes have imported already."""
+    with tracing_server.fork_children():
+        yield
 
 
 @pytest.fixture
@@ -48,6 +56,7 @@ def child_of(s: LocalSwarm, stage: int) -> int:
     return next(child.pid for child, its in processes._stages.items() if its == stage)
 
 
+@pytest.mark.usefixtures("forked_children")
 async def test_a_swarm_that_a_peer_from_elsewhere_joins_survives_a_death(mark: str) -> None:
     """One peer for each stage, and one that joins from here, with the code that it was handed; then the only
     other peer of its stage dies. No step is taken again, and losses are those of one process, bit for bit.
@@ -78,6 +87,7 @@ async def test_a_swarm_that_a_peer_from_elsewhere_joins_survives_a_death(mark: s
         assert (its.t, its.loss) == (ours.t, ours.loss) and its.losses in ((), ours.losses)
 
 
+@pytest.mark.usefixtures("forked_children")
 def test_islands_are_trained_by_peers_of_all_cells(mark: str) -> None:
     """Also when a stage of the second island is killed: as in one process, which has meetings too."""
     base = demo_run(stages=2, steps=18)
