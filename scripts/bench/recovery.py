@@ -59,9 +59,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def recovery_run() -> Run:
-    """The small model of the chaos test, with 24 microbatches a step."""
-    return replace(chaos_run(microbatches=24), name="recovery")
+def recovery_run(microbatches: int = 24) -> Run:
+    """The small model of the chaos test, with other steps."""
+    return replace(chaos_run(microbatches=microbatches), name="recovery")
 
 
 # --- what a list of moments says ----------------------------------------------------------------------------
@@ -195,8 +195,10 @@ async def feed(host: str, run_id: str, join: Sequence[str], window: int) -> None
 class Rounds:
     """One swarm, and one thing after the other that happens to it."""
 
-    def __init__(self, swarm: ChaosSwarm, feed: Feed, *, before_s: float, after_s: float) -> None:
-        self._swarm, self._feed = swarm, feed
+    def __init__(
+        self, swarm: ChaosSwarm, feed: Feed, *, replicas: int, before_s: float, after_s: float
+    ) -> None:
+        self._swarm, self._feed, self._replicas = swarm, feed, replicas
         self._before_s, self._after_s = before_s, after_s
 
     def wait(self, seconds: float) -> None:
@@ -206,9 +208,9 @@ class Rounds:
             self._swarm.assert_none_ended()
 
     def make_whole(self) -> None:
-        """Three peers a stage, all of which step."""
+        """All peers are there, and step."""
         swarm = self._swarm
-        swarm.peers(3)
+        swarm.peers(self._replicas)
         now = self._version()
         for stage in range(swarm.run.S):
             for peer in swarm.serving(stage):
@@ -330,23 +332,25 @@ def target(row: dict[str, Any]) -> str:
 
 
 def measure(
-    kinds: Sequence[str], *, rounds: int, before_s: float, after_s: float, say: Any
-) -> list[dict[str, Any]]:
-    """`rounds` of each kind, in turn, in one swarm."""
+    kinds: Sequence[str], *, rounds: int, before_s: float, after_s: float, say: Any, replicas: int = 3,
+    microbatches: int = 24, job_s: float = 0.0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """`rounds` of each kind, in turn, in one swarm whose forwards and backwards take `job_s` at least."""
     rows: list[dict[str, Any]] = []
     lab = None if why_not() else Lab([f"h{i}" for i in range(20)], link=Link(delay_s=0.005), queue_s=1.0)
     with lab if lab is not None else nullcontext(), tempfile.TemporaryDirectory() as folder:
-        with ChaosSwarm(Path(folder), recovery_run(), lab=lab) as swarm:
+        with ChaosSwarm(Path(folder), recovery_run(microbatches), lab=lab) as swarm:
+            swarm.job_s = job_s
             swarm.bootstrap()
             if "move" in kinds:
                 swarm.peers(2)
                 for _ in range(swarm.run.S):
                     swarm.roaming_peer()
                 swarm.all_serve()
-            swarm.peers(3)
+            swarm.peers(replicas)
             feeding = Feed(swarm)
             try:
-                play = Rounds(swarm, feeding, before_s=before_s, after_s=after_s)
+                play = Rounds(swarm, feeding, replicas=replicas, before_s=before_s, after_s=after_s)
                 for number in range(rounds):
                     for kind in kinds:
                         play.make_whole()

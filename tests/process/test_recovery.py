@@ -41,7 +41,8 @@ def test_a_target_that_is_missed_is_named() -> None:
 @pytest.mark.timeout(240)
 def test_a_killed_peer_is_noticed_by_its_broken_connection_and_the_swarm_is_as_fast_again() -> None:
     """Within 3 s, on a loaded machine; its silence would be noticed after 3.5 s only."""
-    (row,) = measure(("kill",), rounds=1, before_s=4.0, after_s=12.0, say=print)
+    small = {"replicas": 2, "microbatches": 6, "job_s": 0.1}
+    (row,) = measure(("kill",), rounds=1, before_s=4.0, after_s=8.0, say=print, **small)
     assert row["detected_s"] < 3.0
-    assert row["recovered_s"] < 12.0
-    assert len(row["curve_per_s"]) == 32
+    assert row["recovered_s"] < 8.0
+    assert len(row["curve_per_s"]) == 24
