@@ -141,7 +141,6 @@ class ForkServer:
         ) -> Child:  # fmt: skip
             kept = {k: v for k, v in os.environ.items() if k not in VARIABLES}
             process: Any = ForkedProcess(self.start(arguments, {**kept, **(environment or {})}, stdin=stdin))
-            await process.listen()
             return cls(process, hear)
 
         with patch.object(Child, "spawn", classmethod(spawn)):
@@ -153,28 +152,35 @@ class ForkedProcess:
 
     def __init__(self, forked: Forked) -> None:
         self._forked, self.pid = forked, forked.pid
-        self.stdout = asyncio.StreamReader(MAX_LINE)
-        """Both of its streams."""
-        self.stdin = None
-        self._over = asyncio.Event()
+        self.stdin, self.stdout = None, asyncio.StreamReader(MAX_LINE)
+        """Both of its streams are in the latter."""
+        self._loop, self._over, self._streams = asyncio.get_running_loop(), asyncio.Event(), 2
+        self._loop.add_reader(forked.status, self._ended)
+        for stream in (forked.stdout, forked.stderr):
+            self._loop.add_reader(stream.fileno(), self._read, stream, bytearray())
 
-    async def listen(self) -> None:
-        """Begin to read what it prints."""
-        loop, readers = asyncio.get_running_loop(), [asyncio.StreamReader(MAX_LINE) for _ in range(2)]
-        loop.add_reader(self._forked.status, self._ended)
-        for reader, stream in zip(readers, (self._forked.stdout, self._forked.stderr), strict=True):
-            await loop.connect_read_pipe(lambda reader=reader: asyncio.StreamReaderProtocol(reader), stream)
-        self._pump = asyncio.gather(*map(self._pass_on, readers))
-        self._pump.add_done_callback(lambda _: self.stdout.feed_eof())
-
-    async def _pass_on(self, reader: asyncio.StreamReader) -> None:
-        async for line in reader:
-            self.stdout.feed_data(line)
+    def _read(self, stream: IO[str], rest: bytearray) -> None:
+        new = os.read(stream.fileno(), 1 << 16)
+        rest += new
+        lines = rest.rfind(b"\n") + 1 if new else len(rest)
+        self.stdout.feed_data(bytes(rest[:lines]))
+        del rest[:lines]
+        if not new:
+            self._loop.remove_reader(stream.fileno())
+            stream.close()
+            self._streams -= 1
+            self._look()
 
     def _ended(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._forked.status)
+        self._loop.remove_reader(self._forked.status)
         self._forked.poll()
-        self._over.set()
+        self._look()
+
+    def _look(self) -> None:
+        if not self._streams:
+            self.stdout.feed_eof()
+            if self.returncode is not None:
+                self._over.set()
 
     @property
     def returncode(self) -> int | None:
@@ -182,7 +188,6 @@ class ForkedProcess:
 
     async def wait(self) -> None:
         await self._over.wait()
-        await self._pump
 
 
 def serve(requests: socket.socket) -> None:

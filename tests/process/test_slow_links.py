@@ -20,6 +20,7 @@ from swarm.manifest import CodecSpec
 from swarm.model.layout import stage_layout
 from swarm.model.meeting import difference_bytes
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+from tests.process.forkserver import ForkServer
 
 SIZES = Sizes(stages=3, replicas=1, job_s=0.04, windows=(4, 8))
 MIXED = Lines(None, 0.05)
@@ -229,13 +230,14 @@ def test_what_cannot_be_measured_is_said(
 @pytest.mark.timeout(420)
 @pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")
 def test_what_crosses_the_lines_is_what_the_formula_says_with_a_codec_for_each_boundary(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """How fast that is depends on what else the machine does; the bytes do not."""
     where = "--lines mixed --rtt 20 --codec adatopk"
     sizes = "--rounds 1 --steps 1 --microbatches 2 --window 2"
     monkeypatch.setattr(sys, "argv", ["slow_links.py", *where.split(), *sizes.split()])
-    assert slow_links.main() == 0
+    with fork_server.fork_children():
+        assert slow_links.main() == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert (row["codec"], row["planned"]) == ("adatopk", "topk:0.0621+blockwise8, none")
     assert row["tokens_per_s"] > 0 and 0.0 < row["busy"] <= 1.0
@@ -247,12 +249,13 @@ def test_what_crosses_the_lines_is_what_the_formula_says_with_a_codec_for_each_b
 @pytest.mark.timeout(420)
 @pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")
 def test_islands_of_processes_send_what_those_in_virtual_time_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = "--case 2/3/blockwise8 --lines 50 --ffn 1024 --microbatches 4 --peers 2"
     sizes = words.split()
     monkeypatch.setattr(sys, "argv", ["islands.py", *sizes])
-    assert islands.main() == 0
+    with fork_server.fork_children():
+        assert islands.main() == 0
     (real,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     (virtual,) = islands.bench(islands.parse([*sizes, "--virtual"]))
     assert real["bytes_weight_step"] == pytest.approx(virtual["bytes_weight_step"], rel=0.05)
