@@ -162,7 +162,7 @@ def quick(options: Options) -> Options:
         pause_s=0.7,
         longest_spell_s=5.0,
         thin_s=12.0,
-        job_s=0.05,
+        job_s=0.1,
     )
 
 
