@@ -28,10 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 LONGEST_FIRST = (
-    *("test_hangs.py", "test_shipped_schedules.py", "test_chaos.py", "test_nat.py", "test_local_swarm.py"),
-    *("test_islands.py", "test_brought.py", "test_node.py", "test_slow_links.py", "test_recovery.py"),
-    *("test_exact.py", "test_fleet.py", "test_bootstrap.py", "test_pause.py", "test_any_process_dies.py"),
-    *("test_docs_run.py", "test_keeper.py", "test_stage_lost.py", "test_counts_once.py", "test_resume.py"),
+    *("test_shipped_schedules.py", "test_hangs.py", "test_chaos.py", "test_nat.py", "test_local_swarm.py"),
+    *("test_brought.py", "test_islands.py", "test_behind_nat.py", "test_docs_run.py", "test_up.py"),
+    *("test_exact.py", "test_fleet.py", "test_custom_model.py", "test_node.py", "test_keeper.py"),
+    *("test_bootstrap.py", "test_pause.py", "test_slow_links.py", "test_recovery.py", "test_vouchers.py"),
+    *("test_leaving.py", "test_stage_lost.py", "test_any_process_dies.py", "test_resume.py"),
 )
 """Files of the process part, longest first: no core shall be idle at its end."""
 
