@@ -298,7 +298,7 @@ class Processes:
     fork_server: ClassVar[ForkServer | None] = None
     """Forks the programs of all swarms; without one each is a new Python."""
 
-    job_s: float = 0.01
+    job_s: float = 0.03
     """What a forward takes at least, and a backward: a swarm that only goes on leaves the cores idle."""
 
     def __init__(self, lab: Lab | None = None) -> None:
@@ -694,18 +694,18 @@ class Swarm(Processes):
 class Training(Swarm):
     """A swarm that always trains: each test takes something from it, and the next finds it whole again."""
 
-    job_s = 0.03
-    """It trains also while tests wait for heartbeats and records: a third of the steps do."""
+    job_s = 0.05
+    """It trains also while tests wait for heartbeats and records: a fifth of the steps do."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=8))
+        super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=4))
 
     def make_whole(self) -> None:
         """A bootstrap, two peers a stage, a trainer."""
         if not self.living("bootstrap"):
             self.bootstrap()
         if not self.living("trainer"):
-            self.trainer("--window", "4")
+            self.trainer("--window", "3")
         self.peers(2)
         self.goes_on()
 

@@ -29,8 +29,10 @@ def free_port() -> int:
 class Bootstrapped(Swarm):
     """A swarm whose bootstrap has an identity file and a port of its own, as one on the internet has."""
 
+    job_s = 0.05
+
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=8))
+        super().__init__(folder, audit_run(stages=2, steps=1_000_000, microbatches_per_step=4))
         port = free_port()
         self._words = [
             "--manifest",
@@ -68,7 +70,7 @@ def test_the_run_does_not_notice_that_its_bootstrap_dies_and_returns(tmp_path: P
         swarm.all_serve()
         swarm.until(lambda: all(peer.heard(Serving) for peer in lonely), "they do not serve")
         swarm.peers(2)
-        swarm.trainer("--window", "4")
+        swarm.trainer("--window", "3")
         swarm.goes_on(3)
 
         killed = time.time()
@@ -105,7 +107,7 @@ def test_a_bootstrap_that_loses_its_p2pd_is_found_where_it_was(tmp_path: Path) -
     with Bootstrapped(tmp_path) as swarm:
         bootstrap = swarm.bootstrap()
         swarm.peers(1)
-        swarm.trainer("--window", "4")
+        swarm.trainer("--window", "3")
         swarm.goes_on()
         for victim in ("p2pd", "sh"):
             before = bootstrap.family()

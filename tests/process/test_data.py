@@ -63,9 +63,9 @@ def test_a_mixture_from_servers_that_are_wrong_or_gone_is_that_of_one_process(
             assert [weight for weight, _ in swarm.run.data.sources] == [5, 3, 2] and swarm.run.data.root
             monkeypatch.setenv("SWARM_CACHE", str(tmp_path / "empty"))
             swarm.bootstrap()
-            swarm.peer(1, kill_at="backward:20")
+            swarm.peer(1, kill_at="backward:9")
             swarm.peers(1)
-            doomed = swarm.trainer("--identity", str(key), kill_at="trainer:30")
+            doomed = swarm.trainer("--identity", str(key), kill_at="trainer:13")
             swarm.dies(doomed)
             said = "\n".join(doomed.errors)
             assert f"{server.url}/corrupt/{names[0]}: it is not what the index says: it is corrupt" in said

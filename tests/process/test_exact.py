@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def tiny(*, dtype: str, codec: str, steps: int) -> Run:
-    """3 layers of width 32 on 3 stages, 16 tokens a sample, 8 microbatches a step."""
+    """3 layers of width 32 on 3 stages, 16 tokens a sample, 4 microbatches a step."""
     base = demo_run(stages=3, steps=steps, codec=codec)
     return replace(
         base,
         dtype=dtype,
         model=replace(base.model, hidden=32, heads=4, ffn_hidden=64),
         data=replace(base.data, sequence_length=16),
-        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=8),
+        batch=replace(base.batch, microbatch_size=2, microbatches_per_step=4),
         optimizer=replace(base.optimizer, lr=1e-2, warmup_steps=2),
         codec=CodecSpec(forward=codec, backward=codec),
     )
@@ -44,18 +44,18 @@ def test_weights_equal_a_single_process_to_rounding_whoever_was_killed(tmp_path:
     run = tiny(dtype="float64", codec="none", steps=1000)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
-        doomed = [swarm.peer(0, kill_at="forward:9"), swarm.peer(1, kill_at="backward:9")]
+        doomed = [swarm.peer(0, kill_at="forward:5"), swarm.peer(1, kill_at="backward:5")]
         doomed.append(swarm.peer(2, kill_at="reduce:3"))
         swarm.peers(1)
-        doomed.append(swarm.trainer("--window", "6", kill_at="trainer:25"))
-        trainer = swarm.trainer("--window", "6")
+        doomed.append(swarm.trainer("--window", "3", kill_at="trainer:9"))
+        trainer = swarm.trainer("--window", "3")
         for program in doomed:
             swarm.dies(program)
         swarm.leaves(trainer)
 
         prepared = swarm.peer(0, kill_at="prepared:2")
         swarm.peers(2)
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         swarm.dies(prepared)
         for stage in rng.sample(range(run.S), run.S):
             threading.Event().wait(rng.uniform(0.0, 0.4))
@@ -77,9 +77,9 @@ def test_a_run_is_evaluated_on_the_way_whoever_is_killed(tmp_path: Path) -> None
     run = replace(base, eval=EvalSpec(every=3, samples=4 * base.batch.microbatch_size))
     with Swarm(tmp_path, run, held_out=[held_out]) as swarm:
         swarm.bootstrap()
-        swarm.peer(1, kill_at="backward:20")
+        swarm.peer(1, kill_at="backward:9")
         swarm.peers(1)
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         swarm.ends(trainer)
         told, done = trainer.heard(Evaluated), trainer.heard(StepDone)
         weights = swarm.audited_weights()
@@ -101,19 +101,19 @@ def test_a_run_is_evaluated_on_the_way_whoever_is_killed(tmp_path: Path) -> None
 
 def test_peers_with_other_numbers_of_threads_and_cores_change_no_bit(tmp_path: Path) -> None:
     """float32, width 512, where three threads in a product round otherwise than one: the difference is 0."""
-    base = tiny(dtype="float32", codec="blockwise8", steps=4)
+    base = tiny(dtype="float32", codec="blockwise8", steps=3)
     run = replace(
         base,
         model=replace(base.model, layers=2, stages=2, hidden=512, heads=8, ffn_hidden=1024),
         data=replace(base.data, sequence_length=64),
-        batch=replace(base.batch, microbatch_size=4, microbatches_per_step=6),
+        batch=replace(base.batch, microbatch_size=4, microbatches_per_step=4),
     )
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         many = [swarm.peer(stage, "--threads", str(2 + stage)) for stage in range(run.S)]
         swarm.peers(2)
         os.sched_setaffinity(many[0].pid, {min(os.sched_getaffinity(0))})
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         swarm.ends(trainer)
         told = trainer.heard(StepDone)
         weights = swarm.weights()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 
 def test_two_devices_are_two_peers_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARM_CACHE", str(tmp_path))
-    run = audit_run(stages=1, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=1, steps=1_000_000, microbatches_per_step=4)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         keys = tmp_path / "keys"
@@ -31,7 +31,7 @@ def test_two_devices_are_two_peers_and_end_together(tmp_path: Path, monkeypatch:
         assert sorted(path.name for path in keys.iterdir()) == ["cpu#2.key", "cpu.key"]
         first, second = fleet.heard(Started)
         assert first.peer != second.peer and first.pid != second.pid
-        swarm.trainer("--window", "6")
+        swarm.trainer("--window", "3")
         swarm.until_version(2)
 
         psutil.Process(second.pid).send_signal(signal.SIGKILL)
@@ -57,7 +57,7 @@ def test_consecutive_stages_on_one_machine_hand_over_in_memory(
         fleet = swarm.start("fleet", ["peer", *swarm.membership(), *words])
         swarm.hear(fleet, Serving, 2)
         assert sorted(event.stage for event in fleet.heard(Serving)) == [0, 1]
-        swarm.trainer("--window", "6")
+        swarm.trainer("--window", "3")
 
         async def ask(node: Node) -> dict[Stage, PeerStatus]:
             found = {}

@@ -117,7 +117,7 @@ def test_a_stopped_peer_is_routed_around_and_serves_again_when_it_continues(
     assert len(peer.heard(Serving)) == 1
 
 
-@pytest.mark.parametrize(("point", "stage"), [("forward:10", 0), ("reduce:31", 1), ("prepared:9", 1)])
+@pytest.mark.parametrize(("point", "stage"), [("forward:5", 0), ("reduce:11", 1), ("prepared:4", 1)])
 def test_a_peer_that_stops_at_the_worst_moment_is_left_out_and_serves_again_when_it_continues(
     swarm: Running, point: str, stage: int
 ) -> None:
@@ -218,9 +218,9 @@ def test_a_killed_peer_is_routed_around_at_once(swarm: Running) -> None:
 def test_a_peer_twenty_times_slower_is_used_less_and_never_lost(tmp_path: Path) -> None:
     """Jobs of the fast ones take 20 ms, of the slow one 400 ms. It takes part in reduces like the others.
 
-    Nor do the others wait for it: 24 microbatches keep stage 0 busy for 0.96 s.
+    Nor do the others wait for it: 16 microbatches keep stage 0 busy for 0.64 s.
     """
-    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=24)
+    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=16)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         with asked(SWARM_JOB_S="0.02"):
@@ -236,7 +236,7 @@ def test_a_peer_twenty_times_slower_is_used_less_and_never_lost(tmp_path: Path) 
 
         # A trainer that has just come may know one of them only: records take a moment to be everywhere.
         swarm.until(lambda: all(map(known, swarm.serving(1))), "one of them gets nothing at all")
-        swarm.goes_on(8)
+        swarm.goes_on(5)
         swarm.until_all_stepped()
         assert not [e for p in swarm.programs for e in p.heard(PeerLost)], swarm.story()
         assert not [e for p in swarm.programs for e in p.heard(RoundAborted)], swarm.story()

@@ -36,10 +36,10 @@ def test_weights_equal_a_single_process_whoever_of_which_island_was_killed(
     run = islands_of(tiny(dtype="float32", codec="blockwise8", steps=24), codec="blockwise8")
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
-        doomed = [swarm.peer(1, kill_at="backward:9"), swarm.peer(2, kill_at="prepared:3")]
+        doomed = [swarm.peer(1, kill_at="backward:5"), swarm.peer(2, kill_at="prepared:3")]
         swarm.peers(2)
         keeper = swarm.keeper(tmp_path / "kept")
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         for program in doomed:
             swarm.dies(program)
         swarm.goes_on()
@@ -80,7 +80,7 @@ def test_weights_equal_a_single_process_when_a_stage_of_all_islands_is_lost(tmp_
         for cell in range(run.cells):
             swarm.peer(cell, "--checkpoint-dir", str(disk / str(cell)))
         swarm.all_serve()
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         for program in doomed:
             swarm.dies(program)
         swarm.until_version(13)  # all have a version on their disk

@@ -22,14 +22,14 @@ AT_ONCE_S = 5.0
 
 @pytest.mark.usefixtures("executed")
 def test_the_first_signal_leaves_in_good_order_and_the_second_at_once(tmp_path: Path) -> None:
-    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=4)
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.bootstrap()
         swarm.peers(1)
         (first,) = swarm.serving(0)
         replica = swarm.peer(0)
         swarm.hear(replica, Serving)
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         swarm.until_version(2)
 
         # Ctrl-C for a peer with a replica: it finishes what it has, and says what it did.
@@ -70,7 +70,7 @@ def test_the_first_signal_leaves_in_good_order_and_the_second_at_once(tmp_path: 
 
 
 def test_a_peer_that_waits_for_the_state_of_its_stage_leaves_too(tmp_path: Path) -> None:
-    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=1_000_000, microbatches_per_step=4)
     with Swarm(tmp_path, run) as swarm:
         swarm.bootstrap()
         swarm.peers(1)
@@ -92,7 +92,7 @@ from tests.process.swarm_processes import Swarm
 swarm = Swarm(Path(sys.argv[1]), audit_run(stages=1, steps=1_000_000))
 print(swarm.mark, flush=True)
 swarm.bootstrap()
-swarm.peers(2)
+swarm.peers(1)
 swarm.trainer()
 swarm.until_version(2)
 print("trains", flush=True)
@@ -112,8 +112,8 @@ def test_nothing_is_left_when_their_parent_is_killed(tmp_path: Path) -> None:
         mark = parent.stdout.readline().strip()
         assert parent.stdout.readline() == "trains\n"
         family = family_of_mark(mark)
-        assert len([p for p in family.processes if p.name() == "p2pd"]) == 4
-        assert len(family.directories) == 4
+        assert len([p for p in family.processes if p.name() == "p2pd"]) == 3
+        assert len(family.directories) == 3
         parent.kill()
     family.assert_gone()
     assert not family_of_mark(mark).processes

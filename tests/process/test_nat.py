@@ -33,7 +33,7 @@ def a_lab(servers: Sequence[str], homes: dict[str, Nat]) -> Lab:
 
 
 def counting() -> Run:
-    return audit_run(stages=2, steps=1_000_000, microbatches_per_step=8)
+    return audit_run(stages=2, steps=1_000_000, microbatches_per_step=4)
 
 
 def is_at_home(program: Program) -> None:
@@ -54,7 +54,7 @@ def test_two_peers_that_can_only_dial_out_serve_two_stages_through_a_relay(tmp_p
         swarm.all_serve()
         for peer in peers:
             is_at_home(peer)
-        trainer = swarm.trainer("--window", "4")
+        trainer = swarm.trainer("--window", "3")
         swarm.until_version(STEPS)
         swarm.leaves(trainer)
         assert swarm.assert_each_counted_once() >= STEPS
@@ -79,7 +79,7 @@ def test_at_home_behind_routers_that_keep_ports_tensors_pass_no_server(tmp_path:
         swarm.all_serve()
         for peer in peers:
             is_at_home(peer)
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         swarm.until_version(3)
         before = lab.stats()["hosts"]
         swarm.until_version(3 + STEPS)

@@ -30,7 +30,7 @@ def test_a_run_with_pauses_equals_one_process_to_the_last_bit(tmp_path: Path) ->
         guest = swarm.peer(1, "--identity", str(key))
         swarm.hear(guest, Serving)
         (replica,) = [program for program in swarm.serving(1) if program is not guest]
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         swarm.until_version(2)
 
         told = swarm_command("pause", "--identity", str(key))
@@ -71,7 +71,7 @@ def test_a_paused_peer_leaves_at_ctrl_c_or_dies_and_nothing_is_left(tmp_path: Pa
         leaving, dying = swarm.peer(2), swarm.peer(0)
         for program in (leaving, dying):
             swarm.hear(program, Serving)
-        swarm.trainer("--window", "6")
+        swarm.trainer("--window", "3")
         swarm.until_version(1)
         for program in (leaving, dying):
             assert swarm_command("pause", "--pid", str(program.pid)).returncode == 0

@@ -27,7 +27,7 @@ def test_a_stage_that_was_killed_whole_comes_back_from_a_checkpoint_to_the_same_
             swarm.peer(stage, "--checkpoint-dir", str(disk))
             swarm.peer(stage)
         swarm.all_serve()
-        trainer = swarm.trainer("--window", "6")
+        trainer = swarm.trainer("--window", "3")
         doomed = swarm.serving(1)
 
         def strike() -> bool:

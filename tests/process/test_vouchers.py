@@ -21,7 +21,7 @@ def test_a_named_trainer_proves_its_data_and_vouches_for_peers_and_another_key_a
     text, key, other = (tmp_path / name for name in ("text.txt", "trainer.key", "auditor.key"))
     text.write_text("It was a dark and stormy night. " * 200)
     trainer = Identity.load_or_create(key).peer_id
-    run = audit_run(stages=2, steps=45)
+    run = audit_run(stages=2, steps=45, microbatches_per_step=4)
     admission = AdmissionSpec(trainers=(trainer, Identity.load_or_create(other).peer_id))
     run = replace(run, dtype="float32", data=replace(run.data, source="files", tokens=0), admission=admission)
     with Swarm(tmp_path, run, data=[text]) as swarm:
