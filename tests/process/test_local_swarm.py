@@ -133,8 +133,8 @@ def test_an_error_in_the_block_leaves_nothing_behind(mark: str) -> None:
 KERNEL = """
 import time
 import swarm
-from tests.process.test_local_swarm import run
-with swarm.local(run(1000), peers=1) as s:
+from swarm.manifest import demo_run
+with swarm.local(swarm.Run.of(demo_run(stages=1)), peers=1) as s:
     print("started", flush=True)
     time.sleep(100)
 """
