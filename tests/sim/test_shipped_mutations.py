@@ -135,7 +135,7 @@ def drop_the_ledger_only(patch: Patch) -> None:
         (overlook_duplicates, "I1", 100, 1),
         (never_thaw, "liveness", 100, 5),
         (stay_when_a_stage_is_lost, "liveness", 60, 14),
-        (forget_a_farewell, "liveness", 110, 100),
+        (forget_a_farewell, "liveness", 110, 82),
         (keep_a_tied_gradient, "I1", 60, 2),
         (commit_early, "I5", 20, 8),
     ],
@@ -158,8 +158,8 @@ def add_to_a_frozen_sum(patch: Patch) -> None:
     ("mutation", "invariant", "seeds", "known"),
     [
         (lose_inherited_marks, "bug", 60, 93),
-        (drop_the_ledger_only, "I1", 200, 218),
-        (add_to_a_frozen_sum, "I1", 400, 7123),
+        (drop_the_ledger_only, "I1", 200, 438),
+        (add_to_a_frozen_sum, "I1", 400, 5293),
     ],
 )
 @pytest.mark.slow
