@@ -47,7 +47,7 @@ def chunks(path: Path) -> Iterator[bytes]:
         yield from iter(partial(file.read, CHUNK_BYTES), b"")
 
 
-def texts(path: Path, field: str) -> Iterator[str]:
+def texts(path: Path, field: str, *, most_bytes: int = MAX_LINE_BYTES) -> Iterator[str]:
     """The documents of a file that `has_rows`.
 
     Raises:
@@ -58,9 +58,12 @@ def texts(path: Path, field: str) -> Iterator[str]:
             yield from _of_table(path, field)
             return
         with opened(path) as file:
-            for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
+            for number, line in enumerate(iter(partial(file.readline, most_bytes), b""), 1):
+                where = f"line {number} of {path}"
+                if len(line) == most_bytes:
+                    raise SetupError(f"{where} is longer than {most_bytes >> 20} MiB: is it JSON Lines?")
                 if line.strip():
-                    yield _of_line(line, field, f"line {number} of {path}")
+                    yield _of_line(line, field, where)
 
 
 @contextmanager
@@ -72,8 +75,6 @@ def _said(path: Path) -> Iterator[None]:
 
 
 def _of_line(line: bytes, field: str, where: str) -> str:
-    if len(line) == MAX_LINE_BYTES:
-        raise SetupError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB: is it JSON Lines?")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
