@@ -225,7 +225,8 @@ class Trainer:
     @property
     def _in_flight(self) -> int:
         """Microbatches of open steps."""
-        return sum(t <= newest for newest in (self._newest_open,) for t in self._running.values())
+        newest = self._newest_open  # looked up once: a window has hundreds
+        return sum(t <= newest for t in self._running.values())
 
     async def run(self) -> None:
         """Train.
