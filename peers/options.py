@@ -160,6 +160,10 @@ def data_file(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
+def _text_file(text: str) -> Path | str:
+    return text if text.startswith("hf:") else Path(text)
+
+
 def _is_there(flag: str, path: Path | str) -> None:
     if isinstance(path, Path) and not path.exists() and ":" not in path.name:  # package.module:function
         raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
@@ -189,6 +193,7 @@ WORD = Kind(str, "NAME")
 FILE = Kind(Path, "FILE")
 NEEDED_FILE = Kind(Path, "FILE", _is_there)
 DATA = Kind(data_file, "FILE", _is_there)
+TEXT_FILE = Kind(_text_file, "FILE", _is_there)
 DIR = Kind(Path, "DIR")
 NEEDED_DIR = Kind(Path, "DIR", _is_there)
 SOCKET = Kind(Path, "SOCKET")

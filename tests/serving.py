@@ -37,8 +37,8 @@ class Handler(SimpleHTTPRequestHandler):
 class Server:
     """A folder over HTTP."""
 
-    def __init__(self, folder: Path) -> None:
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    def __init__(self, folder: Path, handler: type[Handler] = Handler) -> None:
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
         self.asked: list[str] = []
         self._http.asked = self.asked  # pyright: ignore[reportAttributeAccessIssue]
         self.folder, self.url = folder, f"http://127.0.0.1:{self._http.server_port}"

@@ -31,6 +31,7 @@ from peers.options import (
     SECONDS,
     SOCKET,
     START_HELP,
+    TEXT_FILE,
     TOKENIZER_HELP,
     WEIGHTS,
     WORD,
@@ -520,11 +521,13 @@ class TokenizeOptions:
 
     swarm tokenize books/*.jsonl.zst --tokenizer tokenizer.json --out books
     swarm tokenize web/index.json books train.bin --weights 7 2 1 --out mix
+    swarm tokenize hf:roneneldan/TinyStories --tokenizer tokenizer.json --out tales
     """
 
-    files: tuple[Path, ...] = option(
-        NEEDED_FILE,
-        ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes",
+    files: tuple[Path | str, ...] = option(
+        TEXT_FILE,
+        ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
+        "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,
         nargs="+",
     )

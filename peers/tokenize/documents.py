@@ -97,11 +97,18 @@ def _of_table(path: Path, field: str) -> Iterator[str]:
     if field not in names:
         raise _no_text(str(path), field, ", ".join(names)[:200])
     for batch in batches():
-        for found in batch.column(field).to_pylist():
-            if isinstance(found, str):
-                yield found
-            elif found is not None:
-                raise _no_text(str(path), field, f"{batch.column(field).type} in it")
+        yield from of_column(batch, field, str(path))
+
+
+def of_column(table: Any, field: str, where: str) -> Iterator[str]:
+    """The documents of some rows. Raises SetupError: there is no such column, or no text in it."""
+    if field not in table.schema.names:
+        raise _no_text(where, field, ", ".join(table.schema.names)[:200])
+    for found in table.column(field).to_pylist():
+        if isinstance(found, str):
+            yield found
+        elif found is not None:
+            raise _no_text(where, field, f"{table.column(field).type} in it")
 
 
 def _arrow(path: Path) -> Any:

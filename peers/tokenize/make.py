@@ -7,8 +7,9 @@ command that was interrupted goes on where it was.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
 from peers.storage.shards import in_parallel, make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, load_tokenizer
+from peers.tokenize import hub
 from peers.tokenize.documents import chunks, has_rows, texts
 from peers.tokenize.ready import shard_of
 from swarm.data import token_dtype
@@ -43,31 +45,36 @@ class Making:
     field: str
     vocab_size: int
 
-    def shard(self, path: Path) -> Shard:
+    def shard(self, text: Path | hub.Part) -> Shard:
         """What a text becomes, made now unless it is there.
 
         Raises SetupError: it cannot be read, or made into tokens; OSError: these cannot be written.
         """
-        tokenizer, state = load_tokenizer(self.tokenizer), path.stat()
-        made_of = [str(path.resolve()), state.st_size, state.st_mtime_ns, tokenizer.key, self.end, self.field]
-        key = hashlib.sha256(msgspec.json.encode([*made_of, self.vocab_size])).hexdigest()
-        final = self.out / f"{path.name.partition('.')[0][:40]}-{key[:16]}.tokens"
+        tokenizer = load_tokenizer(self.tokenizer)
+        if isinstance(text, hub.Part):
+            made_of = text.made_of
+        else:
+            made_of = (str(text.resolve()), (state := text.stat()).st_size, state.st_mtime_ns)
+        made_by = (tokenizer.key, self.end, self.field, self.vocab_size)
+        key = hashlib.sha256(msgspec.json.encode([*made_of, *made_by])).hexdigest()
+        final = self.out / f"{text.name.partition('.')[0][:40]}-{key[:16]}.tokens"
         note = final.with_suffix(".json")
         if final.exists() and note.exists():
             known = msgspec.json.decode(note.read_bytes(), type=Shard)
             if final.stat().st_size == known.tokens * ITEM_BYTES[known.dtype]:
                 return known
         dtype = token_dtype(self.vocab_size)
-        count = write_shard(final, self._tokens(path, tokenizer), dtype, self.vocab_size)
+        count = write_shard(final, self._tokens(text, tokenizer), dtype, self.vocab_size)
         shard = Shard((final.name,), count, dtype)
         atomic_file.write_whole(note, msgspec.json.encode(shard))
         return shard
 
-    def _tokens(self, path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-        if has_rows(path):
-            yield from tokenizer.encode_documents(texts(path, self.field), self.end)
+    def _tokens(self, text: Path | hub.Part, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+        if isinstance(text, hub.Part) or has_rows(text):
+            found = text.texts(self.field) if isinstance(text, hub.Part) else texts(text, self.field)
+            yield from tokenizer.encode_documents(found, self.end)
             return
-        yield from tokenizer.encode_file(chunks(path), str(path))
+        yield from tokenizer.encode_file(chunks(text), str(text))
         if self.end is not None:
             yield np.array([self.end], np.uint32)
 
@@ -96,7 +103,7 @@ def _make(options: TokenizeOptions) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
     if options.tokenizer is not None and tokenizer.json:
         atomic_file.write_whole(options.out / "tokenizer.json", tokenizer.json)
-    given = [_ready(path) for path in options.files]
+    given = [None if isinstance(path, str) else _ready(path) for path in options.files]
     texts_there = any(source is None for source in given)
     end = _end(tokenizer, options.eos) if texts_there or options.eos else None
     vocab_size = options.vocab_size or _vocabulary(tokenizer, end, [s for s in given if s], texts_there)
@@ -104,10 +111,15 @@ def _make(options: TokenizeOptions) -> None:
         raise SetupError(f"a vocabulary of {vocab_size} tokens: --vocab-size and --eos reach to {most}")
     made_by = options.out / "tokenizer.json" if tokenizer.json else None
     making = Making(options.out, made_by, end, options.field, vocab_size)
-    made = iter(
-        _made(making, [path for path, source in zip(options.files, given, strict=True) if not source], jobs)
-    )
-    shards = [next(made) if source is None else source for source in given]
+    parts = [
+        () if source is not None else hub.parts(text, options.field) if isinstance(text, str) else (text,)
+        for text, source in zip(options.files, given, strict=True)
+    ]
+    made = _made(making, [part for some in parts for part in some], jobs)
+    shards = [
+        tuple(itertools.islice(made, len(some))) if source is None else source
+        for some, source in zip(parts, given, strict=True)
+    ]
     sources = _sources(options, shards, weights)
     try:
         index = make_index(
@@ -182,11 +194,11 @@ def _vocabulary(
     return max(known, 0 if end is None else end + 1, *(DTYPES[width] for width in widths), 2)
 
 
-def _made(making: Making, paths: Sequence[Path], jobs: int) -> Iterable[tuple[Shard, ...]]:
+def _made(making: Making, texts: Sequence[Path | hub.Part], jobs: int) -> Iterator[Shard]:
     """The shards of texts, in order."""
-    with Bar("making tokens", len(paths), unit="files") as bar:
-        for shard in in_parallel(making.shard, paths, jobs):
-            yield (shard,)
+    with Bar("making tokens", len(texts), unit="files") as bar:
+        for shard in in_parallel(making.shard, texts, jobs):
+            yield shard
             bar(1)
 
 
@@ -198,6 +210,6 @@ def _sources(
     if not options.weights:
         return [Source("all", tuple(shard for some in filled for shard in some))]
     return [
-        Source(path.stem or path.name, some, weight)
+        Source(path if isinstance(path, str) else path.stem or path.name, some, weight)
         for path, some, weight in zip(options.files, filled, weights, strict=True)
     ]
