@@ -33,6 +33,8 @@ def beside(index: str, address: str) -> str:
     """An address that an index names, which is relative to where the index is; from afar never a path of this
     machine. Raises ValueError: it came from afar, and names what is none of STORES.
     """
+    if "\0" in address:
+        raise ValueError(f"{address!r} names no file")
     if not is_far(index):
         return address if is_far(address) else str(Path(index).parent / address)
     if is_far(address) and address.partition("://")[0] not in STORES:

@@ -110,7 +110,7 @@ def open_index(address: str) -> Index:
         tree = fetch.beside(address, index.tree)
         if len(bytes.fromhex(index.root)) != NODE_BYTES:
             raise ValueError(f"its root is {index.root!r}")
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise SetupError(f"{address} is not an index of data: {error}; swarm tokenize makes one") from None
     return msgspec.structs.replace(index, sources=sources, tree=tree)
 

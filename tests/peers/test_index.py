@@ -325,10 +325,19 @@ def test_an_index_of_other_tokens_or_none_at_all_is_refused(server: Server, tmp_
             {"sources": [{"name": "x", "shards": [{"at": [], "tokens": 5}]}]},
             "is not an index .* a shard of 'x'",
         ),
+        (
+            {"sources": [{"name": "x", "shards": [{"at": ["a\0b"], "tokens": 5}]}]},
+            r"is not an index of data: 'a\\x00b' names no file",
+        ),
+        ({"tree": "a\0b"}, r"is not an index of data: 'a\\x00b' names no file"),
     ):
         (server.folder / "index.json").write_bytes(msgspec.json.encode({**raw, **wrong}))
         with pytest.raises(SetupError, match=words):
             opened(address, tmp_path)
+    deep = b'{"swarm_index": 2, "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    (server.folder / "index.json").write_bytes(deep)
+    with pytest.raises(SetupError, match=r"index\.json is not an index of data: .*recursion"):
+        opened(address, tmp_path)
 
 
 @pytest.mark.parametrize("of_block", [0, 2])
