@@ -308,6 +308,10 @@ class MemberOptions(Membership):
         WORD, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
     )
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=RUN)
+    max_upload: float | None = optional(
+        RATE, "send no more than this, such as 20Mbit a second (default: no limit)", group=NETWORK
+    )
+    """Bits a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,10 +419,6 @@ class PeerOptions(MemberOptions, NetworkOptions):
         MEMORY, "use no more of the device's memory than this, such as 6GiB (default: what is free)"
     )
     """Bytes."""
-    max_upload: float | None = optional(
-        RATE, "send no more than this, such as 20Mbit a second (default: no limit)"
-    )
-    """Bits a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,6 +433,7 @@ class TrainOptions(MemberOptions, NetworkOptions):
     cache_size: int = option(
         MEMORY, "of tokens from other machines, keep so many on this disk (default: 32GiB)", 32 << 30
     )
+    no_share: bool = switch("of an index: give no blocks to other trainers of the run")
     eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
     window: Literal["auto"] | int = option(
         COUNT_OR_AUTO, "microbatches in flight (default: twice what the swarm works on at once)", "auto"
@@ -454,6 +455,9 @@ class KeeperOptions(MemberOptions, NetworkOptions):
         COUNT, "versions of each stage (default: %(default)s); the newest that all have always stays", 2
     )
     stages: tuple[Stage, ...] = several(NUMBER, "keep these only (default: all)")
+    data: Path | str | None = optional(
+        DATA, "an index: give trainers what this machine has of it, beside it or in the cache"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

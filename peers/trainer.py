@@ -449,11 +449,11 @@ class Trainer:
         offsets = sample_offsets(self._run, t, m)
         if isinstance(self._batches, Fetching) and not self._batches.has(offsets):
             await asyncio.to_thread(self._batches.bring, offsets)
-        body = entering(self._run, self._batches.batch(offsets))
+        made, batches = partial(self._samples, offsets), self._batches
+        is_here = not isinstance(batches, Fetching) or batches.has(offsets)  # a full disk keeps nothing
+        body, proof = made() if is_here else await asyncio.to_thread(made)
         ticket = self._vouchers.ticket(item.microbatch, body)
-        if self._run.data.root:
-            assert isinstance(self._batches, Proving), "a run with a data.root has one array of tokens"
-            body.append(self._batches.prove(self._run, offsets))
+        body += proof
         work = Work(
             run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
             attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,
@@ -469,6 +469,14 @@ class Trainer:
             self._vouchers.answered(item.microbatch, ticket.inputs, done)
             self._audits.answered(0, item.microbatch, ticket.inputs, done)
         return done
+
+    def _samples(self, offsets: list[int]) -> tuple[list[Buffer], list[Buffer]]:
+        """What stage 0 is sent of samples, and what proves that they are the run's, if it is asked for."""
+        body = entering(self._run, self._batches.batch(offsets))
+        if not self._run.data.root:
+            return body, []
+        assert isinstance(self._batches, Proving), "a run with a data.root has one array of tokens"
+        return body, [self._batches.prove(self._run, offsets)]
 
     def _answered_wrongly(self, fault: PeerFault) -> None:
         self._verdicts.ask_soon()

@@ -347,7 +347,7 @@ READS = frozenset({"status", "state", "saved", "trail", "convicted", "chunk", "c
 """Methods that answer everybody who is not banned, at everybody."""
 TRAINERS_CALL = frozenset(
     {"work", "locate", "watch", "line", "voucher", "audit", "products", "kept", "evidence"}
-    | {"eval", "evaluated"}
+    | {"eval", "evaluated", "block"}
 )
 """Trainers and peers; all others only peers, as long as nobody has thought of them."""
 REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})
@@ -358,6 +358,13 @@ def callers_of(method: str, stage: Stage | None) -> tuple[Role, ...]:
     """Roles that may call a method of a peer at `stage`; none: everybody but the banned."""
     if method in READS:
         return ()
-    if method in ("voucher", "evaluated") or (method in ("work", "eval") and stage == 0):
+    if method in ("voucher", "evaluated", "block") or (method in ("work", "eval") and stage == 0):
         return ("trainer",)
     return ("peer", "trainer") if method in TRAINERS_CALL else ("peer",)
+
+
+def callees_of(method: str) -> tuple[Role, ...]:
+    """Roles that are called for a method; none: everybody but the banned."""
+    if method == "block":
+        return ("trainer", "keeper")
+    return () if method in READS else ("peer",)

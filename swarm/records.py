@@ -11,11 +11,13 @@ from swarm.ids import PeerId, Stage
 MAX_RECORD_BYTES = 1000
 """hivemind's DHT slows down with larger values (and breaks with many of 12 kB under one key)."""
 
-State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping", "paused"]
-"""`paused`: its owner needs the device. The peer keeps its stage and its state, and takes part in nothing."""
+State = Literal["choosing", "joining", "serving", "leaving", "left", "keeping", "paused", "feeding"]
+"""`feeding`: a trainer, which gives blocks of the data to others; those that give none are in no record.
+`paused`: its owner needs the device. The peer keeps its stage and its state, and takes part in nothing."""
 
 NO_STAGE: Stage = -1
-"""The stage of a keeper, whose state is always `keeping`, and of a newcomer that is `choosing` one."""
+"""The stage of a keeper, whose state is always `keeping`, of a trainer (`feeding`), and of a newcomer that is
+`choosing` one."""
 
 
 class Voucher(msgspec.Struct, frozen=True, array_like=True):

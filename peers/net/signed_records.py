@@ -158,7 +158,7 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     if signed.expires != expires:
         raise Refused("a record stored for another time than it was signed for")
     nowhere = packed.stage == NO_STAGE
-    if packed.state != "left" and nowhere != (packed.state in ("keeping", "choosing")):
+    if packed.state != "left" and nowhere != (packed.state in ("keeping", "choosing", "feeding")):
         raise Refused(f"an impossible record: stage {packed.stage}, state {packed.state}")
     if not (math.isfinite(packed.speed) and math.isfinite(packed.since)):
         raise Refused(f"an impossible record: speed {packed.speed}, since {packed.since}")

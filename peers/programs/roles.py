@@ -40,7 +40,7 @@ from peers.programs.stage_choice import choose_stage, unserved
 from peers.start_line import as_given, program, start_line
 from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
 from peers.system import usable_cores
-from peers.waiting import happens, unless
+from peers.waiting import end_tasks, happens, unless
 from swarm.charter import Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError, count
 from swarm.ids import Stage
@@ -140,6 +140,8 @@ class Networked(Generic[OptionsT]):
         try:
             async with Node(daemon=daemon, join=run.join, run_id=run.run, charters=charters_folder()) as node:
                 self._node = node
+                if run.max_upload is not None:
+                    node.transport.limit_upload(run.max_upload)
                 self._emit(started(role, node, node.run_id or ""))
                 terms = await unless(prepared, manifest(node, run.allow_code))
                 accepts(terms)
@@ -330,8 +332,6 @@ class Peer(Networked[PeerOptions]):
             from peers.storage.start_weights import offer_start
 
             torch.set_num_threads(1)  # cores are for several microbatches at once
-            if options.max_upload is not None:
-                node.transport.limit_upload(options.max_upload)
             await asyncio.to_thread(offer_start, run, options.start)
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
@@ -517,8 +517,11 @@ class Train(_Looping[TrainOptions]):
         async with self._joined("train", options, lambda: None) as (node, run, _):
             from peers.evaluation.data import fetch_eval, open_eval
             from peers.islands.trainers import IslandTrainers
+            from peers.storage.dataset import Dataset
+            from peers.storage.index import index_among
             from peers.storage.samples import open_data
             from peers.trainer import TrainerSettings
+            from peers.transfer.blocks import BlockExchange
 
             batches = await asyncio.to_thread(
                 open_data, run, options.data, options.tokenizer, options.cache_size
@@ -528,6 +531,10 @@ class Train(_Looping[TrainOptions]):
 
                 await asyncio.to_thread(custom_model, run)  # seconds, once
             held_out = await asyncio.to_thread(open_eval, run, options.eval_data, options.tokenizer)
+            opened = ((options.data, batches), (options.eval_data, held_out))
+            of_index = [d.blocks for at, d in opened if isinstance(d, Dataset) and index_among(at)]
+            gives = bool(of_index) and not options.no_share
+            exchange = BlockExchange(run, node.transport, node.directory, of_index, self._emit, gives=gives)
             await asyncio.to_thread(fetch_eval, run, held_out)
             await self._tell_missing(options, node, run)
             window = None if options.window == "auto" else options.window
@@ -535,7 +542,12 @@ class Train(_Looping[TrainOptions]):
             trainers = IslandTrainers(
                 run, batches, node.transport, node.directory, settings, self._emit, held_out=held_out
             )
-            await self._run(trainers)
+            announcing = asyncio.create_task(exchange.announce(node.addresses)) if gives else None
+            try:
+                await self._run(trainers)
+            finally:
+                if announcing is not None:
+                    await end_tasks([announcing])
 
 
 class Keeper(_Looping[KeeperOptions]):
@@ -558,6 +570,12 @@ class Keeper(_Looping[KeeperOptions]):
             )  # fmt: skip
             keeping = CheckpointKeeper(run, node.transport, node.directory, settings, self._emit)
             node.transport.on_gone = keeping.peer_gone
+            if options.data is not None:
+                from peers.storage.dataset import open_dataset
+                from peers.transfer.blocks import BlockExchange
+
+                data = await asyncio.to_thread(open_dataset, run, [options.data])
+                BlockExchange(run, node.transport, node.directory, [data.blocks], self._emit)
             await self._run(keeping)
 
 

@@ -18,17 +18,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.index import Index
 from peers.storage.shards import Part, Shards
 from peers.storage.tree_file import TreeFile
-from swarm.errors import NotNow, SetupError
+from swarm.errors import NotNow, SetupError, SwarmError
 from swarm.merkle import (
     BLOCK_BYTES,
     NODE_BYTES,
@@ -50,6 +50,9 @@ RETRY_S = 5.0
 MAX_TRIES = 64
 """Combinations of addresses for a block that lies across several shards."""
 DIGEST_BYTES = 32
+Others: TypeAlias = "Callable[[Blocks, int], bytes]"
+"""The block with this number, as right as the index says, from other machines of the run. Called in a thread.
+Raises SwarmError: none gives it, with the words for a person; NotNow: one may a little later."""
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +65,13 @@ class _Search:
     why: dict[str, str] = field(default_factory=dict)
     """Of addresses that cannot be used."""
     may_come: bool = False
-    """A server does not answer now."""
+    """A server does not answer now, or a peer is busy."""
+    others: str = ""
+    """What came of asking the run's peers."""
 
     def nowhere(self) -> SetupError | NotNow:
         """The error for a block that no address has right."""
-        told = "; ".join(f"{address} {reason}" for address, reason in self.why.items())
+        told = "; ".join(f"{address} {reason}" for address, reason in self.why.items()) + self.others
         if self.may_come:
             return NotNow(f"a shard of the data cannot be had now: {told}", retry_after_s=RETRY_S)
         return SetupError(
@@ -88,8 +93,11 @@ class Blocks:
         self._shards = Shards(index.shards, index.dtype)
         self._upper = TreeFile(index, folder)
         self.tree = Tree(index.size, bytes.fromhex(index.root), self._upper.read, self._inside, self.read)
-        self._node = lru_cache(maxsize=1024)(self._checked_node)
-        self._node(0)
+        self.node = lru_cache(maxsize=1024)(self._checked_node)
+        """Block -> its Merkle node. Raises SetupError: the tree of the index is damaged."""
+        self.node(0)
+        self.others: Others | None = None
+        """Who is asked for what no address has."""
         self._inside_again = lru_cache(maxsize=32)(self._levels)
         self._locks = [threading.Lock() for _ in range(64)]
         self._resting: dict[str, float] = {}
@@ -127,7 +135,7 @@ class Blocks:
     # -- one block ----------------------------------------------------------------------------------
 
     def _path(self, block: int) -> Path:
-        name = self._node(block).hex()
+        name = self.node(block).hex()
         return self._folder / name[:2] / name
 
     def _checked_node(self, block: int) -> bytes:
@@ -138,7 +146,10 @@ class Blocks:
             return self.tree.block(block)
         raise self._upper.damaged()
 
-    def _size(self, block: int) -> int:
+    def size_of(self, block: int) -> int:
+        """Bytes of a block; 0: there is none with this number."""
+        if not 0 <= block < block_count(self._shards.size):
+            return 0
         return min(BLOCK_BYTES, self._shards.size - block * BLOCK_BYTES)
 
     def _of_block(self, block: int, start: int, end: int) -> bytes:
@@ -146,7 +157,10 @@ class Blocks:
         for _ in range(2):
             with contextlib.suppress(OSError):
                 nodes = self._inside(block)[0]
-                data = self._data(block, first * PART_BYTES, min(self._size(block), last * PART_BYTES))
+                with self._open(block) as file:
+                    data = self._data(
+                        file, block, first * PART_BYTES, min(self.size_of(block), last * PART_BYTES)
+                    )
                 parts = (data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES))
                 if b"".join(map(part_node, parts)) == nodes[first * NODE_BYTES : last * NODE_BYTES]:
                     return data[start - first * PART_BYTES : end - first * PART_BYTES]
@@ -168,7 +182,7 @@ class Blocks:
 
     def _levels(self, block: int) -> list[bytes]:
         """Raises OSError: they are damaged."""
-        lengths = level_bytes(self._size(block))
+        lengths = level_bytes(self.size_of(block))
         with self._open(block) as file:
             digest, nodes = file.read(DIGEST_BYTES), file.read(sum(lengths))
         if hashlib.sha256(nodes).digest() != digest:
@@ -176,17 +190,33 @@ class Blocks:
         ends = itertools.accumulate(lengths)
         return [nodes[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
-    def _data(self, block: int, start: int, end: int) -> bytes:
-        size = self._size(block)
+    def _data(self, file: BinaryIO, block: int, start: int, end: int) -> bytes:
+        """Raises OSError: it is not in the block's file, nor in others of this machine."""
+        size = self.size_of(block)
         before = DIGEST_BYTES + sum(level_bytes(size))
-        with self._open(block) as file:
-            if file.seek(0, os.SEEK_END) == before + size:
-                file.seek(before + start)
-                return file.read(end - start)
+        if file.seek(0, os.SEEK_END) == before + size:
+            file.seek(before + start)
+            return file.read(end - start)
+        return self._near(block, start, end)
+
+    def _near(self, block: int, start: int, end: int) -> bytes:
         at = block * BLOCK_BYTES
         parts = self._shards.parts(at + start, at + end)
-        near = [(part, next(a for a in part.shard.at if not fetch.is_far(a))) for part in parts]
-        return b"".join(self._shards.read(part, address) for part, address in near)
+        near = [(part, [a for a in part.shard.at if not fetch.is_far(a)]) for part in parts]
+        return b"".join(self._shards.read(part, (there or [""])[0]) for part, there in near)
+
+    def held(self, block: int) -> bytes | None:
+        """All of a block, if it is on this machine and right. Nothing is fetched for it."""
+        with contextlib.suppress(OSError):
+            path, size = self._path(block), self.size_of(block)
+            try:
+                with path.open("rb") as file:
+                    data = self._data(file, block, 0, size)
+            except OSError:
+                data = self._near(block, 0, size)
+            if data and block_levels(data)[-1] == self.node(block):
+                return data
+        return None
 
     def _open(self, block: int) -> BinaryIO:
         """The file of a block, fetched if it is not here."""
@@ -203,14 +233,38 @@ class Blocks:
     # -- from where it is ---------------------------------------------------------------------------
 
     def _fetched(self, block: int) -> tuple[bytes, list[bytes], bool]:
-        """The tokens of a block, the nodes inside it, and whether all of it came from this machine.
+        """The tokens of a block, the nodes inside it, and whether all of it came from this machine. Peers of
+        the run are asked if its addresses have failed, at once if all those of a shard failed lately.
 
         Raises:
             SetupError: it is nowhere, or wrong everywhere.
-            NotNow: a server does not answer, which may come back.
+            NotNow: a server does not answer, which may come back; or a peer is busy.
         """
-        node, parts = self._node(block), self._shards.of_block(block)
-        search = _Search()
+        parts, search = self._shards.of_block(block), _Search()
+        rest = any(all(map(self._rests, part.shard.at)) for part in parts)
+        if rest and (data := self._of_others(block, search)) is not None:
+            return data, block_levels(data), False
+        try:
+            return self._of_addresses(block, parts, search)
+        except (SetupError, NotNow):
+            data = None if rest else self._of_others(block, search)
+            if data is None:
+                raise search.nowhere() from None
+            return data, block_levels(data), False
+
+    def _of_others(self, block: int, search: _Search) -> bytes | None:
+        try:
+            return None if self.others is None else self.others(self, block)
+        except SwarmError as error:
+            search.may_come |= isinstance(error, NotNow)
+            search.others = f"; {error.text}"
+            return None
+
+    def _of_addresses(
+        self, block: int, parts: list[Part], search: _Search
+    ) -> tuple[bytes, list[bytes], bool]:
+        """As `_fetched`."""
+        node = self.node(block)
         orders = [self._in_order(part.shard.at) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
             addresses = []
@@ -233,8 +287,10 @@ class Blocks:
 
     def _in_order(self, addresses: Sequence[str]) -> list[str]:
         """Those that failed lately last."""
-        now = time.monotonic()
-        return sorted(addresses, key=lambda address: now < self._resting.get(address, -REST_S) + REST_S)
+        return sorted(addresses, key=self._rests)
+
+    def _rests(self, address: str) -> bool:
+        return time.monotonic() < self._resting.get(address, -REST_S) + REST_S
 
     def _having(self, part: Part, addresses: list[str], search: _Search) -> str:
         """The first address that has a part, which `search` has then. Raises as `_fetched`: none has."""

@@ -51,7 +51,7 @@ class Dataset:
         self._window = run.data.sequence_length + 1
         """Tokens of one sample."""
         self._vocab_size = run.model.vocab_size
-        self._index, self._blocks = index, blocks
+        self._index, self.blocks = index, blocks
         self.tokenizer = tokenizer
         self.tokens = index.tokens
         """How many there are."""
@@ -76,7 +76,7 @@ class Dataset:
             SetupError: they cannot be had, or are wrong wherever they are.
         """
         little = self.dtype.newbyteorder("<")
-        rows = [np.frombuffer(self._blocks.read(*self._place(offset)), little) for offset in offsets]
+        rows = [np.frombuffer(self.blocks.read(*self._place(offset)), little) for offset in offsets]
         found = np.stack(rows).astype(self.dtype, copy=False)
         if (largest := int(found.max())) >= self._vocab_size:
             raise vocabulary_too_small(self._vocab_size, largest)
@@ -84,12 +84,12 @@ class Dataset:
 
     def has(self, offsets: Sequence[int]) -> bool:
         """Whether nothing has to be fetched for these samples."""
-        return all(self._blocks.has(*self._place(offset)) for offset in offsets)
+        return all(self.blocks.has(*self._place(offset)) for offset in offsets)
 
     def bring(self, offsets: Sequence[int]) -> None:
         """Fetch what these samples need; takes as long as the line needs. Raises SetupError as `batch`."""
         for offset in offsets:
-            self._blocks.bring(*self._place(offset))
+            self.blocks.bring(*self._place(offset))
 
     def _place(self, offset: int) -> tuple[int, int]:
         """Bytes of a sample."""
@@ -119,7 +119,7 @@ class Dataset:
 
     def prove(self, run: Run, offsets: Sequence[int]) -> bytes:
         """The proof that goes with the samples at `offsets`, for a run with a `data.root`."""
-        return prove_samples(run, self._blocks.tree, offsets)
+        return prove_samples(run, self.blocks.tree, offsets)
 
 
 def open_dataset(

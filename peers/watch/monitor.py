@@ -141,7 +141,7 @@ class Monitor:
         records: dict[PeerId, PeerRecord] = self._records
         if listed is not self._listed:  # the same object: nothing has changed
             self._listed = listed
-            records = {record.peer: validation.tidy(record) for record in listed}
+            records = {r.peer: validation.tidy(r) for r in listed if r.state != "feeding"}
         changed = tuple(record for peer, record in records.items() if self._records.get(peer) != record)
         gone = tuple(peer for peer in self._records if peer not in records)
         self._records = records
@@ -161,7 +161,7 @@ class Monitor:
     def _ask_some(self) -> None:
         """Ask the peers that have waited longest."""
         now = time.monotonic()
-        records = {r.peer: r for r in self._directory.peers() if r.state != "left"}
+        records = {r.peer: r for r in self._directory.peers() if r.state not in ("left", "feeding")}
         self._ask_at = {peer: self._ask_at.get(peer, 0.0) for peer in records}
         self._told = {peer: version for peer, version in self._told.items() if peer in records}
         due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]

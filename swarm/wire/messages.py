@@ -24,6 +24,7 @@
     sum       replica → leaving peer         HandedSum              → Opened + hashes
     chunk     whoever opened it → its source FetchChunk             → Ack + bytes
     close     whoever opened it → its source CloseLease             → Ack
+    block     trainer → trainer, keeper      AskBlock               → Ack + bytes
     saved     anyone → peer, keeper          AskSaved               → Saved
     status    anyone → peer                  AskStatus              → PeerStatus
     trail     anyone → peer                  AskTrail               → Trail (trails.py)
@@ -311,6 +312,13 @@ class CloseLease(RunMessage, frozen=True, kw_only=True):
     """The end of a lease."""
 
     lease: str
+
+
+class AskBlock(RunMessage, frozen=True, kw_only=True):
+    """A request for a block of the data whose Merkle tree has this root."""
+
+    root: str
+    number: int
 
 
 class AskSaved(RunMessage, frozen=True, kw_only=True):

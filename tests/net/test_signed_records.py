@@ -74,7 +74,7 @@ def test_a_record_lies_under_its_own_shard_and_perhaps_under_those_above() -> No
     assert signed_records.record_keys(record(), 0) == ["r" * 32 + ".peers.1.0.0"]
 
 
-@pytest.mark.parametrize("state", ["keeping", "left"])
+@pytest.mark.parametrize("state", ["keeping", "feeding", "left"])
 def test_a_keeper_has_no_stage(state: str) -> None:
     kept = record(stage=NO_STAGE, state=state)
     opened = signed_records.open_record(signed_records.seal_record(kept, EXPIRES, ME), ME.peer_id, EXPIRES)
@@ -115,6 +115,7 @@ def test_a_record_of_another_version_of_the_protocol_is_refused_whatever_is_in_i
         (signed(record(), expires=float("nan")), "stored for another time"),
         (signed(record(stage=-1)), "an impossible record: stage -1, state serving"),
         (signed(record(state="keeping")), "an impossible record: stage 1, state keeping"),
+        (signed(record(state="feeding")), "an impossible record: stage 1, state feeding"),
         (signed(record(version=1 << 60)), "a malformed record: Expected `int` <"),
         (signed(record(speed=float("inf"))), "an impossible record: speed inf"),
         (signed(record(since=float("nan"))), "an impossible record: speed 0.0, since nan"),

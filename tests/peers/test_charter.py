@@ -478,6 +478,19 @@ def test_only_peers_are_called_for_work() -> None:
             )
 
 
+def test_only_trainers_ask_for_blocks_of_the_data_and_only_trainers_and_keepers_are_asked() -> None:
+    lists = {"peers": PETER, "trainers": TINA, "keepers": KIM}
+    closed = door(**{role: Rule("list", (who.peer_id,)) for role, who in lists.items()})
+    asks = {who: closed.refusal(who.peer_id, "block", True) for who in (PETER, TINA, KIM)}
+    assert [who for who, why in asks.items() if not why] == [TINA]
+    asked = {who: closed.refusal(who.peer_id, "block", False) for who in (PETER, TINA, KIM)}
+    assert [who for who, why in asked.items() if not why] == [TINA, KIM]
+    assert closed.why_not_record(record(TINA, stage=NO_STAGE, state="feeding")) == ""
+    assert closed.why_not_record(record(TINA, stage=NO_STAGE, state="left")) == ""
+    for other in (PETER, KIM):
+        assert "as a trainer" in closed.why_not_record(record(other, stage=NO_STAGE, state="feeding"))
+
+
 def record(who: Identity, credential: bytes = b"", **changes: Any) -> Any:
     fields = {"peer": who.peer_id, "run": RUN, "stage": 0, "state": "serving", "version": 0}
     sealed = seal_record(PeerRecord(**(fields | changes)), 5.0, who, credential=credential)

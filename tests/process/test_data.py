@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from peers.events import StepDone
 from peers.net.identity import Identity
@@ -79,8 +80,48 @@ def test_a_mixture_from_servers_that_are_wrong_or_gone_is_that_of_one_process(
             weights = swarm.weights()
     finally:
         server.close()
+    assert_as_one_process(swarm, text, steps, weights)
+
+
+def test_a_trainer_gets_from_a_keeper_and_another_trainer_what_no_server_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards are with a keeper only; the second trainer has the first one to ask, and no keeper."""
+    index, text = make_mixture(tmp_path)
+    run = tiny(dtype="float32", codec="blockwise8", steps=40)
+    run = replace(run, data=replace(run.data, source="files"))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "index.tree").write_bytes((index.parent / "index.tree").read_bytes())
+    told = json.loads(index.read_bytes())
+    for source in told["sources"]:
+        source["shards"][0]["at"] = ["http://127.0.0.1:9/gone"]
+    (bare / "index.json").write_text(json.dumps(told))
+    with Swarm(tmp_path, run, data=[index.parent]) as swarm:
+        swarm.bootstrap()
+        keeper = swarm.keeper(tmp_path / "kept", "--data", str(index.parent))
+        swarm.peers(1)
+        monkeypatch.setenv("SWARM_CACHE", str(tmp_path / "first"))
+        first = swarm.trainer("--data", str(bare))
+        swarm.until(lambda: first.heard(StepDone), "no step is taken")
+        swarm.leaves(keeper)
+        monkeypatch.setenv("SWARM_CACHE", str(tmp_path / "second"))
+        second = swarm.trainer("--data", str(bare))
+        swarm.until(lambda: list((tmp_path / "second").glob("blocks/??/*")), "no block comes")
+        swarm.ends(first)
+        swarm.ends(second)
+        for trainer in (first, second):
+            assert "http://127.0.0.1:9/gone: it cannot be had: " in "\n".join(trainer.errors)
+        steps, weights = first.heard(StepDone), swarm.weights()
+    assert_as_one_process(swarm, text, steps, weights)
+
+
+def assert_as_one_process(
+    swarm: Swarm, text: bytes, steps: list[StepDone], weights: dict[str, torch.Tensor]
+) -> None:
+    run = swarm.run
     tokens, window = np.frombuffer(text, np.uint8), run.data.sequence_length + 1
-    single = SingleProcess(swarm.run, lambda offsets: np.stack([tokens[at : at + window] for at in offsets]))
+    single = SingleProcess(run, lambda offsets: np.stack([tokens[at : at + window] for at in offsets]))
     losses = [sum(single.step(t)) / run.M for t in range(run.steps)]
     assert all(event.loss == losses[event.t] for event in steps)
     assert len({event.t for event in steps}) >= run.steps - 2, "none hears of a step while none trains"

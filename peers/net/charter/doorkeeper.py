@@ -25,6 +25,7 @@ from swarm.charter import (
     Role,
     Terms,
     TokenUses,
+    callees_of,
     callers_of,
     why_not_admitted,
     why_shut_out,
@@ -72,7 +73,7 @@ class Doorkeeper:
             return ""
         roles = callers_of(method, self.stage)
         if not incoming:
-            roles = ("peer",) if roles else ()
+            roles = callees_of(method)
         return self._why_none(peer, roles, now=now, stage=self.stage if method in REPLICAS_CALL else None)
 
     def _why_none(self, peer: PeerId, roles: tuple[Role, ...], *, now: float, **more: Any) -> str:
@@ -165,6 +166,6 @@ class Doorkeeper:
 
 def _roles_of(record: PeerRecord) -> tuple[Role, ...]:
     """As what a peer announces itself."""
-    if record.state == "keeping":
-        return ("keeper",)
-    return ("peer", "keeper") if record.stage == NO_STAGE and record.state == "left" else ("peer",)
+    if record.state in ("keeping", "feeding"):
+        return ("keeper",) if record.state == "keeping" else ("trainer",)
+    return ("peer", "keeper", "trainer") if record.stage == NO_STAGE and record.state == "left" else ("peer",)

@@ -1,0 +1,175 @@
+"""Blocks of a run's data between its trainers and keepers: for those that no address has any more.
+
+    block   AskBlock → Ack + the block's bytes
+
+A trainer that gives blocks says so in a record (`feeding`), and a keeper with data is asked like all keepers.
+Who gives a block does not matter, since the index has its Merkle node: wrong bytes cost a download, and their
+sender its turn for a while. Only what is on this machine is given: nothing is fetched for others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import weakref
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from peers.clock import now_s, unix_s
+from peers.events import Emit, Trouble
+from peers.ports import Answer, Directory, Request, Transport
+from peers.storage.blocks import Blocks
+from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, SwarmError, count, short
+from swarm.ids import PeerId
+from swarm.manifest import Run
+from swarm.merkle import block_levels
+from swarm.policy.backoff import Backoff
+from swarm.policy.pace import most_s
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.wire.messages import Ack, AskBlock, pack, unpack, unpack_answer
+
+ANNOUNCE_S = 5.0
+MAX_ASKED = 16
+"""For one block, one after the other: one that has it not says so in a round trip."""
+FIRST_REST_S, LONGEST_REST_S = 5.0, 300.0
+"""Backoff of a peer that cannot be reached, or gave wrong bytes."""
+MAX_GIVEN, MAX_EACH = 8, 2
+"""Blocks in memory that are on their way, to all and to one: 32 MiB."""
+EACH_S, AHEAD_S = 0.25, 4.0
+"""A caller gets a block so often (134 Mbit/s), and so long ahead at once."""
+RETRY_S = 1.0
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class BlockExchange:
+    """Gives blocks of data, and has them asked for."""
+
+    def __init__(
+        self,
+        run: Run, transport: Transport, directory: Directory, data: Iterable[Blocks], emit: Emit, *,
+        gives: bool = True,
+    ) -> None:  # fmt: skip
+        """`gives`: others may ask here."""
+        self._run, self._transport, self._directory, self._emit = run, transport, directory, emit
+        self._loop = asyncio.get_running_loop()
+        self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
+        self._data = {blocks.tree.root.hex(): blocks for blocks in data}
+        """By the root of their tree."""
+        self._given: list[tuple[PeerId, weakref.ref[np.ndarray]]] = []
+        self._paid: dict[PeerId, float] = {}
+        """Until when the blocks that each caller got are paid for by time."""
+        # Threads of the loop may all wait for blocks, some of them for each other's.
+        self._reader = ThreadPoolExecutor(1, "blocks")
+        for blocks in self._data.values():
+            blocks.others = self.ask
+        if gives:
+            transport.serve("block", self._serve)
+
+    async def announce(self, addresses: tuple[str, ...]) -> None:
+        """Let others find this trainer, until this is cancelled."""
+        record = PeerRecord(
+            peer=self._transport.peer_id, run=self._run.id, stage=NO_STAGE, state="feeding", version=0,
+            movable=False, device="disk", addresses=addresses, since=unix_s(),
+        )  # fmt: skip
+        try:
+            while True:
+                await self._directory.announce(record)
+                await asyncio.sleep(ANNOUNCE_S)
+        finally:
+            await self._directory.withdraw()
+
+    # -- asking, in threads -------------------------------------------------------------------------
+
+    def ask(self, blocks: Blocks, number: int) -> bytes:
+        """See `peers.storage.blocks.Others`."""
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise NotNow(
+                "a block of the data went from the cache: it is fetched again", retry_after_s=RETRY_S
+            )
+        node, size, said = blocks.node(number), blocks.size_of(number), dict[PeerId, SwarmError]()
+        for peer in self._wait(self._sources(f"{blocks.tree.root.hex()} {number}")):
+            try:
+                data = self._wait(self._fetch(peer, blocks.tree.root.hex(), number, size))
+                if len(data) != size or block_levels(data)[-1] != node:
+                    raise BadAnswer(
+                        peer, f"gave other bytes as block {number} of the data than the index has"
+                    )
+                self._backoff.answered(peer)
+                return data
+            except SwarmError as error:
+                said[peer] = error
+                if isinstance(error, PeerFault):
+                    self._backoff.failed(peer, now=now_s())
+                if isinstance(error, BadAnswer):
+                    self._loop.call_soon_threadsafe(self._emit, Trouble(text=error.text))
+        told = [
+            error.text if isinstance(error, PeerFault) else f"peer {short(peer)}: {error.text}"
+            for peer, error in said.items()
+        ]
+        text = "; ".join([f"{count(len(said), 'peer')} of the run asked", *told])
+        busy = any(isinstance(error, NotNow) for error in said.values())
+        raise NotNow(text, retry_after_s=RETRY_S) if busy else Refused(text)
+
+    def _wait(self, awaited: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(awaited, self._loop).result()
+
+    async def _sources(self, block: str) -> list[PeerId]:
+        """Each asker in an order of its own for each block, so that no source gives all of them."""
+        now, me = now_s(), self._transport.peer_id
+        records = self._directory.at(NO_STAGE) or await self._directory.refresh({NO_STAGE})
+        there = [r.peer for r in records if r.state in ("keeping", "feeding") and r.peer != me]
+        there = [peer for peer in there if not self._backoff.in_backoff(peer, now=now)]
+        order = sorted(there, key=lambda peer: hashlib.sha256(f"{block} {me} {peer}".encode()).digest())
+        return order[:MAX_ASKED]
+
+    async def _fetch(self, peer: PeerId, root: str, number: int, size: int) -> bytes:
+        line = self._transport.lines.get(peer)
+        limit_s = most_s(size, line_bps=0.0 if line is None else line.bandwidth_bps)
+        question = pack(AskBlock(run=self._run.id, root=root, number=number))
+        answer = await self._transport.call(
+            peer, "block", question, max_answer_bytes=size, deadline_s=limit_s
+        )
+        unpack_answer(peer, answer.header, Ack)
+        return b"".join(answer.body)
+
+    # -- giving -------------------------------------------------------------------------------------
+
+    async def _serve(self, request: Request) -> Answer:
+        asked, peer = unpack(request.header, AskBlock, self._run.id), request.peer
+        trainers = self._run.admission.trainers
+        if trainers and peer not in trainers:
+            raise Refused("only trainers that the run names get its data from others")
+        blocks = self._data.get(asked.root)
+        size = 0 if blocks is None else blocks.size_of(asked.number)
+        if blocks is None or not size:
+            raise Refused("this peer has no such data")
+        room = self._reserve(peer, size)
+        try:
+            data = await self._loop.run_in_executor(self._reader, blocks.held, asked.number)
+        except SetupError as error:
+            raise Refused(error.text) from None
+        if data is None:
+            raise Refused(f"block {asked.number} of the data is not here")
+        room[:] = np.frombuffer(data, np.uint8)
+        now = now_s()
+        self._paid = {caller: until for caller, until in self._paid.items() if until > now}
+        self._paid[peer] = max(now, self._paid.get(peer, now)) + EACH_S
+        return Answer(pack(Ack()), [room.data])
+
+    def _reserve(self, peer: PeerId, size: int) -> np.ndarray:
+        """Memory for one block. Raises Busy: that is given to others, or this caller has had its share."""
+        self._given = [(by, of) for by, of in self._given if of() is not None]
+        mine, owed_s = sum(by == peer for by, _ in self._given), self._paid.get(peer, 0.0) - now_s()
+        if mine >= MAX_EACH or len(self._given) >= MAX_GIVEN or owed_s > AHEAD_S:
+            raise Busy("other blocks are on their way", retry_after_s=RETRY_S)
+        room = np.empty(size, np.uint8)
+        self._given.append((peer, weakref.ref(room)))
+        return room
