@@ -571,10 +571,12 @@ class Keeper(_Looping[KeeperOptions]):
             keeping = CheckpointKeeper(run, node.transport, node.directory, settings, self._emit)
             node.transport.on_gone = keeping.peer_gone
             if options.data is not None:
-                from peers.storage.dataset import open_dataset
+                from peers.storage.dataset import Dataset
+                from peers.storage.samples import open_data
                 from peers.transfer.blocks import BlockExchange
 
-                data = await asyncio.to_thread(open_dataset, run, [options.data])
+                data = await asyncio.to_thread(open_data, run, [options.data])
+                assert isinstance(data, Dataset), "files are not samples that code makes"
                 BlockExchange(run, node.transport, node.directory, [data.blocks], self._emit)
             await self._run(keeping)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import weakref
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +44,6 @@ EACH_S, AHEAD_S = 0.25, 4.0
 RETRY_S = 1.0
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class BlockExchange:
@@ -91,9 +89,7 @@ class BlockExchange:
         """See `peers.storage.blocks.Others`."""
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
-            raise NotNow(
-                "a block of the data went from the cache: it is fetched again", retry_after_s=RETRY_S
-            )
+            raise NotNow("a block of the data went from the cache: it is fetched again")
         node, size, said = blocks.node(number), blocks.size_of(number), dict[PeerId, SwarmError]()
         for peer in self._wait(self._sources(f"{blocks.tree.root.hex()} {number}")):
             try:

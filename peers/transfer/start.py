@@ -68,7 +68,9 @@ async def fetch_start(
     while True:
         records = await directory.lookup_all()
         there = [
-            r.peer for r in sorted(records, key=lambda r: r.stage != stage) if r.peer != transport.peer_id
+            r.peer
+            for r in sorted(records, key=lambda r: r.stage != stage)
+            if r.peer != transport.peer_id and r.state != "feeding"
         ]
         tried &= tried if set(there) - tried else set()  # all of them: from the first again
         sources = [peer for peer in there if peer not in tried]

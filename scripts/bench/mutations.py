@@ -102,6 +102,7 @@ DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
 MERKLE = "swarm/merkle.py"
 BLOCKS = "peers/storage/blocks.py"
+EXCHANGE = "peers/transfer/blocks.py"
 PROOFS = "swarm/protocol/proofs.py"
 GIVER = "peers/vouching/giver.py"
 TICKETS = "peers/vouching/tickets.py"
@@ -4249,6 +4250,70 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "A loss is called a version's that other weights gave.",
         ("test_evaluation",),
+    ),
+    Mutation(
+        "take-whatever-block-a-peer-gives",
+        EXCHANGE,
+        "if len(data) != size or block_levels(data)[-1] != node:",
+        "if len(data) != size:",
+        "A liar's tokens are kept as the run's, in its cache, under their name.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "give-blocks-to-whoever-asks",
+        EXCHANGE,
+        "if trainers and peer not in trainers:",
+        "if False:",
+        "Strangers read the data of a run that names its trainers.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "give-one-caller-all-there-is",
+        EXCHANGE,
+        "mine >= MAX_EACH or ",
+        "",
+        "One that reads nothing of what it asked for holds the memory that is for all.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "give-as-often-as-one-asks",
+        EXCHANGE,
+        "or owed_s > AHEAD_S:",
+        "or False:",
+        "One caller takes a trainer's line for as long as it likes.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "give-what-is-damaged",
+        BLOCKS,
+        "if data and block_levels(data)[-1] == self.node(block):",
+        "if data:",
+        "An honest trainer with a bad disk is named as a liar.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "ask-peers-after-addresses-that-failed",
+        BLOCKS,
+        "if rest and (data := ",
+        "if False and (data := ",
+        "Each block waits for a dead server again, though a peer has it.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "take-tokens-from-a-file-that-has-their-nodes-only",
+        BLOCKS,
+        '(there or [""])[0]',
+        "there[0]",
+        "A cache that an index of this machine left ends a trainer with one of other machines.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "call-any-peer-for-blocks",
+        "swarm/charter.py",
+        'return ("trainer", "keeper")',
+        'return ("peer",)',
+        "With a charter no trainer or keeper is asked for data.",
+        ("test_charter",),
     ),
     Mutation(
         "start-from-whatever-weights-are-given",

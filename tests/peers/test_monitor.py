@@ -18,7 +18,7 @@ from swarm.errors import PeerGone
 from swarm.manifest import demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
-from swarm.records import PeerRecord
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import AskStatus, Audit, PastStep, PeerStatus, pack, unpack
 from tests.peers.network import CalmNetwork
 
@@ -284,3 +284,13 @@ async def test_a_peer_is_asked_for_the_steps_that_it_has_not_told_of() -> None:
     assert asked[0] == 0 and set(asked[1:]) == {4}
     assert [step.version for look in looks for one in look.statuses for step in one.past] == [2, 3, 4]
     await network.close()
+
+
+async def test_trainers_that_give_data_are_no_peers_to_be_asked_nor_shown(scene: Scene) -> None:
+    trainer = scene.network.join("trainer")
+    feeding = PeerRecord(peer="trainer", run=RUN.id, stage=NO_STAGE, state="feeding", version=0)
+    await trainer.directory.announce(feeding)
+    async with scene.watched():
+        await scene.until(lambda: min(scene.asked[name] for name in ("peer-a", "peer-b", "peer-c")) > 2)
+    assert "trainer" not in {record.peer for look in scene.looks for record in look.records}
+    assert not any("trainer" in look.silent for look in scene.looks) and not scene.health.keepers

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +55,46 @@ async def test_a_trainer_whose_data_cannot_be_had_now_tries_again() -> None:
         await built.until_finished()
         built.assert_each_counted_once()
         assert data.asked >= 16
+
+
+class Unkept(Zeros):
+    """Far away, and the disk of the cache is full."""
+
+    in_thread = False
+
+    def has(self, offsets: list[int]) -> bool:
+        return False
+
+    def bring(self, offsets: list[int]) -> None:
+        """Nothing stays of it."""
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        assert self.in_thread, "it is fetched once more, which may take long"
+        return super().batch(offsets)
+
+
+async def test_what_a_full_cache_disk_does_not_keep_is_fetched_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = audit_run(stages=2, steps=2, microbatches_per_step=4)
+    data, to_thread = Unkept(run), asyncio.to_thread
+
+    async def noted(function: Callable[..., Any], *args: Any) -> Any:
+        def job() -> Any:
+            data.in_thread = True
+            try:
+                return function(*args)
+            finally:
+                data.in_thread = False
+
+        return await to_thread(job)
+
+    async with swarm(run, stages=2, replicas=1) as built:
+        await built.until_serving()
+        monkeypatch.setattr(asyncio, "to_thread", noted)
+        built.add_trainer("trainer", batches=data)
+        await built.until_finished()
+        built.assert_each_counted_once()
 
 
 async def test_peers_that_wait_for_a_trainer_say_so_and_how_one_is_started(
