@@ -4260,7 +4260,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_block_exchange",),
     ),
     Mutation(
-        "give-blocks-to-whoever-asks",
+        "give-blocks-to-any-caller",
         EXCHANGE,
         "if trainers and peer not in trainers:",
         "if False:",
