@@ -91,7 +91,8 @@ class BlockExchange:
             asyncio.get_running_loop()
             raise NotNow("a block of the data went from the cache: it is fetched again")
         node, size, said = blocks.node(number), blocks.size_of(number), dict[PeerId, SwarmError]()
-        for peer in self._wait(self._sources(f"{blocks.tree.root.hex()} {number}")):
+        sources, may_come = self._wait(self._sources(f"{blocks.tree.root.hex()} {number}"))
+        for peer in sources:
             try:
                 data = self._wait(self._fetch(peer, blocks.tree.root.hex(), number, size))
                 if len(data) != size or block_levels(data)[-1] != node:
@@ -102,8 +103,10 @@ class BlockExchange:
                 return data
             except SwarmError as error:
                 said[peer] = error
+                may_come |= isinstance(error, NotNow)
                 if isinstance(error, PeerFault):
                     self._backoff.failed(peer, now=now_s())
+                    may_come |= error.silent  # for as long as its record is there
                 if isinstance(error, BadAnswer):
                     self._loop.call_soon_threadsafe(self._emit, Trouble(text=error.text))
         told = [
@@ -111,20 +114,20 @@ class BlockExchange:
             for peer, error in said.items()
         ]
         text = "; ".join([f"{count(len(said), 'peer')} of the run asked", *told])
-        busy = any(isinstance(error, NotNow) for error in said.values())
-        raise NotNow(text, retry_after_s=RETRY_S) if busy else Refused(text)
+        raise NotNow(text, retry_after_s=RETRY_S) if may_come else Refused(text)
 
     def _wait(self, awaited: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(awaited, self._loop).result()
 
-    async def _sources(self, block: str) -> list[PeerId]:
-        """Each asker in an order of its own for each block, so that no source gives all of them."""
+    async def _sources(self, block: str) -> tuple[list[PeerId], bool]:
+        """Whom to ask: each asker in an order of its own for each block, so that no source gives all of them;
+        and whether others rest."""
         now, me = now_s(), self._transport.peer_id
         records = self._directory.at(NO_STAGE) or await self._directory.refresh({NO_STAGE})
         there = [r.peer for r in records if r.state in ("keeping", "feeding") and r.peer != me]
-        there = [peer for peer in there if not self._backoff.in_backoff(peer, now=now)]
-        order = sorted(there, key=lambda peer: hashlib.sha256(f"{block} {me} {peer}".encode()).digest())
-        return order[:MAX_ASKED]
+        awake = [peer for peer in there if not self._backoff.in_backoff(peer, now=now)]
+        order = sorted(awake, key=lambda peer: hashlib.sha256(f"{block} {me} {peer}".encode()).digest())
+        return order[:MAX_ASKED], len(awake) < len(there)
 
     async def _fetch(self, peer: PeerId, root: str, number: int, size: int) -> bytes:
         line = self._transport.lines.get(peer)

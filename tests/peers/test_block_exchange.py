@@ -185,22 +185,42 @@ async def test_what_nobody_has_is_an_error_that_says_where_it_was_looked_for(
     End(hub, "keeper", "keeping")
     shared(hub, "other", run, empty)
     liar(hub, "liar", data)
-    hub.records["gone"] = hub.records["other"]
-    hub.records["gone"] = PeerRecord(peer="gone", run=RUN.id, stage=NO_STAGE, state="feeding", version=0)
     empty.blocks.others = None
     shared(hub, "empty", run, empty)
     with pytest.raises(SetupError) as raised:
         await read(empty, [0])
     text = raised.value.text
-    assert "4 peers of the run asked; " in text and REPAIRS in text
+    assert "3 peers of the run asked; " in text and REPAIRS in text
     for why in (
         "peer keeper: no such method",
         "peer other: block 0 of the data is not here",
-        "peer gone: cannot be reached",
     ):
         assert why in text
     assert "peer liar: " in text
     assert all(caller == "empty" for caller, _, _ in hub.calls), "nobody asks others for the sake of one"
+
+
+async def test_a_peer_that_is_gone_may_come_back_while_its_record_is_there(
+    both: tuple[Run, Dataset, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, full, empty = both
+    now = [1000.0]
+    monkeypatch.setattr(exchange, "now_s", lambda: now[0])
+    hub = Hub()
+    shared(hub, "full", run, full)
+    shared(hub, "empty", run, empty)
+    end, record = hub.ends.pop("full"), hub.records["full"]
+    with pytest.raises(NotNow, match="1 peer of the run asked; peer full: cannot be reached"):
+        await read(empty, [0])
+    with pytest.raises(NotNow, match="0 peers of the run asked"):
+        await read(empty, [BLOCK_BYTES // 2])
+    assert len(hub.calls) == 1, "it rests"
+    del hub.records["full"]
+    with pytest.raises(SetupError, match="0 peers of the run asked"):
+        await read(empty, [0])
+    hub.ends["full"], hub.records["full"] = end, record
+    now[0] += exchange.FIRST_REST_S
+    await read(empty, EVERYWHERE)
 
 
 async def test_a_busy_peer_is_asked_again_later(
