@@ -4284,6 +4284,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_block_exchange",),
     ),
     Mutation(
+        "give-up-since-the-only-source-is-gone",
+        EXCHANGE,
+        "may_come |= error.silent",
+        "may_come |= False",
+        "A trainer ends since the one that has its data was started again.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
         "give-what-is-damaged",
         BLOCKS,
         "if data and block_levels(data)[-1] == self.node(block):",
