@@ -120,7 +120,7 @@ class BlockExchange:
         return asyncio.run_coroutine_threadsafe(awaited, self._loop).result()
 
     async def _sources(self, block: str) -> tuple[list[PeerId], bool]:
-        """Whom to ask: each asker in an order of its own for each block, so that no source gives all of them;
+        """Peers to ask, each asker in an order of its own for each block, so that no source gives all;
         and whether others rest."""
         now, me = now_s(), self._transport.peer_id
         records = self._directory.at(NO_STAGE) or await self._directory.refresh({NO_STAGE})
