@@ -223,17 +223,15 @@ async def test_a_peer_that_is_gone_may_come_back_while_its_record_is_there(
     await read(empty, EVERYWHERE)
 
 
-async def test_a_busy_peer_is_asked_again_later(
-    both: tuple[Run, Dataset, Dataset], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_peer_is_asked_again_later(both: tuple[Run, Dataset, Dataset]) -> None:
     run, full, empty = both
     hub = Hub()
-    shared(hub, "full", run, full)
+    gives = shared(hub, "full", run, full)
     shared(hub, "empty", run, empty)
-    monkeypatch.setattr(exchange, "MAX_EACH", 0)
+    on_their_way = [gives._reserve("empty", 1) for _ in range(exchange.MAX_EACH)]
     with pytest.raises(NotNow, match="peer full: other blocks are on their way"):
         await read(empty, [0])
-    monkeypatch.undo()
+    on_their_way.clear()
     await read(empty, [0])
 
 
@@ -341,7 +339,8 @@ async def test_who_shares_nothing_asks_all_the_same(both: tuple[Run, Dataset, Da
     await read(empty, [0])
     assert not hub.ends["empty"].handlers
     announcing = asyncio.create_task(alone.announce(("/ip4/192.0.2.7/tcp/1",)))
-    await asyncio.sleep(0.01)
+    for _ in range(100):
+        await asyncio.sleep(0)
     assert (found := hub.records["empty"]).state == "feeding" and found.stage == NO_STAGE and found.addresses
     announcing.cancel()
     await asyncio.gather(announcing, return_exceptions=True)
