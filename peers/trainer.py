@@ -97,14 +97,10 @@ class Proving(Protocol):
 
 @runtime_checkable
 class Fetching(Protocol):
-    """Data that may be far away."""
+    """Data that may be far away: then `batch` fetches them, and may take long."""
 
     def has(self, offsets: list[int]) -> bool:
         """Whether nothing has to be fetched for these samples."""
-        ...
-
-    def bring(self, offsets: list[int]) -> None:
-        """Fetch it, in a thread."""
         ...
 
 
@@ -447,11 +443,9 @@ class Trainer:
     async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:
         t, m = item.microbatch
         offsets = sample_offsets(self._run, t, m)
-        if isinstance(self._batches, Fetching) and not self._batches.has(offsets):
-            await asyncio.to_thread(self._batches.bring, offsets)
         made, batches = partial(self._samples, offsets), self._batches
-        is_here = not isinstance(batches, Fetching) or batches.has(offsets)  # a full disk keeps nothing
-        body, proof = made() if is_here else await asyncio.to_thread(made)
+        is_here = not isinstance(batches, Fetching) or batches.has(offsets)
+        body, proof = made() if is_here else await asyncio.to_thread(made)  # fetched there
         ticket = self._vouchers.ticket(item.microbatch, body)
         body += proof
         work = Work(

@@ -65,9 +65,6 @@ class Unkept(Zeros):
     def has(self, offsets: list[int]) -> bool:
         return False
 
-    def bring(self, offsets: list[int]) -> None:
-        """Nothing stays of it."""
-
     def batch(self, offsets: list[int]) -> np.ndarray:
         assert self.in_thread, "it is fetched once more, which may take long"
         return super().batch(offsets)
