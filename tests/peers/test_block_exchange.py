@@ -200,12 +200,18 @@ async def test_what_nobody_has_is_an_error_that_says_where_it_was_looked_for(
     assert all(caller == "empty" for caller, _, _ in hub.calls), "nobody asks others for the sake of one"
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock of the exchange says."""
+    said = [1000.0]
+    monkeypatch.setattr(exchange, "now_s", lambda: said[0])
+    return said
+
+
 async def test_a_peer_that_is_gone_may_come_back_while_its_record_is_there(
-    both: tuple[Run, Dataset, Dataset], monkeypatch: pytest.MonkeyPatch
+    both: tuple[Run, Dataset, Dataset], now: list[float]
 ) -> None:
     run, full, empty = both
-    now = [1000.0]
-    monkeypatch.setattr(exchange, "now_s", lambda: now[0])
     hub = Hub()
     shared(hub, "full", run, full)
     shared(hub, "empty", run, empty)
@@ -236,11 +242,9 @@ async def test_a_busy_peer_is_asked_again_later(both: tuple[Run, Dataset, Datase
 
 
 async def test_what_a_peer_gives_is_bounded_for_each_caller_and_for_all(
-    both: tuple[Run, Dataset, Dataset], monkeypatch: pytest.MonkeyPatch
+    both: tuple[Run, Dataset, Dataset], now: list[float]
 ) -> None:
     run, full, _ = both
-    now = [1000.0]
-    monkeypatch.setattr(exchange, "now_s", lambda: now[0])
     hub = Hub()
     shared(hub, "full", run, full)
 
