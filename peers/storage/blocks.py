@@ -50,8 +50,8 @@ RETRY_S = 5.0
 MAX_TRIES = 64
 """Combinations of addresses for a block that lies across several shards."""
 DIGEST_BYTES = 32
-Others: TypeAlias = "Callable[[Blocks, int], bytes]"
-"""The block with this number, as right as the index says, from other machines of the run. Called in a thread.
+Others: TypeAlias = "Callable[[Blocks, int], tuple[bytes, list[bytes]]]"
+"""The block with this number and its levels, as right as the index says, from other peers. For threads.
 Raises SwarmError: none gives it, with the words for a person; NotNow: one may a little later."""
 
 log = logging.getLogger(__name__)
@@ -242,17 +242,17 @@ class Blocks:
         """
         parts, search = self._shards.of_block(block), _Search()
         rest = any(all(map(self._rests, part.shard.at)) for part in parts)
-        if rest and (data := self._of_others(block, search)) is not None:
-            return data, block_levels(data), False
+        if rest and (found := self._of_others(block, search)) is not None:
+            return *found, False
         try:
             return self._of_addresses(block, parts, search)
         except (SetupError, NotNow):
-            data = None if rest else self._of_others(block, search)
-            if data is None:
+            found = None if rest else self._of_others(block, search)
+            if found is None:
                 raise search.nowhere() from None
-            return data, block_levels(data), False
+            return *found, False
 
-    def _of_others(self, block: int, search: _Search) -> bytes | None:
+    def _of_others(self, block: int, search: _Search) -> tuple[bytes, list[bytes]] | None:
         try:
             return None if self.others is None else self.others(self, block)
         except SwarmError as error:

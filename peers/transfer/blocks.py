@@ -85,7 +85,7 @@ class BlockExchange:
 
     # -- asking, in threads -------------------------------------------------------------------------
 
-    def ask(self, blocks: Blocks, number: int) -> bytes:
+    def ask(self, blocks: Blocks, number: int) -> tuple[bytes, list[bytes]]:
         """See `peers.storage.blocks.Others`."""
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
@@ -95,12 +95,12 @@ class BlockExchange:
         for peer in sources:
             try:
                 data = self._wait(self._fetch(peer, blocks.tree.root.hex(), number, size))
-                if len(data) != size or block_levels(data)[-1] != node:
+                if len(data) != size or (levels := block_levels(data))[-1] != node:
                     raise BadAnswer(
                         peer, f"gave other bytes as block {number} of the data than the index has"
                     )
                 self._backoff.answered(peer)
-                return data
+                return data, levels
             except SwarmError as error:
                 said[peer] = error
                 may_come |= isinstance(error, NotNow)

@@ -4254,8 +4254,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "take-whatever-block-a-peer-gives",
         EXCHANGE,
-        "if len(data) != size or block_levels(data)[-1] != node:",
-        "if len(data) != size:",
+        "(levels := block_levels(data))[-1] != node:",
+        "not (levels := block_levels(data)):",
         "A liar's tokens are kept as the run's, in its cache, under their name.",
         ("test_block_exchange",),
     ),
@@ -4302,8 +4302,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-peers-after-addresses-that-failed",
         BLOCKS,
-        "if rest and (data := ",
-        "if False and (data := ",
+        "if rest and (found := ",
+        "if False and (found := ",
         "Each block waits for a dead server again, though a peer has it.",
         ("test_block_exchange",),
     ),
