@@ -44,7 +44,9 @@ def dequantize(quantized: torch.Tensor, scales: torch.Tensor, numel: int) -> tor
     """The numbers, nearly: float32 [numel]. `scales`: none above MAX_SCALE."""
     both = quantized.view(-1, BLOCK // 2).t()
     steps = torch.cat([both & 15, both >> 4]).float().sub_(8)
-    return _rotated(steps.mul_(scales / _STEPS)).t().reshape(-1)[:numel]
+    # A GPU divides by a Python number by multiplying with its reciprocal, which rounds another way.
+    sizes = scales / torch.full_like(scales, _STEPS)
+    return _rotated(steps.mul_(sizes)).t().reshape(-1)[:numel]
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:
