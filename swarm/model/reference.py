@@ -24,7 +24,7 @@ from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, empty_state, initial_vectors, stage_layout
 from swarm.model.optimizer import moment_seed, muon_update, to_bfloat16
 from swarm.model.reductions import sqnorm
-from swarm.model.same_bits import aligned, use_threads_of
+from swarm.model.same_bits import aligned, use_same_algorithms, use_threads_of
 from swarm.model.stage_function import stage_function
 from swarm.wire.codec import decode, encode, places_of, round_trip
 
@@ -50,6 +50,7 @@ class SingleProcess:
         Raises:
             SetupError: the optimizer is adamw8bit, which has no reference, or what is sent depends on routes.
         """
+        use_same_algorithms(torch.device(device))
         if run.optimizer.name == "adamw8bit":
             raise SetupError('optimizer.name = "adamw8bit" cannot be verified: there is no reference for it')
         if run.depends_on_routes:

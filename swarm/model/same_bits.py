@@ -1,14 +1,18 @@
-"""What decides the last bits of a CPU's arithmetic besides the numbers: threads, and where tensors lie.
+"""What decides the last bits of arithmetic besides the numbers: threads, where tensors lie, and algorithms.
 
 A sum that several threads share is rounded where their parts meet, so the number of threads of one operator
 is the manifest's (`batch.microbatch_threads`) and no peer's. Small matrix products of MKL depend on where in
 a cache line their operands begin (a third of random shapes in float32, three quarters in float64), so every
 tensor that comes from elsewhere begins on one, as torch's own do.
+
+On a GPU the fastest kernels add in the order in which their blocks end, which is another one each time: the
+backward of attention to long sequences, for one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +24,17 @@ CACHE_LINE_BYTES = 64
 
 _threads = 0
 """The number that was set last: MKL has one for a whole process, torch one for each of its threads."""
+
+
+def use_same_algorithms(device: torch.device) -> None:
+    """Have this process compute on a GPU with kernels that give the same bits each time. Before it does.
+
+    An operator without such a kernel raises RuntimeError there, which says that none is deterministic.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_threads_of(run: Run) -> None:

@@ -39,7 +39,7 @@ from swarm.model.kept import kept_bytes
 from swarm.model.layout import stage_layout
 from swarm.model.meeting import difference_bytes
 from swarm.model.reductions import vectors_digest
-from swarm.model.same_bits import use_threads_of
+from swarm.model.same_bits import use_same_algorithms, use_threads_of
 from swarm.model.stage_function import stage_function
 from swarm.model.state import StageState
 from swarm.wire.codec import Encoded
@@ -90,6 +90,7 @@ class StageCompute:
         self.device = torch.device(device)
         if self.device.type == "mps" and run.dtype == "float64":
             raise SetupError('dtype = "float64" cannot be computed on --device mps: take --device cpu')
+        use_same_algorithms(self.device)
         self._last = stage == run.S - 1
         self._function = stage_function(run, stage)
         if recompute_layers and run.model.kind != "gpt":
@@ -318,10 +319,21 @@ class StageCompute:
 
         With the weights of version 0, peers with the same digits compute alike: they are of one kind. The
         time that it takes gives the speed.
+
+        Raises:
+            SetupError: this device finds other bits each time.
         """
-        computed = self._compute(Microbatch(0, 0), self.version, self._boundary.made_up(zeros=False))
-        ones = [torch.ones_like(output) for output in computed.outputs]
-        grads, terms = self._autograd(self.version, computed, ones, weights=True)
+        try:
+            computed = self._compute(Microbatch(0, 0), self.version, self._boundary.made_up(zeros=False))
+            ones = [torch.ones_like(output) for output in computed.outputs]
+            grads, terms = self._autograd(self.version, computed, ones, weights=True)
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            raise SetupError(
+                f"stage {self.stage} cannot be computed on {self.device}, which would find other bits each "
+                f"time: {str(error).split('. ')[0]}. Take --device cpu"
+            ) from error
         given = [*computed.outputs, *computed.others.values(), *computed.statistics.values()]
         given += [grad for grad in (*grads, *terms.values()) if grad is not None]
         return vectors_digest(given, on_device=self.device.type != "cpu")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from swarm.codecs import VALUES
-from swarm.errors import Refused
+from swarm.errors import Refused, SetupError
 from swarm.ids import Microbatch
 from swarm.model.gradient_sum import Gradients
 from swarm.model.reference import SingleProcess
@@ -44,10 +45,11 @@ def test_a_tensor_of_the_device_travels(codec: str, dtype: torch.dtype) -> None:
     encoded = encode(x, codec)
     y = decode(*encoded, device="cuda")
     assert (y.device.type, y.dtype, y.shape) == ("cuda", dtype, x.shape)
-    most = {"none": 1e-9, "bf16": 2e-3, "blockwise8": 1.3e-2, "hadamard4": 0.125}
+    most = {"none": 1e-9, "bf16": 2e-3, "blockwise8": 1.3e-2, "hadamard4": 0.13}
     assert ((y - x).norm() / x.norm()).item() < most[codec]
-    # The bytes mean the same on the host.
-    assert torch.allclose(decode(*encoded).double(), y.cpu().double(), rtol=8e-3, atol=0)
+    # The bytes mean the same on the host, where a rotation leaves nearly nothing too.
+    atol = 0.0 if codec != "hadamard4" else 1e-6
+    assert torch.allclose(decode(*encoded).double(), y.cpu().double(), rtol=8e-3, atol=atol)
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "topk:0.05+bf16", "topk:0.4", "hadamard4"])
@@ -95,6 +97,29 @@ def test_the_same_microbatches_give_the_same_bits_again(dtype: str, masked: bool
     assert all(digest == digests[0] for digest in digests)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_to_long_sequences_gives_the_same_bits_each_time(dtype: str, masked: bool) -> None:
+    """Its fastest backward adds what its blocks find in the order in which they end."""
+    run = tiny_run(
+        dtype=dtype,
+        model={"hidden": 512, "heads": 8, "ffn_hidden": 1024},
+        data={"sequence_length": 2048, "document_mask": masked, "eos": 7 if masked else -1},
+    )
+    stage = StageCompute(run, 1, "cuda")
+    assert len({stage.rehearse() for _ in range(10)}) == 1
+
+
+def test_what_finds_other_bits_each_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsteady(*_: Any, **__: Any) -> Any:
+        return torch.bincount(torch.ones(9, dtype=torch.int64, device="cuda"), torch.ones(9, device="cuda"))
+
+    stage = StageCompute(tiny_run(dtype="float32"), 1, "cuda")
+    monkeypatch.setattr(stage, "_compute", unsteady)
+    with pytest.raises(SetupError, match=r"other bits each time: .*bincount.*--device cpu"):
+        stage.rehearse()
+
+
 def test_a_gradient_that_overflows_on_the_device_is_refused_and_leaves_the_sum() -> None:
     chain = Chain(tiny_run(dtype="float32"), "cuda")
     chain.begin(0)
@@ -112,8 +137,9 @@ def test_a_gradient_that_overflows_on_the_device_is_refused_and_leaves_the_sum()
 def test_the_8_bit_optimizer_trains_and_its_state_carries_on() -> None:
     run = tiny_run(dtype="float32", steps=25, optimizer={"name": "adamw8bit"}, model={"hidden": 64})
     chain = Chain(run, "cuda")
-    losses = [sum(chain.step(t)) / run.M for t in range(15)]
-    assert losses[-1] < losses[0] - 0.05
+    wide = Chain(replace(run, optimizer=replace(run.optimizer, name="adamw")), "cuda")
+    for t in range(15):
+        assert sum(chain.step(t)) / run.M == pytest.approx(sum(wide.step(t)) / run.M, abs=0.1)
     other = Chain(run, "cuda")
     for stage, source in zip(other.stages, chain.stages, strict=True):
         stage.load_state(source.version, source.state.copy())

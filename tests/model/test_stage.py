@@ -788,3 +788,17 @@ def test_what_was_sent_keeps_its_bits_when_the_weights_change() -> None:
     state["weights"] -= 3.0
     compute.load_state(1, state)
     assert [bytes(part) for part in sent.buffers] == before
+
+
+def test_a_device_that_finds_other_bits_each_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch says it of operators that have no such algorithm on a GPU."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("ctc_loss does not have a deterministic implementation, but you set. You can turn")
+
+    stage = StageCompute(tiny_run(), 1)
+    monkeypatch.setattr(stage, "_compute", fails)
+    with pytest.raises(
+        SetupError, match=r"stage 1 cannot .* on cpu, .* bits each time: ctc_loss does .* Take --device cpu"
+    ):
+        stage.rehearse()
