@@ -19,6 +19,8 @@ nothing.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -105,13 +107,22 @@ def largest_term(microbatches: int) -> float:
     return 2.0 ** (62 - BITS) / microbatches
 
 
+def largest_norm(term: torch.Tensor) -> torch.Tensor:
+    """A number that nothing in `term` exceeds, found in half the time of the largest magnitude: its norm."""
+    return torch.linalg.vector_norm(term, dtype=_at_least_float32(term))
+
+
 def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None = None) -> None:
-    """Add `term` (float32, any shape, within `largest_term`) to `total` (int64, 1-D, as many elements)."""
+    """Add `term` (floats, any shape, within `largest_term`) to `total` (int64, 1-D, as many elements)."""
     flat = term.detach().reshape(-1)
     on_host = flat.device.type == "cpu"
+    fused = None if on_host or rounded is not None else _fused_add(flat.device, flat.dtype)
+    if fused is not None:
+        fused(total, flat)
+        return
     size = _SLICE if on_host else _DEVICE_SLICE  # a matrix of GPT-3's would take 7 GB at once
     for start in range(0, len(flat), size):
-        part = flat[start : start + size]
+        part = flat[start : start + size].to(_at_least_float32(flat))
         scaled = part * SCALE if rounded is None else rounded.part(part, start)
         if on_host:
             # numpy converts float32 to int64 in 2/3 of torch's time.
@@ -119,6 +130,48 @@ def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None =
             target += scaled.numpy().astype(np.int64)
         else:
             total[start : start + size].add_(scaled.to(torch.int64))
+
+
+_ADD = """
+extern "C" __global__ void add_exact(long long *total, const FROM *term, int numel) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < numel) total[i] += (long long)(VALUE * 17592186044416.0f);
+}
+"""
+_VALUES = {
+    torch.float32: ("float", "term[i]"),
+    torch.bfloat16: ("unsigned short", "__int_as_float((int)term[i] << 16)"),
+}
+_THREADS = 256
+
+
+@functools.cache
+def _fused_add(
+    device: torch.device, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """`add_exact` of flat terms in one pass over memory, where torch takes three. None: not here."""
+    if device.type != "cuda" or torch.version.cuda is None or dtype not in _VALUES:
+        return None
+    kind, value = _VALUES[dtype]
+    source = _ADD.replace("FROM", kind).replace("VALUE", value)
+    try:
+        with torch.cuda.device(device):
+            kernel = torch.cuda._compile_kernel(source, "add_exact")  # type: ignore[attr-defined]
+    except (AttributeError, OSError, RuntimeError):  # another torch, or one without the compiler
+        return None
+
+    def add(total: torch.Tensor, flat: torch.Tensor) -> None:
+        with torch.cuda.device(device):
+            for start in range(0, len(flat), _DEVICE_SLICE):
+                part = flat[start : start + _DEVICE_SLICE]
+                blocks, into = -(-len(part) // _THREADS), total[start : start + len(part)]
+                kernel(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), args=[into, part, len(part)])
+
+    return add
+
+
+def _at_least_float32(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def to_float(total: torch.Tensor, dtype: torch.dtype, dropped: torch.Tensor | None = None) -> torch.Tensor:

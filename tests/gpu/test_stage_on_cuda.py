@@ -12,6 +12,7 @@ import torch
 from swarm.codecs import VALUES
 from swarm.errors import Refused, SetupError
 from swarm.ids import Microbatch
+from swarm.model.fixed_point import _fused_add, add_exact
 from swarm.model.gradient_sum import Gradients
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
@@ -118,6 +119,19 @@ def test_what_finds_other_bits_each_time_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stage, "_compute", unsteady)
     with pytest.raises(SetupError, match=r"other bits each time: .*bincount.*--device cpu"):
         stage.rehearse()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_added_as_on_the_cpu(dtype: torch.dtype) -> None:
+    """By the kernel of this device, which is there, up to the largest and beyond a block of threads."""
+    assert _fused_add(torch.device("cuda:0"), dtype) is not None
+    term = (torch.randn(1000, 77) * torch.logspace(-12, 3, 77)).to(dtype)
+    term[0, 0], term[0, 1] = 2.0**17, -(2.0**17)
+    here, there = torch.arange(term.numel()), torch.arange(term.numel()).cuda()
+    for _ in range(2):
+        add_exact(here, term)
+        add_exact(there, term.cuda())
+    assert torch.equal(here, there.cpu())
 
 
 def test_a_gradient_that_overflows_on_the_device_is_refused_and_leaves_the_sum() -> None:

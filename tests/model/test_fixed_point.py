@@ -21,6 +21,7 @@ from swarm.model.fixed_point import (
     blocks_of,
     dropped_after,
     in_float64,
+    largest_norm,
     largest_term,
     to_float,
 )
@@ -40,6 +41,16 @@ def summed(terms: list[torch.Tensor]) -> torch.Tensor:
 
 def rounded(m: int, dropped: torch.Tensor, *, t: int = 0, name: str = "layers.0.up") -> Rounded:
     return Rounded.of(RUN, Microbatch(t, m), name, dropped)
+
+
+def test_a_narrow_gradient_is_added_as_the_same_numbers_made_wide() -> None:
+    narrow = (torch.randn(300, 500) * torch.logspace(-12, 3, 500)).to(torch.bfloat16)
+    sums = [torch.zeros(narrow.numel(), dtype=torch.int64) for _ in range(2)]
+    add_exact(sums[0], narrow)
+    add_exact(sums[1], narrow.float())
+    assert torch.equal(*sums) and sums[0].any()
+    norm = largest_norm(narrow)
+    assert norm.dtype == torch.float32 and norm >= narrow.abs().max()
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 40), spread=st.integers(0, 12))
