@@ -63,6 +63,8 @@ AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper", "
 RENEWED_S = 10 * 86_400
 """A bootstrap with the owner's key renews a charter that expires within this."""
 RENEW_EVERY_S = 600.0
+GPU_WORKERS = 2
+"""One reads and writes bytes of the host while the other's kernels run."""
 CELLS_SHOWN = 4
 
 
@@ -382,8 +384,8 @@ class Peer(Networked[PeerOptions]):
         return stage
 
     def _build(self, run: Run, stage: Stage, device: str) -> tuple[StageCompute, int, int]:
-        """The stage, how many microbatches it admits, and how many are computed at once: as many as cores and
-        memory are for, on a GPU one.
+        """The stage, how many microbatches it admits, and how many are computed at once: as many as cores, or
+        `GPU_WORKERS`, and memory are for.
 
         Raises:
             SetupError: it does not fit; before anything is fetched.
@@ -413,10 +415,12 @@ class Peer(Networked[PeerOptions]):
                 admits = fits if admits == "auto" else min(fits, admits)
         except torch.OutOfMemoryError as error:
             raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None
-        if device != "cpu":
-            return compute, admits, 1
-        by_cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
-        return compute, admits, max(1, min(by_cores, needs.workers(free_bytes(device), most)))
+        wanted = 1
+        if device == "cpu":
+            wanted = (options.threads or usable_cores()) // run.batch.microbatch_threads
+        elif device != "mps":
+            wanted = GPU_WORKERS
+        return compute, admits, max(1, min(wanted, needs.workers(free_bytes(device), most)))
 
     def _fitting(self, run: Run, cells: Sequence[Stage], device: str) -> list[Stage]:
         """Those whose stages fit: one that did not would be lost to the run. Raises SetupError: none does."""
