@@ -44,6 +44,7 @@ from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
 from swarm.protocol.step import StepState
 from swarm.records import NO_STAGE
+from swarm.wire.codec import to_host
 
 RETRY_S = 0.5
 """Pause when no peer gave what this one lacks."""
@@ -191,7 +192,8 @@ class Actions:
             if why is not None:
                 return why
             step.ledger.freeze(plan.round)
-            return core.compute.sums.of(step.t).cpu(), core.compute.sums.value_of_answer()
+            total, alone = core.compute.sums.of(step.t), plan.members == (core.me,)
+            return total if alone else to_host(total), core.compute.sums.value_of_answer()
 
         try:
             frozen = await core.device.run(Rank.STEP, step.t, freeze)

@@ -190,7 +190,7 @@ class AllReduce:
         total: torch.Tensor,
         value: Callable[[torch.Tensor], torch.Tensor] = lambda answers: answers,
     ) -> tuple[torch.Tensor, Prepared]:
-        """Reduce `total` (flat, host memory) with the replicas of `plan`.
+        """Reduce `total` (flat, in host memory unless this replica is alone) with the replicas of `plan`.
 
         Returns:
             The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.
@@ -214,7 +214,7 @@ class AllReduce:
             check = self._audits.open(plan, t, parts, total) if self._audits is not None else None
         except Refused as refused:
             raise RoundAborted(refused.text) from None
-        reduced = torch.empty(total.numel(), dtype=self._dtype)
+        reduced = torch.empty(total.numel(), dtype=self._dtype, pin_memory=total.is_pinned())
         this = _Round(plan, t, total, reduced, chunks, check)
         self._rounds[plan.round] = this
         pulse(self._started)
@@ -254,9 +254,11 @@ class AllReduce:
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""
-        reduced = torch.empty(total.numel(), dtype=self._dtype)
+        reduced = torch.empty(total.numel(), dtype=self._dtype, pin_memory=total.is_cuda)
         for start, numel in chunks_of(0, total.numel()):
             part = self._answer(total[start : start + numel])
+            # Among several the host encodes, whose bytes are others than a GPU's.
+            part = part if self._codec == "none" else part.cpu()
             meta, buffers = encode(part, self._codec, name="a reduced gradient")
             reduced[start : start + numel] = decode(meta, buffers)
         return reduced

@@ -71,9 +71,9 @@ def device_digest(vector: torch.Tensor) -> str:
     """
     flat = vector.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
-    sums = [0, 0]
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
     for number, part in enumerate(words.split(_SLICE)):
         place = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + number * _SLICE
         for i, factor in enumerate((0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D)):
-            sums[i] += int((part.to(torch.int64) * ((place * factor) | 1)).sum().item())
-    return "".join(f"{total % 2**64:016x}" for total in sums)
+            sums[i] += (part.to(torch.int64) * ((place * factor) | 1)).sum()
+    return "".join(f"{total % 2**64:016x}" for total in sums.tolist())

@@ -133,7 +133,7 @@ def start_encode(
     if extremes is not None:
         parts.append(torch.stack(extremes).double())
     hosts = [_start_copy(part) for part in parts]
-    done = torch.cuda.Event()
+    done = torch.cuda.Event(blocking=True)  # else a core spins meanwhile
     done.record(torch.cuda.current_stream(tensor.device))
 
     def finish() -> Encoded:
@@ -319,6 +319,15 @@ def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in host memory; of a GPU a copy, which went there at the speed of its bus."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    host = _start_copy(tensor)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
 
 
 @functools.cache
