@@ -439,8 +439,11 @@ class Swarm(Processes):
         start: Path | None = None,
         held_out: Sequence[Path] = (),
         lab: Lab | None = None,
+        device: str = "cpu",
     ) -> None:
+        """`device`: of its peers, and of the process that it is compared with."""
         super().__init__(lab)
+        self.device = device
         self.data: Dataset | Samples = open_data(run, data)
         self.run = pinned(run, self.data, start, open_eval(run, held_out, None))
         self._files = ["--data", *map(str, data)] if data else []
@@ -478,7 +481,8 @@ class Swarm(Processes):
 
     def peer(self, stage: Stage, *extra: str, kill_at: str = "") -> Program:
         """Start a peer; it is not waited for."""
-        words = ["--stage", str(stage), "--device", "cpu", "--threads", "1", "--max-inflight", "8", *extra]
+        words = ["--stage", str(stage), "--device", self.device, "--threads", "1", "--max-inflight", "8"]
+        words += extra
         return self.start(
             self._name(f"peer of stage {stage}"), ["peer", *self.membership(), *words], kill_at=kill_at
         )
@@ -589,7 +593,7 @@ class Swarm(Processes):
 
     def single_process(self, steps: int) -> SingleProcess:
         """The same run in one process, so many steps on."""
-        single = SingleProcess(self.run, self.data.batch)
+        single = SingleProcess(self.run, self.data.batch, self.device)
         for t in range(steps):
             single.step(t)
         return single
