@@ -51,7 +51,7 @@ COLUMNS = (
 # --- without a swarm ---
 
 
-def baseline_worker(manifest: str, threads: int) -> None:
+def baseline_worker(manifest: str, threads: int, device: str) -> None:
     """One process that computes the whole model: `N` on stdin → N steps, then one JSON line."""
     die_with_parent(os.getppid())
     tune_malloc()
@@ -66,7 +66,8 @@ def baseline_worker(manifest: str, threads: int) -> None:
     run = parse_run(manifest)
     data = open_dataset(run)
     model, dtype = stage_skeleton(run, 0), weights_dtype(run)
-    replace_parameters(model, lambda name, empty: initial_value(run, name, empty.shape).to(dtype))
+    replace_parameters(model, lambda name, empty: initial_value(run, name, empty.shape).to(device, dtype))
+    model.to(device)
     parameters, spec = list(model.parameters()), run.optimizer
     if spec.name == "adamw":
         betas = (spec.beta1, spec.beta2)
@@ -78,8 +79,8 @@ def baseline_worker(manifest: str, threads: int) -> None:
 
     def step(microbatches: int) -> None:
         for m in range(microbatches):
-            tokens = torch.from_numpy(data.batch(sample_offsets(run, 0, m))).long()
-            with torch.autocast("cpu", torch.bfloat16, enabled=run.dtype == "bfloat16"):
+            tokens = torch.from_numpy(data.batch(sample_offsets(run, 0, m))).to(device).long()
+            with torch.autocast(device, torch.bfloat16, enabled=run.dtype == "bfloat16"):
                 loss = model(tokens[:, :-1], tokens[:, 1:], mb=Microbatch(0, m))
             loss.backward()
             loss.item()
@@ -105,11 +106,11 @@ def baseline_worker(manifest: str, threads: int) -> None:
 class Baseline:
     """Processes that each compute the whole model; they wait between measurements."""
 
-    def __init__(self, run: Run, *, processes: int, threads: int) -> None:
+    def __init__(self, run: Run, *, processes: int, threads: int, device: str) -> None:
         self.kind = f"{processes} × {threads} thread" + ("s" if threads > 1 else "")
         self._processes = [
             subprocess.Popen(
-                [sys.executable, __file__, "--baseline-worker", str(threads)],
+                [sys.executable, __file__, "--baseline-worker", str(threads), "--device", device],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
             for _ in range(processes)
@@ -181,15 +182,19 @@ def codec_s(run: Run) -> float:
 # --- one row ---
 
 
-async def measure(run: Run, *, replicas: int, steps: int, rounds: int, window: int | None) -> dict[str, Any]:
-    """Baselines and a swarm of `run`, in turn, `rounds` times."""
+async def measure(
+    run: Run, *, replicas: int, steps: int, rounds: int, window: int | None, device: str
+) -> dict[str, Any]:
+    """Baselines and a swarm of `run`, in turn, `rounds` times. On a GPU one process is the baseline."""
     whole = replace(run, model=replace(run.model, stages=1))
-    cores = usable_cores()
-    async with Swarm(run, replicas=replicas, window=window) as swarm:
+    cores = usable_cores() if device == "cpu" else 1
+    async with Swarm(run, replicas=replicas, window=window, device=device) as swarm:
         whole = swarm.data.pinned(whole)
-        baselines = [await asyncio.to_thread(Baseline, whole, processes=1, threads=cores)]
+        baselines = [await asyncio.to_thread(Baseline, whole, processes=1, threads=cores, device=device)]
         if cores > 1:
-            baselines.append(await asyncio.to_thread(Baseline, whole, processes=cores, threads=1))
+            baselines.append(
+                await asyncio.to_thread(Baseline, whole, processes=cores, threads=1, device=device)
+            )
         try:
             await swarm.train(1)  # the first step connects, allocates, and is not counted
             segments: list[Segment] = []
@@ -284,7 +289,7 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(
                     await measure(
                         run, replicas=int(replicas or 1), steps=options.steps, rounds=options.rounds,
-                        window=options.window,
+                        window=options.window, device=options.device,
                     )
                 )  # fmt: skip
                 found = rows[-1]
@@ -322,6 +327,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="of one measurement (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (default: 3)")
     parser.add_argument("--window", type=int, help="the trainer's window (default: it finds one)")
+    parser.add_argument("--device", default="cpu", help="cuda: all peers share that GPU (default: cpu)")
     parser.add_argument("--quick", action="store_true", help="hidden 256, one step, one round")
     parser.add_argument("--baseline-worker", type=int, metavar="THREADS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -333,7 +339,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if options.baseline_worker:
-        baseline_worker(json.loads(sys.stdin.readline()), options.baseline_worker)
+        baseline_worker(json.loads(sys.stdin.readline()), options.baseline_worker, options.device)
         return
     import uvloop
 

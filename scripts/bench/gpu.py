@@ -3,9 +3,11 @@
     python scripts/bench/gpu.py [--optimizer adamw8bit] [--rounds 3] [--microbatches 16]
 
 A middle stage of GPT-2-XL sized layers, and one of GPT-3 sized ones, in bfloat16 with blockwise8 at both
-ends, computes microbatches on a device thread as a peer's does: tensors come and go as bytes in host memory,
-`window` of them are in flight, backwards go before forwards. The bare module has its inputs on the device
-and does nothing else but autocast. Each call waits for its result, as the stage's loop does.
+ends, computes microbatches on `--workers` threads as a peer's does: tensors come and go as bytes in host
+memory, `window` of them are in flight, backwards go before forwards. The bare module has its inputs on the
+device and does nothing else but autocast; `sync` is against it with the same algorithms, which give the same
+bits each time, and `price` is what those cost the bare module. Each call waits for its result, as the stage's
+loop does.
 
 Prints a table, and a JSON object on the last line; without a CUDA device it says so and has no rows.
 """
@@ -18,6 +20,7 @@ import json
 import queue
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +64,7 @@ SIZES = (
     Size("gpt2-xl, 12 layers", 1600, 25, 12, 1024, 4),
     Size("gpt3, 1 layer", 12288, 96, 1, 2048, 1),
 )
-WINDOWS = (1, 2, 4, 8)
+WINDOWS = (1, 2, 4)
 
 
 def run_of(size: Size, optimizer: Literal["adamw", "adamw8bit"]) -> Run:
@@ -121,23 +124,38 @@ class Peer:
         ]
         self.grads = [encode(torch.randn((B, T, H)).mul_(1e-4).to(torch.bfloat16), "blockwise8")]
 
-    def microbatches(self, count: int, window: int) -> None:
+    def microbatches(self, count: int, window: int, workers: int) -> None:
         """Do `count` microbatches, `window` in flight, backwards first."""
         jobs: queue.PriorityQueue[tuple[int, int, Forward | None]] = queue.PriorityQueue()
-        order = itertools.count()
+        order, books = itertools.count(), threading.Lock()
         for _ in range(min(window, count)):
             jobs.put((1, next(order), None))
         started, done = min(window, count), 0
-        while done < count:
-            fwd = jobs.get()[2]
-            if fwd is None:
-                jobs.put((0, next(order), self.compute.forward(MB, self.inputs)))
-                continue
-            self.compute.add(self.compute.gradients(fwd, self.grads, weights=True))
-            done += 1
-            if started < count:
-                started += 1
-                jobs.put((1, next(order), None))
+
+        def work() -> None:
+            nonlocal started, done
+            while True:
+                rank, _, fwd = jobs.get()
+                if rank > 1:
+                    return
+                if fwd is None:
+                    jobs.put((0, next(order), self.compute.forward(MB, self.inputs)))
+                    continue
+                found = self.compute.gradients(fwd, self.grads, weights=True)
+                with books:
+                    self.compute.add(found)
+                    done += 1
+                    if started < count:
+                        started += 1
+                        jobs.put((1, next(order), None))
+                    for _ in range(workers if done == count else 0):
+                        jobs.put((2, next(order), None))
+
+        threads = [threading.Thread(target=work) for _ in range(workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def step_s(self) -> float:
         """Seconds of one optimizer step."""
@@ -159,33 +177,40 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def measure(
-    size: Size, optimizer: Literal["adamw", "adamw8bit"], rounds: int, count: int
+    size: Size, optimizer: Literal["adamw", "adamw8bit"], rounds: int, count: int, workers: list[int]
 ) -> list[dict[str, Any]]:
     run, device = run_of(size, optimizer), "cuda"
     module, peer = bare(run, torch.device(device)), Peer(run, device)
     module(2)
-    peer.microbatches(4, 2)
+    peer.microbatches(4, 2, 2)
     bare_s: list[float] = []
-    taken: dict[int, list[float]] = {window: [] for window in WINDOWS}
+    free_s: list[float] = []
+    cases = [(threads, window) for threads in workers for window in WINDOWS if window >= threads]
+    taken: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
     for _ in range(rounds):  # interleaved, so that a drift of the clock rate hits all alike
         bare_s.append(seconds(lambda: module(count)))
-        for window in WINDOWS:
-            taken[window].append(seconds(partial(peer.microbatches, count, window)))
+        torch.use_deterministic_algorithms(False)
+        free_s.append(seconds(lambda: module(count)))
+        torch.use_deterministic_algorithms(True)
+        for threads, window in cases:
+            taken[threads, window].append(seconds(partial(peer.microbatches, count, window, threads)))
     saved = peer.compute.saved_bytes()
     step_s = peer.step_s()
-    base = statistics.median(bare_s)
+    base, free = statistics.median(bare_s), statistics.median(free_s)
     return [
         {
             "size": size.name,
             "optimizer": optimizer,
             "window": window,
+            "workers": threads,
+            "price": round(base / free, 4),
             "bare_tokens_per_s": round(count * size.tokens / base),
-            "sync_tokens_per_s": round(count * size.tokens / statistics.median(taken[window])),
-            "sync_ratio": round(base / statistics.median(taken[window]), 4),
+            "sync_tokens_per_s": round(count * size.tokens / statistics.median(taken[threads, window])),
+            "sync_ratio": round(base / statistics.median(taken[threads, window]), 4),
             "saved_mb": round(saved / 1e6),
             "step_s": round(step_s, 4),
         }
-        for window in WINDOWS
+        for threads, window in cases
     ]
 
 
@@ -194,24 +219,30 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw8bit")
     parser.add_argument("--rounds", type=int, default=3, help="paired repetitions; medians are reported")
     parser.add_argument("--microbatches", type=int, default=16, help="per measurement")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="threads that compute at once")
+    parser.add_argument("--sizes", nargs="+", default=[size.name.split(",")[0] for size in SIZES])
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured")
     else:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.optimizer}")
-        print("stage                window  bare tok/s   sync  MB/mb  step s")
+        print("stage                workers  window  bare tok/s   sync  price  MB/mb  step s")
         for size in SIZES:
+            if size.name.split(",")[0] not in options.sizes:
+                continue
             try:
-                found = measure(size, options.optimizer, options.rounds, options.microbatches)
+                found = measure(
+                    size, options.optimizer, options.rounds, options.microbatches, options.workers
+                )
             except torch.cuda.OutOfMemoryError as error:
                 print(f"{size.name:<20} does not fit: {str(error).splitlines()[0][:80]}")
                 continue
             rows += found
             for row in found:
                 print(
-                    f"{row['size']:<20} {row['window']:>6} {row['bare_tokens_per_s']:>11} "
-                    f"{row['sync_ratio']:>6.3f} "
+                    f"{row['size']:<20} {row['workers']:>7} {row['window']:>7} "
+                    f"{row['bare_tokens_per_s']:>11} {row['sync_ratio']:>6.3f} {row['price']:>6.3f} "
                     f"{row['saved_mb']:>6} {row['step_s']:>7.3f}"
                 )
             torch.cuda.empty_cache()

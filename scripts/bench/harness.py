@@ -199,6 +199,7 @@ class Swarm:
         environment: dict[str, str] | None = None,
         lab: Lab | None = None,
         identity: Path | None = None,
+        device: str = "cpu",
     ) -> None:
         """`lab`: with a host for each of `role_names`. `identity`: of this process, the trainer."""
         self.data: Dataset = open_dataset(run)
@@ -206,7 +207,7 @@ class Swarm:
         self.replicas, self._threads, self._window = replicas, threads, window
         self._one_by_one = one_by_one
         self._peer_arguments, self._environment = tuple(peer_arguments), environment
-        self._lab, self._identity = lab, identity
+        self._lab, self._identity, self._device = lab, identity, device
         self.roles: list[Role] = []
         self.version = 0
         self.node: Node
@@ -268,7 +269,7 @@ class Swarm:
     async def add_peer(self, stage: Stage) -> Role:
         """Spawn a peer of `stage`, of several islands of that cell; it serves later."""
         arguments = ["peer", "--run", self.run.id, "--join", self._entry, "--stage", str(stage)]
-        arguments += ["--device", "cpu", "--threads", str(self._threads), *self._peer_arguments]
+        arguments += ["--device", self._device, "--threads", str(self._threads), *self._peer_arguments]
         number = sum(role.stage == stage for role in self.roles)
         name = f"stage {stage}" + (f".{number}" if self.replicas > 1 else "")
         return await self._spawn(name, stage, arguments)

@@ -4,10 +4,10 @@
     python scripts/bench/honest_audits.py --microbatches 20
 
 Kinds are the processor's instruction sets (ATEN_CPU_CAPABILITY), threads that share a microbatch, with and
-without oneDNN, and recomputed forwards. Each computes microbatches of a small decoder, forward and backward,
-in each dtype and codec, at version 0 and after some steps, with its own neighbours; each other one audits
-them from the bytes that came in. Told: the most that an honest tensor was off, and how many were taken for
-lies. The last line is an object of rows for `tables.py --store other`.
+without oneDNN, recomputed forwards, and a GPU where there is one. Each computes microbatches of a small
+decoder, forward and backward, in each dtype and codec, at version 0 and after some steps, with its own
+neighbours; each other one audits them from the bytes that came in. Told: the most that an honest tensor was
+off, and how many were taken for lies. The last line is an object of rows for `tables.py --store other`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from peers.system import usable_cores
 from swarm.audit.answers import FAR, NOISE, _distance, _values, is_far, make, norm  # pyright: ignore[reportPrivateUsage]
 from swarm.audit.contributions import Recount
 from swarm.ids import Microbatch
@@ -42,6 +44,7 @@ KINDS = {
     "2 threads": {"THREADS": "2"},
     "without oneDNN": {"PLAIN": "1"},
     "recomputed": {"RECOMPUTE": "1"},
+    **({"CUDA": {"DEVICE": "cuda"}} if torch.cuda.is_available() else {}),
 }
 DTYPES = ("float32", "bfloat16")
 CODECS = ("none", "bf16", "blockwise8")
@@ -63,9 +66,8 @@ def packed(tensors: Any) -> list[Encoded]:
 
 def chain_of(dtype: str, codec: str) -> Chain:
     """With the weights of version 0. Steps are taken with the same gradients by each kind: see `advance`."""
-    return Chain(
-        run_of(dtype, codec, int(os.environ.get("THREADS", "1"))), recompute="RECOMPUTE" in os.environ
-    )
+    run = run_of(dtype, codec, int(os.environ.get("THREADS", "1")))
+    return Chain(run, os.environ.get("DEVICE", "cpu"), recompute="RECOMPUTE" in os.environ)
 
 
 def advance(chain: Chain) -> None:
@@ -74,7 +76,8 @@ def advance(chain: Chain) -> None:
         chain.begin(t)
         dice = torch.Generator().manual_seed(t)
         chain.apply_settled(
-            t, [torch.randn(stage.numel, generator=dice, dtype=torch.float32) for stage in chain.stages]
+            t,
+            [torch.randn(s.numel, generator=dice, dtype=torch.float32).to(s.device) for s in chain.stages],
         )
 
 
@@ -106,7 +109,7 @@ def compute(microbatches: int) -> list[Any]:
                     )
                 kept.append((dtype, codec, t, m, len(forwards), packed(last), [], [], packed(found.answer)))
             for stage in chain.stages:
-                kept.append((dtype, codec, t, None, stage.stage, stage.sums.of(t).clone()))
+                kept.append((dtype, codec, t, None, stage.stage, stage.sums.of(t).cpu().clone()))
                 stage.sums.drop(t)
     return kept
 
@@ -171,12 +174,20 @@ def main() -> int:
         print(json.dumps(audit(pickle.loads(options.audit.read_bytes()))))  # noqa: S301  its own file
         return 0
     rows, lies = [], 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(usable_cores()) as pool:
         files = {name: Path(folder) / f"{number}" for number, name in enumerate(KINDS)}
-        for name, kind in KINDS.items():
-            child(["--keep", str(files[name]), "--microbatches", str(options.microbatches)], kind)
-        for name, kind in KINDS.items():
-            told = [json.loads(child(["--audit", str(files[of])], kind)) for of in KINDS]
+        count = str(options.microbatches)
+        keep = [
+            pool.submit(child, ["--keep", str(files[of]), "--microbatches", count], KINDS[of]) for of in KINDS
+        ]
+        for kept in keep:
+            kept.result()
+        audits = {
+            name: [pool.submit(child, ["--audit", str(files[of])], kind) for of in KINDS]
+            for name, kind in KINDS.items()
+        }
+        for name in KINDS:
+            told = [json.loads(audited.result()) for audited in audits[name]]
             worst: dict[str, float] = {}
             for one in told:
                 for what, far in one["worst"].items():
