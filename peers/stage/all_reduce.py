@@ -32,7 +32,7 @@ from swarm.policy.pace import is_too_slow, most_s
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import whole_numbers
-from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes
+from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes, host_empty
 from swarm.wire.messages import Part, PartDone, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
@@ -214,7 +214,7 @@ class AllReduce:
             check = self._audits.open(plan, t, parts, total) if self._audits is not None else None
         except Refused as refused:
             raise RoundAborted(refused.text) from None
-        reduced = torch.empty(total.numel(), dtype=self._dtype, pin_memory=total.is_pinned())
+        reduced = torch.empty(total.numel(), dtype=self._dtype)
         this = _Round(plan, t, total, reduced, chunks, check)
         self._rounds[plan.round] = this
         pulse(self._started)
@@ -254,7 +254,7 @@ class AllReduce:
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""
-        reduced = torch.empty(total.numel(), dtype=self._dtype, pin_memory=total.is_cuda)
+        reduced = host_empty((total.numel(),), self._dtype, total.device)
         for start, numel in chunks_of(0, total.numel()):
             part = self._answer(total[start : start + numel])
             # Among several the host encodes, whose bytes are others than a GPU's.

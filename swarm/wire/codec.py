@@ -288,9 +288,16 @@ def _largest(tensor: torch.Tensor, keep_ppm: int) -> torch.Tensor:
     return torch.from_numpy(largest(bits.cpu().numpy(), keep))
 
 
+def host_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory from and to which a tensor of `device` is copied at the speed of its bus."""
+    if device.type != "cuda":
+        return torch.empty(shape, dtype=dtype)
+    with torch.cuda.device(device):  # or the first GPU, whoever uses it, would keep a context for us
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
 def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return host_empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -317,8 +324,8 @@ def _tensor_of(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on `device`, without waiting for what the device is doing."""
     if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
+        host = host_empty(host.shape, host.dtype, device).copy_(host)
+    return host.to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
