@@ -6,8 +6,9 @@
 
 3 stages of 2 honest replicas, 8 microbatches a step. A tarpit is one more replica of the middle stage, or of
 each stage, from the first step on: it lives, announces itself, and does all else as it should, but for one
-thing. What counts is by how much longer the run takes than without tarpits; each microbatch must have counted
-once in each step at each honest replica. The goal: one identity costs at most 30 s in 20 steps.
+thing. With `--honest-for 25` it does all as it should for so many steps, and has voice by then. What counts
+is by how much longer the run takes than without tarpits; each microbatch must have counted once in each step
+at each honest replica. The goal: one identity costs at most 30 s in 20 steps.
 """
 
 from __future__ import annotations
@@ -115,23 +116,30 @@ WAYS: dict[str, Way] = {
 }
 
 
-async def lasts_s(way: str | None, tarpits: int, seed: int, after: int) -> float:
-    """Seconds of `STEPS` steps, after so many others, at each honest peer."""
-    steps = after + STEPS
+async def lasts_s(way: str | None, tarpits: int, seed: int, honest_for: int) -> float:
+    """Seconds of `STEPS` steps, after those in which the tarpits are honest, at each honest peer."""
+    steps = honest_for + STEPS
     run = replace(audit_run(stages=STAGES, steps=steps, microbatches_per_step=MICROBATCHES), seed=seed)
     async with swarm(replace(run, name=f"tarpits {seed}"), seed=seed) as s:
         honest = list(s.peers)
+        slow: Slow = {}
         if way is not None:
             stages = [1] if tarpits == 1 else range(tarpits)
-            slow = {f"z{stage}": s.add_peer(f"z{stage}", stage, joined_at=1e12) for stage in stages}
+            joined = {} if honest_for else {"joined_at": 1e12}
+            slow = {f"z{stage}": s.add_peer(f"z{stage}", stage, **joined) for stage in stages}
             for peer in slow.values():
                 peer.microbatches._left_out = tuple  # it takes work although it is told that it is left out
-            WAYS[way](s, slow)
+            if not honest_for:
+                WAYS[way](s, slow)
         await s.until_serving()
         began = s.network.loop.now_s
         s.add_trainer("trainer")
-        await s.until(lambda: all(s.peers[name].core.version >= after for name in honest), limit_s=PATIENCE_S)
-        began = s.network.loop.now_s if after else began
+        if honest_for:
+            first = lambda: all(s.peers[name].core.version >= honest_for for name in honest)  # noqa: E731
+            await s.until(first, limit_s=PATIENCE_S)
+            began = s.network.loop.now_s
+            if way is not None:
+                WAYS[way](s, slow)
         last = 0.0
 
         def over() -> bool:
@@ -146,13 +154,14 @@ async def lasts_s(way: str | None, tarpits: int, seed: int, after: int) -> float
 
 
 @cache
-def clean_s(seed: int, after: int) -> float:
-    return run_virtual(lasts_s(None, 0, seed, after))
+def clean_s(seed: int, honest_for: int) -> float:
+    return run_virtual(lasts_s(None, 0, seed, honest_for))
 
 
-def row(way: str, tarpits: int, seeds: int, after: int) -> dict[str, object]:
+def row(way: str, tarpits: int, seeds: int, honest_for: int) -> dict[str, object]:
     lost_s = [
-        run_virtual(lasts_s(way, tarpits, seed, after)) - clean_s(seed, after) for seed in range(1, seeds + 1)
+        run_virtual(lasts_s(way, tarpits, seed, honest_for)) - clean_s(seed, honest_for)
+        for seed in range(1, seeds + 1)
     ]
     return {
         "what": f"a run with {tarpits} tarpits: {way}" if tarpits > 1 else f"a run with a tarpit: {way}",
@@ -170,13 +179,18 @@ def main() -> int:
     several = "1: in the middle; 3: one in each stage"
     parser.add_argument("--tarpits", type=int, choices=(1, 3), action="append", help=several)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (%(default)s)")
-    parser.add_argument("--after", type=int, default=0, help="steps before those that count (%(default)s)")
+    parser.add_argument(
+        "--honest-for",
+        type=int,
+        default=0,
+        help="steps that tarpits take part in as they should (%(default)s)",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = list[dict[str, object]]()
     for tarpits in options.tarpits or (1, 3):
         for way in options.way or WAYS:
-            rows.append(row(way, tarpits, options.seeds, options.after))
+            rows.append(row(way, tarpits, options.seeds, options.honest_for))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"rows": rows}))
     return 0
