@@ -1,7 +1,7 @@
 """What each peer cost the run lately, and which are left out for it. Pure: times are given by the caller.
 
 A peer may be slow, die, or answer nothing: within 20 steps it costs at most 30 seconds and `BUDGET_ROUNDS`
-aborted rounds, by what this peer saw itself. Then it is left out for as long again, and for twice as long
+aborted rounds, by what this peer saw itself. Then it is left out for twice as long, and for twice as long
 each time after that, whatever it answers meanwhile. Being left out costs time, never a weight.
 """
 
@@ -15,7 +15,8 @@ from swarm.ids import PeerId
 STEPS = 20
 BUDGET_S = 25.0
 """What is under way when it is used up, and what has to be done again, comes on top: 30 s in all."""
-FIRST_REST_S = 30.0
+FIRST_REST_S = 60.0
+"""After as long again it would be back while others still hold the same steps up, and cost those twice."""
 BUDGET_ROUNDS = 2
 MAX_REST_S = 3600.0
 AGAIN_S = 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,35 @@ async def test_a_peer_that_answers_late_costs_its_budget_whomever_it_blames(
     blamed: int, limit_s: float
 ) -> None:
     assert await lasts_s(lambda s: answer_late(s, {LIAR: liar(s, 1)}, 4.0, blamed=blamed)) <= limit_s
+
+
+@pytest.mark.slow
+async def test_three_that_have_voice_and_answer_no_more_cost_three_budgets() -> None:
+    """One in each stage, after 25 steps as they should be. What one costs is no rest for another, after which
+    it could cost that again.
+    """
+    began = 25
+    run = audit_run(stages=3, steps=began + STEPS, microbatches_per_step=8)
+    async with swarm(replace(run, name="tarpits 1"), seed=1) as s:
+        honest, names = list(s.peers), ("z0", "z1", "z2")
+        for stage, name in enumerate(names):
+            s.add_peer(name, stage).microbatches._left_out = tuple  # type: ignore[method-assign]
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until(lambda: all(s.peers[name].core.version >= began for name in honest))
+
+        async def never(request: Request) -> Answer:
+            await request.accept()
+            return await asyncio.get_running_loop().create_future()
+
+        for name in names:
+            s.network.peers[name].transport.serve("work", never, max_body_bytes=1 << 20)
+        since_s = s.network.loop.now_s
+        last = began + STEPS
+        await s.until(lambda: all(s.peers[name].core.version >= last for name in honest), limit_s=6_000.0)
+        assert s.network.loop.now_s - since_s <= 3 * BUDGET_S
+        counts = s.count_matrix()
+        assert all((counts[name] == last).all() for name in honest)
 
 
 async def test_nobody_is_left_out_for_what_is_slow_or_late_behind_it() -> None:
