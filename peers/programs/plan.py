@@ -277,8 +277,8 @@ def plan_codecs(
 def worst_loss(network: Network, job: Job, stage_of: np.ndarray) -> tuple[str, float] | None:
     """The region without which a step takes longest, and how long; None: without some, a stage is empty."""
     overlap, found = Overlap(network, job), list[tuple[float, str]]()
-    for region in np.unique(overlap.place_N[stage_of != IDLE]):
-        left = np.where(overlap.place_N == region, IDLE, stage_of)
+    for region in np.unique(overlap.network.place_of[stage_of != IDLE]):
+        left = np.where(overlap.network.place_of == region, IDLE, stage_of)
         if len(np.unique(left[left != IDLE])) < job.stages:
             return None
         found.append((overlap.predict(left).total_s, network.regions[region]))

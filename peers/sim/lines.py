@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from swarm.ids import PeerId
-from swarm.plan.network import Network, exchange_s
+from swarm.plan.network import Network
 from swarm.sim.dice import Dice
 from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
@@ -64,9 +64,8 @@ class SharedLines(Lines):
         """Where processes are, for `lasts_s`."""
         self._latency_s: list[list[float]] = network.latency_s.tolist()
         self._line_s: list[list[float]] = _per_byte(network.bandwidth_bps.tolist())
-        self._region = [device.region for device in network.devices]
-        (self._up_s,) = _per_byte([[device.upload_bps for device in network.devices]])
-        (self._down_s,) = _per_byte([[device.download_bps for device in network.devices]])
+        self._region: list[int] = network.region_of.tolist()
+        self._up_s, self._down_s = _per_byte([network.upload_bps.tolist(), network.download_bps.tolist()])
         self._up_free_s, self._down_free_s, self._line_free_s = (dict[Any, float]() for _ in range(3))
         """Until when each is taken."""
 
@@ -115,14 +114,7 @@ class SharedLines(Lines):
 
     def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Seconds of the all-reduce of these devices, with nothing else on the lines."""
-        there = [self._network.devices[i] for i in members]
-        region_n = [device.region for device in there]
-        pairs = np.ix_(region_n, region_n)
-        return exchange_s(
-            size_bytes, self._network.latency_s[pairs], self._network.bandwidth_bps[pairs],
-            np.array([device.upload_bps for device in there]),
-            np.array([device.download_bps for device in there]),
-        )  # fmt: skip
+        return self._network.exchange_s(np.array(members), size_bytes)
 
 
 def _per_byte(bps: list[list[float]]) -> list[list[float]]:

@@ -145,17 +145,17 @@ def meeting_s(network: Network, job: Job, islands: Islands, cell_N: np.ndarray) 
 
     The devices of a cell share what they send. All stages meet at once, and no device is in two.
     """
-    longest_s, region_N = 0.0, network.region_of()
+    longest_s = 0.0
     for stage, size_bytes in enumerate(islands.from_each_bytes):
         members = np.flatnonzero((cell_N != IDLE) & (cell_N % job.stages == stage))
         island_n = cell_N[members] // job.stages
         of_island = np.bincount(island_n, minlength=islands.count)[island_n]
         part_n = 8.0 * size_bytes / of_island
-        here = np.ix_(region_N[members], region_N[members])
-        up_n = part_n * (len(members) - of_island) / _each(network, members, "upload_bps")
-        down_n = 8.0 * size_bytes * (islands.count - 1) / _each(network, members, "download_bps")
-        line_nn = part_n[:, None] / network.bandwidth_bps[here]
-        arrival_nn = network.latency_s[here] + np.maximum(np.maximum(line_nn, up_n[:, None]), down_n)
+        latency_nn, bandwidth_nn = network.between(members, members)
+        up_n = part_n * (len(members) - of_island) / network.upload_bps[members]
+        down_n = 8.0 * size_bytes * (islands.count - 1) / network.download_bps[members]
+        line_nn = part_n[:, None] / bandwidth_nn
+        arrival_nn = latency_nn + np.maximum(np.maximum(line_nn, up_n[:, None]), down_n)
         elsewhere_nn = island_n[:, None] != island_n
         longest_s = max(longest_s, float(np.where(elsewhere_nn, arrival_nn, 0.0).max(initial=0.0)))
     return longest_s
@@ -195,18 +195,14 @@ def propose(
     return min(found, key=lambda each: each[1].step_s, default=None)
 
 
-def _each(network: Network, members: np.ndarray, what: str) -> np.ndarray:
-    return np.array([getattr(network.devices[i], what) for i in members])
-
-
 def _divisions(network: Network, job: Job, count: int) -> Iterator[np.ndarray]:
     """[N] islands of the devices: near ones together; and alike ones to each, which
     helps where the memories of near ones are too small.
     """
-    devices, flops = network.devices, (1 + BACKWARD_FORWARDS) * max(np.mean(job.forward_flops), 1e-12)
+    flops = (1 + BACKWARD_FORWARDS) * max(np.mean(job.forward_flops), 1e-12)
     out_bits = 8.0 * np.mean([job.bytes_out(stage) for stage in range(job.stages)])
-    rate_N = np.array([1.0 / (flops / one.flops_per_s + out_bits / one.upload_bps) for one in devices])
-    region_N, row = network.region_of(), fenced_row(network)
+    rate_N = 1.0 / (flops / network.flops_per_s + out_bits / network.upload_bps)
+    region_N, row = network.region_of, fenced_row(network)
     # The row is cut into parts that are equally fast, of at least as many devices as there are stages.
     total, ends = np.cumsum(rate_N[row]), [0]
     middle = total - rate_N[row] / 2
@@ -219,7 +215,7 @@ def _divisions(network: Network, job: Job, count: int) -> Iterator[np.ndarray]:
         here = np.flatnonzero(region_N == region)
         near_N[here[np.argsort(rate_N[here], kind="stable")]] = _dealt(np.bincount(near_N[here]))
     yield near_N
-    order = sorted(range(len(devices)), key=lambda i: (devices[i].memory_bytes, rate_N[i]))
+    order = np.lexsort((rate_N, network.memory_bytes))
     dealt_N = np.empty(len(row), dtype=np.int64)
     dealt_N[order] = _dealt(np.bincount(np.arange(len(row)) % count))
     yield dealt_N

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -89,6 +89,15 @@ class Network:
     places: tuple[int, ...] = ()
     """[R] the region that a region lies in: a machine with several cards is one of its own, inside another.
     None given: each in itself."""
+    region_of: np.ndarray = field(init=False)
+    """[N] of every device, as an index."""
+    place_of: np.ndarray = field(init=False)
+    """[N] the region that every device lies in, and can be lost with, as an index."""
+    flops_per_s: np.ndarray = field(init=False)
+    """[N] of every device, as all that follows."""
+    memory_bytes: np.ndarray = field(init=False)
+    upload_bps: np.ndarray = field(init=False)
+    download_bps: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         size = len(self.regions)
@@ -121,6 +130,12 @@ class Network:
             if device.name in seen:
                 raise SetupError(f"two devices are called {device.name!r}")
             seen.add(device.name)
+        region_of = np.array([device.region for device in self.devices], dtype=np.int64)
+        object.__setattr__(self, "region_of", region_of)
+        object.__setattr__(self, "place_of", np.array(self.places, dtype=np.int64)[region_of])
+        for name in ("flops_per_s", "memory_bytes", "upload_bps", "download_bps"):
+            of_each = [getattr(device, name) for device in self.devices]
+            object.__setattr__(self, name, np.array(of_each, dtype=np.float64))
 
     def _check_pairs(self, matrix_RR: np.ndarray, what: str, unit: str, *, least: float, most: float) -> None:
         wrong = np.argwhere(~((matrix_RR >= least) & (matrix_RR <= most)))
@@ -147,28 +162,40 @@ class Network:
 
     def latency_matrix_s(self) -> np.ndarray:
         """[N, N] one way, 0 on the diagonal. For small N only: it grows with N²."""
-        region_N = self.region_of()
-        latency_NN = self.latency_s[np.ix_(region_N, region_N)]
+        latency_NN, _ = self.between(*[np.arange(len(self))] * 2)
         np.fill_diagonal(latency_NN, 0.0)
         return latency_NN
 
     def bandwidth_matrix_bps(self) -> np.ndarray:
         """[N, N] from the row's device to the column's, inf on the diagonal. For small N only."""
-        region_N = self.region_of()
-        bandwidth_NN = self.bandwidth_bps[np.ix_(region_N, region_N)]
-        upload_N1 = np.array([device.upload_bps for device in self.devices])[:, None]
-        download_1N = np.array([device.download_bps for device in self.devices])[None, :]
-        bandwidth_NN = np.minimum(np.minimum(bandwidth_NN, upload_N1), download_1N)
+        _, bandwidth_NN = self.between(*[np.arange(len(self))] * 2)
+        bandwidth_NN = np.minimum(np.minimum(bandwidth_NN, self.upload_bps[:, None]), self.download_bps)
         np.fill_diagonal(bandwidth_NN, np.inf)
         return bandwidth_NN
 
-    def region_of(self) -> np.ndarray:
-        """[N] of every device, as an index."""
-        return np.array([device.region for device in self.devices], dtype=np.int64)
+    def between(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[a, b] latencies in s and bandwidths in bit/s of the lines between these devices and those."""
+        here = np.ix_(self.region_of[a], self.region_of[b])
+        return self.latency_s[here], self.bandwidth_bps[here]
 
-    def place_of(self) -> np.ndarray:
-        """[N] the region that every device lies in, and can be lost with, as an index."""
-        return np.array(self.places, dtype=np.int64)[self.region_of()]
+    def exchange_s(self, members: np.ndarray, gradient_bytes: float) -> float:
+        """Seconds of a stage's all-reduce: parts of the gradient go to their owners, then their sums to all.
+
+        Everybody sends to everybody at once, so a part has come when its line and both ends are through; the
+        sum of an owner can leave when all parts have come, and its own upload has sent the others' parts.
+        """
+        count = len(members)
+        if count == 1:
+            return 0.0
+        part_bits = 8.0 * gradient_bytes / count
+        latency_nn, bandwidth_nn = self.between(members, members)
+        ends_n = self.upload_bps[members], self.download_bps[members]
+        line_s_nn = part_bits / bandwidth_nn
+        up_n, down_n = ((count - 1) * part_bits / each_n for each_n in ends_n)
+        arrival_nn = latency_nn + np.maximum(np.maximum(line_s_nn, up_n[:, None]), down_n)
+        np.fill_diagonal(arrival_nn, 0.0)
+        owner_n = np.maximum(arrival_nn.max(axis=0), up_n)
+        return float((owner_n[:, None] + arrival_nn).max())
 
     def machine_of(self, device: int) -> str:
         """The machine of which it is one of several cards; empty: it is the only one."""
@@ -245,30 +272,6 @@ class Job:
 
     def _fixed_bytes(self, stage: int) -> float:
         return (self.fixed_bytes or self.state_bytes)[stage]
-
-
-def exchange_s(
-    gradient_bytes: float,
-    latency_nn: np.ndarray,
-    bandwidth_nn: np.ndarray,
-    upload_n: np.ndarray,
-    download_n: np.ndarray,
-) -> float:
-    """Seconds of a stage's all-reduce: parts of the gradient go to their owners, then their sums to all.
-
-    Everybody sends to everybody at once, so a part has come when its line and both ends are through; the sum
-    of an owner can leave when all parts have come, and its own upload has sent the others' parts.
-    """
-    count = len(upload_n)
-    if count == 1:
-        return 0.0
-    part_bits = 8.0 * gradient_bytes / count
-    line_s_nn = part_bits / bandwidth_nn
-    up_n, down_n = ((count - 1) * part_bits / each_n for each_n in (upload_n, download_n))
-    arrival_nn = latency_nn + np.maximum(np.maximum(line_s_nn, up_n[:, None]), down_n[None, :])
-    np.fill_diagonal(arrival_nn, 0.0)
-    owner_n = np.maximum(arrival_nn.max(axis=0), up_n)
-    return float((owner_n[:, None] + arrival_nn).max())
 
 
 def check_fit(network: Network, job: Job) -> None:

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit, exchange_s
+from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit
 
 SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
@@ -92,18 +92,10 @@ class Overlap:
         """
         check_fit(network, job)
         self.network, self.job = network, job
-        self.region_N = network.region_of()
-        """[N] of every device, as an index."""
-        self.place_N = network.place_of()
-        """[N] the region that can be lost with all that is in it."""
-        self._memory_N = np.array([device.memory_bytes for device in network.devices])
-        self._flops_N = np.array([device.flops_per_s for device in network.devices])
-        self._up_N = np.array([device.upload_bps for device in network.devices])
-        self._down_N = np.array([device.download_bps for device in network.devices])
         self._stage = lru_cache(maxsize=MAX_KNOWN)(self._measure_stage)
         self._boundary = lru_cache(maxsize=MAX_KNOWN)(self._measure_boundary)
         least_S1 = np.array([[job.least_bytes(stage)] for stage in range(job.stages)])
-        self.fits_SN = least_S1 <= self._memory_N
+        self.fits_SN = least_S1 <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
 
     # -- the whole step ---------------------------------------------------------------------------
@@ -184,8 +176,9 @@ class Overlap:
 
     def _barrier_s(self, stages: Sequence[_Stage]) -> float:
         """There and back between the run coordinator (the first of stage 0) and the farthest device."""
-        run_coordinator = self.region_N[stages[0].members[0]]
-        regions = np.unique(np.concatenate([self.region_N[stage.members] for stage in stages]))
+        region_N = self.network.region_of
+        run_coordinator = region_N[stages[0].members[0]]
+        regions = np.unique(np.concatenate([region_N[stage.members] for stage in stages]))
         return 2.0 * float(self.network.latency_s[run_coordinator, regions].max()) if len(stages) > 1 else 0.0
 
     # -- one stage --------------------------------------------------------------------------------
@@ -197,15 +190,10 @@ class Overlap:
         if not self.fits_SN[number, members].all():
             one = devices[int(members[~self.fits_SN[number, members]][0])]
             raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
-        forward_n = job.forward_flops[number] / self._flops_N[members]
-        out_bits, in_bits = self._bits(number)
-        each_s = np.stack(
-            [
-                (1 + BACKWARD_FORWARDS) * forward_n,
-                out_bits / self._up_N[members],
-                in_bits / self._down_N[members],
-            ]
-        )
+        forward_n = job.forward_flops[number] / self.network.flops_per_s[members]
+        sent_n = 8.0 * job.bytes_out(number) / self.network.upload_bps[members]
+        got_n = 8.0 * job.bytes_in(number) / self.network.download_bps[members]
+        each_s = np.stack([(1 + BACKWARD_FORWARDS) * forward_n, sent_n, got_n])
         slowest_n = each_s.max(axis=0)
         # Routers know what a peer computes and its upload (`Hop.work_s`).
         rate_n = 1.0 / np.maximum(each_s[:2].max(axis=0), 1e-12)
@@ -227,32 +215,22 @@ class Overlap:
             what,
             float(held_n.max()),
             int(members[held_n.argmax()]),
-            self._exchange_s(members, job.gradient_bytes[number]),
+            self.network.exchange_s(members, job.gradient_bytes[number]),
         )
 
     def _room(self, number: int, members: np.ndarray) -> np.ndarray:
         """[n] as `Job.room`."""
-        if not self.job.activation_bytes[number] or np.isinf(self._memory_N[members]).all():
+        if not self.job.activation_bytes[number] or np.isinf(self.network.memory_bytes[members]).all():
             return np.full(len(members), np.inf)
         return np.array([self.job.room(number, self.network.devices[int(i)]) for i in members])
-
-    def _bits(self, number: int) -> tuple[float, float]:
-        """(out, in) of a member of a stage for one microbatch."""
-        return 8.0 * self.job.bytes_out(number), 8.0 * self.job.bytes_in(number)
-
-    def _exchange_s(self, members: np.ndarray, gradient_bytes: float) -> float:
-        here = np.ix_(self.region_N[members], self.region_N[members])
-        lines = self.network.latency_s[here], self.network.bandwidth_bps[here]
-        return exchange_s(gradient_bytes, *lines, self._up_N[members], self._down_N[members])
 
     # -- one boundary -----------------------------------------------------------------------------
 
     def _measure_boundary(self, number: int, a: _Stage, b: _Stage) -> _Boundary:
-        job = self.job
-        here = np.ix_(self.region_N[a.members], self.region_N[b.members])
-        latency_ab, line_ab = self.network.latency_s[here], self.network.bandwidth_bps[here]
-        forth = np.minimum(np.minimum(line_ab, self._up_N[a.members][:, None]), self._down_N[b.members])
-        back = np.minimum(np.minimum(line_ab, self._down_N[a.members][:, None]), self._up_N[b.members])
+        job, up_N, down_N = self.job, self.network.upload_bps, self.network.download_bps
+        latency_ab, line_ab = self.network.between(a.members, b.members)
+        forth = np.minimum(np.minimum(line_ab, up_N[a.members][:, None]), down_N[b.members])
+        back = np.minimum(np.minimum(line_ab, down_N[a.members][:, None]), up_N[b.members])
         forward_bits, backward_bits = 8.0 * job.forward_bytes[number], 8.0 * job.backward_bytes[number]
         share_ab = a.share[:, None] * b.share
         back_ab = latency_ab + backward_bits / back

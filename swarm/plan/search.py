@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from swarm.errors import SetupError
 from swarm.plan.clusters import clustered_layouts
-from swarm.plan.network import Job, Network
+from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 WALK_STEPS = 1500
@@ -108,7 +108,7 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
     yield "pipelines", dealt
     yield "speed", balanced(overlap)
     # Few devices have little to exchange: where lines are slow, the fastest alone may be faster than all.
-    swift = np.argsort([-device.flops_per_s for device in network.devices], kind="stable")
+    swift = np.argsort(-network.flops_per_s, kind="stable")
     for many in (1, 2, 4):
         if job.stages * many < len(network):
             alone = np.full(len(network), IDLE)
@@ -132,12 +132,12 @@ def fenced_row(network: Network) -> np.ndarray:
     while len(row) < len(near_RR):
         left_R[row[-1]] = False
         row.append(int(np.where(left_R, near_RR[row[-1]], -1.0).argmax()))
-    return np.argsort(np.argsort(row)[network.region_of()], kind="stable")
+    return np.argsort(np.argsort(row)[network.region_of], kind="stable")
 
 
 def cut_row(network: Network, job: Job, row: np.ndarray) -> np.ndarray:
     """[N] stages: the row cut so that stages have speeds in proportion to their work, each with a device."""
-    speed = np.array([network.devices[int(i)].flops_per_s for i in row])
+    speed = network.flops_per_s[row]
     work = np.maximum(np.array(job.forward_flops), 1e-12)
     ends = np.cumsum(work) / work.sum()
     middle = (np.cumsum(speed) - speed / 2) / speed.sum()
@@ -159,14 +159,14 @@ def balanced(overlap: Overlap) -> np.ndarray:
 
     Of those that it can hold; a device that can hold none is `IDLE`.
     """
-    devices, job = overlap.network.devices, overlap.job
+    network, job = overlap.network, overlap.job
     speed_S, work_S = np.zeros(job.stages), np.maximum(np.array(job.forward_flops), 1e-12)
-    of_N = np.full(len(devices), IDLE)
-    for i in np.argsort([-device.flops_per_s for device in devices], kind="stable"):
+    of_N = np.full(len(network), IDLE)
+    for i in np.argsort(-network.flops_per_s, kind="stable"):
         able = np.flatnonzero(overlap.fits_SN[:, i])
         if len(able):
             of_N[i] = able[(speed_S / work_S)[able].argmin()]
-            speed_S[of_N[i]] += devices[i].flops_per_s
+            speed_S[of_N[i]] += network.flops_per_s[i]
     return of_N
 
 
@@ -200,7 +200,7 @@ def repaired(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
 
 def outlives(overlap: Overlap, stage_of: np.ndarray, stage: int) -> bool:
     """Whether a stage has devices in two regions."""
-    there = overlap.place_N[stage_of == stage]
+    there = overlap.network.place_of[stage_of == stage]
     return bool((there != there[:1]).any())
 
 
@@ -210,8 +210,8 @@ def spread_out(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
     Raises:
         SetupError: no such move was found; there are too few devices, or in too few regions.
     """
-    of_N, place_N = stage_of.copy(), overlap.place_N
-    swift = np.argsort([-device.flops_per_s for device in overlap.network.devices], kind="stable")
+    of_N, place_N = stage_of.copy(), overlap.network.place_of
+    swift = np.argsort(-overlap.network.flops_per_s, kind="stable")
     for stage in range(overlap.job.stages):
         if outlives(overlap, of_N, stage):
             continue
@@ -237,11 +237,8 @@ def spread_out(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
 
 def _kinds(network: Network) -> list[int]:
     """Of every device: alike in everything but the name have the same number."""
-    seen: dict[tuple[float, ...], int] = {}
-    return [
-        seen.setdefault((d.region, d.flops_per_s, d.memory_bytes, d.upload_bps, d.download_bps), len(seen))
-        for d in network.devices
-    ]
+    seen: dict[Device, int] = {}
+    return [seen.setdefault(replace(device, name=""), len(seen)) for device in network.devices]
 
 
 def _walk(

@@ -90,18 +90,16 @@ def boundary_bandwidths(
     them: it sends activations on and gradients back. `stage_of`: of each device, as a plan has it.
     """
     inner_N = (np.asarray(stage_of) > 0) & (np.asarray(stage_of) < stages - 1)
-    up_N = np.array([device.upload_bps for device in network.devices], dtype=np.float64) / (1 + inner_N)
-    down_N = np.array([device.download_bps for device in network.devices], dtype=np.float64) / (1 + inner_N)
-    region_N = np.array([device.region for device in network.devices])
-    line_NN = network.bandwidth_bps[np.ix_(region_N, region_N)]
-    line_NN = np.minimum(np.minimum(line_NN, up_N[:, None]), down_N[None, :])
+    up_N, down_N = network.upload_bps / (1 + inner_N), network.download_bps / (1 + inner_N)
     members = [np.flatnonzero(np.asarray(stage_of) == stage) for stage in range(stages)]
     for stage, found in enumerate(members):
         if not len(found):
             raise SetupError(f"stage {stage} has no device: nothing crosses its boundaries")
 
     def mean(senders: np.ndarray, receivers: np.ndarray) -> float:
-        seconds_a_bit = float((1.0 / line_NN[np.ix_(senders, receivers)]).mean())
+        _, line_ab = network.between(senders, receivers)
+        line_ab = np.minimum(np.minimum(line_ab, up_N[senders][:, None]), down_N[receivers])
+        seconds_a_bit = float((1.0 / line_ab).mean())
         return min(len(senders), len(receivers)) / seconds_a_bit if seconds_a_bit else math.inf
 
     return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]

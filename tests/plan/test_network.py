@@ -238,7 +238,7 @@ def test_cards_of_a_machine_are_devices_with_a_line_of_memory_between_them() -> 
     assert (latency_NN[0, 3], bandwidth_NN[0, 3]) == (CARDS_LATENCY_S, CARDS_BPS)
     assert (latency_NN[0, 4], bandwidth_NN[0, 4]) == (0.005, 100e6), "a fourth of the machine's slower way"
     assert (latency_NN[0, 8], bandwidth_NN[0, 8], bandwidth_NN[8, 0]) == (0.005, 100e6, 40e6)
-    assert set(network.place_of()) == {network.regions.index("Oslo")}, "all can be lost together"
+    assert set(network.place_of) == {network.regions.index("Oslo")}, "all can be lost together"
     slower = read_devices(CARDS + "[machine]\nbandwidth_mbps = 900\nlatency_ms = 2\n")
     assert slower.bandwidth_matrix_bps()[0, 1] == 900e6 and slower.latency_matrix_s()[0, 1] == 0.002
 

@@ -239,9 +239,9 @@ def test_every_stage_of_a_plan_that_survives_a_region_has_devices_in_two(budget:
     net, work = network(12, regions=3, across_bps=5e7), job(3)
     plain = search_overlapped(net, work, seed=0, budget_s=budget, spent_s=ticks())
     safe = search_overlapped(net, work, seed=0, budget_s=budget, spent_s=ticks(), survive=True)
-    regions = [set(net.region_of()[safe.stage_of == stage].tolist()) for stage in range(3)]
+    regions = [set(net.region_of[safe.stage_of == stage].tolist()) for stage in range(3)]
     assert all(len(there) >= 2 for there in regions)
-    assert any(len(set(net.region_of()[plain.stage_of == stage].tolist())) == 1 for stage in range(3))
+    assert any(len(set(net.region_of[plain.stage_of == stage].tolist())) == 1 for stage in range(3))
     with pytest.raises(SetupError, match="no plan was found that survives the loss of any one region"):
         search_overlapped(network(6), job(3), seed=0, budget_s=0, spent_s=ticks(), survive=True)
 

@@ -108,7 +108,7 @@ def _check(network: Network, job: Job, layout: Sequence[Stage], trace: Trace | N
 def _check_counts(network: Network, trace: Trace) -> None:
     there = Counter({"": len(network)})
     if trace.regions:
-        there = Counter(network.regions[place] for place in network.place_of())
+        there = Counter(network.regions[place] for place in network.place_of)
     for count, region in zip(trace.counts, trace.regions or ("",) * len(trace.counts), strict=True):
         if region and region not in there:
             raise SetupError(
