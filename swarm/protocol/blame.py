@@ -9,8 +9,8 @@ only with each microbatch once (`rounds.check_plan`), so this costs time only.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
 
+import msgspec
 from msgspec.structs import replace
 
 from swarm.ids import PeerId
@@ -31,18 +31,16 @@ COMPUTED_S = 60.0
 """For a microbatch, before the first one of the run is done."""
 
 
-@dataclass(slots=True)
-class _Wait:
+class _Wait(msgspec.Struct):
     since_s: float
     state: Hashable
 
 
-@dataclass(slots=True)
-class Waits:
+class Waits(msgspec.Struct):
     """The waits of one kind. What is usual follows from those that ended by themselves."""
 
     usual: AdaptiveTimeout
-    _open: dict[tuple[int, PeerId], _Wait] = field(default_factory=lambda: dict[tuple[int, PeerId], _Wait]())
+    _open: dict[tuple[int, PeerId], _Wait] = {}
 
     def note(self, t: int, states: Mapping[PeerId, Hashable], *, now: float) -> None:
         """In step `t` the stage waits for exactly these replicas. A state that changes is progress."""

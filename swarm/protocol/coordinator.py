@@ -6,8 +6,8 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from swarm.ids import Generation, PeerId, Stage
@@ -78,8 +78,7 @@ class Agreed:
         return {**taken, **self.commits}
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """A replica that reported."""
 
     report: ReplicaReport
@@ -318,8 +317,7 @@ def is_untold(directive: Directive, told: Directive | None) -> bool:
     return directive != replace(told, commits=directive.commits)
 
 
-@dataclass(frozen=True, slots=True)
-class Summarized:
+class Summarized(msgspec.Struct, frozen=True):
     """A stage whose coordinator has sent a summary."""
 
     summary: StageSummary

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from swarm.errors import Leaving, NotNow, Refused, short
@@ -38,8 +38,7 @@ MAX_MISSED_GENERATIONS = 100
 """That a peer may have missed: a lie must not use all numbers up."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProtocolTimings:
+class ProtocolTimings(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits in seconds. Peers of a run need not agree on them: other numbers cost time only."""
 
     refresh_s: float = 1.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from swarm.ids import Generation, PeerId, Position
 from swarm.protocol.ledger import Bitmap, members_of
@@ -41,16 +42,14 @@ class Local(NamedTuple):
 # -- actions ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AllReduce:
+class AllReduce(msgspec.Struct, frozen=True):
     """Freeze the sum of step `t` for a round, and reduce it with the others."""
 
     t: int
     plan: Plan
 
 
-@dataclass(frozen=True)
-class Fetch:
+class Fetch(msgspec.Struct, frozen=True):
     """Take the result of a round from a replica that holds it."""
 
     t: int
@@ -58,71 +57,61 @@ class Fetch:
     sources: tuple[PeerId, ...]
 
 
-@dataclass(frozen=True)
-class Retract:
+class Retract(msgspec.Struct, frozen=True):
     """Subtract microbatches from the sum of step `t`: another replica counts them."""
 
     t: int
     microbatches: int
 
 
-@dataclass(frozen=True)
-class BeginAgain:
+class BeginAgain(msgspec.Struct, frozen=True):
     """Drop the result and the sum of step `t`."""
 
     t: int
 
 
-@dataclass(frozen=True)
-class Unfreeze:
+class Unfreeze(msgspec.Struct, frozen=True):
     """Give up the round of step `t`, and open the sum again."""
 
     t: int
 
 
-@dataclass(frozen=True)
-class ApplyStep:
+class ApplyStep(msgspec.Struct, frozen=True):
     """Take a step with the gradient that is prepared."""
 
     commit: Commit
 
 
-@dataclass(frozen=True)
-class CatchUp:
+class CatchUp(msgspec.Struct, frozen=True):
     """Go to the stage's position, as the coordinator gives it: steps were missed, or the run rolled back."""
 
     directive: Directive
 
 
-@dataclass(frozen=True)
-class RestoreStage:
+class RestoreStage(msgspec.Struct, frozen=True):
     """Find a state that the run can go on from: no replica of the stage has it."""
 
 
-@dataclass(frozen=True)
-class AskLostStage:
+class AskLostStage(msgspec.Struct, frozen=True):
     """Ask the replicas of the stage that a generation calls lost where they are."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class Retreat:
+class Retreat(msgspec.Struct, frozen=True):
     """Go back to a generation, keeping the version: the one since was started in error, or by a liar."""
 
     generation: Generation
 
 
-@dataclass(frozen=True)
-class AskAbsent:
+class AskAbsent(msgspec.Struct, frozen=True):
     """Ask peers whether they are there, and have anything of step `t`: their word on it is lacking."""
 
     t: int
     peers: tuple[PeerId, ...]
 
 
-@dataclass(frozen=True)
-class AskWitnesses:
+class AskWitnesses(msgspec.Struct, frozen=True):
     """Ask the other stages how far the run is: a replica says that it is far ahead."""
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 
 import msgspec
@@ -109,23 +108,20 @@ class FetchResult(msgspec.Struct, frozen=True):
     proofs: tuple[Proof, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Lacking:
+class Lacking(msgspec.Struct, frozen=True):
     """Microbatches that are in no replica's sum; `unclaimed` of them are not being computed either."""
 
     lacking: int
     unclaimed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Undo:
+class Undo(msgspec.Struct, frozen=True):
     """Microbatches counted twice, by the replica that subtracts them."""
 
     by: Mapping[PeerId, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(msgspec.Struct, frozen=True):
     """Every microbatch counts once: average."""
 
     plan: Plan

@@ -9,7 +9,8 @@ because a peer died with it, and that report is not stale.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from swarm.ids import Microbatch, Stage
 from swarm.protocol.ledger import everything, members_of
@@ -21,8 +22,7 @@ LOST_AFTER_S = 0.2
 a message later."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """Run `microbatch`; `deepest` is the last stage that lacks it if some stages already have it, else -1."""
 
     microbatch: Microbatch
@@ -30,19 +30,18 @@ class Work:
     replay: bool
 
 
-@dataclass(slots=True)
-class _Step:
+class _Step(msgspec.Struct):
     order: Sequence[int]
     cursor: int = 0
     done: int = 0
     running: int = 0
     taken: int = 0
     """Microbatches seen claimed at stage 0."""
-    lacking: list[int] = field(default_factory=lambda: list[int]())
+    lacking: list[int] = []
     """Per stage, microbatches that no replica has or computes."""
     had: int = 0
     """Microbatches once reported as claimed at all stages, since they were last run here."""
-    due_s: dict[int, float] = field(default_factory=lambda: dict[int, float]())
+    due_s: dict[int, float] = {}
     """Lacking microbatches: when each may be run again."""
 
 
