@@ -12,10 +12,11 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from unittest.mock import patch
+
+import msgspec
 
 from peers.sim.processes import PROCESS, Killed
 from peers.storage import atomic_file
@@ -25,8 +26,7 @@ SIZE_BYTES = 1 << 40
 """Of each disk."""
 
 
-@dataclass(frozen=True)
-class Tear:
+class Tear(msgspec.Struct, frozen=True):
     """What becomes of a file: its process dies while it is written."""
 
     kept: float
@@ -36,8 +36,7 @@ class Tear:
     kill: Callable[[], None]
 
 
-@dataclass(eq=False)
-class Disk:
+class Disk(msgspec.Struct, eq=False):
     """One disk, of one machine or shared by several."""
 
     folder: Path

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from peers.islands.trainers import IslandTrainers
@@ -65,8 +64,7 @@ class AuditCompute(StageCompute):
         super().add(found)
 
 
-@dataclass(eq=False)
-class Member:
+class Member(msgspec.Struct, eq=False):
     """One process."""
 
     process: Process
@@ -80,8 +78,7 @@ class Member:
         return self.process.alive and self.process.main is not None and not self.process.main.done()
 
 
-@dataclass(eq=False)
-class Serving:
+class Serving(msgspec.Struct, eq=False):
     """What serves a stage, until it pauses or moves."""
 
     peer: StagePeer
@@ -89,8 +86,7 @@ class Serving:
     device: SimDevice
 
 
-@dataclass(eq=False)
-class PeerMember(Member):
+class PeerMember(Member, eq=False):
     """One that serves a stage, or pauses."""
 
     transport: SimTransport
@@ -119,15 +115,13 @@ class PeerMember(Member):
         return not (going or serving.device.hangs or serving.device.dies)
 
 
-@dataclass(eq=False)
-class TrainerMember(Member):
+class TrainerMember(Member, eq=False):
     """One that trains."""
 
     trainer: IslandTrainers
 
 
-@dataclass(eq=False)
-class KeeperMember(Member):
+class KeeperMember(Member, eq=False):
     """One that keeps checkpoints."""
 
     disk: Disk

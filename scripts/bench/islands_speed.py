@@ -106,7 +106,7 @@ class Churn:
             return Churn()
         trace, end_s = read_trace(options.trace.read_text()), 3600.0 * options.hours
         counts = tuple(count * devices // max(trace.counts) for count in trace.counts)
-        return Churn(replace(trace, counts=counts, regions=()), min(end_s, trace.end_s))
+        return Churn(trace._replace(counts=counts, regions=()), min(end_s, trace.end_s))
 
 
 def without(network: Network, run: Run, job: Job, budget_s: float, churn: Churn) -> dict[str, Any]:

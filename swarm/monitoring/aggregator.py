@@ -12,8 +12,9 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import msgspec
 
 from swarm.errors import clean, short
 from swarm.ids import PeerId, Position, Stage
@@ -64,8 +65,7 @@ MAX_RECOMPUTED = 4
 NOTHING_SAID = PeerStatus(peer="", stage=NO_STAGE, state="", device="", since=0.0, version=0)
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(msgspec.Struct):
     """Knowledge of one peer."""
 
     record: PeerRecord
@@ -113,8 +113,7 @@ class _Seen:
         return self.record.stage != NO_STAGE and self.state == "serving" and not self.why
 
 
-@dataclass(slots=True)
-class _Work:
+class _Work(msgspec.Struct):
     """Microbatches of one peer: since it last joined, and in earlier visits."""
 
     since: float = 0.0
@@ -426,7 +425,7 @@ class Aggregator:
             depends_on_routes=self.run.depends_on_routes,
         )
         # Before the first observation no peer is seen, which is no reason for alarm.
-        return replace(picture, alerts=alerts.find(picture) if self._looked else ())
+        return msgspec.structs.replace(picture, alerts=alerts.find(picture) if self._looked else ())
 
     def _stage(self, stage: Stage, now: float) -> StageHealth:
         seen = _by_id(s for s in self._peers.values() if s.record.stage == stage)

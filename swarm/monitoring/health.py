@@ -8,8 +8,9 @@ the monitor's clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
@@ -25,8 +26,7 @@ LEVELS: tuple[Level, ...] = ("error", "warning", "info")
 """The run stops or is wrong; it may, or is slower than it could be; good to know."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """What is new since the last observation, validated by `swarm.monitoring.validation`."""
 
     at: float
@@ -35,7 +35,7 @@ class Observation:
     gone: tuple[PeerId, ...] = ()
     """Peers whose records ran out."""
     statuses: tuple[PeerStatus, ...] = ()
-    silent: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    silent: dict[PeerId, str] = {}
     """Peers that were asked and gave no usable answer, and why."""
     refused: dict[str, int] | None = None
     """Records that were refused so far, by reason; None: as before."""
@@ -44,8 +44,7 @@ class Observation:
     before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
+class Happening(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the timeline."""
 
     at: float
@@ -55,8 +54,7 @@ class Happening:
     peer: PeerId | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Traffic between two peers, both directions together."""
 
     source: PeerId
@@ -68,8 +66,7 @@ class Route:
     """Bits per second, between the last two answers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerHealth:
+class PeerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """One peer, by its record and its last answer."""
 
     peer: PeerId
@@ -118,8 +115,7 @@ class PeerHealth:
     """Of what it sent and received: handed over in memory, to other processes of its machine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageHealth:
+class StageHealth(msgspec.Struct, frozen=True, kw_only=True):
     """The peers of one stage; of a run of islands, of one cell."""
 
     stage: Stage
@@ -146,8 +142,7 @@ class StageHealth:
     """By id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contribution:
+class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches that one peer computed, all its visits together."""
 
     peer: PeerId
@@ -160,8 +155,7 @@ class Contribution:
     here: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence, without its full stop."""
 
     level: Level
@@ -170,8 +164,7 @@ class Alert:
     peer: PeerId | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwarmHealth:
+class SwarmHealth(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment, with its recent past."""
 
     run: str

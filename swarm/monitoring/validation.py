@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,7 +75,7 @@ def tidy_observation(observation: Observation, run: Run) -> Observation:
         with contextlib.suppress(Refused):  # as in a live answer
             statuses.append(_possible(status, run))
     refused, voice = observation.refused, observation.voice
-    return replace(
+    return msgspec.structs.replace(
         observation,
         records=tuple(
             tidy(r) for r in observation.records if _is_id(r.peer) and NO_STAGE <= r.stage < run.cells

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +46,7 @@ class Islands:
         return tuple(sum(both) / parts for both in zip(self.difference_bytes, self.sum_bytes, strict=True))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IslandsPlan:
+class IslandsPlan(NamedTuple):
     """A division of devices into islands and stages."""
 
     cell_of: np.ndarray
@@ -191,7 +191,7 @@ def propose(
             continue
         enough = plan.meeting_s / (MEETING_PART * plan.inner.total_s)
         steps = next((steps for steps in LOCAL_STEPS if steps >= enough), LOCAL_STEPS[-1])
-        found.append((replace(one, local_steps=steps), replace(plan, local_steps=steps)))
+        found.append((replace(one, local_steps=steps), plan._replace(local_steps=steps)))
     return min(found, key=lambda each: each[1].step_s, default=None)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ MAX_BPS = 1e12
 """Numbers beyond these were not measured but made up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """A peer as it describes itself."""
 
     name: str
@@ -38,8 +37,7 @@ class Machine:
     """To all others together; 0 = not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """One peer's measurements of its line to another."""
 
     at: str
@@ -50,8 +48,7 @@ class Pair:
     """Bits per second that came to `at`; 0 = not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A network, and how much of it is measured."""
 
     network: Network

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +36,7 @@ IDLE = -1
 """The stage of a device that serves none."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(NamedTuple):
     """What a step is predicted to take, and why."""
 
     total_s: float
@@ -71,8 +71,7 @@ class _Stage:
     exchange_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Boundary:
+class _Boundary(NamedTuple):
     hop_s: float
     """Mean of one way of one microbatch: forth and back are added up."""
     back_s: float

@@ -8,14 +8,13 @@ asked by this one, and this one counts as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.ids import PeerId, Position
 from swarm.protocol.voice import heard, weight
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
+class ReplicaState(NamedTuple):
     """Where a replica is, as it says itself."""
 
     position: Position

@@ -8,14 +8,13 @@ that loads its next level does not count as ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MORE_BYTES, SHARE = 512 << 20, 0.25
 """More than the least that was seen, or more than this of the time, counts as contention."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
+class Use(NamedTuple):
     """Use of a device by other programs."""
 
     held_bytes: int
@@ -23,8 +22,7 @@ class Use:
     """Share of the time in which the device computed for them, 0 to 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether to pause, and why (for logs and the status)."""
 
     pause: bool

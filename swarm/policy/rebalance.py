@@ -36,9 +36,8 @@ import hashlib
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from statistics import median_low
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from swarm.errors import short
 from swarm.ids import PeerId, Stage
@@ -77,8 +76,7 @@ MAX_LOAD = 4096.0
 _Named: TypeAlias = Callable[[Stage], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """`peer` moves from `from_stage` to `to_stage` at its next step boundary."""
 
     peer: PeerId
@@ -87,8 +85,7 @@ class Move:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moves:
+class Moves(NamedTuple):
     """The moves of this period, most urgent first. No peer is in it twice."""
 
     moves: tuple[Move, ...]
@@ -100,15 +97,13 @@ class Moves:
         return self.moves[0].why + (f" (and {others} more)" if others else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """No peer moves in this period."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Replica:
+class _Replica(NamedTuple):
     """A record with its numbers bounded."""
 
     peer: PeerId
@@ -362,7 +357,7 @@ def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: 
         moves.append(Move(mover.peer, source, empty, why))
         free.remove(mover)
         by_stage[source].remove(mover)
-        by_stage[empty].append(replace(mover, stage=empty, serving=False))
+        by_stage[empty].append(mover._replace(stage=empty, serving=False))
     for stage, there in enumerate(by_stage):
         if not moves and not any(replica.serving for replica in there):
             coming = min(replica.peer for replica in there)
@@ -378,8 +373,7 @@ def _speed(there: Sequence[_Replica]) -> float:
 # --- stages of unequal speed --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     mover: _Replica
     to_stage: Stage
     source_speed: float

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
@@ -33,8 +33,7 @@ class NoPeerForStage(Exception):
         self.stage, self.retry_at = stage, retry_at
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """Where one microbatch goes next, and why (for logs and dashboard)."""
 
     peer: PeerId

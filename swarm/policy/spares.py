@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median_low
+from typing import NamedTuple
 
 from swarm.ids import PeerId
 from swarm.policy.rebalance import MAX_TIMES_MEDIAN
@@ -24,8 +24,7 @@ SOLE_GAIN = 2.0
 """The same, again, where a stage would be left to a single peer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Exchange(NamedTuple):
     """The part of a run's terms that decides how long its exchanges take."""
 
     stages: int
@@ -36,8 +35,7 @@ class Exchange:
     """The exchange of a step overlaps with the computation of the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Replica:
+class _Replica(NamedTuple):
     peer: PeerId
     speed: float
     upload_bps: float
@@ -64,8 +62,7 @@ def exchange_s(gradient_bytes: float, count: int, upload_bps: float) -> float:
     return 2.0 * (count - 1) / count * 8.0 * gradient_bytes / upload_bps
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a peer is to be a spare, and why; what a step takes with it, and without."""
 
     spare: bool

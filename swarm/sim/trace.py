@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -36,8 +35,7 @@ class _Sampled(msgspec.Struct):
     data: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=MAX_UP)]], msgspec.Meta(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(NamedTuple):
     """How many peers are up, as steps."""
 
     times_s: tuple[float, ...]
@@ -48,8 +46,7 @@ class Trace:
     """Where each count is of; empty: of all devices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """Peers that come and peers that vanish at one time."""
 
     at_s: float

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import urllib.request
 from pathlib import Path
 
@@ -200,7 +199,7 @@ async def test_a_replay_of_nothing_is_said(tmp_path: Path) -> None:
 
 def test_a_gap_in_the_history_is_not_sat_through(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
-    recorded(path, [LOOKS[0], dataclasses.replace(LOOKS[-1], at=START + 1e6)])
+    recorded(path, [LOOKS[0], msgspec.structs.replace(LOOKS[-1], at=START + 1e6)])
 
     async def replay() -> float:
         await run_dashboard(DashboardOptions(replay=path))

@@ -7,9 +7,10 @@ a trace each has its share of the devices that are up, by its size, and whoever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
@@ -114,4 +115,4 @@ def divided(trace: Trace, sizes: Sequence[int]) -> list[Trace]:
     for t, count in enumerate(trace.counts):
         rest_K = np.argsort(counts_TK[t] - exact_TK[t], kind="stable")
         counts_TK[t, rest_K[: count - counts_TK[t].sum()]] += 1
-    return [replace(trace, counts=tuple(counts_TK[:, k].tolist())) for k in range(len(sizes))]
+    return [trace._replace(counts=tuple(counts_TK[:, k].tolist())) for k in range(len(sizes))]

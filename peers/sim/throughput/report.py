@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.plan.overlapped import StepTime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Assumptions about the run and the live system. Defaults are those of the code, or measured."""
 
     window: int | None = None
@@ -37,8 +37,7 @@ class Settings:
     """The width of a bin of `ThroughputReport.answered`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """A peer that the rule sent elsewhere."""
 
     at_s: float
@@ -48,8 +47,7 @@ class Moved:
     why: str
 
 
-@dataclass(slots=True)
-class ThroughputReport:
+class ThroughputReport(msgspec.Struct):
     """The outcome of a simulated run until `end_s`."""
 
     microbatches: int
@@ -58,16 +56,16 @@ class ThroughputReport:
     end_s: float = 0.0
     version: int = 0
     """Steps that count: those of a run that went back are in only once."""
-    step_ends_s: list[float] = field(default_factory=list)
+    step_ends_s: list[float] = []
     """When each version was taken, the last time."""
     bin_s: float = 60.0
-    answered: list[int] = field(default_factory=list)
+    answered: list[int] = []
     """Microbatches answered to trainers, by bin of time."""
-    busy_s: list[float] = field(default_factory=list)
+    busy_s: list[float] = []
     """Per stage, seconds that devices computed."""
-    there_s: list[float] = field(default_factory=list)
+    there_s: list[float] = []
     """Per stage, seconds that devices served it."""
-    moves: list[Moved] = field(default_factory=list)
+    moves: list[Moved] = []
     joins: int = 0
     deaths: int = 0
     idle: int = 0
@@ -89,7 +87,7 @@ class ThroughputReport:
     download_bytes: float = 0.0
     waited_s: float = 0.0
     """Seconds in which some stage had no peer."""
-    empty_s: list[float] = field(default_factory=list)
+    empty_s: list[float] = []
     """Per stage, seconds in which it had none."""
     predicted: StepTime | None = None
     """Of a step, if that was asked for."""
