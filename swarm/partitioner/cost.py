@@ -25,8 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from swarm.ids import Microbatch
 from swarm.model.graph.builder import Traced
-from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
-from swarm.model.graph.ir import Value
+from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref, Value
 from swarm.model.graph.kernels import SeededRandom
 
 aten = torch.ops.aten

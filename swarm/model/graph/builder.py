@@ -15,9 +15,8 @@ from torch.fx.node import map_aggregate
 
 from swarm.errors import SetupError
 from swarm.model.graph import operators
-from swarm.model.graph.calls import DEVICE, Call, Ref, Statistic, refs
 from swarm.model.graph.capture import Captured, WithLoss
-from swarm.model.graph.ir import Operator, OpGraph, Value
+from swarm.model.graph.ir import DEVICE, Call, Operator, OpGraph, Ref, Statistic, Value, refs
 from swarm.model.graph.kernels import draw_through, write_through
 from swarm.model.graph.untraceable import Untraceable, where
 

@@ -38,13 +38,12 @@ from swarm.manifest import (
 )
 from swarm.model.gpt import weights_dtype
 from swarm.model.graph.builder import CONSTANT, Traced
-from swarm.model.graph.calls import Call, Ref, refs
 from swarm.model.graph.capture import WithLoss
-from swarm.model.graph.ir import Operator, Value
+from swarm.model.graph.ir import Call, Operator, Ref, Value, refs
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
-from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
+from swarm.model.graph.partition import StagePlan, of_several, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.layout import stage_layout, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
@@ -58,21 +57,14 @@ LABELS = ("target", "targets", "target_0", "labels")
 """Inputs of a function's model that get the token after: what is to be foretold. Those of transformers shift
 their labels themselves."""
 
-_SAME_NUMBERS = frozenset(
-    (
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "slice",
-        "select",
-        "narrow",
-        "transpose",
-        "permute",
-        "t",
-        "to",
-    )
-) | {"squeeze", "unsqueeze", "expand", "contiguous", "clone", "alias", "detach", "pad", "constant_pad_nd"}
+_PARTS = frozenset({"slice", "select", "narrow"})
+_PADS = frozenset({"pad", "constant_pad_nd"})
+_KEPT = frozenset(
+    {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "to", "squeeze", "unsqueeze"}
+    | {"expand", "contiguous", "clone", "alias", "detach"}
+)
+"""Those that leave none out and add none."""
+_SAME_NUMBERS = _KEPT | _PARTS | _PADS
 """Operators that hand on the numbers of their first argument."""
 
 
@@ -514,12 +506,11 @@ def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
 
 def _shared_statistics(traced: Traced, plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
     """Batch norms' buffers that several stages tell of, and which."""
-    tellers: dict[str, list[int]] = {}
-    for plan in plans:
-        names = {told.buffer for index in plan.operators for told in traced.statistics.get(index, ())}
-        for name in sorted(names):
-            tellers.setdefault(name, []).append(plan.stage)
-    return {name: tuple(stages) for name, stages in tellers.items() if len(stages) > 1}
+    tellers = {
+        plan.stage: sorted({told.buffer for i in plan.operators for told in traced.statistics.get(i, ())})
+        for plan in plans
+    }
+    return of_several(tellers)
 
 
 def _must_change(run: Run) -> str:
@@ -588,15 +579,10 @@ def _limits(traced: Traced) -> dict[str, tuple[int, str]]:
         if kind in _SAME_NUMBERS and read and read[0] in origin and _whole(values[op.outputs[0]].dtype):
             origin.update(dict.fromkeys(op.outputs, origin[read[0]]))
         for looked_up in _lookups(kind, call, values):
-            if (name := origin.get(looked_up.name, "")) and looked_up.rows < found.get(name, (math.inf, ""))[
-                0
-            ]:
+            name = origin.get(looked_up.name, "")
+            if name and looked_up.rows < found.get(name, (math.inf, ""))[0]:
                 found[name] = (looked_up.rows, f"operator {op.target} of {op.module or 'the model'}")
     return found
-
-
-_KEPT = _SAME_NUMBERS - {"slice", "select", "narrow", "pad", "constant_pad_nd"}
-"""Those that leave none out and add none."""
 
 
 def _bounds(traced: Traced, inputs: Sequence[Input]) -> dict[str, Bounds]:
@@ -619,7 +605,7 @@ def _bounds(traced: Traced, inputs: Sequence[Input]) -> dict[str, Bounds]:
             name = ""  # another dtype may make other numbers of them
         steps.append((kind, name, made, call))
     for kind, read, made, _ in steps:
-        if kind in _SAME_NUMBERS - {"pad", "constant_pad_nd"} and read in found:
+        if kind in _KEPT | _PARTS and read in found:
             bound(made, *found[read])
     for kind, read, made, call in reversed(steps):
         for name, rows, least, ignored in _lookups(kind, call, values):

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
 from swarm.model.graph import operators
-from swarm.model.graph.calls import Call
+from swarm.model.graph.ir import Call
 from swarm.model.graph.untraceable import reason
 from swarm.model.reductions import add_tensor
 

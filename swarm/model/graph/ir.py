@@ -1,4 +1,5 @@
-"""A model as a graph of operators: plain data, made by tracing (`swarm.model.graph.trace`) or by hand.
+"""A model as a graph of operators, and how each is computed: plain data, made by tracing
+(`swarm.model.graph.trace`) or by hand.
 
 Nodes are ATen calls, edges the tensors between them; FusionLLM (Tang et al., 2024, section 3) calls it the
 OP-DAG. A *cut* of it is `assignment`, the stage of each operator by its index.
@@ -7,10 +8,12 @@ OP-DAG. A *cut* of it is `assignment`, the stage of each operator by its index.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +80,52 @@ class OpGraph:
     buffers: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...]
     """Groups of names of one tensor; the first of each is the one in `parameters`."""
+
+
+# --- how operators are computed -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a value in the arguments of a call."""
+
+    name: str
+
+
+RANDOM, DEVICE = Ref("draws:"), Ref("device:")
+"""The chance of the microbatch (`kernels.SeededRandom`), and the device that computes. No value is called
+so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A function and its arguments, in which `Ref`s stand for values."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[str, ...]
+    """Names of what it returns. Those of statistics are no values of the graph."""
+    several: bool
+    """It returns a sequence, even if of one."""
+    plain: bool
+    """To be computed without autocast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistic:
+    """A batch norm call's statistic of a microbatch, and the buffer that it is for."""
+
+    buffer: str
+    value: str
+    """Name of the output that holds it."""
+    weight: float
+    """1 / the number of calls of this batch norm in the model: a buffer gets the mean of them."""
+    momentum: float
+
+
+def refs(args: Any) -> list[Ref]:
+    """All values in the arguments of a call."""
+    found: list[Ref] = []
+    map_aggregate(args, lambda part: found.append(part) if isinstance(part, Ref) else None)
+    return found

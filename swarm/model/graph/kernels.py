@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -165,13 +165,13 @@ def draw(
     return KINDS[kind](chance, torch.empty(shape, dtype=dtype, device=device), *others, site=site)
 
 
+Views: TypeAlias = Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]]
+"""They lead to a part of a tensor: (operator, its other arguments, its keywords); None for one of several
+that a view gives."""
+
+
 def draw_through(
-    chance: SeededRandom,
-    whole: torch.Tensor,
-    views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]],
-    kind: str,
-    *others: Any,
-    site: str,
+    chance: SeededRandom, whole: torch.Tensor, views: Views, kind: str, *others: Any, site: str
 ) -> torch.Tensor:
     """As `write_through`: such numbers are written to the part."""
     whole = whole.clone()
@@ -181,24 +181,15 @@ def draw_through(
 
 
 def write_through(
-    whole: torch.Tensor,
-    views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]],
-    op: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    whole: torch.Tensor, views: Views, op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """A copy of `whole`, to a part of which `op` has written in place; `views` lead to that part.
-
-    Each view is (operator, its other arguments, its keywords); None for one of several that a view gives.
-    """
+    """A copy of `whole`, to a part of which `op` has written in place."""
     whole = whole.clone()
     op(_part(whole, views), *args, **kwargs)
     return whole
 
 
-def _part(
-    whole: torch.Tensor, views: Sequence[tuple[Callable[..., Any] | None, Sequence[Any], dict[str, Any]]]
-) -> torch.Tensor:
+def _part(whole: torch.Tensor, views: Views) -> torch.Tensor:
     part: Any = whole
     for view, others, keywords in views:
         part = part[others[0]] if view is None else view(part, *others, **keywords)

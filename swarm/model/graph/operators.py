@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from swarm.errors import SetupError
 from swarm.model.graph import kernels
-from swarm.model.graph.calls import DEVICE, RANDOM, Call, Ref
+from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.untraceable import where
 
 DROPOUTS = {"dropout": kernels.dropout, "feature_dropout": kernels.feature_dropout}

@@ -7,7 +7,7 @@ computed where it is needed (`recomputed`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import SetupError
@@ -75,11 +75,15 @@ def plan_stages(graph: OpGraph, assignment: Sequence[int]) -> tuple[StagePlan, .
 
 def shared_parameters(plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
     """The parameters that several stages read, and which: their gradients have to be added up."""
-    holders: dict[str, list[int]] = {}
-    for plan in plans:
-        for name in plan.parameters:
-            holders.setdefault(name, []).append(plan.stage)
-    return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
+    return of_several({plan.stage: plan.parameters for plan in plans})
+
+
+def of_several(names: Mapping[int, Iterable[str]]) -> dict[str, tuple[int, ...]]:
+    """What more than one stage has, and which; `names`: what each has."""
+    having: dict[str, tuple[int, ...]] = {}
+    for stage, of_stage in names.items():
+        having.update({name: (*having.get(name, ()), stage) for name in of_stage})
+    return {name: stages for name, stages in having.items() if len(stages) > 1}
 
 
 def recomputed(graph: OpGraph) -> frozenset[int]:
