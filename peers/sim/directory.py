@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -29,24 +28,22 @@ ASK_S = (0.005, 0.1)
 """How long it takes to ask, or to tell, the DHT."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True):
     record: PeerRecord
     number: int
     ends_s: float
 
 
-@dataclass
-class Dht:
+class Dht(msgspec.Struct):
     """What was announced, and which peers are cut off from it."""
 
     loop: VirtualLoop
     dice: Dice
     lag_s: tuple[float, float] = LAG_S
     ask_s: tuple[float, float] = ASK_S
-    entries: dict[PeerId, _Entry] = field(default_factory=dict)
-    pictures: list[SimDirectory] = field(default_factory=list)
-    cut_off: set[PeerId] = field(default_factory=set)
+    entries: dict[PeerId, _Entry] = {}
+    pictures: list[SimDirectory] = []
+    cut_off: set[PeerId] = set()
     """Processes that reach nobody of the DHT."""
     _number: int = 0
 
@@ -126,19 +123,14 @@ class SimDirectory:
     async def announce(self, record: PeerRecord) -> None:
         record = msgspec.structs.replace(record, voucher=record.voucher or self._voucher)
         await asyncio.sleep(self._dht.dice.between(*self._dht.ask_s))
-        if self.process.name not in self._dht.cut_off:
-            self._dht.put(record)
         if self._renewal is not None:
             self._renewal.cancel()
-        self._renew_later(record)
+        self._renew(record)
 
     def _renew(self, record: PeerRecord) -> None:
         """Keep the newest record alive as long as its process runs, as `peers.net.directory` does."""
         if self.process.name not in self._dht.cut_off:
             self._dht.put(record)
-        self._renew_later(record)
-
-    def _renew_later(self, record: PeerRecord) -> None:
         context = self.process.context
         self._renewal = self._dht.loop.call_later(RENEW_S, self._renew, record, context=context)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from peers.sim.disks import Disk, Tear
@@ -83,6 +84,19 @@ def inject(swarm: Swarm, fault: Fault) -> None:
         happened = hit is not None and kind.happen(swarm, fault, hit)
     if happened is not False:
         swarm.injected[fault.kind] += 1
+
+
+def _later(
+    swarm: Swarm, after_s: float, text: str, do: Callable[..., object], *args: Any, of: Member | None = None
+) -> None:
+    """Say and do what ends a fault; `of`: if that process is alive."""
+
+    def end() -> None:
+        if of is None or of.process.alive:
+            swarm.say(f"*** {text}")
+            do(*args)
+
+    swarm.loop.call_later(after_s, end)
 
 
 # --- which it can hit ---------------------------------------------------------------------------------------
@@ -161,15 +175,9 @@ def lose_stage_at(swarm: Swarm, fault: Fault) -> bool:
 @_kind(5, lambda swarm: [m for m in swarm.living() if not m.process.stopped])
 def stop(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """SIGSTOP, and SIGCONT some seconds later."""
-
-    def go_on() -> None:
-        if member.process.alive:
-            swarm.say(f"*** {member.name} goes on")
-            swarm.network.go_on(member.name)
-
     swarm.say(f"*** {member.name} is stopped for {fault.lasts_s:.1f} s")
     swarm.network.stop(member.name)
-    swarm.loop.call_later(fault.lasts_s, go_on)
+    _later(swarm, fault.lasts_s, f"{member.name} goes on", swarm.network.go_on, member.name, of=member)
 
 
 # --- lines and directory ------------------------------------------------------------------------------------
@@ -187,15 +195,10 @@ def cut(swarm: Swarm, fault: Fault, *, one_way: bool = False) -> bool:
     side = _side(swarm, fault)
     if not side:
         return False
-
-    def heal() -> None:
-        swarm.say("*** the cut is healed")
-        swarm.network.heal(number)
-
     how = "reach nobody of the rest" if one_way else "are cut off"
     swarm.say(f"*** {', '.join(sorted(side))} {how} for {fault.lasts_s:.1f} s")
     number = swarm.network.cut(side, one_way=one_way)
-    swarm.loop.call_later(fault.lasts_s, heal)
+    _later(swarm, fault.lasts_s, "the cut is healed", swarm.network.heal, number)
     return True
 
 
@@ -266,14 +269,14 @@ def kill_trainer(swarm: Swarm, fault: Fault, trainer: TrainerMember) -> None:
 @_kind(4)
 def storm(swarm: Swarm, fault: Fault) -> None:
     """For up to a second half of all messages are lost, doubled or late."""
+    network = swarm.network
 
-    def ends() -> None:
-        swarm.say("*** the storm is over")
-        swarm.network.lines = swarm.network.calm
+    def end() -> None:
+        network.lines = network.calm
 
     swarm.say("*** a storm begins")
-    swarm.network.lines = replace(swarm.network.calm, lost=0.2, doubled=0.15, late=0.15)
-    swarm.loop.call_later(min(1.0, fault.lasts_s), ends)
+    network.lines = replace(network.calm, lost=0.2, doubled=0.15, late=0.15)
+    _later(swarm, min(1.0, fault.lasts_s), "the storm is over", end)
 
 
 @_kind(3)
@@ -322,16 +325,11 @@ def restart_keeper(swarm: Swarm, fault: Fault, member: KeeperMember) -> None:
 @_kind(7, lambda swarm: [m for m in _serving(swarm) if not m.served.peer.core.leaving])
 def pause(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """The owner of a peer wants its device for a while, whatever other peers there are."""
-    context = member.process.context
-
-    def resume() -> None:
-        if member.process.alive:
-            swarm.say(f"*** the owner of {member.name} gives its device back")
-            swarm.loop.call_soon(member.owner.resume, "by hand", context=context)
-
+    soon = partial(swarm.loop.call_soon, context=member.process.context)
     swarm.say(f"*** the owner of {member.name} wants its device for {fault.lasts_s:.1f} s")
-    swarm.loop.call_soon(member.owner.pause, "by hand", "the owner wants it", context=context)
-    swarm.loop.call_later(fault.lasts_s, resume)
+    soon(member.owner.pause, "by hand", "the owner wants it")
+    back = f"the owner of {member.name} gives its device back"
+    _later(swarm, fault.lasts_s, back, soon, member.owner.resume, "by hand", of=member)
 
 
 @_kind(4, lambda swarm: _steady(swarm) if swarm.run.cells > 1 else ())
@@ -348,16 +346,12 @@ def move(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
 @_kind(2, Swarm.living)
 def wrong_clock(swarm: Swarm, fault: Fault, member: PeerMember) -> None:
     """The wall clock of a peer jumps by up to an hour, and perhaps back."""
-
-    def is_right_again() -> None:
-        swarm.say(f"*** the clock of {member.name} is right again")
-        member.process.clock_error_s = 0.0
-
     error_s = (fault.lasts_s - 3.5) * 1000
     swarm.say(f"*** the clock of {member.name} jumps by {error_s:.0f} s")
     member.process.clock_error_s += error_s
     if fault.lasts_s < 1.0:
-        swarm.loop.call_later(fault.lasts_s, is_right_again)
+        right = f"the clock of {member.name} is right again"
+        _later(swarm, fault.lasts_s, right, setattr, member.process, "clock_error_s", 0.0)
 
 
 @_kind(3, _everybody)

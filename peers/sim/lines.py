@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,17 @@ from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
 SMALL_BYTES = 4096
 """A header; a report of a run of thousands of microbatches."""
+
+
+class Sent(NamedTuple):
+    """A message that is sent now."""
+
+    source: PeerId
+    destination: PeerId
+    size_bytes: int
+    now_s: float
+    since_s: float | None = None
+    """It is the body of a call that was made then and is accepted now."""
 
 
 @dataclass(slots=True)
@@ -37,21 +48,9 @@ class Lines:
     late: float = 0.0
     late_s: float = 2.0
 
-    def lasts_s(
-        self,
-        source: PeerId,
-        destination: PeerId,
-        size_bytes: int,
-        *,
-        dice: Dice,
-        now_s: float,
-        since_s: float | None,
-    ) -> float:
-        """How long a message is on its way, once.
-
-        `since_s`: it is the body of a call that was made then and is accepted now.
-        """
-        return dice.between(self.least_s, self.most_s) + size_bytes / self.bytes_per_s
+    def lasts_s(self, sent: Sent, dice: Dice) -> float:
+        """How long a message is on its way, once."""
+        return dice.between(self.least_s, self.most_s) + sent.size_bytes / self.bytes_per_s
 
 
 class SharedLines(Lines):
@@ -77,21 +76,12 @@ class SharedLines(Lines):
         """Seconds of a download that nothing else limits."""
         return self._down_s[i] * size_bytes
 
-    def lasts_s(
-        self,
-        source: PeerId,
-        destination: PeerId,
-        size_bytes: int,
-        *,
-        dice: Dice,
-        now_s: float,
-        since_s: float | None,
-    ) -> float:
-        i, j = self.device_of[source], self.device_of[destination]
-        sent_s = now_s if since_s is None else since_s
-        if since_s is not None and size_bytes > WINDOW_BYTES + AHEAD_BYTES:
-            sent_s = now_s + self.latency_s(j, i)  # its caller waits until it is accepted
-        return max(0.0, self.send(i, j, size_bytes, sent_s) - now_s)
+    def lasts_s(self, sent: Sent, dice: Dice) -> float:
+        i, j = self.device_of[sent.source], self.device_of[sent.destination]
+        sent_s = sent.now_s if sent.since_s is None else sent.since_s
+        if sent.since_s is not None and sent.size_bytes > WINDOW_BYTES + AHEAD_BYTES:
+            sent_s = sent.now_s + self.latency_s(j, i)  # its caller waits until it is accepted
+        return max(0.0, self.send(i, j, sent.size_bytes, sent_s) - sent.now_s)
 
     def send(self, i: int, j: int, size_bytes: float, now_s: float) -> float:
         """The time at which the last byte arrives, if it is sent now."""

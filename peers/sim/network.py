@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
-from peers.sim.lines import Lines
+from peers.sim.lines import Lines, Sent
 from peers.sim.loop import VirtualLoop
 from peers.sim.processes import WORLD as _WORLD
 from peers.sim.processes import Process
@@ -70,9 +70,9 @@ class _Request:
         """
         call, network = self._call, self._network
         if call.body:
-            names = call.caller.peer_id, call.callee.peer_id
-            self._accepted_s = network.loop.now_s
-            self._lasts_s = network.lasts_s(*names, sum(self.body_sizes), since_s=call.made_s)
+            names, self._accepted_s = (call.caller.peer_id, call.callee.peer_id), network.loop.now_s
+            sent = Sent(*names, sum(self.body_sizes), self._accepted_s, call.made_s)
+            self._lasts_s = network.lines.lasts_s(sent, network.dice)
             await asyncio.sleep(self._lasts_s)
         if call.abandoned or not call.caller.process.alive:
             raise PeerGone(self.peer, "went away before its body arrived")
@@ -164,14 +164,6 @@ class Network:
         transport = self.transports[process.name] = SimTransport(self, process)
         return transport
 
-    def lasts_s(
-        self, source: PeerId, destination: PeerId, size_bytes: int, *, since_s: float | None = None
-    ) -> float:
-        """How long a message is on its way, once; of a body `since_s`, when its call was made."""
-        return self.lines.lasts_s(
-            source, destination, size_bytes, dice=self.dice, now_s=self.loop.now_s, since_s=since_s
-        )
-
     # -- calls ------------------------------------------------------------------------------------
 
     async def call(
@@ -230,7 +222,7 @@ class Network:
         if chance < lines.late:
             delay_s = dice.between(lines.most_s, lines.late_s)
         else:
-            delay_s = self.lasts_s(source, destination, size_bytes)
+            delay_s = lines.lasts_s(Sent(source, destination, size_bytes, loop.now_s), dice)
             if chance < lines.late + lines.doubled:
                 again_s = delay_s + dice.between(0.0, lines.late_s)
                 loop.call_later(again_s, arrive, *what, context=_WORLD)

@@ -47,7 +47,7 @@ from peers.islands.directory import split_cell
 from peers.islands.trainers import IslandTrainers
 from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
-from peers.sim.lines import SharedLines
+from peers.sim.lines import Sent, SharedLines
 from peers.sim.loop import VirtualLoop
 from peers.sim.network import Network, SimTransport
 from peers.sim.processes import Process
@@ -170,9 +170,9 @@ class CountedLines(SharedLines):
         self.sent_bytes = Counter[tuple[str, str]]()
         """By who sent it to whom."""
 
-    def lasts_s(self, source: str, destination: str, size_bytes: int, **when: Any) -> float:
-        self.sent_bytes[source, destination] += size_bytes
-        return super().lasts_s(source, destination, size_bytes, **when)
+    def lasts_s(self, sent: Sent, dice: Dice) -> float:
+        self.sent_bytes[sent.source, sent.destination] += sent.size_bytes
+        return super().lasts_s(sent, dice)
 
 
 class Virtual:

@@ -9,9 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from peers.ports import Answer, Request
-from peers.sim.lines import Lines
+from peers.sim.lines import Lines, Sent
 from peers.stage.server import StagePeer
 from swarm.ids import PeerId
+from swarm.sim.dice import Dice
 from swarm.wire.messages import WorkDone, pack, unpack
 from tests.peers.loops import Swarm
 
@@ -23,9 +24,9 @@ class TrickleLines(Lines):
         super().__init__(of.least_s, of.most_s, of.bytes_per_s)
         self._slow = slow
 
-    def lasts_s(self, source: PeerId, destination: PeerId, size_bytes: int, **when: Any) -> float:
-        body_bytes = size_bytes if source in self._slow and when["since_s"] is not None else 0
-        return super().lasts_s(source, destination, size_bytes, **when) + body_bytes
+    def lasts_s(self, sent: Sent, dice: Dice) -> float:
+        body_bytes = sent.size_bytes if sent.source in self._slow and sent.since_s is not None else 0
+        return super().lasts_s(sent, dice) + body_bytes
 
 
 def trickle(s: Swarm, slow: Collection[PeerId]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from peers.clock import now_s
 from peers.ports import Answer, Request
-from peers.sim.lines import Lines
+from peers.sim.lines import Lines, Sent
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
 from peers.stage.open_step import OpenStep
@@ -24,6 +24,7 @@ from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
+from swarm.sim.dice import Dice
 from swarm.wire.codec import TensorMeta, round_trip
 from swarm.wire.messages import Part, PartDone, pack
 from tests.peers.loops import obey, swarm
@@ -242,8 +243,10 @@ class SlowUpload(Lines):
 
     b_bytes_per_s: float = 250.0
 
-    def lasts_s(self, source: str, destination: str, size_bytes: int, **when: Any) -> float:
-        return size_bytes / self.b_bytes_per_s if source == "b" and size_bytes > 4096 else 0.001
+    def lasts_s(self, sent: Sent, dice: Dice) -> float:
+        return (
+            sent.size_bytes / self.b_bytes_per_s if sent.source == "b" and sent.size_bytes > 4096 else 0.001
+        )
 
 
 async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peers.sim.lines import SharedLines
+from peers.sim.lines import Sent, SharedLines
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
 from scripts.bench.validate import CASES, Case, shipped, simulated, validation_run
@@ -137,7 +137,7 @@ def test_a_body_goes_with_its_call_unless_it_is_so_large_that_it_has_to_be_accep
 ) -> None:
     lines = SharedLines(network(2, upload_bps=8e6, latency_s=0.05))
     lines.device_of = {"a": 0, "b": 1}
-    found_s = lines.lasts_s("a", "b", size_bytes, dice=Dice(0), now_s=1.04, since_s=1.0)
+    found_s = lines.lasts_s(Sent("a", "b", size_bytes, 1.04, since_s=1.0), Dice(0))
     assert found_s == pytest.approx(lasts_s)
 
 
