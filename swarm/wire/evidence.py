@@ -6,6 +6,8 @@ word of the peer that sends it.
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
 
 from swarm.digest import Digest, digest_of
@@ -20,38 +22,39 @@ from swarm.wire.tensor_meta import TensorMeta
 MAX_EVIDENCE_BYTES = 1 << 26
 """Larger evidence is not passed on: each replica of the stage finds the same by itself."""
 
+S = TypeVar("S", bound=Statement)
 
-class WrongSum(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+
+class Lie(msgspec.Struct, Generic[S], frozen=True, kw_only=True):
+    """A statement that the accused has signed, and that does not hold."""
+
+    accused: PeerId
+    statement: S
+    signature: Signature
+
+
+class WrongSum(Lie[Reduced], frozen=True, kw_only=True, tag=True):
     """An owner's result of a chunk is not the sum of the contributions that it names.
 
     Body: the chunk of each member that contributed, in their order.
     """
 
-    accused: PeerId
-    statement: Reduced
-    signature: Signature
     index: int
     """Of the chunk in the owner's part."""
     lists: tuple[bytes, ...]
     """Of each contribution: the digests of its chunks."""
 
 
-class FalseContribution(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FalseContribution(Lie[Reduced], frozen=True, kw_only=True, tag=True):
     """An owner names a contribution that the member did not sign. No body."""
 
-    accused: PeerId
-    statement: Reduced
-    signature: Signature
     place: int
     """Among the contributions."""
 
 
-class WrongProduct(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WrongProduct(Lie[Projected], frozen=True, kw_only=True, tag=True):
     """A member's product is not that of the chunk that it contributed. Body: that chunk."""
 
-    accused: PeerId
-    statement: Projected
-    signature: Signature
     place: int
     """Of the part, among the owners."""
     index: int
@@ -60,15 +63,12 @@ class WrongProduct(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Of the chunks of this contribution."""
 
 
-class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WrongAnswer(Lie[Answered], frozen=True, kw_only=True, tag=True):
     """What a peer sent on, or answered, is far from what its stage computes. It takes the weights to see it.
 
     Body: the buffers of all these tensors, one after the other.
     """
 
-    accused: PeerId
-    statement: Answered
-    signature: Signature
     inputs: tuple[TensorMeta, ...]
     output_grads: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
@@ -80,15 +80,11 @@ class WrongAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.inputs, self.output_grads, self.outputs, self.input_grads
 
 
-class WrongContribution(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WrongContribution(Lie[Projected], frozen=True, kw_only=True, tag=True):
     """What a member contributed to a step is not what its microbatches add up to, or it does not show those.
 
     No body: replicas with the weights compute a later contribution of it themselves, and others ask them.
     """
-
-    accused: PeerId
-    statement: Projected
-    signature: Signature
 
 
 Evidence = WrongSum | FalseContribution | WrongProduct | WrongAnswer | WrongContribution
