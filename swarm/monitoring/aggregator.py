@@ -363,10 +363,6 @@ class Aggregator:
         """Steps that islands may be apart: those between two meetings."""
         return self.run.islands.local_steps if self.run.islands.count > 1 else 0
 
-    def _at_step(self, version: int) -> bool:
-        """Whether a peer at that version is at the run's step, or at another that its island may be at."""
-        return abs(version - self._position.version) <= self._apart
-
     def _who(self, seen: _Seen) -> str:
         if seen.record.stage == NO_STAGE:
             return f"keeper {short(seen.record.peer)}"
@@ -481,7 +477,8 @@ class Aggregator:
             up_s=seen.up_s(now),
             busy=busy,
             max_inflight=said.max_inflight,
-            done=status.done if status is not None and self._at_step(status.version) else 0,
+            # At the run's step, or at another that its island may be at.
+            done=status.done if status and abs(status.version - self._position.version) <= self._apart else 0,
             computed=self._work.get(record.peer, _Work()).total,
             slower=slower,
             inconsistencies=tuple(self._inconsistencies(seen, now)),

@@ -75,16 +75,13 @@ def _no_trainer(health: SwarmHealth) -> Iterator[Alert]:
     away_s = health.trainer_away_s
     if away_s is None or health.version >= health.steps:
         return
+    # Whether a trainer would have found them.
+    waited = all(health.at - peer.since >= TRAINER_AWAY_S for peer in health.stages[0].peers)
     if away_s >= TRAINER_AWAY_S:
         yield Alert(level="warning", text=f"no trainer for {_time(away_s)}")
-    elif health.step_s is None and not health.trainers and _has_waited(health.stages[0].peers, health.at):
+    elif health.step_s is None and not health.trainers and waited:
         text = "no trainer that a peer of stage 0 knows of: the run waits for swarm train"
         yield Alert(level="warning", text=text)
-
-
-def _has_waited(peers: Sequence[PeerHealth], now: float) -> bool:
-    """Whether a trainer would have found them."""
-    return all(now - peer.since >= TRAINER_AWAY_S for peer in peers)
 
 
 def _still(health: SwarmHealth) -> Iterator[Alert]:

@@ -136,11 +136,5 @@ def _can_have_been(step: PastStep, run: Run) -> bool:
 
 
 def _can_be(link: LinkStatus) -> bool:
-    return (
-        0 <= link.bytes_in <= MAX_COUNT
-        and 0 <= link.bytes_out <= MAX_COUNT
-        and 0 <= link.memory_bytes <= MAX_COUNT
-        and _is_id(link.peer)
-        and math.isfinite(link.rtt_s)
-        and math.isfinite(link.bandwidth_bps)
-    )
+    counted = all(0 <= n <= MAX_COUNT for n in (link.bytes_in, link.bytes_out, link.memory_bytes))
+    return counted and _is_id(link.peer) and all(map(math.isfinite, (link.rtt_s, link.bandwidth_bps)))

@@ -326,7 +326,8 @@ def read_devices(text: str) -> Network:
         _known(group, ("name", "region", "count", *_GROUP), where)
         region = regions.setdefault(_text(group, "region", where), len(regions))
         devices += _devices(group, {**defaults, **group}, region, where)
-        cards += [_cards({**defaults, **group}, where)] * (len(devices) - len(cards))
+        of_each = _whole({**defaults, **group}, "cards", MAX_CARDS, where)
+        cards += [of_each] * (len(devices) - len(cards))
         if sum(cards) > MAX_DEVICES:
             raise SetupError(f"more than {MAX_DEVICES} devices: look at the count of {where}")
         if sum(count > 1 for count in cards) > MAX_MACHINES:
@@ -374,17 +375,8 @@ def _with_cards(network: Network, cards: Sequence[int], latency_s: float, bandwi
     return Network(tuple(devices), tuple(regions), latency_RR, bandwidth_RR, tuple(places))
 
 
-def _cards(group: dict[str, Any], where: str) -> int:
-    cards = group.get("cards", 1)
-    if type(cards) is not int or not 1 <= cards <= MAX_CARDS:
-        raise SetupError(f"cards = {cards!r} in {where}: it must be a whole number from 1 to {MAX_CARDS}")
-    return cards
-
-
 def _devices(own: dict[str, Any], group: dict[str, Any], region: int, where: str) -> list[Device]:
-    name, count = _text(own, "name", where), own.get("count", 1)
-    if type(count) is not int or not 1 <= count <= MAX_DEVICES:
-        raise SetupError(f"count = {count!r} in {where}: it must be a whole number from 1 to {MAX_DEVICES}")
+    name, count = _text(own, "name", where), _whole(own, "count", MAX_DEVICES, where)
     if "tflops" not in group:
         raise SetupError(f"tflops is missing in {where} (and in [defaults]): 1e12 operations a second")
     flops_per_s = _number(group, "tflops", where) * 1e12 * _number(group, "speed", where, default=1.0)
@@ -466,6 +458,13 @@ def _text(table: dict[str, Any], key: str, where: str) -> str:
     value = table.get(key)
     if type(value) is not str or not 0 < len(value) <= 80 or not value.isprintable():
         raise SetupError(f"{key} = {value!r} in {where}: it must be a name of 1 to 80 characters")
+    return value
+
+
+def _whole(table: dict[str, Any], key: str, most: int, where: str) -> int:
+    value = table.get(key, 1)
+    if type(value) is not int or not 1 <= value <= most:
+        raise SetupError(f"{key} = {value!r} in {where}: it must be a whole number from 1 to {most}")
     return value
 
 
