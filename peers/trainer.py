@@ -36,9 +36,9 @@ from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.policy.backoff import Backoff
-from swarm.policy.call_limits import CallLimits
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
+from swarm.policy.timeouts import CallLimits
 from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position

@@ -14,8 +14,7 @@ from typing import TextIO
 import torch
 
 from peers.progress import Bar
-from peers.sim.report import report
-from peers.sim.shrink import shrink, timeline
+from peers.sim.report import report, shrink, timeline
 from peers.sim.world import Outcome, run_schedule
 from peers.system import die_with_parent
 

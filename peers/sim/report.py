@@ -1,15 +1,15 @@
-"""What many schedules came to, in words and in one line of JSON."""
+"""What many schedules came to, in words and in one line of JSON; and of one that fails, the fewest faults."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from peers.sim.faults import KINDS
+from peers.sim.faults import KINDS, Fault
 from peers.sim.invariants import INVARIANTS
-from peers.sim.world import Outcome
+from peers.sim.world import Outcome, World
 
 MAX_SHOWN = 5
 
@@ -52,3 +52,32 @@ def report(outcomes: Sequence[Outcome], cpu_s: float, out: TextIO) -> int:
     }
     print(json.dumps({"rows": [row]}), file=out)
     return 1 if violations else 0
+
+
+def shrink(seed: int, play: Callable[[World], Outcome] = World.play) -> tuple[list[Fault], Outcome]:
+    """The fewest faults of the schedule of `seed`, without which it would hold, and what they lead to.
+
+    Each fault is left out in turn, as long as the same kind of invariant is violated.
+    """
+    world = World(seed)
+    faults = list(world.schedule or ())
+    outcome = play(world)
+    if not outcome.violation:
+        return faults, outcome
+    kind = outcome.violation.partition(":")[0]
+    number = 0
+    while number < len(faults):
+        fewer = faults[:number] + faults[number + 1 :]
+        found = play(World(seed, schedule=fewer))
+        if found.violation.partition(":")[0] == kind:
+            faults, outcome, number = fewer, found, 0
+        else:
+            number += 1
+    return faults, outcome
+
+
+def timeline(seed: int, faults: Sequence[Fault]) -> list[str]:
+    """What happens with those faults, line by line."""
+    lines: list[str] = []
+    World(seed, trace=lines.append, schedule=list(faults)).play()
+    return lines

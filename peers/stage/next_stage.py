@@ -12,8 +12,8 @@ from peers.locator import Locator
 from peers.ports import Answer, Buffer, Directory, Transport
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
-from swarm.policy.call_limits import CallLimits
 from swarm.policy.router import NoPeerForStage, Router
+from swarm.policy.timeouts import CallLimits
 from swarm.records import PeerRecord
 from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latency
 

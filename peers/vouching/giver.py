@@ -12,8 +12,7 @@ from peers.waiting import TaskKeeper
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import Run
-from swarm.protocol.voice import Worked, voice_of, vouch
-from swarm.protocol.work_count import WorkCount, renewal
+from swarm.protocol.voice import WorkCount, Worked, renewal, voice_of, vouch
 from swarm.records import PeerRecord
 from swarm.wire.messages import GiveVoucher, Ticket, WorkDone, pack
 from swarm.wire.receipts import is_receipt

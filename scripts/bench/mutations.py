@@ -68,7 +68,7 @@ FRAMES = "swarm/wire/frames.py"
 HEADERS = "swarm/wire/messages.py"
 META = "swarm/wire/tensor_meta.py"
 CODEC = "swarm/wire/codec.py"
-CHECKS = "swarm/protocol/checks.py"
+CHECKS = "swarm/protocol/messages.py"
 CHARTER = "swarm/charter.py"
 INSTALLED = "swarm/installed.py"
 SIGNED_CHARTER = "peers/net/charter/signed.py"
@@ -107,7 +107,7 @@ PROOFS = "swarm/protocol/proofs.py"
 GIVER = "peers/vouching/giver.py"
 TICKETS = "peers/vouching/tickets.py"
 OWN_VOUCHER = "peers/vouching/own.py"
-WORK_COUNT = "swarm/protocol/work_count.py"
+WORK_COUNT = "swarm/protocol/voice.py"
 
 SWARMS = ("test_loops", "test_council")
 MOVES = ("test_handover", "test_moves")
@@ -3909,7 +3909,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "voice-for-twenty-steps-only",
-        "swarm/protocol/work_count.py",
+        "swarm/protocol/voice.py",
         "if work.steps >= MIN_STEPS",
         "if work.steps >= 2 * MIN_STEPS",
         "Of a stage one replica has voice 20 steps before the others.",
@@ -4077,7 +4077,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "wait-for-all-that-one-was-given-before-it-answered",
-        "swarm/policy/trials.py",
+        "swarm/policy/router.py",
         "        del self._open[peer]\n        self._room, ",
         "        self._open[peer] -= 1\n        self._room, ",
         "What a caller sent before it knew anybody keeps it from all others for half a minute.",
@@ -4085,7 +4085,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-few-that-hang-make-all-slow",
-        "swarm/policy/call_limits.py",
+        "swarm/policy/timeouts.py",
         " and self._answered_s <= since_s",
         "",
         "A few peers that trickle have calls to all others waited for, for minutes.",
@@ -4093,7 +4093,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "wait-for-the-unknown-as-for-the-known",
-        "swarm/policy/call_limits.py",
+        "swarm/policy/timeouts.py",
         "if self._usual.known and not self._router.knows(self._stage, peer):",
         "if False:",
         "A step waits as long for an identity that never answers as for one that always did.",
@@ -4117,7 +4117,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "those-known-for-long-make-room-for-many",
-        "swarm/policy/trials.py",
+        "swarm/policy/router.py",
         "            self._room = 1\n",
         "            self._room = 1 if self._open else self._room\n",
         "Of a hundred new identities that never answer each caller tries four at once.",
@@ -4141,7 +4141,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "try-the-unknown-as-often-as-before",
-        "swarm/policy/trials.py",
+        "swarm/policy/router.py",
         "self._pause_s = min(MAX_PAUSE_S, 2 * self._pause_s)",
         "self._pause_s = FIRST_PAUSE_S",
         "A hundred identities that never answer cost a run a microbatch every half minute, for ever.",

@@ -22,9 +22,16 @@ from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
 from swarm.policy.rotation import Rotation
 from swarm.protocol import replica
-from swarm.protocol.checks import check_report, check_summary
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
-from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
+from swarm.protocol.messages import (
+    Directive,
+    ReplicaReport,
+    RunStatus,
+    StageSummary,
+    StepDirective,
+    check_report,
+    check_summary,
+)
 from swarm.protocol.proofs import Belief, check_signed_report, signed_report
 from swarm.protocol.replica import Local
 from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed

@@ -57,9 +57,16 @@ from swarm.manifest import Run, audit_run, parse_run
 from swarm.monitoring import validation
 from swarm.monitoring.health import Observation
 from swarm.protocol import messages as protocol_messages
-from swarm.protocol.checks import check_report, check_summary
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
-from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
+from swarm.protocol.messages import (
+    Directive,
+    ReplicaReport,
+    RunStatus,
+    StageSummary,
+    StepDirective,
+    check_report,
+    check_summary,
+)
 from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport
 from swarm.records import PeerRecord
 from swarm.wire import frames, tensor_meta, whole_numbers

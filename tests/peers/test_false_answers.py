@@ -19,7 +19,7 @@ from peers.ports import Answer, Buffer, Request
 from peers.stage.server import StagePeer
 from swarm.errors import Refused
 from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
-from swarm.protocol.work_count import RENEW_EVERY
+from swarm.protocol.voice import RENEW_EVERY
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import Locate, Located, pack, unpack

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from swarm.policy.call_limits import TRIAL_S, CallLimits
 from swarm.policy.router import Router
-from swarm.policy.timeouts import MIN_S, AdaptiveTimeout, expected_s
+from swarm.policy.timeouts import MIN_S, TRIAL_S, AdaptiveTimeout, CallLimits, expected_s
 from swarm.records import PeerRecord
 
 

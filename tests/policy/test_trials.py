@@ -6,8 +6,7 @@ from itertools import count
 
 import pytest
 
-from swarm.policy.router import Router
-from swarm.policy.trials import FIRST_PAUSE_S, MAX_PAUSE_S, Trials
+from swarm.policy.router import FIRST_PAUSE_S, MAX_PAUSE_S, Router, Trials
 
 
 def known(*peers: str) -> Router:

@@ -11,11 +11,17 @@ from swarm.errors import Leaving, NotNow, Refused
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
-from swarm.protocol.checks import MAX_STEPS, check_report, check_summary
 from swarm.protocol.coordinator import Agreed, RunCoordinator, StageCoordinator, Summarized
 from swarm.protocol.coordinator import Member as Reported
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import ReplicaReport, RunStatus, StageSummary
+from swarm.protocol.messages import (
+    MAX_STEPS,
+    ReplicaReport,
+    RunStatus,
+    StageSummary,
+    check_report,
+    check_summary,
+)
 from swarm.protocol.protocol import ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit, Prepared, StepReport, StepSummary

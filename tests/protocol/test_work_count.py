@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from swarm.ids import Microbatch
-from swarm.protocol.voice import MAX_STEPS, MIN_MICROBATCHES, MIN_STEPS, VALID_STEPS, Worked
-from swarm.protocol.work_count import RENEW_EVERY, WorkCount, renewal
+from swarm.protocol.voice import (
+    MAX_STEPS,
+    MIN_MICROBATCHES,
+    MIN_STEPS,
+    RENEW_EVERY,
+    VALID_STEPS,
+    WorkCount,
+    Worked,
+    renewal,
+)
 from swarm.records import Voucher
 
 PEER = "p"

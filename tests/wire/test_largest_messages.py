@@ -20,11 +20,12 @@ from swarm.errors import Refused, SetupError
 from swarm.example import example_run
 from swarm.ids import Generation, PeerId
 from swarm.protocol import messages as protocol_messages
-from swarm.protocol.checks import MAX_NAME, MAX_STEPS
 from swarm.protocol.coordinator import LOSSES_KEPT, MAX_SOURCES
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import (
     MAX_LEFT_OUT,
+    MAX_NAME,
+    MAX_STEPS,
     Directive,
     Positioned,
     ReplicaReport,
