@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from peers.sim.loop import VirtualLoop
-from peers.sim.processes import Process
+from peers.sim.loop import Process, VirtualLoop
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord, Voucher
 from swarm.sim.dice import Dice

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from peers.sim.processes import PROCESS, Killed
+from peers.sim.loop import PROCESS, Killed
 from peers.storage import atomic_file
 
 MEMORY = Path("/dev/shm")

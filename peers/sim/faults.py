@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from peers.sim.disks import Disk, Tear
+from peers.sim.loop import PROCESS, WORLD, Killed, Process
 from peers.sim.members import KeeperMember, Member, PeerMember, TrainerMember
-from peers.sim.processes import PROCESS, WORLD, Killed, Process
 from peers.sim.swarm import Swarm
 from swarm.ids import PeerId, Stage
 from swarm.sim.dice import Dice

@@ -12,8 +12,11 @@ time, draws chance from seeded generators and iterates over no set of strings (o
 asyncio itself leaves to addresses, the order of tasks and futures in sets, follows their numbers here.
 
 Nothing of the outside takes part: no sockets, and no threads. What the protocol gives to worker threads
-(`asyncio.to_thread`) runs on the loop, at one instant a little later. Processes that stop, go on and die:
-`peers.sim.processes`.
+(`asyncio.to_thread`) runs on the loop, at one instant a little later.
+
+Each callback belongs to the process in whose context it was made. A process that is stopped (SIGSTOP) keeps
+its callbacks until it goes on; one that is dead (SIGKILL) never runs another instruction, not even a
+`finally`. The wall clock that `peers.clock` tells is that of the process that asks, which may be wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import contextvars
 import heapq
 import itertools
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -33,7 +37,6 @@ from typing import Any, TypeVar
 import torch
 
 from peers.clock import VirtualTime
-from peers.sim.processes import PROCESS, Killed
 
 T = TypeVar("T")
 
@@ -50,26 +53,72 @@ class Deadlock(Exception):
     """Nothing is scheduled and nothing can wake any task. The text says where tasks wait."""
 
 
-class Handle:
-    """A callback that is due, or will be."""
+class Killed(BaseException):
+    """Ends a process between two of its instructions."""
 
-    __slots__ = ("args", "callback", "cancelled_", "context", "due_s")
 
-    def __init__(
-        self, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context, due_s: float
-    ) -> None:
-        self.callback, self.args, self.context, self.due_s = callback, args, context, due_s
-        self.cancelled_ = False
+class Process:
+    """What can be stopped and killed as a whole. All that its main coroutine begins belongs to it."""
 
-    def cancel(self) -> None:
-        self.cancelled_ = True
-        self.args = ()  # nothing is kept for it until its time would have come
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive, self.stopped = True, False
+        self.halted = False
+        """Dead or stopped: one look for each callback."""
+        self.clock_error_s = 0.0
+        """Its wall clock is so much fast."""
+        self.slow_s = 0.0
+        """Its worker threads take up to so much longer."""
+        self.main: asyncio.Task[None] | None = None
+        self.held: list[asyncio.TimerHandle] = []
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self.context = contextvars.copy_context()
+        self.context.run(PROCESS.set, self)
 
-    def cancelled(self) -> bool:
-        return self.cancelled_
+    def start(self, loop: VirtualLoop, main: Coroutine[Any, Any, None]) -> None:
+        """Run `main` as this process."""
+        self.main = self.spawn(loop, main)
 
-    def when(self) -> float:
-        return self.due_s
+    def spawn(self, loop: VirtualLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Another coroutine of this process."""
+        return self.context.copy().run(loop.create_task, work)
+
+    def kill(self) -> None:
+        """Nothing of it runs any more."""
+        self.alive, self.halted = False, True
+        self.held.clear()
+
+    def end(self) -> None:
+        """The world ends: let go of everything that runs here. What a `finally` waits for never comes."""
+        self.kill()
+        self.main = None
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        while self.tasks:
+            task, _ = self.tasks.popitem()
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            asyncio.tasks._unregister_task(task)
+            with contextlib.suppress(BaseException):
+                # In this context: what a `finally` still begins ends here as well.
+                self.context.copy().run(task.get_coro().close)  # type: ignore[union-attr]
+        sys.unraisablehook = hook
+
+    def stop(self) -> None:
+        """Nothing of it runs until `go_on`."""
+        self.stopped = self.halted = True
+
+    def go_on(self, loop: VirtualLoop) -> None:
+        """Run what came due meanwhile."""
+        if self.alive and self.stopped:
+            self.stopped = self.halted = False
+            held, self.held = self.held, []
+            loop.again(held)
+
+
+PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+
+
+WORLD = contextvars.Context()
+"""What no process does."""
 
 
 class _Numbered:
@@ -98,8 +147,8 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def __init__(self, thread_s: Callable[[], float] = float) -> None:
         super().__init__()
         self._thread_s = thread_s
-        self._due: deque[Handle] = deque()
-        self._timers: list[tuple[float, int, Handle]] = []
+        self._due: deque[asyncio.TimerHandle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order, self._tasks, self._futures = (
             itertools.count(),
             itertools.count(1),
@@ -143,7 +192,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
             if not timers or timers[0][0] > limit_s:
                 return False
             due_s, _, handle = heapq.heappop(timers)
-            if not handle.cancelled_:
+            if not handle._cancelled:
                 if due_s > self.now_s:
                     self.now_s, self._callbacks_before = due_s, self.callbacks
                 due.append(handle)
@@ -152,16 +201,16 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
             return False
         for _ in range(len(due)):
             handle = due.popleft()
-            if handle.cancelled_:
+            if handle._cancelled:
                 continue
-            process = handle.context.get(PROCESS)
+            process = handle._context.get(PROCESS)
             if process is not None and process.halted:
                 if process.alive:
                     process.held.append(handle)
                 continue
             self.callbacks += 1
             try:
-                handle.context.run(handle.callback, *handle.args)
+                handle._context.run(handle._callback, *handle._args)
             except Killed:
                 pass
             except Exception as error:  # noqa: BLE001  a bug, which is told
@@ -173,7 +222,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         if not isinstance(error, (Killed, torch.AcceleratorError)):
             self.bugs.append(f"{what}: {type(error).__name__}: {error}")
 
-    def again(self, handles: list[Handle]) -> None:
+    def again(self, handles: list[asyncio.TimerHandle]) -> None:
         """Run what was held."""
         self._due.extend(handles)
 
@@ -203,8 +252,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     ) -> Any:
         if context is AT_ONCE:
             return callback(*args)
-        own = contextvars.copy_context() if context is None else context
-        handle = Handle(callback, args, own, self.now_s)
+        handle = asyncio.TimerHandle(self.now_s, callback, args, self, context)
         self._due.append(handle)
         return handle
 
@@ -221,8 +269,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Any:
-        own = contextvars.copy_context() if context is None else context
-        handle = Handle(callback, args, own, when)
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 

@@ -10,8 +10,8 @@ from peers.owner.commands import Owner
 from peers.sim.device import SimDevice
 from peers.sim.directory import SimDirectory
 from peers.sim.disks import Disk
+from peers.sim.loop import Process
 from peers.sim.network import SimTransport
-from peers.sim.processes import Process
 from peers.stage.server import StagePeer
 from swarm.data import prove_samples, token_dtype
 from swarm.ids import PeerId, Stage

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.sim.lines import Lines, Sent
-from peers.sim.loop import VirtualLoop
-from peers.sim.processes import WORLD as _WORLD
-from peers.sim.processes import Process
+from peers.sim.loop import WORLD as _WORLD
+from peers.sim.loop import Process, VirtualLoop
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SwarmError, from_wire
 from swarm.ids import PeerId
 from swarm.sim.dice import Dice

@@ -18,10 +18,9 @@ from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.disks import Disk, Disks
 from peers.sim.invariants import Invariants, Violation
-from peers.sim.loop import VirtualLoop
+from peers.sim.loop import PROCESS, WORLD, Process, VirtualLoop
 from peers.sim.members import AuditCompute, KeeperMember, Member, PeerMember, Serving, TrainerMember, Zeros
 from peers.sim.network import Network
-from peers.sim.processes import PROCESS, WORLD, Process
 from peers.sim.setting import Setting, dice_of
 from peers.stage import pause
 from peers.stage.pause import PausedPeer

@@ -48,9 +48,8 @@ from peers.islands.trainers import IslandTrainers
 from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import Sent, SharedLines
-from peers.sim.loop import VirtualLoop
+from peers.sim.loop import Process, VirtualLoop
 from peers.sim.network import Network, SimTransport
-from peers.sim.processes import Process
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import TrainerSettings

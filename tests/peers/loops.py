@@ -22,8 +22,8 @@ from peers.islands.directory import split_cell
 from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
 from peers.sim.device import SimDevice
+from peers.sim.loop import PROCESS, Killed
 from peers.sim.members import tree_of_zeros
-from peers.sim.processes import PROCESS, Killed
 from peers.stage import pause as paused
 from peers.stage.open_step import OpenStep
 from peers.stage.pause import PausedPeer

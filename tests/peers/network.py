@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from peers.ports import Answer
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import Lines
-from peers.sim.loop import VirtualLoop
+from peers.sim.loop import WORLD, Process, VirtualLoop
 from peers.sim.network import SILENCE_S, Network, SimTransport, _Call
-from peers.sim.processes import WORLD, Process
 from swarm.errors import BadAnswer, SwarmError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from peers.sim.processes import WORLD
+from peers.sim.loop import WORLD
 from swarm.ids import Generation
 from tests.peers.loops import Swarm, When, swarm
 from tests.peers.test_islands import assert_counted, counting, names_of, train

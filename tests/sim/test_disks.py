@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peers.sim.disks import Disks, Tear
-from peers.sim.processes import PROCESS, Killed, Process
+from peers.sim.loop import PROCESS, Killed, Process
 from peers.storage import checkpoint
 from peers.storage.atomic_file import TEMPORARY
 from swarm.errors import SetupError

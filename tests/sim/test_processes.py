@@ -10,9 +10,8 @@ import pytest
 from peers.ports import Answer, Request
 from peers.sim.directory import LAG_S, LIFE_S, Dht, SimDirectory
 from peers.sim.lines import Lines
-from peers.sim.loop import MAX_AT_ONCE, VirtualLoop
+from peers.sim.loop import MAX_AT_ONCE, Process, VirtualLoop
 from peers.sim.network import SILENCE_S, Network
-from peers.sim.processes import Process
 from swarm.errors import Busy, PeerFault, PeerGone, PeerSilent, SwarmError
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice

@@ -19,8 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from peers.sim.loop import VirtualLoop
-from peers.sim.processes import Process
+from peers.sim.loop import Process, VirtualLoop
 from peers.sim.throughput.members import Members
 from peers.sim.throughput.report import Settings, ThroughputReport
 from peers.sim.throughput.trainers import Trainers
