@@ -149,11 +149,8 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         self._thread_s = thread_s
         self._due: deque[asyncio.TimerHandle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
-        self._order, self._tasks, self._futures = (
-            itertools.count(),
-            itertools.count(1),
-            itertools.count(1 << 30),
-        )
+        self._order = itertools.count()
+        self._tasks, self._futures = itertools.count(1), itertools.count(1 << 30)
         self._owner = threading.get_ident()
         self.now_s = 0.0
         self.callbacks = self._callbacks_before = 0

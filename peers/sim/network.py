@@ -185,7 +185,10 @@ class Network:
         views = [memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"") for part in body]
         call = _Call(self.calls, caller, callee, method, header, views, result, loop.now_s)
         self._open[call.number] = call
-        timer = None if deadline_s is None else loop.call_later(deadline_s, self._too_late, call, deadline_s)
+        timer = None
+        if deadline_s is not None:
+            late = PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s")
+            timer = loop.call_later(deadline_s, self._fail, call, late)
         if callee.process.stopped:
             loop.call_later(self.silence_s, self._check_stopped, call)
         self._send(call, caller.peer_id, peer, len(header), self._arrive, call)
@@ -277,13 +280,6 @@ class Network:
     def _silent(self, call: _Call) -> None:
         self._fail(call, PeerSilent(call.callee.peer_id, f"no sign of life for {self.silence_s} s"))
 
-    def _too_late(self, call: _Call, deadline_s: float) -> None:
-        why = f"no answer to {call.method!r} within {deadline_s:g} s"
-        self._fail(call, PeerSilent(call.callee.peer_id, why))
-
-    def _gone(self, call: _Call) -> None:
-        self._fail(call, PeerGone(call.callee.peer_id, "the connection broke"))
-
     def _check_stopped(self, call: _Call) -> None:
         if call.callee.process.stopped:
             self._silent(call)
@@ -299,8 +295,8 @@ class Network:
                 if quietly:
                     self.loop.call_later(self.silence_s, self._silent, call, context=_WORLD)
                 else:
-                    delay_s = self.dice.between(*self.breaks_s)
-                    self.loop.call_later(delay_s, self._gone, call, context=_WORLD)
+                    delay_s, broke = self.dice.between(*self.breaks_s), PeerGone(name, "the connection broke")
+                    self.loop.call_later(delay_s, self._fail, call, broke, context=_WORLD)
             elif call.caller.process is ended:
                 call.abandoned = True
                 del self._open[call.number]

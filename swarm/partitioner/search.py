@@ -13,7 +13,7 @@ and little work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -29,9 +29,10 @@ RANDOM_ORDERS = 24
 NEARLY = 1e-9
 """Relative: what is gained below this is rounding."""
 
-Cost: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Takes ([stages, 1] the cost so far, [ends] seconds of one more stage, [ends] bytes over the boundary behind
-it), gives [stages, ends] the cost with it."""
+Cost: TypeAlias = tuple[np.ufunc, int]
+"""How the cost so far and that of one more stage make one, and which of the two that is: the stage's seconds,
+or the bytes over the boundary behind it."""
+_SLOWEST, _WIDEST, _SENT = (np.maximum, 0), (np.maximum, 1), (np.add, 1)
 
 
 def find_cut(graph: OpGraph, seconds: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -56,29 +57,17 @@ def find_cut(graph: OpGraph, seconds: Sequence[float], stages: int) -> tuple[int
         found = [row.cut(stages, cost, most_s, most_bytes)[0] for row in rows]
         return min(found) * (1 + NEARLY), rows[int(np.argmin(found))]
 
-    enough_s = least(_slowest)[0] * (1 + WORTH)
-    most_bytes = least(_widest, enough_s)[0]
-    most_s = least(_slowest, enough_s, most_bytes)[0]
-    row = least(_sent, most_s, most_bytes)[1]
-    ends = row.cut(stages, _sent, most_s, most_bytes)[1]
+    enough_s = least(_SLOWEST)[0] * (1 + WORTH)
+    most_bytes = least(_WIDEST, enough_s)[0]
+    most_s = least(_SLOWEST, enough_s, most_bytes)[0]
+    row = least(_SENT, most_s, most_bytes)[1]
+    ends = row.cut(stages, _SENT, most_s, most_bytes)[1]
     stage_of: dict[int, int] = {}
     for stage, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         for index in row.order[start:end]:
             for computed in (index, *task.helpers[index]):
                 stage_of.setdefault(computed, stage)
     return tuple(stage_of.get(op.index, 0) for op in graph.operators)
-
-
-def _slowest(so_far: np.ndarray, seconds: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-    return np.maximum(so_far, seconds)
-
-
-def _widest(so_far: np.ndarray, seconds: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-    return np.maximum(so_far, nbytes)
-
-
-def _sent(so_far: np.ndarray, seconds: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-    return so_far + nbytes
 
 
 class _Task:
@@ -124,7 +113,7 @@ class _Row:
         `most_s`, `most_bytes`: no stage takes longer, no boundary sends more; the cost is infinite if no cut
         keeps to that.
         """
-        n = len(self.order)
+        n, (join, which) = len(self.order), cost
         best = np.full((stages + 1, n + 1), math.inf)
         origin = np.zeros((stages + 1, n + 1), dtype=np.int64)  # where the last of so many stages begins
         best[0, 0] = 0.0
@@ -132,7 +121,7 @@ class _Row:
             ends = slice(start + 1, None)
             took_s, nbytes = self._seconds[ends] - self._seconds[start], self._bytes[ends]
             fits = (took_s <= most_s) & (nbytes <= most_bytes) & (self._trained[ends] > self._trained[start])
-            found = np.where(fits, cost(best[:-1, start, None], took_s, nbytes), math.inf)
+            found = np.where(fits, join(best[:-1, start, None], (took_s, nbytes)[which]), math.inf)
             less = found < best[1:, ends]
             best[1:, ends][less] = found[less]
             origin[1:, ends][less] = start

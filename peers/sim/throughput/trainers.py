@@ -294,10 +294,8 @@ class Trainers:
         report.answered[number] += 1
 
     def _moving_share(self, flight: Flight) -> float:
-        trainer, here_s = (
-            flight.trainer,
-            self._world.lines.latency_s(flight.trainer.device, flight.hops[0].device),
-        )
+        trainer = flight.trainer
+        here_s = self._world.lines.latency_s(trainer.device, flight.hops[0].device)
         stages = [(own_s, sum(hop.job_s)) for hop, own_s in zip(flight.hops, flight.own_s, strict=True)]
         links = [
             (latency_s, trainer.link_latency.least_s(here.name, there.name))

@@ -49,7 +49,11 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int) -> None:
     Raises:
         SetupError: a target is no linear layer of the model; says which there are.
     """
-    layers = {name: part for name, part in module.named_modules() if _is_linear(part)}
+    layers = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) or _is_transposed(part)
+    }
     chosen: dict[str, nn.Module] = {}
     for target in spec.targets:
         found = {name: part for name, part in layers.items() if f".{name}".endswith(f".{target}")}
@@ -100,10 +104,6 @@ def _matrix(seed: int, name: str, rows: int, columns: int, std: float) -> nn.Mod
     value = initial_normal(seed, name, (rows, columns), std) if std else torch.zeros(rows, columns)
     found.weight = nn.Parameter(value)
     return found
-
-
-def _is_linear(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) or _is_transposed(part)
 
 
 def _is_transposed(part: nn.Module) -> bool:
