@@ -100,10 +100,15 @@ def _choice(*choices: Any, told: Sequence[Any] = ()) -> _Rule:
     return _Rule(_one_of(told or choices), lambda v: any(type(v) is type(c) and v == c for c in choices))
 
 
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    """Whether a value is a text of that form."""
+    known = re.compile(pattern)
+    return lambda v: type(v) is str and known.fullmatch(v) is not None
+
+
 def _text(pattern: str, allowed: str) -> _Rule:
     """No character that needs an escape in TOML may match `pattern`, so that `to_toml` is trivial."""
-    known = re.compile(pattern)
-    return _Rule(allowed, lambda v: type(v) is str and known.fullmatch(v))
+    return _Rule(allowed, _matches(pattern))
 
 
 def _canonical_json(value: str) -> str:
@@ -147,43 +152,30 @@ _MIXTURE = _text(
 )
 
 
+def _list_of(accepts: Callable[[Any], bool], most: float) -> Callable[[Any], bool]:
+    """Whether a value is a list of at most so many, each of which is accepted."""
+    return lambda v: type(v) in (list, tuple) and len(v) <= most and all(map(accepts, v))
+
+
 def _set_of(accepts: Callable[[Any], bool], most: int, allowed: str) -> _Rule:
     """A list without duplicates. A set has no order: the same elements are the same text."""
-
-    def are(values: Any) -> bool:
-        if type(values) not in (list, tuple) or len(values) > most:
-            return False
-        return all(accepts(value) for value in values) and len(set(values)) == len(values)
-
-    return _Rule(f"a list of at most {most} different {allowed}", are, lambda v: tuple(sorted(v)))
+    are = _list_of(accepts, most)
+    allowed = f"a list of at most {most} different {allowed}"
+    return _Rule(allowed, lambda v: are(v) and len(set(v)) == len(v), lambda v: tuple(sorted(v)))
 
 
-def _is_name(value: Any) -> bool:
-    return type(value) is str and re.fullmatch(r"[A-Za-z0-9_.*?]{1,200}", value) is not None
-
-
+_is_name = _matches(r"[A-Za-z0-9_.*?]{1,200}")
 _NAMES = _set_of(
     _is_name, 64, "names of weights, in which * and ? stand for other characters, such as embed.*"
 )
 
 
-_INPUT = re.compile(
-    r"[A-Za-z_][A-Za-z0-9_]{0,99} (true|(int|float|bool)( [1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,6})?)"
-)
-
-
-def _are_inputs(values: Any) -> bool:
-    if type(values) not in (list, tuple) or len(values) > 16:
-        return False
-    if not all(type(one) is str and _INPUT.fullmatch(one) for one in values):
-        return False
-    return len({one.partition(" ")[0] for one in values}) == len(values)
-
-
+_SIZES = r"[1-9][0-9]{0,6}(x[1-9][0-9]{0,6}){0,6}"
+_are_inputs = _list_of(_matches(rf"[A-Za-z_][A-Za-z0-9_]{{0,99}} (true|(int|float|bool)( {_SIZES})?)"), 16)
 _INPUTS = _Rule(
     'a list of at most 16 of the form "NAME int SIZES", with int, float or bool and the sizes of one sample, '
     'such as "pixel_values float 3x224x224" or "labels int"; or "NAME true"',
-    _are_inputs,
+    lambda v: _are_inputs(v) and len({one.partition(" ")[0] for one in v}) == len(v),
     tuple,
 )
 
@@ -209,19 +201,13 @@ _ADAPTIVE = _set_of(_is_codec, MAX_ADAPTIVE, f"codecs, each {_CODEC.allowed}")
 
 def _peers(most: int) -> _Rule:
     """A rule for a set of peer ids."""
-    return _set_of(
-        lambda v: type(v) is str and re.fullmatch(_PEER_ID, v) is not None,
-        most,
-        "peer ids (12D3KooW…, 52 characters each)",
-    )
+    return _set_of(_matches(_PEER_ID), most, "peer ids (12D3KooW…, 52 characters each)")
 
 
 _DIGEST = _text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet")
 _DIGESTS = _Rule(
     "a list of 64 lower-case hex digits each, one for each stage; or empty: not pinned yet",
-    lambda v: (
-        type(v) in (list, tuple) and all(type(one) is str and re.fullmatch("[0-9a-f]{64}", one) for one in v)
-    ),
+    _list_of(_matches("[0-9a-f]{64}"), math.inf),
     tuple,
 )
 
@@ -630,7 +616,7 @@ def _canonical_groups(groups: Any) -> tuple[str, ...]:
 _GROUPS = _Rule(
     'a list of at most 64 of the form "NAMES lr=MULTIPLE weight_decay=NUMBER", of which one may be left out, '
     'such as "embed.* lr=0.1"',
-    lambda v: type(v) in (list, tuple) and len(v) <= 64 and all(type(one) is str for one in v),
+    _list_of(lambda one: type(one) is str, 64),
     _canonical_groups,
 )
 
@@ -903,7 +889,7 @@ class LoraSpec(_Spec, section="lora"):
     """What they add to a layer counts alpha / rank times."""
     targets: tuple[str, ...] = _rule(
         _set_of(
-            lambda v: type(v) is str and re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", v) is not None,
+            _matches(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*"),
             64,
             "names of linear layers, or ends of names, such as q_proj",
         ),
