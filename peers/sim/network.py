@@ -191,7 +191,7 @@ class Network:
             timer = loop.call_later(deadline_s, self._fail, call, late)
         if callee.process.stopped:
             loop.call_later(self.silence_s, self._check_stopped, call)
-        self._send(call, caller.peer_id, peer, len(header), self._arrive, call)
+        self._send(call, len(header), self._arrive)
         try:
             return await result
         except asyncio.CancelledError:
@@ -202,16 +202,12 @@ class Network:
             if timer is not None:
                 timer.cancel()
 
-    def _send(
-        self,
-        call: _Call,
-        source: PeerId,
-        destination: PeerId,
-        size_bytes: int,
-        arrive: Callable[..., None],
-        *what: object,
-    ) -> None:
+    def _send(self, call: _Call, size_bytes: int, arrive: Callable[..., None], *outcome: object) -> None:
+        """A call goes to its callee, its outcome to its caller."""
         lines, dice, loop = self.lines, self.dice, self.loop
+        source, destination = call.caller.peer_id, call.callee.peer_id
+        if outcome:
+            source, destination = destination, source
         if self.is_cut(source, destination):
             loop.call_later(self.silence_s, self._silent, call, context=_WORLD)
             return
@@ -227,8 +223,8 @@ class Network:
             delay_s = lines.lasts_s(Sent(source, destination, size_bytes, loop.now_s), dice)
             if chance < lines.late + lines.doubled:
                 again_s = delay_s + dice.between(0.0, lines.late_s)
-                loop.call_later(again_s, arrive, *what, context=_WORLD)
-        loop.call_later(delay_s, arrive, *what, context=_WORLD)
+                loop.call_later(again_s, arrive, call, *outcome, context=_WORLD)
+        loop.call_later(delay_s, arrive, call, *outcome, context=_WORLD)
 
     def _arrive(self, call: _Call) -> None:
         process = call.callee.process
@@ -261,8 +257,7 @@ class Network:
     def _answer(self, call: _Call, outcome: Answer | SwarmError) -> None:
         if call.number in self._open and not call.abandoned:
             size = 64 if isinstance(outcome, SwarmError) else len(outcome.header) + _size(outcome.body)
-            names = call.callee.peer_id, call.caller.peer_id
-            self._send(call, *names, size, self._back, call, outcome)
+            self._send(call, size, self._back, outcome)
 
     def _back(self, call: _Call, outcome: Answer | SwarmError) -> None:
         if isinstance(outcome, SwarmError):

@@ -125,7 +125,7 @@ def without(network: Network, run: Run, job: Job, budget_s: float, churn: Churn)
         "local_steps": None,
         "planned_s": plan.step.total_s,
         "step_s": found.end_s / max(1, found.version) if churn.trace else found.step_s(skip=LEARNED),
-        "computing": found.overall_utilisation,
+        "computing": sum(found.busy_s) / sum(found.there_s),
         "boundary_gb": found.boundary_bytes * each_gb,
         "reduce_gb": found.reduce_bytes * each_gb,
         "meeting_gb": 0.0,

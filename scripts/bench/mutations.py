@@ -2300,7 +2300,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "download-not-priced",
         REBALANCE,
-        "    if wait_s + earned_s > horizon_s:\n",
+        "    if wait_s + earned_s > thought.horizon_s:\n",
         "    if False:\n",
         "A peer downloads for longer than its move is worth.",
         ("test_moves",),

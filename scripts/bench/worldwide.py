@@ -196,7 +196,7 @@ def row(
         "least_s": round(min(r.step_s(skip=skip) for r in others), 2),
         "most_s": round(max(r.step_s(skip=skip) for r in others), 2),
         "third_step_s": round(float(np.mean([r.step_ends_s[2] - r.step_ends_s[1] for r in reports])), 2),
-        "utilisation": round(float(np.mean([r.overall_utilisation for r in reports])), 4),
+        "utilisation": round(float(np.mean([sum(r.busy_s) / sum(r.there_s) for r in reports])), 4),
         "boundary_gb": round(float(np.mean([r.boundary_bytes / r.version for r in reports])) / 1e9, 2),
         "seeds": len(found),
     }

@@ -164,15 +164,14 @@ class FlatOptimizer:
         """
         self._number = t if number is None else number
         length = _SLICE_CUDA if self._device.type == "cuda" else _SLICE_CPU
-        update = self._sgd if self._spec.name == "sgd" else self._adamw
         block, rate = 0, lr
         for whole in self._parts:
             lr, decay = rate * whole.terms.lr, whole.terms.decay
+            update, size = self._sgd if self._spec.name == "sgd" else self._adamw, length
             if whole.shape is not None:
-                self._muon(lr, whole, old, new, grad, scale)
-                continue
-            for start in range(whole.start, whole.end, length):
-                part = slice(start, min(start + length, whole.end))
+                update, size = self._muon, whole.end - whole.start
+            for start in range(whole.start, whole.end, size):
+                part = slice(start, min(start + size, whole.end))
                 if self._spec.name == "adamw8bit":
                     blocks = slice(block, block + -(-(part.stop - start) // _BLOCK_8BIT))
                     block = blocks.stop
@@ -208,19 +207,11 @@ class FlatOptimizer:
         self._keep("exp_avg_sq", whole, part, square)
 
     def _muon(
-        self,
-        lr: float,
-        whole: Part,
-        old: torch.Tensor,
-        new: torch.Tensor,
-        grad: torch.Tensor,
-        scale: float,
+        self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
     ) -> None:
-        part, shape = slice(whole.start, whole.end), whole.shape
-        assert shape is not None
-        torch.mul(old[part], 1.0 - lr * whole.terms.decay, out=new[part])
-        mean = self._moment("exp_avg", part).view(shape)
-        new[part].view(shape).add_(muon_update(mean, grad[part].view(shape) * scale), alpha=-lr)
+        assert whole.shape is not None
+        mean = self._moment("exp_avg", part).view(whole.shape)
+        weights.view(whole.shape).add_(muon_update(mean, grad.view(whole.shape)), alpha=-lr)
         self._keep("exp_avg", whole, part, mean)
 
     def _sgd(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import numpy as np
@@ -230,16 +230,10 @@ class Job:
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
             raise SetupError(f"a job of {self.stages} stages and {self.microbatches} microbatches a step")
-        for name, wanted in (
-            ("forward_flops", self.stages),
-            ("forward_bytes", self.stages - 1),
-            ("backward_bytes", self.stages - 1),
-            ("gradient_bytes", self.stages),
-            ("state_bytes", self.stages),
-            ("activation_bytes", self.stages),
-            ("fixed_bytes", self.stages if self.fixed_bytes else 0),
-        ):
+        others = {"forward_bytes": self.stages - 1, "backward_bytes": self.stages - 1}
+        for name in [item.name for item in fields(self) if item.name not in ("stages", "microbatches")]:
             values: tuple[float, ...] = getattr(self, name)
+            wanted = others.get(name, self.stages if values or name != "fixed_bytes" else 0)
             if len(values) != wanted:
                 raise SetupError(f"{name} has {len(values)} numbers; {self.stages} stages need {wanted}")
             if not all(0 <= value < math.inf for value in values):

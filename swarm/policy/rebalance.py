@@ -147,8 +147,8 @@ def rebalance(
     rescues = _rescue(by_stage, anchors, place)
     if isinstance(rescues, Stay):
         return rescues
-    horizon_s = HORIZON_PERIODS * period_s
-    levelling = _level(by_stage, anchors, download_s, place, horizon_s=horizon_s, proven=bool(rescues))
+    thought = _Levelling(by_stage, anchors, download_s, place, HORIZON_PERIODS * period_s)
+    levelling = _level(thought, proven=bool(rescues))
     if isinstance(levelling, Stay):
         return Moves(tuple(rescues)) if rescues else levelling
     return Moves((*rescues, *levelling))
@@ -388,7 +388,15 @@ class _Levelling:
     its peers sorted by speed the cost is that of a bisection.
     """
 
-    def __init__(self, by_stage: Sequence[Sequence[_Replica]], anchors: set[PeerId | None]) -> None:
+    def __init__(
+        self,
+        by_stage: Sequence[Sequence[_Replica]],
+        anchors: set[PeerId | None],
+        download_s: Sequence[float],
+        place: _Named,
+        horizon_s: float,
+    ) -> None:
+        self.by_stage, self.download_s, self.place, self.horizon_s = by_stage, download_s, place, horizon_s
         self.levels = [_speed(there) for there in by_stage]
         self._serving = [sum(replica.serving for replica in there) for there in by_stage]
         free = [
@@ -438,42 +446,22 @@ class _Levelling:
         self.levels[step.to_stage] += step.mover.speed
 
 
-def _level(
-    by_stage: Sequence[Sequence[_Replica]],
-    anchors: set[PeerId | None],
-    download_s: Sequence[float],
-    place: _Named,
-    *,
-    horizon_s: float,
-    proven: bool,
-) -> list[Move] | Stay:
+def _level(thought: _Levelling, *, proven: bool) -> list[Move] | Stay:
     """Groups of a few moves that pay, until the next group would not.
 
     `proven`: moves are needed whatever the queues say, because the run stands still or is being levelled.
     """
-    thought = _Levelling(by_stage, anchors)
     moves: list[Move] = []
-    while True:
-        proven = proven or bool(moves)
-        few = _next_few(by_stage, thought, download_s, place, horizon_s=horizon_s, proven=proven)
-        if isinstance(few, Stay):
-            return moves or few
+    while not isinstance(few := _next_few(thought, proven=proven or bool(moves)), Stay):
         moves += few
+    return moves or few
 
 
-def _next_few(
-    by_stage: Sequence[Sequence[_Replica]],
-    thought: _Levelling,
-    download_s: Sequence[float],
-    place: _Named,
-    *,
-    horizon_s: float,
-    proven: bool,
-) -> list[Move] | Stay:
-    to, before = thought.slowest, min(thought.levels)
-    gain = _min_gain(len(by_stage[to]))
+def _next_few(thought: _Levelling, *, proven: bool) -> list[Move] | Stay:
+    to, before, place = thought.slowest, min(thought.levels), thought.place
+    gain = _min_gain(len(thought.by_stage[to]))
     steps: list[_Step] = []
-    price_s = [0.0] * len(by_stage)
+    price_s = [0.0] * len(thought.levels)
     # Several stages may be equally slow: then the run is faster only when the last of them got a peer.
     while min(thought.levels) < gain * before:
         step = thought.best()
@@ -481,7 +469,7 @@ def _next_few(
             break
         thought.move(step)
         steps.append(step)
-        price_s[step.to_stage] += download_s[step.to_stage]
+        price_s[step.to_stage] += thought.download_s[step.to_stage]
     after = min(thought.levels)
     if after < gain * before or not steps:
         return Stay(
@@ -489,17 +477,17 @@ def _next_few(
             f"{gain - 1:.0%} faster"
         )
     mover = steps[0].mover
-    idle = None if proven else _why_speed_is_not_the_limit(by_stage, to, mover.stage, place)
+    idle = None if proven else _why_speed_is_not_the_limit(thought.by_stage, to, mover.stage, place)
     if idle is not None:
         return Stay(idle)
     # Stages download side by side; newcomers of one stage share its links.
     wait_s = max(price_s)
     earned_s = wait_s * before / (after - before)
-    if wait_s + earned_s > horizon_s:
+    if wait_s + earned_s > thought.horizon_s:
         return Stay(
             f"{place(to)} would do {after:.3g} instead of {before:.3g} microbatches/s with peer "
             f"{short(mover.peer)} of {place(mover.stage)}, but {wait_s:.0f} s of download would be earned "
-            f"back only after {earned_s:.0f} s; the limit is {horizon_s:.0f} s for both"
+            f"back only after {earned_s:.0f} s; the limit is {thought.horizon_s:.0f} s for both"
         )
     also = f" (with {len(steps) - 1} more like it)" if len(steps) > 1 else ""
     end = (

@@ -103,12 +103,6 @@ class ThroughputReport(msgspec.Struct):
         """Per stage: the share of their time that its devices computed."""
         return [b / t if t else 0.0 for b, t in zip(self.busy_s, self.there_s, strict=True)]
 
-    @property
-    def overall_utilisation(self) -> float:
-        """Of all devices."""
-        there_s = sum(self.there_s)
-        return sum(self.busy_s) / there_s if there_s else 0.0
-
     def step_s(self, *, skip: int = 2) -> float:
         """Seconds of a step, on average without the first few, in which windows and routers learn.
 
