@@ -15,7 +15,7 @@ import numpy as np
 
 from scripts.bench.additive_grid import Grid
 from scripts.bench.additive_objective import AdditiveCost, AdditiveTerms, additive_cost
-from swarm.plan.clusters import even_clusters, shapes
+from swarm.plan.search import even_clusters, shapes
 
 POPULATION = 10
 NEWCOMERS = 0.3

@@ -21,8 +21,8 @@ from scripts.bench.additive_objective import (
 )
 from scripts.bench.additive_search import anneal, clustered_grid, megatron_grid, random_grid, search_additive
 from swarm.errors import SetupError
-from swarm.plan.clusters import even_clusters, shapes
 from swarm.plan.network import Device, Network
+from swarm.plan.search import even_clusters, shapes
 
 
 def prices(size: int, rng: np.random.Generator, *, kinds: int = 0) -> np.ndarray:

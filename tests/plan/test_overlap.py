@@ -17,10 +17,9 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
 from scripts.bench.worldwide import job_of, random_case, read_network
 from swarm.errors import SetupError
-from swarm.plan.clusters import clustered_layouts
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
-from swarm.plan.search import balanced, cut_row, fenced_row, repaired, search_overlapped
+from swarm.plan.search import balanced, clustered_layouts, cut_row, fenced_row, repaired, search_overlapped
 
 DTFM = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"
 
