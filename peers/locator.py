@@ -8,8 +8,7 @@ from peers.clock import now_s
 from peers.ports import Transport
 from peers.status_query import ask_all
 from swarm.ids import Microbatch, PeerId
-from swarm.policy.backoff import Backoff
-from swarm.policy.lost_time import BUDGET_ROUNDS
+from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
 from swarm.protocol.rounds import named_by_most
 from swarm.wire.messages import Locate, Located
 

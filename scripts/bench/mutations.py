@@ -3341,7 +3341,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- what costs the run time ---
     Mutation(
         "leave-nobody-out",
-        "swarm/policy/lost_time.py",
+        "swarm/policy/backoff.py",
         "if (lost_s >= BUDGET_S or aborted >= BUDGET_ROUNDS) and anew",
         "if False and anew",
         "A peer that never answers is asked again and again.",

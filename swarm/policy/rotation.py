@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from swarm.ids import PeerId
-from swarm.policy.lost_time import STEPS, LostTime
+from swarm.policy.backoff import STEPS, LostTime
 from swarm.policy.timeouts import AdaptiveTimeout
 
 LATE_S = 10.0

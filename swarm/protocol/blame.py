@@ -1,6 +1,6 @@
 """Which replicas hold their stage up, as its coordinator sees it. Pure: times are given by the caller.
 
-A replica is charged (`swarm.policy.lost_time`) by what the coordinator saw itself, or for what it says of
+A replica is charged (`swarm.policy.backoff`) by what the coordinator saw itself, or for what it says of
 itself, never on the word of another. One that cost too much is left out: of plans, and of those that a
 prepared stage waits for. What it holds is run again by others; whatever it does later, a result is complete
 only with each microbatch once (`rounds.check_plan`), so this costs time only.
@@ -14,8 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from swarm.ids import PeerId
-from swarm.policy.backoff import Backoff
-from swarm.policy.lost_time import BUDGET_ROUNDS
+from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.ledger import everything
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.policy.backoff import Backoff
-from swarm.policy.lost_time import BUDGET_S, FIRST_REST_S, MAX_PEERS, LostTime
+from swarm.policy.backoff import BUDGET_S, FIRST_REST_S, MAX_PEERS, Backoff, LostTime
 
 
 def test_a_peer_that_costs_little_is_not_left_out() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from swarm.ids import PeerId
-from swarm.policy.lost_time import STEPS
+from swarm.policy.backoff import STEPS
 from swarm.policy.rotation import FIRST_LATE_S, LATE_S, SLEPT_S, Rotation
 
 PEERS = ["ann", "bob", "cid"]
