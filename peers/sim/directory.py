@@ -62,11 +62,6 @@ class Dht(msgspec.Struct):
         for picture in self.pictures:
             picture.forget(peer)
 
-    def now(self) -> list[_Entry]:
-        """What a peer that asks is told."""
-        now = self.loop.now_s
-        return [entry for entry in self.entries.values() if entry.ends_s > now]
-
 
 class SimDirectory:
     """Fulfils `peers.ports.Directory` for one process."""
@@ -112,7 +107,7 @@ class SimDirectory:
         await asyncio.sleep(self._dht.dice.between(*self._dht.ask_s))
         if self.process.name not in self._dht.cut_off:
             self._asked_s = self._dht.loop.now_s
-            for entry in self._dht.now():
+            for entry in self._dht.entries.values():
                 self._learn(entry)
         return self.peers()
 

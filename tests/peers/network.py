@@ -69,7 +69,7 @@ class CalmNetwork(Network):
         self._processes.append(process)
         self._faults[peer] = Faults()
         directory = SimDirectory(self.dht, process)
-        directory.due = [(0.0, entry) for entry in self.dht.now()]
+        directory.due = [(0.0, entry) for entry in self.dht.entries.values()]
         end = self.peers[peer] = End(process, self.add(process), directory)
         return end
 
@@ -112,7 +112,8 @@ class CalmNetwork(Network):
     @property
     def records(self) -> dict[PeerId, PeerRecord]:
         """What is announced now."""
-        return {entry.record.peer: entry.record for entry in self.dht.now()}
+        now_s = self.loop.now_s
+        return {peer: entry.record for peer, entry in self.dht.entries.items() if entry.ends_s > now_s}
 
     def announce(self, record: PeerRecord) -> None:
         """Have its peer announce a record at once."""
