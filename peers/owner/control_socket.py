@@ -18,8 +18,9 @@ from peers.owner import local_socket
 from peers.owner.commands import Owner
 from peers.owner.local_socket import OwnerCommand
 from peers.storage import cache_folder
+from peers.storage.atomic_file import told
 from peers.waiting import happens
-from swarm.errors import SetupError, short
+from swarm.errors import short
 
 DONE_S = 120.0
 """For a pause or its end. --pause-within bounds handing over; the copy of a large state takes seconds, and a
@@ -55,12 +56,9 @@ async def obeying(owner: Owner, about: Callable[[], PeerAnswer]) -> AsyncIterato
         SetupError: no socket can be made there.
     """
     folder = control_folder()
-    try:
+    with told(f"{folder} cannot be made", "; set SWARM_CACHE to a folder of yours"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-    except OSError as error:
-        text = f"{folder} cannot be made: {error.strerror}; set SWARM_CACHE to a folder of yours"
-        raise SetupError(text) from None
 
     async def answer(command: OwnerCommand) -> PeerAnswer:
         if command.do == "pause":

@@ -89,14 +89,13 @@ def run_init(options: InitOptions) -> None:
         keepers=Rule(options.keepers),
         work_bits=options.work_bits,
     )
-    _make(folder)
-    try:
+    with atomic_file.told(f"{folder} cannot be made", ". Name another folder"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with atomic_file.told("cannot write", "name another folder", folder=folder):
         for who, identity in keys.items():
             identity.save(folder / f"{who}.key")
         atomic_file.write_whole(folder / "run.toml", run.to_toml().encode())
         write_charter(folder / "charter", owner.peer_id, seal_charter(charter, owner))
-    except OSError as error:
-        raise atomic_file.trouble("cannot write", folder, error, "name another folder") from None
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
     print(f"{folder}/owner.key is the run: keep a copy where nobody finds it")
     here, data = shlex.quote(str(folder)), as_given(options, "data", "tokenizer")
@@ -118,13 +117,6 @@ def run_init(options: InitOptions) -> None:
     if options.peers == "token":
         invite = f"{program()} invite --manifest {here}/run.toml --owner {here}/owner.key"
         print(f"Each of them needs a token:\n    {invite}")
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SetupError(f"{folder} cannot be made: {error.strerror}. Name another folder") from None
 
 
 def run_invite(options: InviteOptions) -> None:

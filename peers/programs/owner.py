@@ -13,6 +13,7 @@ from peers.owner.control_socket import DONE_S, PeerAnswer, control_folder
 from peers.owner.health_socket import Health
 from peers.owner.local_socket import MAX_BYTES, QUESTION_S, Do, OwnerCommand
 from peers.programs.tool_options import HealthOptions, OwnerOptions, PauseOptions, ResumeOptions
+from peers.storage.atomic_file import told
 from peers.waiting import within
 from swarm.errors import SetupError
 
@@ -107,10 +108,8 @@ async def ask_health(path: Path, limit_s: float = QUESTION_S) -> Health:
     Raises:
         SetupError: none answers there, or not in time, or not what a program of ours says.
     """
-    try:
+    with told(f"no program answers at {path}"):
         return await ask(path, f"the program at {path}", Health, limit_s=limit_s)
-    except OSError as error:
-        raise SetupError(f"no program answers at {path}: {error.strerror or error}") from None
 
 
 async def run_health(options: HealthOptions) -> bool:

@@ -58,6 +58,14 @@ def commit(file: BinaryIO, temporary: Path, final: Path) -> None:
     sync_folder(final.parent)
 
 
+@contextlib.contextmanager
+def writing(final: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which gets its final name when the block ends without an error."""
+    with replacing(final.parent) as (file, temporary):
+        yield file
+        commit(file, temporary, final)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut, where the filesystem can."""
     handle = os.open(folder, os.O_RDONLY)
@@ -71,9 +79,8 @@ def sync_folder(folder: Path) -> None:
 
 def write_whole(final: Path, data: bytes) -> None:
     """Write a small file at once."""
-    with replacing(final.parent) as (file, temporary):
+    with writing(final) as file:
         write_all(file, data)
-        commit(file, temporary, final)
 
 
 def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
@@ -93,6 +100,19 @@ def sweep(folder: Path) -> None:
             if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_AFTER_S:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
                 path.unlink()
+
+
+@contextlib.contextmanager
+def told(what: str, then: str = "", *, folder: Path | None = None) -> Iterator[None]:
+    """Have an OSError of the block be a SetupError: what cannot be done, why, and what to do `then`. Of a
+    block that writes to a `folder` in the words of `trouble`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if folder is not None:
+            raise trouble(what, folder, error, then) from None
+        raise SetupError(f"{what}: {error.strerror or error}{then}") from None
 
 
 def trouble(what: str, folder: Path, error: OSError, remedy: str) -> SetupError:

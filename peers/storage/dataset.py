@@ -190,14 +190,11 @@ def _chunks(source: _Source, digest: Any, progress: Callable[[int], None]) -> It
     Raises:
         SetupError: it cannot be read.
     """
-    try:
-        with source.opened() as file:
-            while chunk := file.read(atomic_file.CHUNK_BYTES):
-                digest.update(chunk)
-                progress(len(chunk))
-                yield chunk
-    except OSError as error:
-        raise SetupError(f"cannot read the data file {source.name}: {error.strerror or error}") from None
+    with atomic_file.told(f"cannot read the data file {source.name}"), source.opened() as file:
+        while chunk := file.read(atomic_file.CHUNK_BYTES):
+            digest.update(chunk)
+            progress(len(chunk))
+            yield chunk
 
 
 def _sources(run: Run, files: Sequence[str | Path] | None) -> list[_Source]:
@@ -275,7 +272,7 @@ class _Cache:
 
     def fill(self, key: str, sources: list[_Source], tokenizer: Tokenizer, vocab_size: int) -> Index:
         """Make the tokens and keep them."""
-        try:
+        with atomic_file.told("cannot keep tokens", _REMEDY, folder=self.folder):
             with tempfile.TemporaryDirectory(prefix=atomic_file.TEMPORARY, dir=self.folder) as made_in:
                 folder = Path(made_in)
                 contents = [hashlib.sha256() for _ in sources]
@@ -293,8 +290,6 @@ class _Cache:
                     (folder / name).replace(kept / name)
             atomic_file.write_whole(self.folder / key, made.root.encode())
             return open_index(str(kept / NAME))
-        except OSError as error:
-            raise atomic_file.trouble("cannot keep tokens", self.folder, error, _REMEDY) from None
 
 
 _REMEDY = f"set {CACHE_ENV} to another folder"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from peers.storage import fetch
+from peers.storage import atomic_file, fetch
 from swarm.errors import SetupError
 from swarm.merkle import NODE_BYTES
 
@@ -100,10 +100,8 @@ def open_index(address: str) -> Index:
     Raises:
         SetupError: it cannot be had, or is none.
     """
-    try:
+    with atomic_file.told(f"cannot read the index {address}"):
         text = fetch.read(address, most=MAX_BYTES)
-    except OSError as error:
-        raise SetupError(f"cannot read the index {address}: {error.strerror or error}") from None
     try:
         index = msgspec.json.decode(text, type=Index)
         sources = tuple(resolved(address, source) for source in index.sources)

@@ -74,12 +74,11 @@ def write(
         SetupError: it could not be written.
     """
     _refuse_strange(config_path(path))
-    try:
+    with atomic_file.told("cannot write the model", "choose another --out", folder=path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file.replacing(path.parent) as (file, temporary):
+        with atomic_file.writing(path) as file:
             origin = {"run": run.id, "step": str(step), "format": "pt"}
             digest, size = safetensors_file.write(file, shapes, value, origin, progress=progress)
-            atomic_file.commit(file, temporary, path)
         config = ModelConfig(
             format=safetensors_file.FORMAT,
             run=run.id,
@@ -93,10 +92,6 @@ def write(
             **_of_manifest(run),
         )
         safetensors_file.write_json(config_path(path), config)
-    except OSError as error:
-        raise atomic_file.trouble(
-            "cannot write the model", path.parent, error, "choose another --out"
-        ) from None
     return config
 
 

@@ -76,13 +76,11 @@ class Shards:
 
     def node(self, block: int) -> bytes:
         """The Merkle node of a block, all of which is on this machine. Raises SetupError: it is not."""
-        try:
-            data = b"".join(self.read(part, part.shard.at[0]) for part in self.of_block(block))
-        except OSError as error:
-            raise SetupError(
-                f"cannot read the shards: {error.filename or ''} {error.strerror or error}"
-            ) from None
-        return block_levels(data)[-1]
+        found = []
+        for part in self.of_block(block):
+            with atomic_file.told(f"cannot read the shards: {part.shard.at[0]}"):
+                found.append(self.read(part, part.shard.at[0]))
+        return block_levels(b"".join(found))[-1]
 
 
 def write_shard(path: Path, tokens: Iterable[np.ndarray], dtype: Narrow, vocab_size: int) -> int:
@@ -93,13 +91,12 @@ def write_shard(path: Path, tokens: Iterable[np.ndarray], dtype: Narrow, vocab_s
         OSError: they cannot be written.
     """
     narrow, count = np.dtype(dtype).newbyteorder("<"), 0
-    with atomic_file.replacing(path.parent) as (file, temporary):
+    with atomic_file.writing(path) as file:
         for some in tokens:
             if len(some) and (largest := int(some.max())) >= vocab_size:
                 raise vocabulary_too_small(vocab_size, largest)
             atomic_file.write_all(file, some.astype(narrow).view(np.uint8).data)
             count += len(some)
-        atomic_file.commit(file, temporary, path)
     return count
 
 

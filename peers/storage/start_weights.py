@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from peers.storage import fetch
+from peers.storage.atomic_file import told
 from peers.storage.safetensors_file import DTYPES
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -23,6 +24,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""
 ATTEMPTS = 3
+_REMEDY = "; save the model with transformers' save_pretrained, which writes safetensors"
 
 _DTYPE = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -65,9 +67,9 @@ class StartWeights:
                 raise SetupError(f"{file} in {where} is no safetensors file")
             header = bytes(self._bytes(file, 8, begin - 8))
             try:
-                told = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-                told.pop("__metadata__", None)
-                for name, raw in told.items():
+                listed = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+                listed.pop("__metadata__", None)
+                for name, raw in listed.items():
                     self._places[name] = _Place(file, begin, msgspec.json.decode(raw, type=_Tensor))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise SetupError(f"{file} in {where} is no safetensors file: {str(error)[:100]}") from None
@@ -107,10 +109,8 @@ class StartWeights:
         return found
 
     def _bytes(self, file: str, first: int, size: int) -> bytearray:
-        try:
+        with told(f"{file} in {self._where} cannot be read", _REMEDY):
             found = _read(self._at, file, first, first + size)
-        except OSError as error:
-            raise _unreadable(file, self._where, error) from None
         if len(found) != size:
             raise SetupError(f"{file} in {self._where} is damaged: it ends too early")
         return found
@@ -137,12 +137,11 @@ def open_start(run: Run, folder: Path | None) -> StartWeights | None:
         return None
     else:
         where, at = weights, f"hf://{weights.removeprefix('hf:')}"
-    try:
-        index = _read(at, INDEX)
-    except FileNotFoundError:
-        return StartWeights(where, at, [SINGLE])
-    except OSError as error:
-        raise _unreadable(INDEX, where, error) from None
+    with told(f"{INDEX} in {where} cannot be read", _REMEDY):
+        try:
+            index = _read(at, INDEX)
+        except FileNotFoundError:
+            return StartWeights(where, at, [SINGLE])
     try:
         files = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -160,12 +159,6 @@ def offer_start(run: Run, folder: Path | None) -> None:
     """
     if (folder is not None or not can_start(run)) and (found := open_start(run, folder)) is not None:
         start_from(run, found)
-
-
-def _unreadable(file: str, where: str, error: OSError) -> SetupError:
-    why = error.strerror or error
-    hint = "save the model with transformers' save_pretrained"
-    return SetupError(f"{file} in {where} cannot be read: {why}; {hint}, which writes safetensors")
 
 
 def _read(at: str, file: str, first: int = 0, end: int | None = None) -> bytearray:

@@ -95,12 +95,9 @@ def read(path: Path) -> Transcript:
     Raises:
         SetupError: it cannot be read, is no transcript, or contradicts itself.
     """
-    try:
-        with path.open("rb") as file:
-            found = list(_entries(file, 0))
-            rest = os.fstat(file.fileno()).st_size - (found[-1][1] if found else 0)
-    except OSError as error:
-        raise SetupError(f"the transcript {path} cannot be read: {error.strerror or error}") from None
+    with atomic_file.told(f"the transcript {path} cannot be read"), path.open("rb") as file:
+        found = list(_entries(file, 0))
+        rest = os.fstat(file.fileno()).st_size - (found[-1][1] if found else 0)
     if not found or not isinstance(terms := found[0][0], Terms):
         raise SetupError(f"{path} is not a transcript: a keeper writes one beside its checkpoints")
     return Transcript(check_id(terms.manifest, terms.run), [entry for entry, _ in found], rest)
@@ -144,24 +141,21 @@ class TranscriptWriter:
         Raises:
             SetupError: the file is damaged or of another run, or it cannot be written.
         """
-        try:
-            with self._lock:
-                if not self._path.exists():
-                    if not entries:
-                        return
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    terms = Terms(self._run.id, self._run.to_toml())
-                    atomic_file.write_whole(self._path, MAGIC + packed(terms))
-                with self._path.open("r+b", buffering=0) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)
+        told = atomic_file.told("cannot write the transcript", "choose another --dir", folder=self._folder)
+        with told, self._lock:
+            if not self._path.exists():
+                if not entries:
+                    return
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                terms = Terms(self._run.id, self._run.to_toml())
+                atomic_file.write_whole(self._path, MAGIC + packed(terms))
+            with self._path.open("r+b", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self._read_on(file)
+                if entries:
+                    atomic_file.write_all(file, b"".join(map(packed, entries)))
+                    os.fsync(file.fileno())
                     self._read_on(file)
-                    if entries:
-                        atomic_file.write_all(file, b"".join(map(packed, entries)))
-                        os.fsync(file.fileno())
-                        self._read_on(file)
-        except OSError as error:
-            remedy = "choose another --dir"
-            raise atomic_file.trouble("cannot write the transcript", self._folder, error, remedy) from None
 
     def _read_on(self, file: BinaryIO) -> None:
         """Note what is new, and remove a last entry that was cut off."""

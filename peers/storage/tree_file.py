@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
@@ -60,34 +61,27 @@ class TreeFile:
         far = fetch.is_far(self._address)
         if far and not self._copy.exists():
             self._fetch()
-        try:
+        with self._told():
             self._file = (self._copy if far else Path(self._address)).open("rb")
-        except OSError as error:
-            raise self._unreadable(error) from None
         weakref.finalize(self, self._file.close)
         if os.fstat(self._file.fileno()).st_size != self._length:
             raise self.damaged()
 
     def _fetch(self) -> None:
-        try:
-            self._copy.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file.replacing(self._copy.parent) as (file, temporary):
+        folder, remedy = self._copy.parent, f"set {CACHE_ENV} to another folder"
+        with atomic_file.told("cannot keep the index", remedy, folder=folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic_file.writing(self._copy) as file:
                 for at in range(0, self._length, _AT_ONCE):
                     atomic_file.write_all(file, self._nodes(at))
-                atomic_file.commit(file, temporary, self._copy)
-        except OSError as error:
-            remedy = f"set {CACHE_ENV} to another folder"
-            raise atomic_file.trouble("cannot keep the index", self._copy.parent, error, remedy) from None
 
     def _nodes(self, start: int) -> bytearray:
         end = min(self._length, start + _AT_ONCE)
-        try:
+        with self._told():
             nodes = fetch.read(self._address, start, end)
-        except OSError as error:
-            raise self._unreadable(error) from None
         if len(nodes) < end - start:
             raise self.damaged()
         return nodes
 
-    def _unreadable(self, error: OSError) -> SetupError:
-        return SetupError(f"cannot read {self._address}: {error.strerror or error}")
+    def _told(self) -> AbstractContextManager[None]:
+        return atomic_file.told(f"cannot read {self._address}")

@@ -86,10 +86,8 @@ def run_tokenize(options: TokenizeOptions) -> None:
         SetupError: a file cannot be read or written, or is not what its name says; the tokenizer lacks what
             is asked for.
     """
-    try:
+    with atomic_file.told("cannot make the tokens", "choose --out", folder=options.out):
         _make(options)
-    except OSError as error:
-        raise atomic_file.trouble("cannot make the tokens", options.out, error, "choose --out") from None
 
 
 def _make(options: TokenizeOptions) -> None:
@@ -121,12 +119,10 @@ def _make(options: TokenizeOptions) -> None:
         for some, source in zip(parts, given, strict=True)
     ]
     sources = _sources(options, shards, weights)
-    try:
+    with atomic_file.told("cannot write the index", "choose --out", folder=options.out):
         index = make_index(
             options.out, sources, token_dtype(vocab_size), tokenizer.sha256, eos=end, jobs=jobs
         )
-    except OSError as error:
-        raise atomic_file.trouble("cannot write the index", options.out, error, "choose --out") from None
     print(
         f"{options.out / NAME}: {index.tokens} tokens of {index.dtype} in {len(index.shards)} shards, root "
         f"{index.root}\n"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from peers.storage.atomic_file import told
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run, parse_run
@@ -85,20 +86,19 @@ class Recorder:
         self._write(msgspec.json.encode(there))
 
     def _open(self, *, old: Path | None = None) -> None:
-        try:
+        with told(f"cannot record to {self._path}"):
             if old is not None:
                 self._path.replace(old)
             self._file = self._path.open("ab")
-        except OSError as error:
-            raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
 
     def _write(self, line: bytes) -> None:
         try:
-            self._file.write(line + b"\n")
-            self._file.flush()
-        except OSError as error:
+            with told(f"cannot record to {self._path}"):
+                self._file.write(line + b"\n")
+                self._file.flush()
+        except SetupError:
             self.__exit__()
-            raise SetupError(f"cannot record to {self._path}: {error.strerror or error}") from None
+            raise
 
     def __enter__(self) -> Recorder:
         return self
@@ -116,11 +116,8 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
     Raises:
         SetupError: it cannot be read, is no history, or another version's.
     """
-    try:
-        with path.open("rb") as file:
-            first = file.readline(MAX_LINE_BYTES)
-    except OSError as error:
-        raise SetupError(f"cannot read {path}: {error.strerror or error}") from None
+    with told(f"cannot read {path}"), path.open("rb") as file:
+        first = file.readline(MAX_LINE_BYTES)
     try:
         head = msgspec.json.decode(first, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -23,7 +23,7 @@ from prometheus_client import (
 
 from peers import events
 from peers.events import Emit, Event, kind, version_of
-from swarm.errors import SetupError
+from peers.storage.atomic_file import told
 
 
 @contextlib.contextmanager
@@ -34,12 +34,8 @@ def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str
         SetupError: the address is taken, or not of this machine.
     """
     host, port = listen
-    try:
+    with told(f"cannot serve metrics at {host}:{port}", ". Choose another port with --metrics"):
         server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise SetupError(
-            f"cannot serve metrics at {host}:{port}: {error.strerror}. Choose another port with --metrics"
-        ) from None
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:

@@ -16,8 +16,8 @@ from fastapi import FastAPI, Response
 from nicegui import ui
 
 from peers.programs.status import to_json
+from peers.storage.atomic_file import told
 from peers.watch.pages import OnePeer, WholeRun
-from swarm.errors import SetupError
 from swarm.monitoring.health import SwarmHealth
 
 CLOSE_S = 3
@@ -31,8 +31,11 @@ async def served(listen: tuple[str, int], health: Callable[[], SwarmHealth]) -> 
     Raises:
         SetupError: the address is taken, or not of this machine.
     """
-    with _bound(*listen) as place:
-        host, port = place.getsockname()[:2]
+    host, port = listen
+    with told(f"cannot serve the web page at {host}:{port}", ". Choose another port with --web"):
+        place = socket.create_server(listen, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    with place:
+        port = place.getsockname()[1]
         config = uvicorn.Config(
             _app(health), log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_S
         )
@@ -53,19 +56,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-@contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    with place:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            place.bind((host, port))
-        except OSError as error:
-            text = f"cannot serve the web page at {host}:{port}: {error.strerror}"
-            raise SetupError(f"{text}. Choose another port with --web") from None
-        yield place
 
 
 def _app(health: Callable[[], SwarmHealth]) -> FastAPI:
