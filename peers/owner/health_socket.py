@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from peers.events import Emit, Event, Moved, Paused, Serving, Started, StopNow, count, version_of
-from peers.owner import local_socket
+from peers.owner import control_socket
 from peers.waiting import within
 from swarm.errors import SwarmError, short
 
@@ -90,16 +90,16 @@ def answering(
     path: Path, health: Callable[[], Health], connected: Callable[[], Awaitable[int]],
     *, p2pd_s: float = P2PD_S,
 ) -> AbstractAsyncContextManager[None]:  # fmt: skip
-    """Answer at `path` while the block runs; raises as `local_socket.answering`.
+    """Answer at `path` while the block runs; raises as `control_socket.answering`.
 
     `connected` asks p2pd how many peers it is connected to. If that fails or takes longer than `p2pd_s`,
     p2pd is not well.
     """
 
-    async def answer(_: local_socket.OwnerCommand) -> Health:
+    async def answer(_: control_socket.OwnerCommand) -> Health:
         number = -1
         with contextlib.suppress(SwarmError, asyncio.TimeoutError):
             number = await within(connected(), p2pd_s)
         return replace(health(), connected=number)
 
-    return local_socket.answering(path, "--health", answer)
+    return control_socket.answering(path, "--health", answer)

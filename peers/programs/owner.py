@@ -9,9 +9,16 @@ from typing import TypeVar
 
 import msgspec
 
-from peers.owner.control_socket import DONE_S, PeerAnswer, control_folder
+from peers.owner.control_socket import (
+    DONE_S,
+    MAX_BYTES,
+    QUESTION_S,
+    Do,
+    OwnerCommand,
+    PeerAnswer,
+    control_folder,
+)
 from peers.owner.health_socket import Health
-from peers.owner.local_socket import MAX_BYTES, QUESTION_S, Do, OwnerCommand
 from peers.programs.tool_options import HealthOptions, OwnerOptions, PauseOptions, ResumeOptions
 from peers.storage.atomic_file import told
 from peers.waiting import within

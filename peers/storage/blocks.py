@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
-from peers.storage.index import Index
+from peers.storage.index import Index, TreeFile
 from peers.storage.shards import Part, Shards
-from peers.storage.tree_file import TreeFile
 from swarm.errors import NotNow, SetupError, SwarmError
 from swarm.merkle import (
     BLOCK_BYTES,

@@ -23,8 +23,7 @@ from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
 from peers.storage.shards import in_parallel, make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, load_tokenizer
-from peers.tokenize import hub
-from peers.tokenize.documents import chunks, has_rows, texts
+from peers.tokenize.documents import HubPart, chunks, has_rows, hub_parts, texts
 from peers.tokenize.ready import shard_of
 from swarm.data import token_dtype
 from swarm.errors import SetupError, did_you_mean
@@ -45,13 +44,13 @@ class Making:
     field: str
     vocab_size: int
 
-    def shard(self, text: Path | hub.Part) -> Shard:
+    def shard(self, text: Path | HubPart) -> Shard:
         """What a text becomes, made now unless it is there.
 
         Raises SetupError: it cannot be read, or made into tokens; OSError: these cannot be written.
         """
         tokenizer = load_tokenizer(self.tokenizer)
-        if isinstance(text, hub.Part):
+        if isinstance(text, HubPart):
             made_of = text.made_of
         else:
             made_of = (str(text.resolve()), (state := text.stat()).st_size, state.st_mtime_ns)
@@ -69,9 +68,9 @@ class Making:
         atomic_file.write_whole(note, msgspec.json.encode(shard))
         return shard
 
-    def _tokens(self, text: Path | hub.Part, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-        if isinstance(text, hub.Part) or has_rows(text):
-            found = text.texts(self.field) if isinstance(text, hub.Part) else texts(text, self.field)
+    def _tokens(self, text: Path | HubPart, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+        if isinstance(text, HubPart) or has_rows(text):
+            found = text.texts(self.field) if isinstance(text, HubPart) else texts(text, self.field)
             yield from tokenizer.encode_documents(found, self.end)
             return
         yield from tokenizer.encode_file(chunks(text), str(text))
@@ -110,7 +109,7 @@ def _make(options: TokenizeOptions) -> None:
     made_by = options.out / "tokenizer.json" if tokenizer.json else None
     making = Making(options.out, made_by, end, options.field, vocab_size)
     parts = [
-        () if source is not None else hub.parts(text, options.field) if isinstance(text, str) else (text,)
+        () if source is not None else hub_parts(text, options.field) if isinstance(text, str) else (text,)
         for text, source in zip(options.files, given, strict=True)
     ]
     made = _made(making, [part for some in parts for part in some], jobs)
@@ -190,7 +189,7 @@ def _vocabulary(
     return max(known, 0 if end is None else end + 1, *(DTYPES[width] for width in widths), 2)
 
 
-def _made(making: Making, texts: Sequence[Path | hub.Part], jobs: int) -> Iterator[Shard]:
+def _made(making: Making, texts: Sequence[Path | HubPart], jobs: int) -> Iterator[Shard]:
     """The shards of texts, in order."""
     with Bar("making tokens", len(texts), unit="files") as bar:
         for shard in in_parallel(making.shard, texts, jobs):

@@ -105,8 +105,7 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
             address = await stack.enter_async_context(_web(options.web, board))
             print(f"the dashboard is at {address}", flush=True)
         if options.metrics is not None:
-            from peers.watch.metrics import served
-            from peers.watch.prometheus import registry_of
+            from peers.watch.metrics import registry_of, served
 
             place = stack.enter_context(served(options.metrics, registry_of(lambda: board.health)))
             print(f"metrics at {place}", flush=True)

@@ -19,7 +19,7 @@ from peers.programs.evaluate import evaluate
 from peers.programs.status import ask, picture
 from peers.storage.dataset import open_dataset
 from peers.storage.weights import Weights
-from peers.watch.prometheus import registry_of
+from peers.watch.metrics import registry_of
 from peers.watch.terminal import _loss
 from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.evaluation import eval_data, eval_offsets, is_due, mean_loss, microbatches, version_of

@@ -17,7 +17,7 @@ import pytest
 from peers import events
 from peers.cli import Exit, main
 from peers.events import Event, Logged, said_in_logs
-from peers.owner import local_socket
+from peers.owner import control_socket
 from peers.owner.health_socket import Health, Pulse, answering, observe
 from peers.programs.owner import ask_health as ask
 from peers.programs.owner import run_health
@@ -194,7 +194,7 @@ def test_what_modules_log_is_an_event() -> None:
 def test_the_mask_of_new_files_is_as_before(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        local_socket.listen(tmp_path / "s", "--health").close()
+        control_socket.listen(tmp_path / "s", "--health").close()
         assert os.umask(0o022) == 0o022
     finally:
         os.umask(before)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peers.audit import answers as answer_audits
-from peers.audit.referee import MAX_TRIES, Referee
+from peers.audit.convictions import MAX_TRIES, Referee
 from peers.ports import Answer, Request
 from peers.transfer.leases import Snapshot
 from swarm.errors import Refused
@@ -93,7 +93,7 @@ async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_giv
         elif given == "none":
             s.network.transports["s1p0"].serve("state", refuse)
         elif given == "too much":
-            monkeypatch.setattr("peers.audit.referee.host_memory", lambda: (0, 0))
+            monkeypatch.setattr("peers.audit.convictions.host_memory", lambda: (0, 0))
         referee = Referee(s.run, s.add_stranger().end.transport)
         proves: Any = referee
         said = Answered(1, t, 0, b"", b"", b"", b"", 0.0)

@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from peers import events
-from peers.watch.metrics import RoleMetrics, served
-from peers.watch.prometheus import registry_of
+from peers.watch.metrics import RoleMetrics, registry_of, served
 from swarm.errors import SetupError
 from swarm.monitoring.aggregator import Aggregator
 from tests.watch.pictures import RUN, START, crowd, troubled
