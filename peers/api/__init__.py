@@ -5,8 +5,7 @@
 
 from peers.api.joining import join, join_async
 from peers.api.local_swarm import LocalSwarm, local
-from peers.api.one_process import Reference, reference
 from peers.api.run import Run
-from peers.api.steps import Step
+from peers.api.steps import Reference, Step, reference
 
 __all__ = ("LocalSwarm", "Reference", "Run", "Step", "join", "join_async", "local", "reference")

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from peers.api.background import Background
 from peers.api.processes import Processes, Tally
 from peers.api.run import Run
 from peers.api.steps import Progress, Step
-from peers.api.trained import trained_module
 from peers.events import Emit
 from peers.programs.fleet import check_size
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 class LocalSwarm:
@@ -88,7 +85,7 @@ class LocalSwarm:
 
     def model(self) -> nn.Module:
         """The trained model, in evaluation mode, also after the block; raises as `weights`."""
-        return trained_module(self.run, *self._trained())
+        return self.run.trained(*self._trained())
 
     def _trained(self) -> tuple[dict[str, torch.Tensor], int]:
         if self._weights is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 import tempfile
@@ -26,6 +27,9 @@ from swarm import manifest
 from swarm.errors import SetupError
 from swarm.installed import import_file
 from swarm.manifest import CustomModelSpec, load_run, run_of
+from swarm.model.gpt import given_decoder
+from swarm.model.graph.capture import WithLoss
+from swarm.model.graph.full_model import FullModel, fill
 from swarm.model.graph.model_source import CustomModel
 from swarm.wire.codec import bytes_of
 
@@ -174,6 +178,25 @@ class Run:
             SetupError: it cannot be read.
         """
         return open_data(self.terms, self.files, self.tokenizer)
+
+    def trained(self, weights: Mapping[str, torch.Tensor], steps: int) -> nn.Module:
+        """The model with weights by full name, after so many steps, in evaluation mode.
+
+        A module that was given from Python comes back as a copy of what it is; the built-in decoder takes
+        tokens and gives logits.
+
+        Raises:
+            SetupError: the run has the audit model, which computes nothing.
+        """
+        if self.module is not None:
+            model, loss = copy.deepcopy((self.module, self.loss))
+            fill(WithLoss(model, loss), weights, steps)
+            return model.eval()
+        if self.terms.brings_model:
+            return FullModel(self.terms, weights, steps=steps).module
+        if (kind := self.terms.model.kind) != "gpt":
+            raise SetupError(f'model.kind = "{kind}" is there to count microbatches: it is no model')
+        return given_decoder(self.terms, weights, torch.device("cpu"))
 
     def __repr__(self) -> str:
         terms = self.terms

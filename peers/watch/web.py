@@ -32,9 +32,10 @@ async def served(listen: tuple[str, int], health: Callable[[], SwarmHealth]) -> 
         SetupError: the address is taken, or not of this machine.
     """
     host, port = listen
-    with told(f"cannot serve the web page at {host}:{port}", ". Choose another port with --web"):
-        place = socket.create_server(listen, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    with place:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as place:
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with told(f"cannot serve the web page at {host}:{port}", ". Choose another port with --web"):
+            place.bind(listen)
         port = place.getsockname()[1]
         config = uvicorn.Config(
             _app(health), log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_S
