@@ -41,12 +41,6 @@ KEEP = 3
 
 
 Tell: TypeAlias = Callable[[str], None]
-
-
-def unheard_of(text: str) -> None:
-    """For callers that treat a damaged checkpoint as none."""
-
-
 _KIND = safetensors_file.Kind("checkpoint", "Remove that step's folder to resume from an older one")
 
 
@@ -109,7 +103,7 @@ class Checkpoint:
             raise _KIND.unreadable(path, error) from None
         _verified(path, now.st_ino, now.st_size, now.st_mtime_ns, index.sha256, index.bytes)
 
-    def is_whole(self, tell: Tell = unheard_of) -> bool:
+    def is_whole(self, tell: Tell = unheard) -> bool:
         try:
             self.check()
         except Damaged as damaged:
@@ -260,13 +254,10 @@ def _unlink(*paths: Path) -> None:
 
 @lru_cache(maxsize=4096)  # what raises is not remembered
 def _verified(path: Path, inode: int, size: int, mtime_ns: int, sha256: str, expected_bytes: int) -> None:
-    told = safetensors_file.Described(
-        format=safetensors_file.FORMAT, run="", step=0, sha256=sha256, bytes=expected_bytes
-    )
-    safetensors_file.verify(_KIND, path, told)
+    safetensors_file.verify(_KIND, path, sha256, expected_bytes)
 
 
-def newest_common_step(folder: str | Path, run: Run, *, tell: Tell = unheard_of) -> int | None:
+def newest_common_step(folder: str | Path, run: Run, *, tell: Tell = unheard) -> int | None:
     """The newest step of which the files of all stages are there and whole; None if there is none.
 
     Reads the files to verify their digests, newest step first, and stops at the first whole one.
@@ -278,7 +269,7 @@ def newest_common_step(folder: str | Path, run: Run, *, tell: Tell = unheard_of)
     return next((step for step, saved in steps if all(one.is_whole(tell) for one in saved)), None)
 
 
-def saved_steps(folder: str | Path, run: Run, stage: Stage, *, tell: Tell = unheard_of) -> list[int]:
+def saved_steps(folder: str | Path, run: Run, stage: Stage, *, tell: Tell = unheard) -> list[int]:
     """The steps of which `stage` has a whole checkpoint here, newest first: for peers that keep one stage.
 
     Each file is read once to verify it, and again only when it changed. `tell`: told of each damaged one.

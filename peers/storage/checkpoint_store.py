@@ -18,6 +18,7 @@ import torch
 
 from peers import events
 from peers.storage import checkpoint
+from peers.storage.safetensors_file import unheard
 from peers.waiting import in_daemon_thread
 from swarm.errors import SetupError
 from swarm.ids import Stage
@@ -34,7 +35,7 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, run: Run, stage: Stage, folder: Path | None, *, tell: checkpoint.Tell = checkpoint.unheard_of
+        self, run: Run, stage: Stage, folder: Path | None, *, tell: checkpoint.Tell = unheard
     ) -> None:
         """`tell`: told once, from the worker thread, of each damaged file that is passed over."""
         self._run, self._stage, self._folder, self._tell = run, stage, folder, tell

@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,9 @@ def open_dataset(
     if index is None:
         made_by = open_tokenizer(run, tokenizer)
         sources = _sources(run, given)
-        key = _key(sources, made_by, dtype)
+        for _, chunks in _read("comparing the text with the cache", sources, digests := []):
+            deque(chunks, maxlen=0)
+        key = _key(digests, made_by, dtype)
         index = cache.lookup(key) or cache.fill(key, sources, made_by, run.model.vocab_size)
     _check(run, index)
     if reads_text and run.data.eos >= made_by.vocabulary:
@@ -195,6 +198,14 @@ def _chunks(source: _Source, digest: Any, progress: Callable[[int], None]) -> It
             digest.update(chunk)
             progress(len(chunk))
             yield chunk
+
+
+def _read(what: str, sources: Sequence[_Source], digests: list[Any]) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Name and chunks of each source in turn; `digests` gets one of each, of what was read of it."""
+    with Bar(what, sum(source.size_bytes for source in sources)) as bar:
+        for source in sources:
+            digests.append(hashlib.sha256())
+            yield source.name, _chunks(source, digests[-1], bar)
 
 
 def _sources(run: Run, files: Sequence[str | Path] | None) -> list[_Source]:
@@ -275,10 +286,10 @@ class _Cache:
         with atomic_file.told("cannot keep tokens", _REMEDY, folder=self.folder):
             with tempfile.TemporaryDirectory(prefix=atomic_file.TEMPORARY, dir=self.folder) as made_in:
                 folder = Path(made_in)
-                contents = [hashlib.sha256() for _ in sources]
-                tokens = _encoded(sources, contents, tokenizer)
-                count = write_shard(folder / _TOKENS, tokens, self.dtype, vocab_size)
-                if _hash_key(contents, tokenizer, self.dtype) != key:
+                texts = _read("reading the text into tokens", sources, digests := [])
+                parts = (part for name, chunks in texts for part in tokenizer.encode_file(chunks, name))
+                count = write_shard(folder / _TOKENS, parts, self.dtype, vocab_size)
+                if _key(digests, tokenizer, self.dtype) != key:
                     raise SetupError(
                         "the data files changed while they were read: try again when they are at rest"
                     )
@@ -295,32 +306,9 @@ class _Cache:
 _REMEDY = f"set {CACHE_ENV} to another folder"
 
 
-def _encoded(
-    sources: Sequence[_Source], contents: Sequence[Any], tokenizer: Tokenizer
-) -> Iterator[np.ndarray]:
-    """The tokens of all sources; `contents` are digests of what was read."""
-    with _bar("reading the text into tokens", sources) as bar:
-        for source, content in zip(sources, contents, strict=True):
-            yield from tokenizer.encode_file(_chunks(source, content, bar), source.name)
-
-
-def _key(sources: list[_Source], tokenizer: Tokenizer, dtype: str) -> str:
-    """The hash of all that decides the tokens; reads every source once."""
-    contents = [hashlib.sha256() for _ in sources]
-    with _bar("comparing the text with the cache", sources) as bar:
-        for source, content in zip(sources, contents, strict=True):
-            for _ in _chunks(source, content, bar):
-                pass
-    return _hash_key(contents, tokenizer, dtype)
-
-
-def _bar(what: str, sources: Sequence[_Source]) -> Bar:
-    return Bar(what, sum(source.size_bytes for source in sources))
-
-
-def _hash_key(contents: Iterable[Any], tokenizer: Tokenizer, dtype: str) -> str:
-    """`contents`: the digests of the sources."""
-    parts = [_LAYOUT, dtype, tokenizer.key, *(content.hexdigest() for content in contents)]
+def _key(digests: Iterable[Any], tokenizer: Tokenizer, dtype: str) -> str:
+    """The hash of all that decides the tokens; `digests`: of the sources."""
+    parts = [_LAYOUT, dtype, tokenizer.key, *(digest.hexdigest() for digest in digests)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -344,7 +332,10 @@ def _check(run: Run, index: Index) -> None:
             "manifest: leave it out"
         )
     if index.tokens < window:
-        raise _too_short(index.tokens, window)
+        raise SetupError(
+            f"the data have {index.tokens} tokens, but one sample needs {window} (data.sequence_length + 1): "
+            "give more text, or choose a shorter data.sequence_length"
+        )
     if data.sha256 and (data.sha256, data.tokens) != (index.root, index.tokens):
         files = "the same files, in the same order, or the index of the run's owner"
         hint = "the same version of swarm" if data.source == "tales" else files
@@ -356,10 +347,3 @@ def _check(run: Run, index: Index) -> None:
         raise SetupError(
             f"the manifest speaks of {data.tokens} tokens (data.tokens), here are {index.tokens}"
         )
-
-
-def _too_short(tokens: int, window: int) -> SetupError:
-    return SetupError(
-        f"the data have {tokens} tokens, but one sample needs {window} (data.sequence_length + 1): give more "
-        "text, or choose a shorter data.sequence_length"
-    )

@@ -42,8 +42,8 @@ Progress = Callable[[int], None]
 """Told how many bytes were written or verified since the last time."""
 
 
-def unheard(size: int) -> None:
-    """Progress that is not shown."""
+def unheard(what: object) -> None:
+    """Progress, or a word, that is not shown."""
 
 
 class Damaged(SetupError):
@@ -179,8 +179,8 @@ def read_json(kind: Kind, path: Path, form: type[T], max_bytes: int) -> T:
     return value
 
 
-def verify(kind: Kind, path: Path, told: Described, progress: Progress = unheard) -> None:
-    """Check that the file has the size and the digest that were told of it.
+def verify(kind: Kind, path: Path, sha256: str, bytes: int, progress: Progress = unheard) -> None:
+    """Check that the file has the digest and the size that were told of it.
 
     Raises:
         Damaged: it has not, or cannot be read.
@@ -189,14 +189,14 @@ def verify(kind: Kind, path: Path, told: Described, progress: Progress = unheard
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
-            if size != told.bytes:
-                raise kind.damaged(path, f"{size} bytes long, not {told.bytes}")
+            if size != bytes:
+                raise kind.damaged(path, f"{size} bytes long, not {bytes}")
             while chunk := file.read(atomic_file.CHUNK_BYTES):
                 digest.update(chunk)
                 progress(len(chunk))
     except OSError as error:
         raise kind.unreadable(path, error) from None
-    if digest.hexdigest() != told.sha256:
+    if digest.hexdigest() != sha256:
         raise kind.damaged(path, "its bytes are not those that were saved (SHA-256 differs)")
 
 
@@ -218,7 +218,7 @@ def read(
     Raises:
         Damaged: it is not what was told or expected, or a number is not finite.
     """
-    verify(kind, path, told, progress)
+    verify(kind, path, told.sha256, told.bytes, progress)
     by, infos = expected
     try:
         with safe_open(path, "pt") as file:

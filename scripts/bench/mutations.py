@@ -2163,7 +2163,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "checkpoint-not-verified",
         "peers/storage/safetensors_file.py",
-        "    verify(kind, path, told, progress)\n",
+        "    verify(kind, path, told.sha256, told.bytes, progress)\n",
         "",
         "A checkpoint with a flipped bit is loaded.",
         ("test_checkpoint",),
