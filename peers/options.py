@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009 (the functions called in the classes make fields)
 """The options of the roles: frozen dataclasses, from which parsers are made.
 
 A field is an argument: name, default, how the text is read, help. The class's docstring is what `--help` says
@@ -19,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from typing_extensions import dataclass_transform
 
 from swarm.errors import SetupError
 from swarm.ids import PEER_ID, RunName, Stage
@@ -282,8 +283,15 @@ START_HELP = "folder of the weights that the run starts from, or a file of them"
 # --- what several commands have ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessOptions:
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """Base of all options: a class of these is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class ProcessOptions(Options):
     """Of a role: what its process does besides. Not for the role itself."""
 
     log_format: str = option(None, "events as words or as JSON lines", "text", choices=("text", "json"))
@@ -292,15 +300,13 @@ class ProcessOptions:
     die_with_parent: int | None = optional(PID, argparse.SUPPRESS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Membership:
+class Membership(Options):
     """Which run, and where it is met."""
 
     run: str = option(ANY_RUN, RUN_HELP, group=RUN, variable="SWARM_RUN")
     join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, MISSING, group=RUN, variable="SWARM_JOIN")
 
 
-@dataclass(frozen=True, kw_only=True)
 class MemberOptions(Membership):
     """The same, of a role in it."""
 
@@ -314,8 +320,7 @@ class MemberOptions(Membership):
     """Bits a second."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NetworkOptions:
+class NetworkOptions(Options):
     """How a role is reached."""
 
     host: str = option(
@@ -342,8 +347,7 @@ class NetworkOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsOptions:
+class WeightsOptions(Options):
     """Which weights: one of `model` and `checkpoint_dir`."""
 
     model: Path | None = optional(
@@ -362,7 +366,6 @@ class WeightsOptions:
 # --- the roles ---
 
 
-@dataclass(frozen=True, kw_only=True)
 class BootstrapOptions(NetworkOptions):
     """Start a run: publish its manifest, print the join line.
 
@@ -382,7 +385,6 @@ class BootstrapOptions(NetworkOptions):
     join_file: Path | None = optional(FILE, "also write the arguments to join with there: swarm peer @FILE")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeerOptions(MemberOptions, NetworkOptions):
     """Join a run and serve one stage on this machine's device.
 
@@ -421,7 +423,6 @@ class PeerOptions(MemberOptions, NetworkOptions):
     """Bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainOptions(MemberOptions, NetworkOptions):
     """Join a run as a trainer: bring the data, drive the steps.
 
@@ -443,7 +444,6 @@ class TrainOptions(MemberOptions, NetworkOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class KeeperOptions(MemberOptions, NetworkOptions):
     """Keep a run's checkpoints on this disk, for newcomers; no GPU.
 
@@ -460,7 +460,6 @@ class KeeperOptions(MemberOptions, NetworkOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class AuditOptions(MemberOptions, NetworkOptions):
     """Compute again what peers added to a run of yours; serves nothing.
 

@@ -1,9 +1,7 @@
-# ruff: noqa: RUF009 (the functions called in the classes make fields)
 """The options of each tool of `swarm`, as `peers.options` has those of the roles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from peers.options import (
@@ -38,6 +36,7 @@ from peers.options import (
     Kind,
     Listen,
     Membership,
+    Options,
     WeightsOptions,
     between,
     option,
@@ -86,8 +85,7 @@ WITHOUT = ("--replay", "--manifest", "--devices")
 """What is looked at instead of a run."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaybeMembership:
+class MaybeMembership(Options):
     """Which run, and where it is met, of commands that can do without."""
 
     run: str | None = optional(ANY_RUN, RUN_HELP, group=RUN, variable="SWARM_RUN", unless=WITHOUT)
@@ -96,7 +94,6 @@ class MaybeMembership:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelOptions(WeightsOptions):
     """Weights of this machine, or of a run that goes on."""
 
@@ -109,7 +106,6 @@ class ModelOptions(WeightsOptions):
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=WEIGHTS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComputedOptions(ModelOptions):
     """Weights that are computed with."""
 
@@ -117,8 +113,7 @@ class ComputedOptions(ModelOptions):
     device: str = option(DEVICE, "default: %(default)s", "cpu", group=WEIGHTS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManifestOptions:
+class ManifestOptions(Options):
     """Print an example of a run's manifest, or check one.
 
     swarm manifest > run.toml
@@ -135,8 +130,7 @@ class ManifestOptions:
 # --- an owner's ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitOptions:
+class InitOptions(Options):
     """Make a run of your own: its manifest, charter and keys.
 
     swarm init myrun
@@ -155,8 +149,7 @@ class InitOptions:
     days: float = option(DAYS, "until the charter expires (default: 30)", 30.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpOptions:
+class UpOptions(Options):
     """Train a run that swarm init made, with peers of this machine.
 
     swarm up myrun
@@ -172,8 +165,7 @@ class UpOptions:
     yes: bool = switch(YES_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InviteOptions:
+class InviteOptions(Options):
     """Print a token that lets another machine take part in your run.
 
     swarm invite --manifest myrun/run.toml --owner myrun/owner.key --role peer --days 7
@@ -186,7 +178,6 @@ class InviteOptions:
     uses: int = option(USES, "identities that it admits at a time (default: 1)", 1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class BanOptions(Membership):
     """Keep a peer out of your run.
 
@@ -198,7 +189,6 @@ class BanOptions(Membership):
     owner: Path = option(FILE, OWNER_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnbanOptions(Membership):
     """Let a peer that you banned take part again.
 
@@ -209,7 +199,6 @@ class UnbanOptions(Membership):
     owner: Path = option(FILE, OWNER_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CharterOptions(Membership):
     """Show which peers may take part in a run; with its key, change that.
 
@@ -235,7 +224,6 @@ class CharterOptions(Membership):
     work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RevokeOptions(Membership):
     """Say of a key of yours that it is to be trusted no more.
 
@@ -248,8 +236,7 @@ class RevokeOptions(Membership):
 # --- of a machine's owner ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class OwnerOptions:
+class OwnerOptions(Options):
     """Which peers of this machine; all that are given must fit."""
 
     identity: Path | None = optional(FILE, "the one that was started with this key", group=MINE)
@@ -257,7 +244,6 @@ class OwnerOptions:
     device: str | None = optional(WORD, "those on this device, such as cuda:1", group=MINE)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PauseOptions(OwnerOptions):
     """Give this machine's device back to you; the peer keeps its place.
 
@@ -266,7 +252,6 @@ class PauseOptions(OwnerOptions):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(OwnerOptions):
     """Let a paused peer of this machine work again.
 
@@ -275,8 +260,7 @@ class ResumeOptions(OwnerOptions):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthOptions:
+class HealthOptions(Options):
     """Say whether a program of this machine is well: for containers.
 
     swarm health peer.sock
@@ -289,7 +273,6 @@ class HealthOptions:
 # --- everybody's ---
 
 
-@dataclass(frozen=True, kw_only=True)
 class StatusOptions(Membership):
     """List which peer serves which stage, and how far the run is.
 
@@ -300,7 +283,6 @@ class StatusOptions(Membership):
     no_calls: bool = switch("directory records only: do not ask the peers themselves")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DashboardOptions(MaybeMembership):
     """Watch a run: in this terminal, as a web page, for Prometheus.
 
@@ -334,8 +316,7 @@ class DashboardOptions(MaybeMembership):
     speed: float = option(SPEED, "of a replay: times as fast (default: 1)", 1.0, group=HISTORY)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class CheckOptions(Options):
     """Check that this machine can be a peer, or say what to change.
 
     swarm check --port 31337 --device cuda
@@ -351,8 +332,7 @@ class CheckOptions:
     json: bool = switch(JSON_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
+class DemoOptions(Options):
     """Run a whole swarm here: it trains, loses peers, and loses no work.
 
     swarm demo --stages 3 --peers 2 --preempt 2 --verify
@@ -379,7 +359,6 @@ class DemoOptions:
     verify: bool = switch("train the same in one process too, and compare every loss and weight")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportOptions(ModelOptions):
     """Make one model file of the stages' checkpoints.
 
@@ -403,7 +382,6 @@ class ExportOptions(ModelOptions):
     tokenizer: Path | None = optional(FILE, "its JSON, to go into the folder of --hf")
 
 
-@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ComputedOptions):
     """Let a trained model continue a text.
 
@@ -417,7 +395,6 @@ class GenerateOptions(ComputedOptions):
     seed: int = option(NUMBER, "default: %(default)s", 0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvalOptions(ComputedOptions):
     """Measure how well a trained model knows a text.
 
@@ -432,8 +409,7 @@ class EvalOptions(ComputedOptions):
     json: bool = switch(JSON_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(Options):
     """Compute steps of a run again, and compare with what peers signed.
 
     swarm verify --transcript ckpt/5a7c.../transcript --data corpus.txt --from 100 --to 200
@@ -456,7 +432,6 @@ class VerifyOptions:
     device: str = option(DEVICE, "of the kind that the peers had: then bits are compared", "cpu")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(MaybeMembership):
     """Say which machine should serve which stage, and how fast that is.
 
@@ -477,8 +452,7 @@ class PlanOptions(MaybeMembership):
     json: bool = switch(JSON_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
+class SimulateOptions(Options):
     """Tell how fast a run would be on machines that are only described.
 
     swarm simulate --manifest run.toml --devices devices.toml
@@ -502,8 +476,7 @@ class SimulateOptions:
     json: bool = switch(JSON_HELP)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionOptions:
+class CompletionOptions(Options):
     """Print what lets your shell complete the arguments of swarm.
 
     swarm completion bash > ~/.local/share/bash-completion/completions/swarm
@@ -515,8 +488,7 @@ class CompletionOptions:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizeOptions:
+class TokenizeOptions(Options):
     """Make texts into tokens and their index, which trainers fetch from.
 
     swarm tokenize books/*.jsonl.zst --tokenizer tokenizer.json --out books
@@ -542,8 +514,7 @@ class TokenizeOptions:
     jobs: int | None = optional(COUNT, "processes (default: one for each core)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraphOptions:
+class GraphOptions(Options):
     """Show a model as its operators, and cut into stages.
 
     swarm graph --model my_package.models:build --stages 4

@@ -61,20 +61,20 @@ class Tokenizer:
 
     def encode_documents(self, texts: Iterable[str], end: int | None) -> Iterator[np.ndarray]:
         """The tokens of documents, each with `end` behind it, in parts of any length."""
-        behind, rest = [] if end is None else [end], iter(texts)
+        behind, rest = np.array([] if end is None else [end], np.uint32), iter(texts)
         while batch := list(itertools.islice(rest, _DOCUMENTS_AT_ONCE)):
-            if self._library is None:
-                rows = [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in batch]
-            else:
-                encoded = self._library.encode_batch(batch, add_special_tokens=False)
-                rows = [np.asarray(one.ids, np.uint32) for one in encoded]
-            yield np.concatenate([part for row in rows for part in (row, np.asarray(behind, np.uint32))])
+            yield np.concatenate([part for row in self._rows(batch) for part in (row, behind)])
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, such as a prompt."""
+        return self._rows([text])[0].tolist()
+
+    def _rows(self, texts: list[str]) -> list[np.ndarray]:
+        """The tokens of each of some texts; the library spreads them over the cores."""
         if self._library is None:
-            return list(text.encode("utf-8", "replace"))
-        return list(self._library.encode(text, add_special_tokens=False).ids)
+            return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
+        encoded = self._library.encode_batch(texts, add_special_tokens=False)
+        return [np.asarray(one.ids, np.uint32) for one in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; what is no text shows as U+FFFD, what is no token is left out."""
@@ -93,8 +93,7 @@ class Tokenizer:
             return
         parts = _text_parts(chunks, name)
         while batch := list(itertools.islice(parts, _PARTS_AT_ONCE)):
-            encoded = self._library.encode_batch(batch, add_special_tokens=False)
-            yield np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
+            yield np.concatenate(self._rows(batch))
 
 
 def open_tokenizer(run: Run, path: str | Path | None = None) -> Tokenizer:
