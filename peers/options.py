@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from typing_extensions import dataclass_transform
 
@@ -36,8 +36,7 @@ RUN, WEIGHTS, NETWORK = "the run", "the weights", "network"
 # --- how the text of an argument is read ---
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What may stand after an option."""
 
     parse: Callable[[str], Any]

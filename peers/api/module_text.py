@@ -14,8 +14,7 @@ import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -33,8 +32,7 @@ from swarm.model.graph.untraceable import Untraceable
 INDENT = "    "
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ModuleText:
+class ModuleText(NamedTuple):
     """A module's text, and what it reads."""
 
     lines: tuple[str, ...]

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from signal import SIGKILL
@@ -51,16 +50,15 @@ MAX_DEATHS = 5
 """So many peers may die of themselves before a step is taken: then something kills all of them."""
 
 
-@dataclass
-class Tally:
+class Tally(msgspec.Struct):
     """What the processes said, added up."""
 
     steps: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
-    microbatch_losses: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    audits: dict[tuple[Stage, int], tuple[int, int]] = field(default_factory=dict)
+    losses: dict[int, float] = {}
+    microbatch_losses: dict[int, tuple[float, ...]] = {}
+    audits: dict[tuple[Stage, int], tuple[int, int]] = {}
     """(stage, step) -> (missing, duplicated) in the ledgers of the round that was applied."""
-    work: dict[tuple[Stage, PeerId], int] = field(default_factory=dict)
+    work: dict[tuple[Stage, PeerId], int] = {}
     """Microbatches that each peer added to steps that were taken, the dead included."""
     replayed: int = 0
     undone: int = 0

@@ -7,9 +7,9 @@ import html
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -20,8 +20,7 @@ from swarm.model.reference import SingleProcess
 from swarm.model.same_bits import threads_as_before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, kw_only=True):
     """A step that was taken."""
 
     t: int

@@ -15,8 +15,8 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from peers import events
 from peers.audit.answers import evidence_of
@@ -54,8 +54,7 @@ REST = 4.0
 """After a download, for so many times as long: replicas give states a fifth of the time, at most."""
 
 
-@dataclass(frozen=True)
-class _Claim:
+class _Claim(NamedTuple):
     """What a member signed of its contribution to a step."""
 
     plan: Plan

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -88,8 +88,7 @@ def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> 
     return tuple(digest_of(chunk_digests(total, part)) for part in parts) == said.contributions
 
 
-@dataclass(frozen=True)
-class _Case:
+class _Case(NamedTuple):
     """What a member signed of its contribution to a step, and the chunk that is compared."""
 
     check: SumCheck

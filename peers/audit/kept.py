@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.state import StageCore
@@ -24,8 +24,7 @@ KEPT_S = 10.0
 """Limit for what another replica shows of a microbatch."""
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """What a replica showed."""
 
     told: KeptTensors

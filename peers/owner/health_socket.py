@@ -14,10 +14,10 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from peers.events import Emit, Event, Moved, Paused, Serving, Started, StopNow, count, version_of
 from peers.owner import control_socket
@@ -34,8 +34,7 @@ STATES: dict[type[Event], str] = {
 """What a peer does after an event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class Health(msgspec.Struct, frozen=True, kw_only=True):
     """What a program says of itself."""
 
     role: str

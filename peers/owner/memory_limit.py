@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ GRADIENTS_SHARE = 0.25
 """Of the same, for the gradients of microbatches that are computed at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class Needs(NamedTuple):
     """Of one stage on a device, in bytes."""
 
     stage: Stage

@@ -11,9 +11,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -38,8 +38,7 @@ CLOCK_SAMPLE_S = 0.2
 REINSTALL = "remove .venv; run scripts/demo again"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One line."""
 
     name: str

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -29,8 +29,7 @@ from swarm.model.evaluate import loss_of
 from swarm.model.generate import generate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """What `swarm eval` found."""
 
     run: str

@@ -19,10 +19,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
+
+import msgspec
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.index import Index, TreeFile
@@ -56,12 +57,11 @@ Raises SwarmError: none gives it, with the words for a person; NotNow: one may a
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Search:
+class _Search(msgspec.Struct):
     """What was found for one block."""
 
-    had: dict[tuple[Part, str], bytes | bytearray] = field(default_factory=dict)
-    why: dict[str, str] = field(default_factory=dict)
+    had: dict[tuple[Part, str], bytes | bytearray] = {}
+    why: dict[str, str] = {}
     """Of addresses that cannot be used."""
     may_come: bool = False
     """A server does not answer now, or a peer is busy."""

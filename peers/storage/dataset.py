@@ -20,9 +20,8 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -178,8 +177,7 @@ def open_dataset(
 # --- where the text comes from
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A text and how to open it."""
 
     name: str
@@ -235,8 +233,7 @@ def _file_source(path: Path) -> _Source:
 # --- the cache
 
 
-@dataclass(frozen=True)
-class _Cache:
+class _Cache(NamedTuple):
     folder: Path
     dtype: Narrow
 

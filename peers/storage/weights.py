@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -27,8 +26,7 @@ PARTS = ("weights", "statistics")
 """Of a stage's state: what the model is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class Weights(NamedTuple):
     """A model that was read."""
 
     run: Run

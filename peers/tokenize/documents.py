@@ -11,10 +11,9 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from peers.storage.atomic_file import CHUNK_BYTES
 from swarm.errors import SetupError
@@ -131,8 +130,7 @@ def _no_text(where: str, field: str, there: str) -> SetupError:
 _NAME = re.compile(r"hf:([^@:]+)(?:@([^:]+))?(?::([^:]*))?(?::([^:]+))?")
 
 
-@dataclass(frozen=True)
-class HubPart:
+class HubPart(NamedTuple):
     """One file of a data set of Hugging Face, read as it comes by the library `datasets`; what a process is
     given."""
 

@@ -10,8 +10,8 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -34,8 +34,7 @@ DTYPES = {1: 256, 2: 1 << 16, 4: 1 << 20, 8: 1 << 20}
 """Bytes of a token in a file -> as many tokens as it is taken to have, unless --vocab-size says it."""
 
 
-@dataclass(frozen=True)
-class Making:
+class Making(NamedTuple):
     """How texts become tokens; what a process is given."""
 
     out: Path

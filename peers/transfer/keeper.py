@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from peers import events
 from peers.audit.recorder import Recorder
@@ -54,8 +55,7 @@ SLACK_BYTES = 1 << 20
 """More than the tensors take on the disk: headers, index, blocks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepingSettings:
+class KeepingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a keeper decides for itself."""
 
     folder: Path
@@ -63,7 +63,7 @@ class KeepingSettings:
     stages: tuple[Stage, ...] = ()
     """Empty: all."""
     addresses: tuple[str, ...] = ()
-    joined_at: float = field(default_factory=unix_s)
+    joined_at: float = msgspec.field(default_factory=unix_s)
     charter: Callable[[], tuple[PeerId, bytes]] = lambda: ("", b"")
     """The owner's id and the charter of the run, as it is signed; empty: none."""
 

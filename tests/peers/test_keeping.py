@@ -41,7 +41,7 @@ RUN = replace(audit_run(stages=2, steps=4, microbatches_per_step=4), checkpoint_
 
 def add_keeper(s: Swarm, folder: Path, name: str = "keeper", **settings: Any) -> CheckpointKeeper:
     end = s.network.join(name)
-    chosen = replace(KeepingSettings(folder=folder), **settings)
+    chosen = KeepingSettings(folder=folder, **settings)
     keeper = CheckpointKeeper(s.run, end.transport, end.directory, chosen, s.events.append)
     s.start(end, keeper.run())
     return keeper
