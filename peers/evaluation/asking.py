@@ -13,16 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from peers import events
 from peers.ports import Buffer, Transport
+from swarm import evaluation
 from swarm.errors import BadAnswer, NotNow, PeerFault, Refused, Stale, SwarmError
-from swarm.evaluation import (
-    are_alike,
-    eval_offsets,
-    is_due,
-    mean_loss,
-    microbatches,
-    routes_needed,
-    version_of,
-)
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
@@ -95,7 +87,7 @@ class Evaluations:
     async def last(self, tell: Sequence[PeerId]) -> None:
         """Evaluate what the run came to, if that is due."""
         t = self._run.steps
-        if self._entering is not None and is_due(self._run, t) and t not in self.losses:
+        if self._entering is not None and evaluation.is_due(self._run, t) and t not in self.losses:
             self.begin(t, tell)
             assert self._task is not None
             await asyncio.wait({self._task}, timeout=LAST_S)
@@ -121,14 +113,17 @@ class Evaluations:
 
     async def _evaluate(self, t: int, tell: Sequence[PeerId]) -> None:
         places, run = asyncio.Semaphore(AT_ONCE), self._run
-        expected_s, refusals = self._expected_s(microbatches(run) * routes_needed(run)), list[str]()
+        expected_s, refusals = (
+            self._expected_s(evaluation.microbatches(run) * evaluation.routes_needed(run)),
+            list[str](),
+        )
         limit_s = max(LEAST_S, TIMES_EXPECTED * expected_s) if expected_s < math.inf else UNKNOWN_S
 
         async def one(e: int) -> float | None:
             async with places:
                 return await self._loss(t, e, limit_s / TRIES, refusals)
 
-        tasks = [asyncio.ensure_future(one(e)) for e in range(microbatches(run))]
+        tasks = [asyncio.ensure_future(one(e)) for e in range(evaluation.microbatches(run))]
         try:
             _, late = await asyncio.wait(tasks, timeout=limit_s)
         finally:
@@ -143,7 +138,7 @@ class Evaluations:
             self._emit(events.Trouble(text=text))
             return
         found = [loss for loss in losses if loss is not None]
-        version, loss = version_of(run, t), mean_loss(found, [1] * len(found))
+        version, loss = evaluation.version_of(run, t), evaluation.mean_loss(found, [1] * len(found))
         self.losses[t] = loss
         self._emit(events.Evaluated(version=version, loss=loss, samples=run.eval.samples))
         said = pack(Evaluated(run=run.id, version=version, loss=loss))
@@ -161,15 +156,15 @@ class Evaluations:
         One peer's word that it must not be, or that the step is over, is no proof.
         """
         assert self._entering is not None
-        body = self._entering(eval_offsets(self._run, e))
+        body = self._entering(evaluation.eval_offsets(self._run, e))
         found, pause_s = list[tuple[list[PeerId], float]](), RETRY_S
         while len(found) < MAX_ANSWERS:
             try:
                 route = self._route({peer for there, _ in found for peer in there})
                 loss = await self._ask(t, e, route, body, limit_s)
                 alike = [one for there, one in found if self._are_apart(there, route)]
-                alike = [one for one in alike if are_alike(self._run, one, loss)]
-                if len(alike) + 1 >= routes_needed(self._run):
+                alike = [one for one in alike if evaluation.are_alike(self._run, one, loss)]
+                if len(alike) + 1 >= evaluation.routes_needed(self._run):
                     return (*alike, loss)[0]
                 found.append((route, loss))
                 if len(found) == 1:

@@ -24,14 +24,7 @@ from swarm.manifest import MAX_FOUNDERS, demo_run, load_run
 if TYPE_CHECKING:
     from peers.net.node import Node
     from peers.options import Membership
-    from peers.programs.tool_options import (
-        BanOptions,
-        CharterOptions,
-        InitOptions,
-        InviteOptions,
-        RevokeOptions,
-        UnbanOptions,
-    )
+    from peers.programs import tool_options
 
 DAY_S = 86_400
 FIND_S = 10.0
@@ -42,7 +35,7 @@ CHECKPOINT_EVERY = 20
 # --- on this machine ---
 
 
-def run_init(options: InitOptions) -> None:
+def run_init(options: tool_options.InitOptions) -> None:
     """Make a folder with the manifest, the charter, and keys: of the owner, a trainer, an auditor, a peer of
     each stage.
 
@@ -119,7 +112,7 @@ def run_init(options: InitOptions) -> None:
         print(f"Each of them needs a token:\n    {invite}")
 
 
-def run_invite(options: InviteOptions) -> None:
+def run_invite(options: tool_options.InviteOptions) -> None:
     """Print a token. Raises SetupError: the key is not that of the run's owner."""
     run, owner = load_run(options.manifest), Identity.load(options.owner)
     if not run.pinned:
@@ -189,7 +182,7 @@ async def _publish(node: Node, charter: Charter, owner: Identity, words: str) ->
     )
 
 
-async def run_ban(options: BanOptions) -> None:
+async def run_ban(options: tool_options.BanOptions) -> None:
     """Publish a charter with one ban more. Raises SetupError."""
     async with _at_the_run(options) as (node, charter):
         owner = _owner(options.owner, node)
@@ -197,7 +190,7 @@ async def run_ban(options: BanOptions) -> None:
         await _publish(node, _succeed(node, charter, bans=bans), owner, f"{options.peer} is banned")
 
 
-async def run_unban(options: UnbanOptions) -> None:
+async def run_unban(options: tool_options.UnbanOptions) -> None:
     """Publish a charter with one ban less. Raises SetupError."""
     async with _at_the_run(options) as (node, charter):
         owner = _owner(options.owner, node)
@@ -212,7 +205,7 @@ def _succeed(node: Node, charter: Charter, **changes: Any) -> Charter:
     return rules.succeed(charter, now=unix_s(), revocations=revocations, **changes)
 
 
-async def run_charter(options: CharterOptions) -> None:
+async def run_charter(options: tool_options.CharterOptions) -> None:
     """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
     async with _at_the_run(options) as (node, charter):
         if options.owner is None:
@@ -226,7 +219,7 @@ async def run_charter(options: CharterOptions) -> None:
         print(told(changed, owner.peer_id))
 
 
-def _changes(options: CharterOptions, charter: Charter) -> dict[str, Any]:
+def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str, Any]:
     """The fields of the charter that the options change."""
     found: dict[str, Any] = {}
     gone = set(options.unname)
@@ -274,7 +267,7 @@ def _date(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-async def run_revoke(options: RevokeOptions) -> None:
+async def run_revoke(options: tool_options.RevokeOptions) -> None:
     """Have a key say that it is to be trusted no more. Raises SetupError."""
     identity = Identity.load(options.identity)
     # With the key itself: what a peer says of itself first hand has a place in a full node.

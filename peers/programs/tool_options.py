@@ -4,35 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from peers import options as arg
 from peers.options import (
-    ALLOW_HELP,
-    ANY_RUN,
-    COUNT,
-    DATA,
-    DATA_HELP,
-    DEVICE,
-    DEVICES,
-    DIR,
-    EVAL_HELP,
-    FILE,
-    IP,
-    JOIN_HELP,
-    LISTEN,
-    NEEDED_DIR,
-    NEEDED_FILE,
-    NUMBER,
-    PEER_ADDRESS,
-    PEER_ID_KIND,
-    PORT,
-    RUN,
-    RUN_HELP,
-    SECONDS,
-    SOCKET,
-    START_HELP,
-    TEXT_FILE,
-    TOKENIZER_HELP,
-    WEIGHTS,
-    WORD,
     Kind,
     Listen,
     Membership,
@@ -88,9 +61,9 @@ WITHOUT = ("--replay", "--manifest", "--devices")
 class MaybeMembership(Options):
     """Which run, and where it is met, of commands that can do without."""
 
-    run: str | None = optional(ANY_RUN, RUN_HELP, group=RUN, variable="SWARM_RUN", unless=WITHOUT)
+    run: str | None = optional(arg.ANY_RUN, arg.RUN_HELP, group=arg.RUN, variable="SWARM_RUN", unless=WITHOUT)
     join: tuple[str, ...] = repeated(
-        PEER_ADDRESS, JOIN_HELP, group=RUN, variable="SWARM_JOIN", unless=WITHOUT
+        arg.PEER_ADDRESS, arg.JOIN_HELP, group=arg.RUN, variable="SWARM_JOIN", unless=WITHOUT
     )
 
 
@@ -98,19 +71,19 @@ class ModelOptions(WeightsOptions):
     """Weights of this machine, or of a run that goes on."""
 
     join: tuple[str, ...] = repeated(
-        PEER_ADDRESS,
+        arg.PEER_ADDRESS,
         "or a peer of the run: fetch the newest version that its peers and keepers can give; needs --run",
-        group=WEIGHTS,
+        group=arg.WEIGHTS,
         one_of="weights!",
     )
-    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=WEIGHTS)
+    allow_code: tuple[str, ...] = repeated(arg.WORD, arg.ALLOW_HELP, group=arg.WEIGHTS)
 
 
 class ComputedOptions(ModelOptions):
     """Weights that are computed with."""
 
-    tokenizer: Path | None = optional(FILE, TOKENIZER_HELP, group=WEIGHTS)
-    device: str = option(DEVICE, "default: %(default)s", "cpu", group=WEIGHTS)
+    tokenizer: Path | None = optional(arg.FILE, arg.TOKENIZER_HELP, group=arg.WEIGHTS)
+    device: str = option(arg.DEVICE, "default: %(default)s", "cpu", group=arg.WEIGHTS)
 
 
 class ManifestOptions(Options):
@@ -121,7 +94,7 @@ class ManifestOptions(Options):
     """
 
     manifest: Path | None = optional(
-        FILE,
+        arg.FILE,
         "check this one: print its canonical text; without FILE, print an example to edit",
         positional=True,
     )
@@ -138,11 +111,11 @@ class InitOptions(Options):
     """
 
     name: Path = option(Kind(Path, "NAME"), "of the run, and of a new folder", positional=True)
-    manifest: Path | None = optional(FILE, "the terms of the run (default: those of swarm demo)")
-    data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
-    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
-    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
-    start: Path | None = optional(NEEDED_FILE, START_HELP)
+    manifest: Path | None = optional(arg.FILE, "the terms of the run (default: those of swarm demo)")
+    data: tuple[Path | str, ...] = several(arg.DATA, arg.DATA_HELP)
+    tokenizer: Path | None = optional(arg.NEEDED_FILE, arg.TOKENIZER_HELP)
+    eval_data: tuple[Path | str, ...] = several(arg.DATA, arg.EVAL_HELP)
+    start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
     peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
     keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
     work_bits: int = option(WORK_BITS, "a stamp of so many bits, where it is open: 27 = 3 minutes", 0)
@@ -155,13 +128,13 @@ class UpOptions(Options):
     swarm up myrun
     """
 
-    folder: Path = option(DIR, "that swarm init made", positional=True)
-    peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 1)
-    device: str = option(DEVICES, "of the peers, in turn if there are several (default: cpu)", "cpu")
-    data: tuple[Path | str, ...] = several(DATA, "text files, if swarm init was given any elsewhere")
-    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
-    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
-    start: Path | None = optional(NEEDED_FILE, START_HELP)
+    folder: Path = option(arg.DIR, "that swarm init made", positional=True)
+    peers: int = option(arg.COUNT, "peers of each stage (default: %(default)s)", 1)
+    device: str = option(arg.DEVICES, "of the peers, in turn if there are several (default: cpu)", "cpu")
+    data: tuple[Path | str, ...] = several(arg.DATA, "text files, if swarm init was given any elsewhere")
+    tokenizer: Path | None = optional(arg.NEEDED_FILE, arg.TOKENIZER_HELP)
+    eval_data: tuple[Path | str, ...] = several(arg.DATA, arg.EVAL_HELP)
+    start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
     yes: bool = switch(YES_HELP)
 
 
@@ -171,8 +144,8 @@ class InviteOptions(Options):
     swarm invite --manifest myrun/run.toml --owner myrun/owner.key --role peer --days 7
     """
 
-    manifest: Path = option(FILE, "the run's, as swarm init wrote it")
-    owner: Path = option(FILE, OWNER_HELP)
+    manifest: Path = option(arg.FILE, "the run's, as swarm init wrote it")
+    owner: Path = option(arg.FILE, OWNER_HELP)
     role: Role = option(None, "what for (default: peer)", "peer", choices=("peer", "trainer", "keeper"))
     days: float = option(DAYS, "until it expires (default: 7)", 7.0)
     uses: int = option(USES, "identities that it admits at a time (default: 1)", 1)
@@ -184,9 +157,9 @@ class BanOptions(Membership):
     swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
     """
 
-    peer: str = option(PEER_ID_KIND, "whom", positional=True)
+    peer: str = option(arg.PEER_ID_KIND, "whom", positional=True)
     why: str = option(WORDS, "what others are told")
-    owner: Path = option(FILE, OWNER_HELP)
+    owner: Path = option(arg.FILE, OWNER_HELP)
 
 
 class UnbanOptions(Membership):
@@ -195,8 +168,8 @@ class UnbanOptions(Membership):
     swarm unban PEER @join.txt --owner myrun/owner.key
     """
 
-    peer: str = option(PEER_ID_KIND, "whom", positional=True)
-    owner: Path = option(FILE, OWNER_HELP)
+    peer: str = option(arg.PEER_ID_KIND, "whom", positional=True)
+    owner: Path = option(arg.FILE, OWNER_HELP)
 
 
 class CharterOptions(Membership):
@@ -206,18 +179,20 @@ class CharterOptions(Membership):
     swarm charter @join.txt --owner myrun/owner.key --peers token
     """
 
-    owner: Path | None = optional(FILE, OWNER_HELP)
+    owner: Path | None = optional(arg.FILE, OWNER_HELP)
     days: float = option(DAYS, "until it expires (default: 30)", 30.0)
     peers: Door | None = option(None, "who may serve a stage", None, choices=DOORS)
     trainers: Door | None = option(None, "who may send microbatches", None, choices=DOORS)
     keepers: Door | None = option(None, "who may keep checkpoints", None, choices=DOORS)
-    name_peer: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it to any stage; repeatable")
+    name_peer: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "admit it to any stage; repeatable")
     name_trainer: tuple[str, ...] = repeated(
-        PEER_ID_KIND, "admit it as a trainer, if the manifest names none; repeatable"
+        arg.PEER_ID_KIND, "admit it as a trainer, if the manifest names none; repeatable"
     )
-    name_keeper: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it as a keeper; repeatable")
-    founder: tuple[str, ...] = repeated(PEER_ID_KIND, "admit it to any stage, and vouch for it; repeatable")
-    unname: tuple[str, ...] = repeated(PEER_ID_KIND, "take it from all of these; repeatable")
+    name_keeper: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "admit it as a keeper; repeatable")
+    founder: tuple[str, ...] = repeated(
+        arg.PEER_ID_KIND, "admit it to any stage, and vouch for it; repeatable"
+    )
+    unname: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "take it from all of these; repeatable")
     trusted_stages: tuple[int, ...] = several(
         INTEGER, "only named or invited peers serve these; -1 is the last"
     )
@@ -230,7 +205,7 @@ class RevokeOptions(Membership):
     swarm revoke @join.txt --identity stolen.key
     """
 
-    identity: Path = option(FILE, "the key")
+    identity: Path = option(arg.FILE, "the key")
 
 
 # --- of a machine's owner ---
@@ -239,9 +214,9 @@ class RevokeOptions(Membership):
 class OwnerOptions(Options):
     """Which peers of this machine; all that are given must fit."""
 
-    identity: Path | None = optional(FILE, "the one that was started with this key", group=MINE)
-    pid: int | None = optional(COUNT, "the one of this process", group=MINE)
-    device: str | None = optional(WORD, "those on this device, such as cuda:1", group=MINE)
+    identity: Path | None = optional(arg.FILE, "the one that was started with this key", group=MINE)
+    pid: int | None = optional(arg.COUNT, "the one of this process", group=MINE)
+    device: str | None = optional(arg.WORD, "those on this device, such as cuda:1", group=MINE)
 
 
 class PauseOptions(OwnerOptions):
@@ -266,7 +241,7 @@ class HealthOptions(Options):
     swarm health peer.sock
     """
 
-    socket: Path = option(SOCKET, "what it was given as --health", positional=True)
+    socket: Path = option(arg.SOCKET, "what it was given as --health", positional=True)
     json: bool = switch("print one JSON object instead of a line")
 
 
@@ -293,18 +268,18 @@ class DashboardOptions(MaybeMembership):
     """
 
     web: Listen | None = optional(
-        LISTEN, "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)", group=FACES
+        arg.LISTEN, "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)", group=FACES
     )
     metrics: Listen | None = optional(
-        LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
+        arg.LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
     )
     report_to: tuple[str, ...] = repeated(
-        WORD,
+        arg.WORD,
         "wandb, tensorboard (in ./runs) or trackio: loss, tokens/s, peers, faults; repeatable",
         group=FACES,
         choices=("wandb", "tensorboard", "trackio"),
     )
-    record: Path | None = optional(FILE, "append all that is seen to a file", group=HISTORY)
+    record: Path | None = optional(arg.FILE, "append all that is seen to a file", group=HISTORY)
     record_max: float = option(
         GIBIBYTES,
         "of that file; a full one becomes FILE.1, in the place of an older one (default: 1)",
@@ -312,7 +287,7 @@ class DashboardOptions(MaybeMembership):
         group=HISTORY,
     )
     """GiB."""
-    replay: Path | None = optional(FILE, "show such a file instead of a run", group=HISTORY)
+    replay: Path | None = optional(arg.FILE, "show such a file instead of a run", group=HISTORY)
     speed: float = option(SPEED, "of a replay: times as fast (default: 1)", 1.0, group=HISTORY)
 
 
@@ -324,10 +299,10 @@ class CheckOptions(Options):
     """
 
     device: str = option(Kind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
-    host: str = option(IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
-    port: int = option(PORT, "port to listen on (default: any)", 0)
+    host: str = option(arg.IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
+    port: int = option(arg.PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(
-        PEER_ADDRESS, "a peer of the run that tries to dial this machine; several tell more of its router"
+        arg.PEER_ADDRESS, "a peer of the run that tries to dial this machine; several tell more of its router"
     )
     json: bool = switch(JSON_HELP)
 
@@ -338,22 +313,22 @@ class DemoOptions(Options):
     swarm demo --stages 3 --peers 2 --preempt 2 --verify
     """
 
-    stages: int | None = optional(COUNT, "stages of the model (default: 3)")
-    peers: int = option(COUNT, "peers of each stage (default: %(default)s)", 2)
-    steps: int | None = optional(COUNT, "optimizer steps (default: 300: three minutes of two cores)")
-    preempt: int = option(NUMBER, "peers to kill on the way (default: %(default)s)", 1)
+    stages: int | None = optional(arg.COUNT, "stages of the model (default: 3)")
+    peers: int = option(arg.COUNT, "peers of each stage (default: %(default)s)", 2)
+    steps: int | None = optional(arg.COUNT, "optimizer steps (default: 300: three minutes of two cores)")
+    preempt: int = option(arg.NUMBER, "peers to kill on the way (default: %(default)s)", 1)
     codec: str | None = optional(
         CODEC,
         "how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
         "only: topk:0.1, topk:0.1+blockwise8",
     )
     data: tuple[Path, ...] = repeated(
-        NEEDED_FILE, "text to train on; repeatable (default: little tales that it tells itself)"
+        arg.NEEDED_FILE, "text to train on; repeatable (default: little tales that it tells itself)"
     )
-    manifest: Path | None = optional(FILE, "train this run instead of the built-in one")
-    eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)
-    start: Path | None = optional(NEEDED_FILE, START_HELP)
-    seed: int | None = optional(NUMBER, "of weights, data and kills")
+    manifest: Path | None = optional(arg.FILE, "train this run instead of the built-in one")
+    eval_data: tuple[Path | str, ...] = several(arg.DATA, arg.EVAL_HELP)
+    start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
+    seed: int | None = optional(arg.NUMBER, "of weights, data and kills")
     yes: bool = switch(YES_HELP)
     json: bool = switch("print a JSON object as the last line of stdout")
     verify: bool = switch("train the same in one process too, and compare every loss and weight")
@@ -368,18 +343,18 @@ class ExportOptions(ModelOptions):
     """
 
     out: Path | None = optional(
-        FILE, "a .safetensors file; what it is will stand in a .json beside it", one_of="target!"
+        arg.FILE, "a .safetensors file; what it is will stand in a .json beside it", one_of="target!"
     )
     """Of checkpoints only."""
     hf: Path | None = optional(
-        DIR,
+        arg.DIR,
         "a new folder for transformers' from_pretrained; for models of transformers, or of Llama's form",
         one_of="target!",
     )
     adapter: Path | None = optional(
-        DIR, "a new folder for peft's from_pretrained; for runs with a [lora]", one_of="target!"
+        arg.DIR, "a new folder for peft's from_pretrained; for runs with a [lora]", one_of="target!"
     )
-    tokenizer: Path | None = optional(FILE, "its JSON, to go into the folder of --hf")
+    tokenizer: Path | None = optional(arg.FILE, "its JSON, to go into the folder of --hf")
 
 
 class GenerateOptions(ComputedOptions):
@@ -390,9 +365,9 @@ class GenerateOptions(ComputedOptions):
     """
 
     prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", positional=True)
-    tokens: int = option(COUNT, "how many to write (default: %(default)s)", 200)
+    tokens: int = option(arg.COUNT, "how many to write (default: %(default)s)", 200)
     temperature: float = option(TEMPERATURE, "0 = always the likeliest (default: 0.8)", 0.8)
-    seed: int = option(NUMBER, "default: %(default)s", 0)
+    seed: int = option(arg.NUMBER, "default: %(default)s", 0)
 
 
 class EvalOptions(ComputedOptions):
@@ -402,10 +377,10 @@ class EvalOptions(ComputedOptions):
     swarm eval @join.txt --data held-out.txt
     """
 
-    data: tuple[Path | str, ...] = several(DATA, "any text files, or an index (default: the training's)")
+    data: tuple[Path | str, ...] = several(arg.DATA, "any text files, or an index (default: the training's)")
     """Where code makes the samples: one `package.module:function` that makes others."""
-    samples: int = option(COUNT, "how many, spread evenly over the text (default: %(default)s)", 64)
-    threads: int | None = optional(COUNT, "cores to compute on (default: all)")
+    samples: int = option(arg.COUNT, "how many, spread evenly over the text (default: %(default)s)", 64)
+    threads: int | None = optional(arg.COUNT, "cores to compute on (default: all)")
     json: bool = switch(JSON_HELP)
 
 
@@ -415,21 +390,21 @@ class VerifyOptions(Options):
     swarm verify --transcript ckpt/5a7c.../transcript --data corpus.txt --from 100 --to 200
     """
 
-    transcript: Path = option(NEEDED_FILE, "a keeper writes it into the run's folder of its --dir")
+    transcript: Path = option(arg.NEEDED_FILE, "a keeper writes it into the run's folder of its --dir")
     checkpoint_dir: Path | None = optional(
-        NEEDED_DIR, "with the checkpoint of --from (default: the keeper's, in which the transcript is)"
+        arg.NEEDED_DIR, "with the checkpoint of --from (default: the keeper's, in which the transcript is)"
     )
-    data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
-    tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
-    start: Path | None = optional(NEEDED_FILE, START_HELP)
-    allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP)
-    from_: int = option(NUMBER, "the version to start at: 0, or one with a checkpoint")
-    to: int = option(COUNT, "the version to end at; its checkpoint is compared too, if it is there")
-    stage: int | None = optional(NUMBER, "compare this one only; of islands: this cell (default: all)")
+    data: tuple[Path | str, ...] = several(arg.DATA, arg.DATA_HELP)
+    tokenizer: Path | None = optional(arg.NEEDED_FILE, arg.TOKENIZER_HELP)
+    start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
+    allow_code: tuple[str, ...] = repeated(arg.WORD, arg.ALLOW_HELP)
+    from_: int = option(arg.NUMBER, "the version to start at: 0, or one with a checkpoint")
+    to: int = option(arg.COUNT, "the version to end at; its checkpoint is compared too, if it is there")
+    stage: int | None = optional(arg.NUMBER, "compare this one only; of islands: this cell (default: all)")
     scratch: Path | None = optional(
-        DIR, "put there what is not being computed: one stage at a time is in memory (default: all are)"
+        arg.DIR, "put there what is not being computed: one stage at a time is in memory (default: all are)"
     )
-    device: str = option(DEVICE, "of the kind that the peers had: then bits are compared", "cpu")
+    device: str = option(arg.DEVICE, "of the kind that the peers had: then bits are compared", "cpu")
 
 
 class PlanOptions(MaybeMembership):
@@ -439,10 +414,10 @@ class PlanOptions(MaybeMembership):
     swarm plan @join.txt
     """
 
-    manifest: Path | None = optional(FILE, TERMS_HELP)
-    devices: Path | None = optional(FILE, "the machines and what lies between them (TOML)")
-    seed: int = option(NUMBER, "default: %(default)s", 0)
-    budget: float = option(SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
+    manifest: Path | None = optional(arg.FILE, TERMS_HELP)
+    devices: Path | None = optional(arg.FILE, "the machines and what lies between them (TOML)")
+    seed: int = option(arg.NUMBER, "default: %(default)s", 0)
+    budget: float = option(arg.SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
     survive_region: bool = switch(
         "have devices of two regions in every stage, so that one region may be lost"
     )
@@ -460,19 +435,19 @@ class SimulateOptions(Options):
     swarm simulate --manifest run.toml --devices devices.toml --trace spot.json --json
     """
 
-    manifest: Path = option(FILE, TERMS_HELP)
-    devices: Path = option(FILE, "the machines and their lines (TOML)")
+    manifest: Path = option(arg.FILE, TERMS_HELP)
+    devices: Path = option(arg.FILE, "the machines and their lines (TOML)")
     trace: Path | None = optional(
-        FILE,
+        arg.FILE,
         "how many of them are up when: lines of `seconds,count` or `seconds,count,region`, or JSON with "
         "metadata.gap_seconds and data (default: all, for ever)",
     )
     layout: Path | None = optional(
-        FILE, "which of them serve which stage: what swarm plan --json printed (default: by their speed)"
+        arg.FILE, "which of them serve which stage: what swarm plan --json printed (default: by their speed)"
     )
     hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
     """A trace that is shorter ends it."""
-    seed: int = option(NUMBER, "of all chance (default: %(default)s)", 0)
+    seed: int = option(arg.NUMBER, "of all chance (default: %(default)s)", 0)
     json: bool = switch(JSON_HELP)
 
 
@@ -497,21 +472,23 @@ class TokenizeOptions(Options):
     """
 
     files: tuple[Path | str, ...] = option(
-        TEXT_FILE,
+        arg.TEXT_FILE,
         ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
         "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,
         nargs="+",
     )
-    out: Path = option(DIR, "folder for the index and its shards; started again, it goes on there")
+    out: Path = option(arg.DIR, "folder for the index and its shards; started again, it goes on there")
     tokenizer: Path | None = optional(
-        FILE, "tokenizer.json, or a name on Hugging Face's hub (default: bytes)"
+        arg.FILE, "tokenizer.json, or a name on Hugging Face's hub (default: bytes)"
     )
-    eos: str | None = optional(WORD, "token behind each document; or none (default: as the tokenizer has it)")
-    field: str = option(WORD, "of rows, the one with the text (default: %(default)s)", "text")
-    vocab_size: int | None = optional(COUNT, "of the model (default: as many as the tokenizer has)")
-    weights: tuple[int, ...] = several(COUNT, "of each file in a mixture: samples of so many from it")
-    jobs: int | None = optional(COUNT, "processes (default: one for each core)")
+    eos: str | None = optional(
+        arg.WORD, "token behind each document; or none (default: as the tokenizer has it)"
+    )
+    field: str = option(arg.WORD, "of rows, the one with the text (default: %(default)s)", "text")
+    vocab_size: int | None = optional(arg.COUNT, "of the model (default: as many as the tokenizer has)")
+    weights: tuple[int, ...] = several(arg.COUNT, "of each file in a mixture: samples of so many from it")
+    jobs: int | None = optional(arg.COUNT, "processes (default: one for each core)")
 
 
 class GraphOptions(Options):
@@ -526,9 +503,9 @@ class GraphOptions(Options):
         "package.module:function of an installed package, hf:CONFIG.json of transformers, or a manifest "
         "(.toml); a function gives (module, inputs), or (module, inputs, loss, targets)",
     )
-    stages: int = option(COUNT, "default: %(default)s", 1)
-    rows: int = option(COUNT, "samples, for hf: (default: %(default)s)", 2)
-    length: int = option(COUNT, "tokens, for hf: (default: %(default)s)", 128)
+    stages: int = option(arg.COUNT, "default: %(default)s", 1)
+    rows: int = option(arg.COUNT, "samples, for hf: (default: %(default)s)", 2)
+    length: int = option(arg.COUNT, "tokens, for hf: (default: %(default)s)", 128)
     calibrate: bool = switch(
         "time each operator on this machine: costs are its seconds, and stages are cut by them"
     )
