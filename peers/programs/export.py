@@ -17,18 +17,9 @@ import torch
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import ExportOptions, ModelOptions
 from peers.progress import Bar
-from peers.storage import model_file, results_folder
+from peers.storage import model_file, results_folder, weights
 from peers.storage.model_file import ModelConfig
-from peers.storage.weights import (
-    find_run,
-    find_weights,
-    load_weights,
-    model_shapes,
-    read_stage,
-    say,
-    stages_bytes,
-    with_step,
-)
+from peers.storage.weights import say
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
@@ -52,7 +43,7 @@ def run_export(options: ExportOptions) -> None:
         raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
     if options.tokenizer is not None:
         raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
-    run = find_run(options.checkpoint_dir, options.run)
+    run = weights.find_run(options.checkpoint_dir, options.run)
     import_handed(run, options.allow_code)
     config = export(options.checkpoint_dir, run, options.step, options.out)
     where = model_file.config_path(options.out).name
@@ -93,10 +84,10 @@ def run_export_hf(options: ExportOptions, folder: Path) -> None:
     """Write the folder and say how it is loaded."""
     from peers.programs import pretrained
 
-    run = find_weights(options)
+    run = weights.find_weights(options)
     import_handed(run, options.allow_code)
     pretrained.check(folder, run)  # before the weights are read
-    model = load_weights(options)
+    model = weights.load_weights(options)
     auto = pretrained.write(folder, run, model.step, model.by_name, options.tokenizer)
     parameters = sum(tensor.numel() for tensor in model.by_name.values())
     print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, {parameters / 1e6:,.1f} M parameters")
@@ -107,9 +98,9 @@ def run_export_adapter(options: ExportOptions, folder: Path) -> None:
     """Write the folder and say how it is loaded."""
     from peers.programs import pretrained
 
-    run = find_weights(options)
+    run = weights.find_weights(options)
     pretrained.check_adapter(folder, run)
-    model = load_weights(options)
+    model = weights.load_weights(options)
     pretrained.write_adapter(folder, run, model.step, model.by_name)
     print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, rank {run.lora.rank}")
     print(f'try it: peft.PeftModel.from_pretrained(MODEL, "{folder}")')
@@ -121,7 +112,7 @@ def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
     Raises:
         SetupError: no complete step, a damaged one, or no room. What `out` was before is intact.
     """
-    shapes = model_shapes(run)
+    shapes = weights.model_shapes(run)
     # A weight that several stages share is taken from the first.
     stage_of = {name: stage for stage in reversed(range(run.S)) for name in stage_layout(run, stage).terms}
 
@@ -132,11 +123,11 @@ def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
             nonlocal held
             if stage_of[name] != held[0]:
                 held = (-1, {})  # not two stages at once
-                held = (stage_of[name], read_stage(folder, run, stage_of[name], step, progress=bar))
+                held = (stage_of[name], weights.read_stage(folder, run, stage_of[name], step, progress=bar))
             return held[1][name]
 
         written = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
-        with Bar(f"exporting step {step}", stages_bytes(folder, run, step) + written) as bar:
+        with Bar(f"exporting step {step}", weights.stages_bytes(folder, run, step) + written) as bar:
             return model_file.write(out, run, step, shapes, value, progress=bar)
 
-    return with_step(folder, run, step, merge)
+    return weights.with_step(folder, run, step, merge)

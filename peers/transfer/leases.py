@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
 import torch
 
 from peers.clock import now_s
@@ -40,24 +41,22 @@ SLOW_TIMES = 3.0
 """... unless it was always slow: then this many times the longest pause that it made."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """Tensors of one version, in host memory, that are not written to."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
-    generation: Generation = field(default=Generation())
+    generation: Generation = Generation()
     last_commit: Commit | None = None
     prepared: Prepared | None = None
     """Of a reduced gradient."""
 
 
-@dataclass(slots=True)
-class _Reader:
+class _Reader(msgspec.Struct):
     opened_at: float
     read_at: float
     longest_pause_s: float = 0.0
-    chunks: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+    chunks: dict[int, int] = {}
     """Bytes of each chunk that it asked for: one that is read again is no progress."""
 
     def reads(self, index: int, size_bytes: int, now: float) -> None:
@@ -73,8 +72,7 @@ class _Reader:
         return is_too_slow(sum(self.chunks.values()), now - self.opened_at - QUIET_S / 2)
 
 
-@dataclass(eq=False, slots=True)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     pool: str
     """Leases of one pool share a limit."""
     what: Hashable
@@ -85,7 +83,7 @@ class Lease:
     lent: torch.Tensor | None
     """What is held here anyway, and given out by this lease. None: it is a copy, made for its readers."""
     read_at: float
-    readers: dict[PeerId, _Reader] = field(default_factory=dict)
+    readers: dict[PeerId, _Reader] = {}
 
     def wanted(self, now: float) -> bool:
         """Whether a reader that seems alive has not read it to its end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from peers.events import Emit, Note
 from peers.ports import Directory, Transport
@@ -40,8 +40,7 @@ def words_of(verdict: Verdict) -> str:
     )
 
 
-@dataclass(eq=False)
-class Spare:
+class Spare(NamedTuple):
     """Of a paused peer: when it is to come back, and the newest saved version until then."""
 
     run: Run

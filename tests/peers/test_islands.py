@@ -379,7 +379,7 @@ def say_of_changes(s: Swarm, name: str, number: float) -> None:
     async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
         if what[0] >= 0:
             changed = torch.full((s.run.M,), number, dtype=torch.float64)
-            content = replace(content, tensors={"gradient": changed.view(torch.uint8)})
+            content = content._replace(tensors={"gradient": changed.view(torch.uint8)})
         return await honest(reader, pool, what, content, lent)
 
     leases.lend = lend  # type: ignore[method-assign]

@@ -134,7 +134,7 @@ def say_of_sums(s: Swarm, name: str, number: float) -> None:
     async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
         if what[1] >= s.run.islands.count:
             told = torch.full_like(lent.view(torch.float64), number).view(torch.uint8)
-            content = replace(content, tensors={"gradient": told})
+            content = content._replace(tensors={"gradient": told})
         return await honest(reader, pool, what, content, lent)
 
     leases.lend = lend  # type: ignore[method-assign]

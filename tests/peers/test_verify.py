@@ -543,7 +543,7 @@ def other_change_given(s: Swarm) -> None:
             if what[0] >= 0:
                 changed = content.tensors["gradient"].clone()
                 changed[:64] ^= 1
-                content = replace(content, tensors={"gradient": changed})
+                content = content._replace(tensors={"gradient": changed})
             return await honest(reader, pool, what, content, *rest)
 
         leases.lend = lend  # type: ignore[method-assign]
