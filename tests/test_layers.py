@@ -99,7 +99,7 @@ IMPURE = frozenset(
 
 WIRING = (
     *("peers.cli", "peers.watch.dashboard", "peers.api.processes"),
-    *(f"peers.programs.{name}" for name in ("check", "status", "roles", "export", "charter", "verify")),
+    *(f"peers.programs.{name}" for name in ("check", "status", "roles", "trained", "charter", "verify")),
 )
 """Modules that put the loops and the world together, besides `scripts`."""
 

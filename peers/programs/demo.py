@@ -163,7 +163,7 @@ def run_up(options: UpOptions) -> None:
         raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes as on Ctrl-C
     from peers.api import Run, local
-    from peers.programs.export import export
+    from peers.programs.trained import export
 
     run = Run.from_toml(
         folder / "run.toml", files=options.data, tokenizer=options.tokenizer, start=options.start,

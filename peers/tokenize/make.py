@@ -23,8 +23,7 @@ from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
 from peers.storage.shards import in_parallel, make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, load_tokenizer
-from peers.tokenize.documents import HubPart, chunks, has_rows, hub_parts, texts
-from peers.tokenize.ready import shard_of
+from peers.tokenize.documents import HubPart, chunks, has_rows, hub_parts, shard_of, texts
 from swarm.data import token_dtype
 from swarm.errors import SetupError, did_you_mean
 

@@ -9,16 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Response
 from nicegui import ui
 
+from peers.events import time_of_day
 from peers.programs.status import to_json
 from peers.storage.atomic_file import told
-from peers.watch.pages import OnePeer, WholeRun
-from swarm.monitoring.health import SwarmHealth
+from peers.watch import topology
+from peers.watch.terminal import clock
+from swarm.errors import short
+from swarm.ids import PeerId
+from swarm.monitoring.health import Contribution, PeerHealth, Route, StageHealth, SwarmHealth
 
 CLOSE_S = 3
 """For open connections, at the end."""
@@ -76,3 +82,331 @@ def _app(health: Callable[[], SwarmHealth]) -> FastAPI:
 
     ui.run_with(app, dark=None, tailwind=False, show_welcome_message=False, title="swarm")
     return app
+
+
+REFRESH_S = 2.0
+MANY = 100
+"""Peers, from which on the picture and tables of them are sent less often: of 500 they have 300 kB."""
+MAX_WORKERS = 500
+"""Rows of the table of contributions, the largest; a peer's page has its own, `/api/health` all."""
+MANY_EVERY = 4
+MAX_SHOWN = 60
+"""Lines of the timeline on the page."""
+
+
+def _sorted_as(label: str) -> int | str:
+    """A number as one, so that a table sorts 10 after 9."""
+    return int(label) if label.isdigit() else label
+
+
+OF_A_STAGE: dict[str, Callable[[StageHealth], object]] = {
+    "stage": lambda stage: _sorted_as(stage.label),
+    "peers": lambda stage: stage.serving,
+    "joining": lambda stage: stage.joining,
+    "load": lambda stage: round(stage.load, 1),
+    "version": lambda stage: stage.version,
+    "work/s": lambda stage: round(stage.speed, 2),
+    "slowest": lambda stage: short(stage.slowest or "–"),
+    "fastest": lambda stage: short(stage.fastest or "–"),
+}
+OF_A_PEER: dict[str, Callable[[PeerHealth], object]] = {
+    "id": lambda peer: peer.peer,
+    "stage": lambda peer: _sorted_as(peer.label),
+    "peer": lambda peer: short(peer.peer),
+    "state": lambda peer: "no answer" if peer.why else "doubted" if peer.inconsistencies else peer.state,
+    "device": lambda peer: peer.device,
+    "version": lambda peer: peer.version,
+    "work/s": lambda peer: round(peer.speed, 2),
+    "busy": lambda peer: "–" if peer.busy is None else f"{100 * peer.busy:.0f} %",
+    "in flight": lambda peer: f"{peer.inflight}/{peer.max_inflight}",
+    "queue": lambda peer: round(peer.load, 1),
+    "up": lambda peer: "–" if peer.up_s is None else clock(peer.up_s),
+    "last": lambda peer: peer.last,
+}
+OF_WORK: dict[str, Callable[[Contribution], object]] = {
+    "id": lambda row: row.peer,
+    "peer": lambda row: short(row.peer) + ("" if row.here else " (gone)"),
+    "stage": lambda row: _sorted_as(row.label),
+    "computed": lambda row: row.computed,
+    "share": lambda row: f"{100 * row.share:.1f} %",
+}
+OF_A_ROUTE: dict[str, Callable[[tuple[Route, PeerId]], object]] = {
+    "id": lambda route: route[1],
+    "peer": lambda route: short(route[1]),
+    "kind": lambda route: route[0].kind,
+    "Mbit/s": lambda route: round(route[0].bps / 1e6, 3),
+}
+STATS = ("stage", "state", "version", "work/s", "busy", "in flight", "queue", "up")
+"""The columns of each table, and those that a peer's page begins with; a route is told with its other end."""
+
+
+def _stamp(at: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(at))
+
+
+class WholeRun:
+    """The run."""
+
+    def __init__(self, health: Callable[[], SwarmHealth]) -> None:
+        self._health, self._shown, self._ticks = health, None, 0
+        self._title = head(back=False)
+        self._stats = Stats("step", "loss", "held out", "tokens/s", "left", "peers", "trainers", "seen")
+        self._bar = ui.linear_progress(0.0, show_value=False)
+        self._alerts = div("").style("width: 100%").props('data-part="alerts" aria-live="polite"')
+        self._alerted: tuple[Any, ...] = ()
+        with ui.card():
+            ui.label("Peers by stage, and the traffic between them").classes("title")
+            self._picture = ui.html("", sanitize=False).classes("topology").style("width: 100%")
+        with div("pair"):
+            self._loss = Plot("Loss by step")
+            self._step_times = Plot("Seconds by step")
+        self._stages = Table("Stages", OF_A_STAGE, rows=16)
+        self._peers = Table("Peers", OF_A_PEER, rows=25, search=True)
+        with div("pair"):
+            self._timeline = Lines("Timeline", "nothing has happened since we look")
+            self._work = Table("Contributions", OF_WORK, rows=10)
+        self._moves = Lines("Moves", "no moves have been decided yet")
+        self._show()
+        ui.timer(REFRESH_S, self._show)
+
+    def _show(self) -> None:
+        health = self._health()
+        if health is self._shown:
+            return
+        self._shown = health
+        self._title.set_text(f"{health.name}  {health.run}")
+        serving = sum(stage.serving for stage in health.stages)
+        there = sum(len(stage.peers) for stage in health.stages)
+        self._stats.show(
+            step=f"{health.version} / {health.steps}",
+            loss="–" if health.loss is None else f"{health.loss:.4f}",
+            **{"held out": f"{health.evaluations[-1][1]:.4f}" if health.evaluations else "–"},
+            **{"tokens/s": "–" if health.tokens_per_s is None else f"{health.tokens_per_s:,.0f}"},
+            left="–" if health.left_s is None else clock(health.left_s),
+            peers=f"{serving} of {there}" if serving < there else str(there),
+            trainers=str(len(health.trainers)),
+            seen=time_of_day(health.at),
+        )
+        self._bar.set_value(health.version / health.steps)
+        self._show_alerts(health)
+        self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
+        self._step_times.show([[version, round(took_s, 3)] for version, took_s in health.step_times])
+        self._stages.show(health.stages)
+        if there < MANY or self._ticks % MANY_EVERY == 0:
+            self._picture.set_content(topology.svg(health))
+            self._peers.show(health.peers)
+        if len(health.contributions) < MANY or self._ticks % MANY_EVERY == 0:
+            self._work.show(health.contributions[:MAX_WORKERS])
+        self._ticks += 1
+        self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(health.happenings[-MAX_SHOWN:])])
+        self._moves.show([health.rebalance] if health.rebalance else [])
+
+    def _show_alerts(self, health: SwarmHealth) -> None:
+        if health.alerts == self._alerted:
+            return
+        self._alerted = health.alerts
+        self._alerts.clear()
+        with self._alerts:
+            for alert in health.alerts:
+                ui.label(alert.text).classes(f"alert {alert.level}")
+
+
+class OnePeer:
+    """A peer."""
+
+    def __init__(self, health: Callable[[], SwarmHealth], peer: str) -> None:
+        self._health, self._peer = health, peer
+        head(back=True).set_text(f"peer {peer}")
+        self._stats = Stats(*STATS)
+        self._about = Lines("About it", "")
+        with div("pair"):
+            self._routes = Table("Traffic with", OF_A_ROUTE, rows=15)
+            self._timeline = Lines("Timeline", "nothing has happened to it since we look")
+        self._show()
+        ui.timer(REFRESH_S, self._show)
+
+    def _show(self) -> None:
+        health = self._health()
+        seen = next((peer for peer in health.peers if peer.peer == self._peer), None)
+        work = next((row for row in health.contributions if row.peer == self._peer), None)
+        about = [f"computed {work.computed:,} microbatches, {100 * work.share:.1f} % of all"] if work else []
+        if seen is None:
+            trains = self._peer in health.trainers
+            self._stats.show(state="trains" if trains else "not here")
+            about.append("it is a trainer" if trains else "no peer of this name is in the run now")
+        else:
+            self._stats.show(**{name: str(OF_A_PEER[name](seen)) for name in STATS})
+            about += _about(seen)
+        self._about.show(about)
+        self._routes.show(
+            (route, other)
+            for route in health.routes
+            if self._peer in (route.source, route.target)
+            for other in {route.source, route.target} - {self._peer}
+        )
+        mine = [h for h in health.happenings if h.peer == self._peer]
+        self._timeline.show([f"{_stamp(h.at)}  {h.text}" for h in reversed(mine)])
+
+
+def _about(peer: PeerHealth) -> list[str]:
+    audit = peer.audit
+    lines = [
+        f"device {peer.device}; uploads {peer.bandwidth_bps / 1e6:.1f} Mbit/s, measured",
+        f"sent {peer.bytes_out / 1e6:,.1f} MB, received {peer.bytes_in / 1e6:,.1f} MB; of both "
+        f"{peer.memory_bytes / 1e6:,.1f} MB in memory",
+        f"audited {audit.steps} steps: {audit.missing} missing, {audit.duplicated} counted twice, "
+        f"{audit.undone} undone in time",
+    ]
+    lines += [f"does not answer: {peer.why}"] if peer.why else []
+    return lines + [f"doubted: {text}" for text in peer.inconsistencies]
+
+
+CSS = """
+.nicegui-content { max-width: 1500px; margin: 0 auto; width: 100%; gap: .8rem; padding: .8rem; }
+.q-card { width: 100%; padding: .7rem 1rem; min-width: 0; }
+.stats { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .6rem;
+  width: 100%; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .8rem;
+  width: 100%; }
+.number { font-size: 1.35rem; font-weight: 600; line-height: 1.3; }
+.faint { opacity: .65; font-size: .85rem; }
+.title { font-size: 1.15rem; font-weight: 600; }
+.head { display: flex; align-items: center; gap: .8rem; width: 100%; flex-wrap: wrap; }
+.grow { flex: 1; min-width: 0; overflow-wrap: anywhere; }
+.alert { padding: .35rem .7rem; border-radius: .3rem; border-left: 5px solid; overflow-wrap: anywhere;
+  width: 100%; }
+.alert.error { border-color: #d3342f; background: #d3342f22; }
+.alert.warning { border-color: #e0a100; background: #e0a10022; }
+.alert.info { border-color: #888; background: #8882; }
+.lines { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .9rem; line-height: 1.5;
+  max-height: 22rem; overflow-y: auto; width: 100%; }
+.plot { height: 15rem; width: 100%; }
+.q-table__container { width: 100%; }
+"""
+
+GREY = "#8a8a8a"
+
+
+def div(classes: str) -> ui.element:
+    return ui.element("div").classes(classes)
+
+
+def head(back: bool) -> ui.label:
+    """The first line, with the switch between dark and light. Returns the label to its left."""
+    ui.add_css(CSS + topology.CSS)
+    ui.dark_mode(None)
+    with div("head"):
+        if back:
+            ui.link("← the run", "/")
+        label = ui.label().classes("title grow")
+        toggle = ui.button(icon="contrast").props('flat round aria-label="dark or light"')
+    toggle.on("click", js_handler="() => Quasar.Dark.toggle()")  # only the browser knows what it was
+    return label
+
+
+class Stats:
+    """A row of numbers with their names."""
+
+    def __init__(self, *names: str) -> None:
+        self._labels: dict[str, ui.label] = {}
+        with div("stats"):
+            for name in names:
+                with ui.card():
+                    ui.label(name).classes("faint")
+                    self._labels[name] = ui.label("–").classes("number").props(f'data-stat="{name}"')
+
+    def show(self, **numbers: str) -> None:
+        for name, text in numbers.items():
+            self._labels[name.replace("_", " ")].set_text(text)
+
+
+class Lines:
+    """Lines of text, or a word that there are none."""
+
+    def __init__(self, title: str, none: str) -> None:
+        self._none, self._shown = none, ""
+        with ui.card():
+            ui.label(title).classes("title")
+            self._label = ui.label(none).classes("lines")
+
+    def show(self, lines: Sequence[str]) -> None:
+        text = "\n".join(lines) or self._none
+        if text != self._shown:
+            self._label.set_text(text)
+            self._shown = text
+
+
+def _columns(names: Iterable[str]) -> list[dict[str, Any]]:
+    return [
+        {"name": n, "label": n, "field": n, "sortable": True, "align": "left" if n in LEFT else "right"}
+        for n in names
+    ]
+
+
+LEFT = frozenset({"peer", "state", "device", "slowest", "fastest", "last"})
+
+
+class Table:
+    """A table whose rows change; one that leads to the page of its peer if it has one."""
+
+    def __init__(
+        self, title: str, columns: Mapping[str, Callable[[Any], object]], *, rows: int, search: bool = False
+    ) -> None:
+        """`columns`: what stands in each, of one thing; that named `id` is not shown, and names its peer."""
+        self._cells, key = columns, "id" if "id" in columns else next(iter(columns))
+        with ui.card():
+            with div("head"):
+                ui.label(title).classes("title grow")
+                find = ui.input(placeholder="find").props("dense clearable") if search else None
+            self._table = ui.table(
+                rows=[],
+                columns=_columns(name for name in columns if name != "id"),
+                row_key=key,
+                pagination=rows,
+            ).props("dense flat")
+        if find is not None:
+            find.bind_value_to(self._table, "filter")
+        if key == "id":
+            self._table.on(
+                "row-click", lambda event: ui.navigate.to(f"/peer/{event.args[1]['id']}"), [None, ["id"]]
+            )
+            self._table.style("cursor: pointer")
+
+    def show(self, things: Iterable[Any]) -> None:
+        rows = [{name: of(thing) for name, of in self._cells.items()} for thing in things]
+        if rows != self._table.rows:
+            self._table.rows = rows
+            self._table.update()
+
+
+class Plot:
+    """A line over its x."""
+
+    def __init__(self, title: str) -> None:
+        axis = {"axisLine": {"lineStyle": {"color": GREY}}, "splitLine": {"lineStyle": {"color": "#8883"}}}
+        with ui.card():
+            ui.label(title).classes("title")
+            self._chart = ui.echart(
+                {
+                    "grid": {"left": 55, "right": 15, "top": 15, "bottom": 30},
+                    "textStyle": {"color": GREY},
+                    "animation": False,
+                    "tooltip": {"trigger": "axis"},
+                    "xAxis": {
+                        "type": "value",
+                        "min": "dataMin",
+                        "max": "dataMax",
+                        "axisLabel": {"hideOverlap": True},
+                        **axis,
+                    },
+                    "yAxis": {"type": "value", "scale": True, **axis},
+                    "series": [{"type": "line", "showSymbol": False, "data": []}],
+                }
+            ).classes("plot")
+
+    def show(self, points: list[list[float]]) -> None:
+        series = self._chart.options["series"][0]
+        if points != series["data"]:
+            series["data"] = points
+            series["showSymbol"] = len(points) == 1
+            self._chart.update()

@@ -15,8 +15,8 @@ from prometheus_client import generate_latest
 from peers.evaluation.data import open_eval, pinned_eval
 from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
-from peers.programs.evaluate import evaluate
 from peers.programs.status import ask, picture
+from peers.programs.trained import evaluate
 from peers.storage.dataset import open_dataset
 from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of

@@ -20,9 +20,8 @@ import torch
 from peers.cli import Exit, main
 from peers.options import WeightsOptions
 from peers.programs import manifest_pinning
-from peers.programs.evaluate import evaluate, open_text, spread
-from peers.programs.export import export, run_export
 from peers.programs.tool_options import ExportOptions
+from peers.programs.trained import evaluate, export, open_text, run_export, spread
 from peers.storage import atomic_file, checkpoint, model_file
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.samples import open_data

@@ -11,7 +11,7 @@ import pytest
 
 from peers.events import Kept, Serving, Started, StateFetched
 from peers.net.node import Node
-from peers.programs.evaluate import spread
+from peers.programs.trained import spread
 from peers.storage import checkpoint
 from peers.transfer.catalog import is_keeper
 from swarm.ids import Microbatch
