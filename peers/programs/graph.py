@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -192,22 +192,14 @@ def as_dot(graph: OpGraph, assignment: Sequence[int], costs: Sequence[float]) ->
         )
     for op in graph.operators:
         label = f"{_short(op)}\\n{op.module or '.'}\\n{costs[op.index] / total:.1%}"
-        colour = _colour(op, assignment)
+        colour = CHEAP_COLOUR if op.cheap else COLOURS[assignment[op.index] % len(COLOURS)]
         lines.append(f"  {_quoted(op.name)} [fillcolor={_quoted(colour)}, label={_quoted(label)}];")
-    for source, target, value in _edges(graph):
-        lines.append(f"  {_quoted(source)} -> {_quoted(target)} [label={_quoted(_sizes(value))}];")
-    return "\n".join([*lines, "}"])
-
-
-def _edges(graph: OpGraph) -> Iterator[tuple[str, str, Value]]:
     makers = {output: op.name for op in graph.operators for output in op.outputs}
     for op in graph.operators:
         for name in op.inputs:
-            yield makers.get(name, name), op.name, graph.values[name]
-
-
-def _colour(op: Operator, assignment: Sequence[int]) -> str:
-    return CHEAP_COLOUR if op.cheap else COLOURS[assignment[op.index] % len(COLOURS)]
+            edge, sizes = (makers.get(name, name), op.name), "×".join(map(str, graph.values[name].shape))
+            lines.append(f"  {' -> '.join(map(_quoted, edge))} [label={_quoted(sizes or '1')}];")
+    return "\n".join([*lines, "}"])
 
 
 def _short(op: Operator) -> str:
@@ -215,10 +207,6 @@ def _short(op: Operator) -> str:
     if parts[-1] == "default" or parts[0] == "aten":  # namespace, name, overload; else a class of the model's
         return parts[1]
     return parts[-1]
-
-
-def _sizes(value: Value) -> str:
-    return "×".join(map(str, value.shape)) or "1"
 
 
 def _form(value: Value) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.storage.scratch import open_scratch
+from peers.programs.verify import open_scratch
 from swarm.errors import SetupError
 
 
