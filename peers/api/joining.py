@@ -15,7 +15,7 @@ from typing import Any
 
 from peers.api.background import Background
 from peers.events import Emit, Emitter
-from peers.options import Kind, PeerOptions
+from peers.options import PeerOptions, options_from
 from peers.programs.roles import Peer
 from swarm.errors import SetupError, did_you_mean
 from swarm.model.same_bits import threads_as_before
@@ -100,7 +100,7 @@ def _peer(
     Raises:
         SetupError: `swarm peer` has no such option, or it cannot have the value.
     """
-    known = {one.name: one.metadata["kind"] for one in fields(PeerOptions)}
+    known = {one.name: one for one in fields(PeerOptions)}
     handed = [] if code is None else [str(Path(code).resolve())]
     addresses = (address,) if isinstance(address, str) else tuple(address)
     allowed = (*given.get("allow_code", ()), *handed)
@@ -108,15 +108,13 @@ def _peer(
     for name, value in values.items():
         if name not in known:
             raise SetupError(f"join has no option {name}{did_you_mean(name, [*known])}")
-        kind: Kind | None = known[name]
         try:
-            if isinstance(value, str) and kind is not None:
+            if isinstance(value, str) and (kind := known[name].metadata["kind"]) is not None:
                 values[name] = kind.parse(value)
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise SetupError(f"{name} = {value!r}: {error}") from None
-        for each in addresses if name == "join" else [values[name]]:
-            if kind is not None and kind.check is not None and each is not None:
-                kind.check(name, each)
-    if (device := str(values.get("device"))) == "all" or "," in device:
+    defaults = {name: one.default for name, one in known.items()}
+    options = options_from(PeerOptions, argparse.Namespace(**defaults | values))
+    if (device := str(options.device)) == "all" or "," in device:
         raise SetupError("a Python program serves one device: for several start swarm peer, or programs")
-    return Peer(PeerOptions(**values), emit=on_event or Emitter())
+    return Peer(options, emit=on_event or Emitter())

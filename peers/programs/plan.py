@@ -98,13 +98,9 @@ async def run_plan(options: PlanOptions) -> None:
         found = islands_view(run, seen, seed=options.seed, budget_s=budget_s)
         print(json.dumps(plan_islands.as_json(*found)) if options.json else plan_islands.render(*found))
         return
-    if isinstance(seen, Observation):
-        answer, network, job = plan_view(
-            run, seen, seed=options.seed, budget_s=budget_s, survive=options.survive_region
-        )
-    else:
-        network, job = seen, job_of(run)
-        answer = plan(network, job, seed=options.seed, budget_s=budget_s, survive=options.survive_region)
+    answer, network, job = plan_view(
+        run, seen, seed=options.seed, budget_s=budget_s, survive=options.survive_region
+    )
     if options.keep is not None:
         answer = with_codecs(
             run, network, job, answer, options.keep,
@@ -118,10 +114,13 @@ async def run_plan(options: PlanOptions) -> None:
 
 
 def plan_view(
-    run: Run, seen: Observation, *, seed: int, budget_s: float, survive: bool = False
+    run: Run, seen: Observation | Network, *, seed: int, budget_s: float, survive: bool = False
 ) -> tuple[Answer, Network, Job]:
-    """A plan for the peers that serve a run, from what they have measured of themselves and their lines."""
+    """A plan for the peers that serve a run, from what they have measured of themselves and their lines; or
+    for machines that are only described."""
     job = job_of(run)
+    if isinstance(seen, Network):
+        return plan(seen, job, seed=seed, budget_s=budget_s, survive=survive), seen, job
     found, now = measured(run, seen, job)
     answer = plan(found.network, job, seed=seed, budget_s=budget_s, survive=survive)
     whole = set(now) == set(range(run.S))

@@ -46,17 +46,13 @@ def run_simulate(options: SimulateOptions) -> None:
     layout = None
     if options.layout is not None:
         layout = read_layout(read_text(options.layout), options.layout.name, network, run)
+    simulated, told, drawn = simulate_run, as_json, render
     if run.islands.count > 1:
-        found = simulate_cells(
-            run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout
-        )  # fmt: skip
-        print(json.dumps(islands_json(found, run)) if options.json else render_islands(found, run, network))
-        return
-    report = simulate_run(run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout)
-    if options.json:
-        print(json.dumps(as_json(report, run)))
-    else:
-        print(render(report, run, network))
+        simulated, told, drawn = simulate_cells, islands_json, render_islands
+    report: Any = simulated(
+        run, network, trace, end_s=3600.0 * options.hours, seed=options.seed, layout=layout
+    )
+    print(json.dumps(told(report, run)) if options.json else drawn(report, run, network))
 
 
 def read_layout(text: str, name: str, network: Network, run: Run) -> list[Stage]:
