@@ -16,11 +16,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from peers import events
 from peers.audit.answers import evidence_of
-from peers.audit.contributions import count_again, has_its_bits
+from peers.audit.contributions import Claim, count_again, has_its_bits
 from peers.audit.kept import KeptWork, Shown
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
@@ -37,12 +36,11 @@ from swarm.errors import PeerGone, PeerSilent, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
-from swarm.protocol.ledger import members_of
 from swarm.protocol.rounds import Plan, check_plan
 from swarm.protocol.statements import Coin, Toss, is_signed
 from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
-from swarm.wire.evidence import AskProducts, Products, ShowEvidence, WrongContribution
+from swarm.wire.evidence import AskProducts, Products, ShowEvidence
 from swarm.wire.messages import MAX_LONG_BYTES, hear, pack
 
 ASK_S = 10.0
@@ -54,28 +52,10 @@ REST = 4.0
 """After a download, for so many times as long: replicas give states a fifth of the time, at most."""
 
 
-class _Claim(NamedTuple):
-    """What a member signed of its contribution to a step."""
-
-    plan: Plan
-    place: int
-    """Of the member."""
-    said: Projected
-    signature: bytes
-
-    @property
-    def member(self) -> PeerId:
-        return self.plan.members[self.place]
-
-    @property
-    def microbatches(self) -> list[Microbatch]:
-        return [Microbatch(self.said.t, m) for m in members_of(self.plan.ledgers[self.place])]
-
-    @property
-    def parts(self) -> list[list[tuple[int, int]]]:
-        """The chunks of each owner."""
-        ends = accumulate(self.plan.parts)
-        return [chunks_of(end - size, end) for size, end in zip(self.plan.parts, ends, strict=True)]
+def _parts(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The chunks of each owner."""
+    ends = accumulate(plan.parts)
+    return [chunks_of(end - size, end) for size, end in zip(plan.parts, ends, strict=True)]
 
 
 class Auditor:
@@ -184,7 +164,7 @@ class Auditor:
 
     # -- one contribution ---------------------------------------------------------------------------
 
-    async def _claim(self, compute: StageCompute, t: int, member: PeerId) -> _Claim | None:
+    async def _claim(self, compute: StageCompute, t: int, member: PeerId) -> Claim | None:
         """What a member signed, as others heard it: to an auditor it might say something else."""
         stage, ask = compute.stage, pack(AskProducts(run=self._run.id, t=t, member=member))
         others = heard([peer for peer in self._serving(stage) if peer != member], self._voices.of(stage))
@@ -200,7 +180,7 @@ class Auditor:
                 return claim
         return None
 
-    def _checked(self, compute: StageCompute, t: int, member: PeerId, told: Products) -> _Claim | None:
+    def _checked(self, compute: StageCompute, t: int, member: PeerId, told: Products) -> Claim | None:
         """None: the member did not sign that, or it is no round of this step."""
         run, plan, said = self._run, told.plan, told.said
         ledgers = dict(zip(plan.members, plan.ledgers, strict=False))
@@ -212,13 +192,13 @@ class Auditor:
         signed = is_signed(self._transport.signer, member, run.id, statement, said.signature)
         if why or not signed:
             return None
-        claim = _Claim(plan, plan.members.index(member), statement, said.signature)
-        due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in claim.parts]
+        claim = Claim(plan, plan.members.index(member), statement, said.signature)
+        due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in _parts(plan)]
         return claim if [len(sums) for sums in said.sums] == due else None
 
-    async def _audit(self, compute: StageCompute, claim: _Claim) -> bool:
+    async def _audit(self, compute: StageCompute, claim: Claim) -> bool:
         """Compute a contribution again; False: its step is over, and nothing is known."""
-        stage, t, parts, member = compute.stage, claim.said.t, claim.parts, claim.member
+        stage, t, parts, member = compute.stage, claim.said.t, _parts(claim.plan), claim.member
         chunks = [(place, index) for place, part in enumerate(parts) for index in range(len(part))]
         place, index = chunks[self._coin(stage, t, f"chunk {member}").below(len(chunks))]
         await self._device.run(Rank.STEP, t, _begin, compute, t)
@@ -278,13 +258,12 @@ class Auditor:
             text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
             self._emit(events.Trouble(text=f"{text} than it computes"))
 
-    async def _tell(self, claim: _Claim, what: str) -> None:
+    async def _tell(self, claim: Claim, what: str) -> None:
         """Have the replicas of its stage look at what a member adds next, and say so here."""
         said, member = claim.said, claim.member
         text = f"stage {said.stage}, step {said.t}: peer {member} {what}; its stage was told"
         self._emit(events.Trouble(text=text))
-        evidence = WrongContribution(accused=member, statement=said, signature=claim.signature)
-        show = pack(ShowEvidence(run=self._run.id, evidence=evidence))
+        show = pack(ShowEvidence(run=self._run.id, evidence=claim.accusation))
         calls = [
             self._transport.call(peer, "evidence", show, deadline_s=ASK_S)
             for peer in self._serving(said.stage)[:MAX_TOLD]

@@ -35,6 +35,7 @@ from swarm.digest import digest_of
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.protocol.ledger import members_of
+from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Coin, Toss
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import WrongContribution
@@ -88,23 +89,35 @@ def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> 
     return tuple(digest_of(chunk_digests(total, part)) for part in parts) == said.contributions
 
 
-class _Case(NamedTuple):
-    """What a member signed of its contribution to a step, and the chunk that is compared."""
+class Claim(NamedTuple):
+    """What a member signed of its contribution to a step."""
 
-    check: SumCheck
+    plan: Plan
     place: int
     """Of the member."""
-    chunk: torch.Tensor
-    recount: Recount
+    said: Projected
+    signature: bytes
 
     @property
     def member(self) -> PeerId:
-        return self.check.plan.members[self.place]
+        return self.plan.members[self.place]
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        return [Microbatch(self.said.t, m) for m in members_of(self.plan.ledgers[self.place])]
 
     @property
     def accusation(self) -> WrongContribution:
-        statement, signature = self.check.product_of(self.place)
-        return WrongContribution(accused=self.member, statement=statement, signature=signature)
+        return WrongContribution(accused=self.member, statement=self.said, signature=self.signature)
+
+
+class _Case(NamedTuple):
+    """What a member claims, and the chunk that is compared."""
+
+    claim: Claim
+    parts: Sequence[Chunks]
+    chunk: torch.Tensor
+    recount: Recount
 
 
 class ContributionAudits:
@@ -161,7 +174,8 @@ class ContributionAudits:
             compute = await core.device.run(Rank.STEP, check.t, core.compute.snapshot, check.t)
         except (SwarmError, RuntimeError):  # no memory for a copy
             return
-        case = _Case(check, place, chunk, Recount(compute, check.t, check.parts[part][index]))
+        claim = Claim(check.plan, place, *check.product_of(place))
+        case = _Case(claim, check.parts, chunk, Recount(compute, check.t, check.parts[part][index]))
         self._task = asyncio.get_running_loop().create_task(self._audit(case))
 
     def _choose(self, check: SumCheck, strange: PeerId | None) -> PeerId | None:
@@ -183,50 +197,46 @@ class ContributionAudits:
         return Coin(self._core.transport.signer, self._core.run.id, toss)
 
     async def _audit(self, case: _Case) -> None:
-        check, member, core = case.check, case.member, self._core
-        microbatches = [Microbatch(check.t, m) for m in members_of(check.plan.ledgers[case.place])]
+        claim, core = case.claim, self._core
+        member, t, microbatches = claim.member, claim.said.t, claim.microbatches
         try:
             bound = await count_again(self._kept, core.device, case.recount, member, microbatches)
         except SwarmError:
-            if core.version <= check.t + 1 and core.life == "serving":  # else it need not keep them any more
-                self._shows_nothing(case)
+            if core.version <= t + 1 and core.life == "serving":  # else it need not keep them any more
+                self._charge(member, t)  # it is asked again in the next step, by all
+                self._audit_again(claim)
             return
         self.audited += 1
         same, far = await asyncio.to_thread(self._compare, case)
         if not same and far:
-            self._found(case)
+            self._found(claim)
         elif not same and self._doubted.get(member, 0):
             self._doubted[member] -= 1
-            self._suspects[member] = check.t + 1
+            self._suspects[member] = t + 1
         elif 2 * bound > len(microbatches):
             self._doubted.pop(member, None)
             self._own.pop(member, None)
 
-    def _found(self, case: _Case) -> None:
-        if case.member in self._doubted:
-            self._convict(case.accusation)
+    def _found(self, claim: Claim) -> None:
+        if claim.member in self._doubted:
+            self._convict(claim.accusation)
         else:
-            self._doubted[case.member], self._own[case.member] = CHUNKS, case.accusation
-            self._audit_again(case)
+            self._doubted[claim.member], self._own[claim.member] = CHUNKS, claim.accusation
+            self._audit_again(claim)
 
     def _convict(self, accusation: WrongContribution) -> None:
         if self._convictions.convict(accusation):
             self._convictions.pass_on(accusation, [])
 
-    def _audit_again(self, case: _Case) -> None:
+    def _audit_again(self, claim: Claim) -> None:
         """With the others, which have one round to hear of it."""
-        self._suspects[case.member] = self._core.version + 1
-        self._convictions.tell_replicas(case.accusation, [])
+        self._suspects[claim.member] = self._core.version + 1
+        self._convictions.tell_replicas(claim.accusation, [])
 
     def _compare(self, case: _Case) -> tuple[bool, bool]:
         """Whether the contribution has the very bits that were computed; whether its chunk is far off."""
-        said, _ = case.check.product_of(case.place)
-        return has_its_bits(case.recount, case.check.parts, said), case.recount.is_far(case.chunk)
-
-    def _shows_nothing(self, case: _Case) -> None:
-        """A replica that cannot show what it added is asked again in the next step, by all."""
-        self._charge(case.member, case.check.t)
-        self._audit_again(case)
+        recount = case.recount
+        return has_its_bits(recount, case.parts, case.claim.said), recount.is_far(case.chunk)
 
     def _charge(self, peer: PeerId, t: int) -> None:
         self._core.backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)

@@ -3758,7 +3758,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "found-once-is-left-out",
         CONTRIBUTIONS,
-        "        if case.member in self._doubted:\n",
+        "        if claim.member in self._doubted:\n",
         "        if True:\n",
         "A replica is left out by one that found it lying, and the others never see it.",
         ("test_false_contributions",),
@@ -3766,7 +3766,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-shows-nothing-goes-on",
         CONTRIBUTIONS,
-        "                self._shows_nothing(case)\n",
+        "                self._charge(member, t)  # it is asked again in the next step, by all\n"
+        "                self._audit_again(claim)\n",
         "                pass\n",
         "A replica adds what it likes, and shows nothing of it.",
         ("test_false_contributions",),
