@@ -28,7 +28,8 @@ from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 from swarm.wire.evidence import AskConvicted, Convicted, Evidence, judged
-from swarm.wire.trails import MAX_STEPS, AskTrail, Signed, TookSteps, Trail, unpack_rows
+from swarm.wire.messages import AskTrail, Trail
+from swarm.wire.trails import MAX_STEPS, Signed, TookSteps, Word
 
 EVERY_S = 10.0
 """Replicas remember 512 steps: of runs faster than 20 ms a step some are missed."""
@@ -110,19 +111,13 @@ class Recorder:
         found = chosen(told, lambda peer: weight(peer, voice))
         return [replace(took, island=max(0, self._run.number)) for took in found]
 
-    async def contradicted(self, stage: Stage, version: int, weights: str) -> bool:
-        """Whether two replicas signed other weights of a checkpoint, with more voice than signed these. They
-        say so while they have no time to give it, too.
-        """
+    async def signed(self, stage: Stage, version: int) -> list[Word]:
+        """What replicas with voice sign of a checkpoint: while they have no time to give it, too."""
         if not (self._run.admission.named and realigns(self._run, version)):
-            return False
+            return []
         voice = self._voices.of(stage)
         asked = [record for record in self._heard(stage) if record.peer in voice][:MAX_ASKED]
-        by: dict[str, list[int]] = {}
-        for took, signed in await self._ask(asked, stage, version - 1, version, version):
-            by.setdefault(unpack_rows(took.rows)[-1].weights, []).append(voice[signed.peer])
-        same = sum(by.pop(weights, ()))
-        return any(len(said) >= SIGNERS and sum(said) > same for said in by.values())
+        return await self._ask(asked, stage, version - 1, version, version)
 
     def _heard(self, stage: Stage) -> list[PeerRecord]:
         """The replicas whose word counts, that with the most voice first."""
@@ -133,7 +128,7 @@ class Recorder:
 
     async def _ask(
         self, records: Sequence[PeerRecord], stage: Stage, since: int, least: int, until: int
-    ) -> list[tuple[TookSteps, Signed]]:
+    ) -> list[Word]:
         """What replicas sign of these steps, of each that reaches to `least`, and can be."""
         run, transport = self._run.id, self._transport
 
@@ -198,7 +193,7 @@ class Recorder:
         return evidence, Signed(record.peer, told.signature, record.voucher)
 
 
-def chosen(told: Sequence[tuple[TookSteps, Signed]], weight_of: Callable[[PeerId], int]) -> list[Took]:
+def chosen(told: Sequence[Word], weight_of: Callable[[PeerId], int]) -> list[Took]:
     """What is written of what replicas said: of those that begin first, the account with the most weight,
     then the longest; and one of the same kind of device that contradicts it: one of the two is false.
     """

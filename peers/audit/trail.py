@@ -8,8 +8,8 @@ from peers.ports import Answer, Request, Transport
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import sign
-from swarm.wire.messages import pack, unpack
-from swarm.wire.trails import MAX_STEPS, AskTrail, TookStep, TookSteps, Trail, pack_rows
+from swarm.wire.messages import AskTrail, Trail, pack, unpack
+from swarm.wire.trails import MAX_STEPS, TookStep, TookSteps, pack_rows
 
 KEPT = 4 * MAX_STEPS
 """Steps, of 0.3 kB each in memory: a keeper that starts again a minute later misses none."""

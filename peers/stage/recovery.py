@@ -19,7 +19,7 @@ from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
 from peers.status_query import ask_status
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer.catalog import Sources, ask_saved, is_keeper
+from peers.transfer.catalog import Found, ask_saved, is_keeper
 from peers.transfer.client import Partial, download, shown, state_of
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
@@ -31,6 +31,7 @@ from swarm.protocol.proofs import proves
 from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
 from swarm.protocol.voice import FOUNDERS_VOICE, heard
 from swarm.records import PeerRecord
+from swarm.wire.trails import Word
 
 USELESS_S = 15.0
 """For so long a saved version that could not be downloaded is done without: perhaps the network was to blame,
@@ -137,11 +138,13 @@ class Recovery:
         return True
 
     async def download(
-        self, sources: Sequence[PeerId], *, version: int = -1, generation: Generation | None = None
-    ) -> bool:
+        self, sources: Sequence[PeerId], *, version: int = -1, generation: Generation | None = None,
+        signed: Sequence[Word] = (),
+    ) -> bool:  # fmt: skip
         """Take the state from `sources`, all at once: the newest, or a saved version. False if none gave it.
 
         `generation`: the one that a saved version is taken for; a replica's newest state says its own.
+        `signed`: what peers signed of that version.
         """
         core, began = self._core, now_s()
 
@@ -154,7 +157,7 @@ class Recovery:
         usable = [source for source in sources if not core.backoff.in_backoff(source, now=began)]
         common = version >= 0 and self._run.is_common(version)
         voice = self._islands.voice((self._stage,), version=core.version) if common else core.voice()
-        wanted = state_of(self._run.whole if common else self._run, self._stage, version)
+        wanted = state_of(self._run.whole if common else self._run, self._stage, version, signed)
         try:
             found = await download(
                 self._transport, wanted, usable, voice={**founders, **voice},
@@ -259,15 +262,16 @@ class Recovery:
         keepers = {record.peer for record in records if is_keeper(record)}
         faults: list[PeerFault] = []
         saved = await self._ask_saved(records, faults.append)
-        from_keeper = any(not keepers.isdisjoint(peers) for had in saved.values() for peers in had.values())
-        have = {stage: set(versions) for stage, versions in saved.items()}
+        sources = saved.sources
+        from_keeper = any(not keepers.isdisjoint(peers) for had in sources.values() for peers in had.values())
+        have = {stage: set(versions) for stage, versions in sources.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._store.versions))
         have[self._stage] -= {version for version, end in self._useless_until.items() if now_s() < end}
         return have, from_keeper, not keepers.isdisjoint(fault.peer for fault in faults)
 
     async def _ask_saved(
         self, records: Sequence[PeerRecord], on_fault: Callable[[PeerFault], None] = lambda fault: None
-    ) -> Sources:
+    ) -> Found:
         """What is saved where: with peers of this island, of `records`, and what all islands have in common
         with those of others.
         """
@@ -277,10 +281,12 @@ class Recovery:
         if self._islands.others:
             others, voice = await self._islands.others_records(), self._islands.voice(version=version)
             theirs = await ask_saved(run.whole, transport, others, voice=voice, on_fault=on_fault)
-            for stage, had in theirs.items():
+            for stage, had in theirs.sources.items():
                 for saved, peers in had.items():
                     if run.is_common(saved):
-                        found[stage].setdefault(saved, []).extend(peers)
+                        found.sources[stage].setdefault(saved, []).extend(peers)
+                        if words := theirs.signed[stage].get(saved):
+                            found.signed[stage].setdefault(saved, words)
         return found
 
     async def _get(self, goal: Position) -> bool:
@@ -296,8 +302,10 @@ class Recovery:
             except SwarmError as error:  # others may have an undamaged one
                 self._emit(events.Trouble(text=error.text))
         saved = await self._ask_saved(await self._directory.lookup_all())
-        sources = saved[self._stage].get(version, [])
-        if sources and await self.download(sources, version=version, generation=goal.generation):
+        sources = saved.sources[self._stage].get(version, [])
+        signed = saved.signed[self._stage].get(version, [])
+        generation = goal.generation
+        if sources and await self.download(sources, version=version, generation=generation, signed=signed):
             return True
         self._useless_until[version] = now_s() + USELESS_S
         return False

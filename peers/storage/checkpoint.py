@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +29,7 @@ from peers.storage.safetensors_file import Damaged, Progress, TensorInfo, unhear
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
+from swarm.wire.trails import Word
 
 MAX_INDEX_BYTES = 1 << 20
 """A stage has a handful of flat tensors: their index is under 2 kB."""
@@ -53,6 +54,8 @@ class _Index(safetensors_file.Described, frozen=True, kw_only=True, forbid_unkno
     tensors: dict[str, TensorInfo]
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
     """Others may put there what they like; only `_VOICED` is read."""
+    signed: tuple[Word, ...] = ()
+    """What peers signed of the step that left this state."""
 
 
 class Checkpoint:
@@ -128,6 +131,13 @@ class Checkpoint:
             return False
 
     @property
+    def signed(self) -> tuple[Word, ...]:
+        """What peers signed of the step that left this state, as it was saved with it."""
+        with contextlib.suppress(Damaged):
+            return self._index().signed
+        return ()
+
+    @property
     def size_bytes(self) -> int:
         """How long the file of the tensors is, by its index.
 
@@ -160,6 +170,7 @@ class Checkpoint:
         together: Collection[Stage] | None = None,
         option: str = "--checkpoint-dir",
         voiced: bool = True,
+        signed: Sequence[Word] = (),
     ) -> None:
         """Write it; older ones of the stage beyond `keep` are removed, and before them those without voice.
 
@@ -170,14 +181,14 @@ class Checkpoint:
             tensors: any shapes; the dtypes of safetensors.
             together: the stages that are kept in this folder; None: all of the run.
             option: what the user chose the folder with, for errors.
-            voiced: it is this peer's own work, or a peer with voice gave it.
+            voiced: it is this peer's own work, or a peer with voice gave or signed it.
 
         Raises:
             SetupError: it could not be written; earlier checkpoints are as they were, nothing is left behind.
         """
         for attempt in range(MAX_WRITES):
             try:
-                self._write(tensors, {} if voiced else {_VOICED: False})
+                self._write(tensors, meta={} if voiced else {_VOICED: False}, signed=tuple(signed))
                 break
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and attempt + 1 < MAX_WRITES:
@@ -190,7 +201,7 @@ class Checkpoint:
                 ) from None
         self._prune(keep, range(self._run.S) if together is None else together)
 
-    def _write(self, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    def _write(self, tensors: dict[str, torch.Tensor], **also: Any) -> None:
         """The tensors' file, then the index that makes it a checkpoint. A failed write leaves nothing."""
         where, run, written = self._folder, self._run, None
         try:
@@ -207,7 +218,7 @@ class Checkpoint:
             index = _Index(
                 format=safetensors_file.FORMAT, run=run.whole.id, stage=self._stage, step=self._step,
                 bytes=size, sha256=digest,
-                tensors={name: safetensors_file.info(tensor) for name, tensor in tensors.items()}, meta=meta,
+                tensors={name: safetensors_file.info(tensor) for name, tensor in tensors.items()}, **also,
             )  # fmt: skip
             safetensors_file.write_json(self.path, index)
         except OSError:

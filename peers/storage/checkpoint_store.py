@@ -23,6 +23,7 @@ from peers.waiting import in_daemon_thread
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
+from swarm.wire.trails import Word
 
 CLOSE_S = 20.0
 """For what is being written when its peer leaves: a cloud gives 30 s from the notice to the end."""
@@ -65,6 +66,11 @@ class CheckpointStore:
         if self._pinned is not None:
             found.add(self._pinned[0])
         return sorted(found)
+
+    def signed(self, version: int) -> tuple[Word, ...]:
+        """What peers signed of a version on the disk."""
+        folder = self._folder
+        return checkpoint.Checkpoint(folder, self._run, self._stage, version).signed if folder else ()
 
     def load(self, version: int) -> Mapping[str, torch.Tensor]:
         """The tensors of one version; not to be written to.

@@ -1,13 +1,16 @@
 """Which saved versions (checkpoints) of which stage are available, and at which peers.
 
 Peers are asked for the versions of their own stage, keepers for those of all. What they say is a claim: the
-download checks the bytes. Here only claims are refused that cannot be true.
+download checks the bytes, by what peers with voice signed of them if a keeper shows that. Here only claims
+are refused that cannot be true.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
 
 from peers.ports import Transport
 from peers.status_query import ask_all
@@ -15,10 +18,13 @@ from swarm.errors import BadAnswer, PeerFault
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.keeping import borne_out
+from swarm.protocol.coordinator import realigns
 from swarm.protocol.rounds import NO_VOICE
-from swarm.protocol.voice import heard
+from swarm.protocol.statements import Signer, is_signed
+from swarm.protocol.voice import FOUNDERS_VOICE, heard, voice_of
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import MAX_LONG_BYTES, AskSaved, Saved
+from swarm.wire.trails import ROW_BYTES, Word, weights_of
 
 ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
@@ -27,8 +33,19 @@ MAX_ASKED = 8
 MAX_VERSIONS = 64
 """Of one stage, from one peer: more than any peer keeps. The newest ones matter."""
 
-Sources: TypeAlias = "dict[Stage, dict[int, list[PeerId]]]"
-"""Stage -> version -> the peers that have it, keepers first, since they have nothing else to do."""
+MAX_SIGNED = 1024
+"""Words in one answer, of all stages together: 0.6 MB."""
+SIGNERS = 2
+"""One that took a step may lie of it."""
+
+
+class Found(NamedTuple):
+    """What is saved of each stage, by version."""
+
+    sources: dict[Stage, dict[int, list[PeerId]]]
+    """The peers that have it, keepers first, since they have nothing else to do."""
+    signed: dict[Stage, dict[int, list[Word]]]
+    """What peers with voice signed of it, all the same digest: what has another is something else."""
 
 
 def is_keeper(record: PeerRecord) -> bool:
@@ -43,7 +60,7 @@ async def ask_saved(
     *,
     voice: Mapping[PeerId, int] = NO_VOICE,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
-) -> Sources:
+) -> Found:
     """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
 
     Peers that do not answer, or say what cannot be, are left out; `on_fault` hears of each and why. If
@@ -54,19 +71,57 @@ async def ask_saved(
     told = await ask_all(
         transport, asked, "saved", AskSaved(run=run.id), Saved,
         deadline_s=ASK_S, max_answer_bytes=MAX_LONG_BYTES,
-        check=lambda peer, saved: check_saved(run, asked[peer], saved), on_fault=on_fault,
+        check=lambda peer, saved: check_saved(run, asked[peer], saved, transport.signer), on_fault=on_fault,
     )  # fmt: skip
-    found: Sources = {}
+    found, founders = Found({}, {}), run.admission.founders
     for stage in range(run.S):
+        said = {peer: one for peer, saved in told.items() for one in saved.stages if one.stage == stage}
         replicas = [peer for peer in told if asked[peer].stage == stage]
         not_heard = set(replicas).difference(heard(replicas, voice))
-        sources: dict[int, list[PeerId]] = {}
-        for peer, saved in told.items():
-            versions = [v for one in saved.stages if one.stage == stage for v in one.versions]
-            for version in versions if peer not in not_heard else ():
+        sources, signed = dict[int, list[PeerId]](), dict[int, list[Word]]()
+        for peer, one in said.items():
+            for version in one.versions if peer not in not_heard else ():
                 sources.setdefault(version, []).append(peer)
-        found[stage] = borne_out(sources, run.admission.founders, voice) if run.admission.named else sources
+        if run.admission.named:
+            words = chain.from_iterable(one.signed for one in said.values())
+            for version, by in signed_states(run, transport.signer, words).items():
+                others = {*founders, *voice} if len(by) < SIGNERS else founders
+                if set(others).isdisjoint(sources.get(version, ())):
+                    signed[version] = by
+            sources = borne_out(sources, founders, voice, signed)
+        found.sources[stage], found.signed[stage] = sources, signed
     return found
+
+
+def signed_states(run: Run, signer: Signer, words: Iterable[Word]) -> dict[int, list[Word]]:
+    """Of each version of a stage the words for the digest that two signed, with the most voice; or for the
+    only one that is signed.
+    """
+    said: dict[int, dict[str, dict[PeerId, Word]]] = {}
+    for word in words:
+        said.setdefault(word[0].end, {}).setdefault(weights_of(word), {})[word[1].peer] = word
+    found: dict[int, list[Word]] = {}
+    for version, accounts in said.items():
+        voices = {
+            digest: sum(voice_behind(word, run, signer) for word in by.values())
+            for digest, by in accounts.items()
+            if len(by) >= SIGNERS or len(accounts) == 1
+        }
+        most = [digest for digest, voice in voices.items() if voice == max(voices.values())]
+        if len(most) == 1:
+            found[version] = list(accounts[most[0]].values())
+    return found
+
+
+@lru_cache(8192)  # keepers show the same again and again
+def voice_behind(word: Word, run: Run, signer: Signer) -> int:
+    """With how much voice a peer signed what all of a state is, as the step left it that made it; 0: none."""
+    (took, by), run = word, run.island(0)
+    voice = voice_of(by.peer, by.voucher, run, signer, version=took.end)
+    voice = max(voice, FOUNDERS_VOICE * (by.peer in run.admission.founders))
+    if len(took.rows) != ROW_BYTES or not realigns(run, took.end) or not weights_of(word):
+        return 0
+    return voice if is_signed(signer, by.peer, run.id, took, by.signature) else 0
 
 
 def chosen(
@@ -87,13 +142,17 @@ def chosen(
     return asked
 
 
-def check_saved(run: Run, record: PeerRecord, saved: Saved) -> None:
+def check_saved(run: Run, record: PeerRecord, saved: Saved, signer: Signer) -> None:
     """Check what the peer of `record` says it can give out.
 
     Raises:
         BadAnswer: it cannot be; says why.
     """
     found = set[Stage]()
+
+    def known(word: Word) -> bool:
+        return word[0].stage == stage and word[0].end in versions and voice_behind(word, run, signer) > 0
+
     for offered in saved.stages:
         stage, versions = offered.stage, offered.versions
         if not 0 <= stage < run.S or stage in found:
@@ -107,4 +166,7 @@ def check_saved(run: Run, record: PeerRecord, saved: Saved) -> None:
                 record.peer,
                 f"offers impossible versions of stage {stage}: {list(versions[:8])} of {run.steps}",
             )
+        few = len(offered.signed) <= MAX_SIGNED // run.S
+        if run.admission.named and not (few and all(map(known, offered.signed))):
+            raise BadAnswer(record.peer, f"shows what no peer with voice signed of stage {stage}")
         found.add(stage)

@@ -33,6 +33,7 @@ from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, 
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
+from swarm.model.reductions import state_digest
 from swarm.policy.pace import most_s
 from swarm.protocol.rollback import check_generation
 from swarm.protocol.rounds import NO_VOICE, Commit
@@ -50,6 +51,7 @@ from swarm.wire.messages import (
     pack,
     unpack_answer,
 )
+from swarm.wire.trails import Word, weights_of
 
 MAX_SOURCES = 8
 """Each makes a copy of its state for this download."""
@@ -241,8 +243,16 @@ def agreed(group: Sequence[Offer], voice: Mapping[PeerId, int]) -> Opened:
     )
 
 
-def state_of(run: Run, stage: Stage, version: int = -1) -> Wanted:
-    """Weights and optimizer of one version of `stage`: of a checkpoint; negative: the newest."""
+def state_of(run: Run, stage: Stage, version: int = -1, signed: Sequence[Word] = ()) -> Wanted:
+    """Weights and optimizer of one version of `stage`: of a checkpoint; negative: the newest. `signed`: what
+    peers signed of it.
+    """
+    digest = weights_of(signed[0]) if signed else ""
+
+    def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        if not digest or state_digest(tensors) == digest:
+            return None
+        return f"gives another version {version} of stage {stage} than those with voice signed"
 
     def can_be(source: PeerId, opened: Opened) -> None:
         if not 0 <= opened.version <= run.steps:
@@ -256,7 +266,7 @@ def state_of(run: Run, stage: Stage, version: int = -1) -> Wanted:
 
     return Wanted(
         name=f"stage {stage}", method="state", question=OpenState(run=run.id, stage=stage, version=version),
-        like=empty_state(run, stage), can_be=can_be,
+        like=empty_state(run, stage), can_be=can_be, fits=fits,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from peers.ports import Answer, Directory, Request, Transport
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.storage.transcript import TranscriptWriter
-from peers.transfer.catalog import Sources, ask_saved, is_keeper
+from peers.transfer.catalog import SIGNERS, Found, ask_saved, is_keeper, signed_states, voice_behind
 from peers.transfer.client import DownloadFailed, Partial, download, shown, state_of
 from peers.transfer.server import StateLeases
 from peers.waiting import end_tasks, happens, within
@@ -39,6 +39,7 @@ from swarm.policy.backoff import Backoff
 from swarm.policy.keeping import newest_common, next_download, reached, worth_fetching
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack
+from swarm.wire.trails import Word, weights_of
 
 POLL_S = 3.0
 """A peer without a disk holds a version until its next checkpoint; these are minutes apart in earnest."""
@@ -51,6 +52,8 @@ LONGEST_REST_S = 300.0
 LAST_S = 25.0
 """On leaving, for the run's last version: a cloud gives 30 s from the notice to the end."""
 COLLECT_S = 15.0
+MAX_SIGNED = 4
+"""What so many peers sign of a checkpoint is saved with it."""
 SLACK_BYTES = 1 << 20
 """More than the tensors take on the disk: headers, index, blocks."""
 
@@ -104,14 +107,14 @@ async def collect(
         await asyncio.sleep(POLL_S)
 
 
-def _said(records: Sequence[PeerRecord], found: Sources) -> dict[Stage, dict[PeerId, int]]:
+def _said(records: Sequence[PeerRecord], found: Found) -> dict[Stage, dict[PeerId, int]]:
     """The newest version that each peer of a stage says it has, by its record or by what it saved."""
     keepers = {record.peer for record in records if is_keeper(record)}
-    said: dict[Stage, dict[PeerId, int]] = {stage: {} for stage in found}
+    said: dict[Stage, dict[PeerId, int]] = {stage: {} for stage in found.sources}
     for record in records:
         if record.state == "serving" and record.stage in said:
             said[record.stage][record.peer] = record.version
-    for stage, versions in found.items():
+    for stage, versions in found.sources.items():
         for version, peers in versions.items():
             for peer in peers:
                 if peer not in keepers:
@@ -153,6 +156,8 @@ class CheckpointKeeper:
         """Of these stages there are versions that a peer with voice gave: the others do not count."""
         self.offers: dict[Stage, list[int]] = {stage: [] for stage in self.stages}
         """The versions of each stage that peers could give when they were last asked."""
+        self._shown: Mapping[Stage, Mapping[int, Sequence[Word]]] = {}
+        """What other keepers show that peers signed."""
         self._said: int | None = None
         self._complaints: dict[str, str] = {}
         self._full_until = float("-inf")
@@ -258,12 +263,13 @@ class CheckpointKeeper:
         found = await ask_saved(
             self._run, self._transport, records, voice=of_all, on_fault=self._not_believed
         )
+        self._shown = found.signed
         limit = reached(_said(records, found), of_all)
         offered = {
             stage: worth_fetching(
                 {
                     version: peers
-                    for version, peers in found[stage].items()
+                    for version, peers in found.sources[stage].items()
                     if (limit is None or version <= limit) and self._run.is_common(version)
                 },
                 voice[stage], have_voiced=stage in self._voiced,
@@ -319,7 +325,8 @@ class CheckpointKeeper:
             self._complain(f"{stage} {version}", text)
             return False
 
-        wanted = state_of(self._run, stage, version)
+        words = list(self._shown[stage].get(version, ()))
+        wanted = state_of(self._run, stage, version, words)
         size = sum(vector.nbytes for vector in wanted.like.values())
         if (trouble := await asyncio.to_thread(self._no_room, stage, version, size)) is not None:
             self._full(trouble)
@@ -337,7 +344,11 @@ class CheckpointKeeper:
         if voice and not found.voiced:
             return refused("no peer with voice gave it")
         digest = await asyncio.to_thread(state_digest, found.tensors)
-        if await self._recorders[0].contradicted(stage, version, digest):
+        signer = self._transport.signer
+        words += await self._recorders[0].signed(stage, version)
+        words = [word for word in words if voice_behind(word, self._run, signer)]
+        most = signed_states(self._run, signer, words).get(version, [])
+        if len(most) >= SIGNERS and weights_of(most[0]) != digest:
             return refused("its replicas signed another", found.sources)
         self._emit(
             events.StateFetched(
@@ -346,10 +357,13 @@ class CheckpointKeeper:
             )
         )  # fmt: skip
 
+        same = {by.peer: (took, by) for took, by in words if weights_of((took, by)) == digest}
+
         def save() -> None:
             checkpoint.Checkpoint(folder, self._run, stage, version).save(found.tensors,
                 keep=self._settings.keep, together=self.stages, option="--dir",
                 voiced=found.voiced or not self._run.admission.named,
+                signed=list(same.values())[:MAX_SIGNED],
             )  # fmt: skip
 
         try:

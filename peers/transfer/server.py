@@ -16,8 +16,9 @@ they may change at any time, and be added to the mapping.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from itertools import islice
 from typing import TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.state import StageCore
 from peers.storage.checkpoint_store import CheckpointStore
-from peers.transfer.catalog import MAX_VERSIONS
+from peers.transfer.catalog import MAX_SIGNED, MAX_VERSIONS
 from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError
@@ -148,12 +149,16 @@ class StateLeases(Leases):
         found = await self._offered()
         if asked != self._run.id:  # it is another island that asks
             found = {stage: {v for v in had if self._run.is_common(v)} for stage, had in found.items()}
-        stages = [
-            SavedStage(stage=stage, versions=tuple(sorted(found[stage])[-MAX_VERSIONS:]))
-            for stage in sorted(found)
-            if found[stage]
-        ]
-        return Answer(*say(Saved(stages=tuple(stages))))
+        return Answer(*say(await asyncio.to_thread(self._saved, found)))
+
+    def _saved(self, found: Mapping[Stage, Collection[int]]) -> Saved:
+        stages: list[SavedStage] = []
+        for stage in sorted(found):
+            versions, store = sorted(found[stage])[-MAX_VERSIONS:], self._stores.get(stage)
+            words = (word for v in reversed(versions) for word in (store.signed(v) if store else ()))
+            few = tuple(islice(words, MAX_SIGNED // self._run.S))
+            stages += [SavedStage(stage=stage, versions=tuple(versions), signed=few)] if versions else []
+        return Saved(stages=tuple(stages))
 
 
 class StateServer(StateLeases):

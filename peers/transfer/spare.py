@@ -62,14 +62,15 @@ class Spare(NamedTuple):
         """
         stage, run = self.record.stage, self.run
         voice = Voices(run, transport.signer, directory).of(stage)
-        found = (await ask_saved(run, transport, list(directory.peers()), voice=voice))[stage]
-        version = max(found, default=-1)
+        found = await ask_saved(run, transport, list(directory.peers()), voice=voice)
+        version = max(found.sources[stage], default=-1)
         if version <= (kept.version if kept is not None else -1):
             return None
         try:
             got = await download(
-                transport, state_of(run, stage, version), found[version], voice=voice, partial=Partial()
-            )
+                transport, state_of(run, stage, version, found.signed[stage].get(version, ())),
+                found.sources[stage][version], voice=voice, partial=Partial(),
+            )  # fmt: skip
         except SwarmError as error:
             emit(Note(text=error.text))
             return None

@@ -56,6 +56,7 @@ PAUSE = "peers/stage/pause.py"
 COORDINATION = "peers/stage/coordination.py"
 TRAINER = "peers/trainer.py"
 CHECKPOINT = "peers/storage/checkpoint.py"
+CATALOG = "peers/transfer/catalog.py"
 COMPUTE = "swarm/model/stage.py"
 FUNCTIONS = "swarm/model/graph/functions.py"
 SUMS = "swarm/model/gradient_sum.py"
@@ -3244,8 +3245,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-run-that-names-trainers-takes-versions-from-anybody",
         "peers/transfer/catalog.py",
-        "if run.admission.named else sources",
-        "if False else sources",
+        "sources = borne_out(sources, founders, voice, signed)",
+        "borne_out(sources, founders, voice, signed)",
         "A stage that was lost goes on with weights that one keeper made up.",
         ("test_believing",),
     ),
@@ -3717,7 +3718,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keepers-keep-what-was-never-signed",
         "peers/transfer/keeper.py",
-        "        if await self._recorders[0].contradicted(stage, version, digest):\n",
+        "        if len(most) >= SIGNERS and weights_of(most[0]) != digest:\n",
         "        if False:\n",
         "A replica that has time when others have none gives keepers what it made up.",
         ("test_believing",),
@@ -3732,11 +3733,75 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one-signature-blocks-keepers",
-        "peers/audit/recorder.py",
-        "len(said) >= SIGNERS and sum(said) > same",
-        "sum(said) > same",
+        "peers/transfer/keeper.py",
+        "if len(most) >= SIGNERS and weights_of",
+        "if most and weights_of",
         "One replica that signs another digest keeps keepers from keeping anything.",
         ("test_believing",),
+    ),
+    Mutation(
+        "keepers-do-not-save-what-was-signed",
+        "peers/transfer/keeper.py",
+        "signed=list(same.values())[:MAX_SIGNED],",
+        "signed=(),",
+        "All peers of a stage are gone, and of two keepers the one whose id is smaller is believed.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "keepers-forget-what-other-keepers-show",
+        "peers/transfer/keeper.py",
+        "        words = list(self._shown[stage].get(version, ()))\n",
+        "        words = list[Word]()\n",
+        "A keeper that comes when all peers are gone keeps what another made up, or shows no signatures.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "what-peers-signed-is-not-compared",
+        CLIENT,
+        "if not digest or state_digest(tensors) == digest:",
+        "if True:",
+        "A stage that was lost goes on with weights that one of two keepers made up.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "signed-versions-are-counted-like-others",
+        "swarm/policy/keeping.py",
+        "        if version in signed\n        or not",
+        "        if not",
+        "Of two keepers one lies, and a run that was lost begins anew.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "anybody-signs-what-a-state-was",
+        CATALOG,
+        "few and all(map(known, offered.signed))",
+        "few",
+        "A keeper has identities of its own sign what it made up.",
+        ("test_saved",),
+    ),
+    Mutation(
+        "one-of-two-words-is-taken",
+        CATALOG,
+        "if len(by) >= SIGNERS or len(accounts) == 1",
+        "if by",
+        "A replica that worked most signs what its keeper made up, and is believed against another.",
+        ("test_saved",),
+    ),
+    Mutation(
+        "a-word-outweighs-those-with-voice",
+        CATALOG,
+        "{*founders, *voice} if len(by) < SIGNERS else founders",
+        "founders",
+        "One word says more than the peers of a stage that came back with their checkpoints.",
+        ("test_saved",),
+    ),
+    Mutation(
+        "two-words-outweigh-a-founder",
+        CATALOG,
+        "{*founders, *voice} if len(by) < SIGNERS else founders",
+        "{*voice} if len(by) < SIGNERS else ()",
+        "Two peers that lie replace what a founder's keeper has.",
+        ("test_saved",),
     ),
     # --- contributions that are computed again ---
     Mutation(

@@ -52,19 +52,24 @@ def reached(said: Mapping[Stage, Mapping[PeerId, int]], voice: Mapping[PeerId, i
 
 
 def borne_out(
-    offered: Mapping[int, list[PeerId]], founders: Collection[PeerId], voice: Mapping[PeerId, int]
+    offered: Mapping[int, list[PeerId]],
+    founders: Collection[PeerId],
+    voice: Mapping[PeerId, int],
+    signed: Collection[int] = (),
 ) -> dict[int, list[PeerId]]:
     """The saved versions of one stage that may be gone back to, of those that these peers offer.
 
-    What one with voice offers, and what most of those without it do: of these founders, if there are any. A
-    stranger offers a state that it made up as a version that nobody else has.
+    What peers with voice `signed`, what one with voice offers, and what most of those without it do: of these
+    founders, if there are any. A stranger offers a state that it made up as a version that nobody else has.
     """
     without = frozenset[PeerId]().union(*offered.values()) - voice.keys()
     told = set(heard(without, dict.fromkeys(founders, 1)))
     return {
         version: peers
         for version, peers in offered.items()
-        if not voice.keys().isdisjoint(peers) or 2 * len(told.intersection(peers)) > len(told)
+        if version in signed
+        or not voice.keys().isdisjoint(peers)
+        or 2 * len(told.intersection(peers)) > len(told)
     }
 
 

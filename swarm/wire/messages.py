@@ -27,7 +27,7 @@
     block     trainer → trainer, keeper      AskBlock               → Ack + bytes
     saved     anyone → peer, keeper          AskSaved               → Saved
     status    anyone → peer                  AskStatus              → PeerStatus
-    trail     anyone → peer                  AskTrail               → Trail (trails.py)
+    trail     anyone → peer                  AskTrail               → Trail
     voucher   trainer → peer                 GiveVoucher            → Ack
 
 Every request names the run by its hash, so that runs never mix.
@@ -53,6 +53,7 @@ from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
 from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
+from swarm.wire.trails import TookSteps, Word
 
 MAX_HEADER_BYTES = 1 << 16
 """The framing's limit."""
@@ -329,10 +330,26 @@ class SavedStage(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     versions: tuple[int, ...]
     """Ascending."""
+    signed: tuple[Word, ...] = ()
+    """What peers signed of the step that left one of these: of the newest."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[SavedStage, ...] = ()
+
+
+class AskTrail(RunMessage, frozen=True, kw_only=True):
+    """The question for the trail of a replica, from step `since` to before `until`."""
+
+    since: int
+    until: int
+
+
+class Trail(msgspec.Struct, frozen=True, array_like=True):
+    """The steps of those that were asked for, from the first on that it knows without a gap. Perhaps none."""
+
+    steps: TookSteps
+    signature: Signature
 
 
 class AskStatus(RunMessage, frozen=True, kw_only=True):

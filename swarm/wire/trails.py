@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
 from swarm.ids import PeerId, Stage
 from swarm.protocol.statements import Signature, Statement
 from swarm.records import Voucher
-from swarm.wire.messages import RunMessage
 
 MAX_STEPS = 128
 """In one statement: its signatures and names are then a fifteenth of a transcript."""
@@ -50,26 +49,21 @@ class TookSteps(Statement, frozen=True, array_like=True):
         return self.start + len(self.rows) // ROW_BYTES
 
 
-class AskTrail(RunMessage, frozen=True, kw_only=True):
-    """The question for the trail of a replica, from step `since` to before `until`."""
-
-    since: int
-    until: int
-
-
-class Trail(msgspec.Struct, frozen=True, array_like=True):
-    """The steps of those that were asked for, from the first on that it knows without a gap. Perhaps none."""
-
-    steps: TookSteps
-    signature: Signature
-
-
 class Signed(msgspec.Struct, frozen=True, array_like=True):
     """A peer's signature of a trail, and what gave it voice."""
 
     peer: PeerId
     signature: Signature
     voucher: Voucher | None = None
+
+
+Word: TypeAlias = tuple[TookSteps, Signed]
+"""What one peer signs of steps."""
+
+
+def weights_of(word: Word) -> str:
+    """The digest of the state that the last of those steps left."""
+    return unpack_rows(word[0].rows)[-1].weights
 
 
 def pack_rows(steps: Iterable[TookStep]) -> bytes:

@@ -18,6 +18,7 @@ from swarm.model.layout import empty_state
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import PeerRecord, State, Voucher
 from swarm.wire.messages import AskStatus, PastStep, PeerStatus, pack, unpack
+from swarm.wire.trails import Word
 from tests.peers.loops import Swarm
 
 TRAINER = "12D3KooW" + "T" * 44
@@ -58,9 +59,14 @@ class MadeUp:
     run: Run
     stage: int
     saved: Sequence[int]
+    shown: Sequence[Word] = ()
+    """As signed."""
 
     def versions(self) -> Sequence[int]:
         return self.saved
+
+    def signed(self, version: int) -> Sequence[Word]:
+        return [word for word in self.shown if word[0].end == version]
 
     def load(self, version: int) -> Mapping[str, torch.Tensor]:
         empty = empty_state(self.run, self.stage)

@@ -28,6 +28,7 @@ from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
 from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import HandedSum, Watched, pack
+from swarm.wire.trails import Word
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.test_keeping import add_keeper
@@ -205,10 +206,15 @@ async def test_a_keeper_keeps_nothing_that_those_who_gave_none_contradict(lie: s
         assert len(right) == (2 if lie == "moments" else 1)
 
 
-async def test_one_replica_that_signs_other_weights_keeps_no_keeper_from_its_work(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other_signs", [True, False])
+async def test_one_replica_that_signs_other_weights_keeps_no_keeper_from_its_work(
+    other_signs: bool, tmp_path: Path
+) -> None:
     async with swarm(RUN, replicas=2) as s:
         give_voice(s, *PEERS, steps={"s0p0": 100})
         await s.until_serving()
+        if not other_signs:
+            del s.network.peers["s0p1"].transport.handlers["trail"]
         trail = s.peers["s0p0"].core.trail
         weighs = trail.weighs
         trail.weighs = lambda version, digest: weighs(version, "ab" * 16)  # type: ignore[method-assign]
@@ -378,10 +384,13 @@ async def assert_joins_at_4(s: Swarm) -> None:
     assert_honest(s)
 
 
-def add_lying_keeper(s: Swarm, name: str, saved: Sequence[int]) -> Awaitable[None]:
-    """A stranger that offers made-up states of all stages."""
+def add_lying_keeper(
+    s: Swarm, name: str, saved: Sequence[int], shown: Sequence[Sequence[Word]] = ((), ())
+) -> Awaitable[None]:
+    """A stranger that offers made-up states of all stages. `shown`: what was signed of each, as it says."""
     end = s.network.join(name)
-    StateLeases(s.run, end.transport, {stage: MadeUp(s.run, stage, saved) for stage in range(s.run.S)})
+    made_up = {stage: MadeUp(s.run, stage, saved, shown[stage]) for stage in range(s.run.S)}
+    StateLeases(s.run, end.transport, made_up)
     return end.directory.announce(
         PeerRecord(peer=name, run=s.run.id, stage=NO_STAGE, state="keeping", version=max(saved))
     )
@@ -451,6 +460,49 @@ async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_othe
         await s.until_serving()
         assert {peer.core.version for peer in s.peers.values()} == {4}
         assert_honest(s)
+
+
+@pytest.mark.parametrize("saved", [(4,), (5,), (2, 5)])
+@pytest.mark.parametrize("lost", ["stage", "run", "run, and it shows the same"])
+async def test_of_two_keepers_the_one_whose_state_two_peers_signed_is_believed(
+    lost: str, saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The other one has as much voice, is asked first, and offers what it made up, of that version or not."""
+    async with swarm(RUN, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path)
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        shown = [checkpoint.Checkpoint(tmp_path, RUN, stage, 4).signed for stage in range(RUN.S)]
+        if lost == "stage":
+            await add_lying_keeper(s, "a0", saved)
+            s.kill_and_forget("s1p0", "s1p1")
+            await assert_joins_at_4(s)
+            return
+    async with swarm(RUN, replicas=0) as s:
+        add_keeper(s, tmp_path)
+        await add_lying_keeper(s, "a0", saved, shown if "same" in lost else ((), ()))
+        await s.until(lambda: "keeper" in s.network.records)
+        for stage in range(RUN.S):
+            s.add_peer(f"new{stage}", stage)
+        await s.until_serving()
+        assert {peer.core.version for peer in s.peers.values()} == {4}
+        assert_honest(s)
+
+
+async def test_what_peers_signed_goes_from_keeper_to_keeper(tmp_path: Path) -> None:
+    """The second one comes when all peers are gone, and takes nothing from one that lies."""
+    async with swarm(RUN, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path / "k0", "k0")
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        signed = [checkpoint.Checkpoint(tmp_path / "k0", RUN, stage, 4).signed for stage in range(RUN.S)]
+        assert [{by.peer for _, by in words} for words in signed] == [{*PEERS[:2]}, {*PEERS[2:]}]
+        s.kill_and_forget(*PEERS)
+        await add_lying_keeper(s, "a0", (4, 5))
+        other = add_keeper(s, tmp_path / "k1", "k1")
+        await s.until(lambda: other.version == 4)
+    assert kept(tmp_path / "k1") == (4, [True, True])
+    assert [checkpoint.Checkpoint(tmp_path / "k1", RUN, stage, 4).signed for stage in range(RUN.S)] == signed
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])

@@ -36,6 +36,7 @@ from swarm.wire.messages import (
     MAX_HEADER_BYTES,
     AskSaved,
     AskStatus,
+    AskTrail,
     CloseLease,
     Evaluate,
     Evaluated,
@@ -52,7 +53,6 @@ from swarm.wire.messages import (
     pack,
 )
 from swarm.wire.receipts import Answered
-from swarm.wire.trails import AskTrail
 from tests.model.chain import batch_of
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.extremes import Extremes, bodies

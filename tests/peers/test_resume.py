@@ -91,10 +91,10 @@ async def test_peers_of_a_finished_run_offer_its_last_version_without_any_disk()
         await built.until_serving()
         stranger = built.add_stranger()
         records = await stranger.end.directory.lookup_all()
-        assert await ask_saved(run, stranger.end.transport, records) == {0: {}, 1: {}}
+        assert (await ask_saved(run, stranger.end.transport, records)).sources == {0: {}, 1: {}}
         built.add_trainer("trainer")
         await built.until_finished()
-        found = await ask_saved(run, stranger.end.transport, records)
+        found = (await ask_saved(run, stranger.end.transport, records)).sources
         assert found == {0: {2: ["s0p0"]}, 1: {2: ["s1p0"]}}
         got = await download(stranger.end.transport, state_of(run, 1, 2), found[1][2])
         assert (-got.tensors["weights"] * run.M == run.steps).all()

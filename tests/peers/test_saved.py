@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from peers.ports import Answer, Request
-from peers.transfer.catalog import MAX_ASKED, ask_saved, check_saved, chosen
+from peers.sim.network import SimSigner
+from peers.transfer.catalog import MAX_ASKED, MAX_SIGNED, ask_saved, check_saved, chosen, signed_states
 from swarm.errors import BadAnswer, PeerFault, Refused
-from swarm.manifest import audit_run
+from swarm.manifest import Run, audit_run
+from swarm.protocol.statements import sign
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import AskSaved, Saved, SavedStage, pack, unpack
+from swarm.wire.trails import Signed, TookStep, TookSteps, Word, pack_rows, weights_of
 from tests.peers.network import CalmNetwork
+from tests.peers.sybils import admitting, voucher
 
 pytestmark = pytest.mark.virtual_time
 
@@ -35,8 +41,9 @@ def offer(**versions: tuple[int, ...]) -> Saved:
 class Net(CalmNetwork):
     """`give(record, saved)`: somebody who answers so."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run = RUN) -> None:
         super().__init__(silence_s=0.05)
+        self.run = run
         self.me = self.join("me")
         self.list: list[PeerRecord] = []
 
@@ -45,7 +52,7 @@ class Net(CalmNetwork):
         transport = self.join(record.peer).transport
 
         async def handle(request: Request) -> Answer:
-            assert unpack(request.header, AskSaved).run == RUN.id
+            assert unpack(request.header, AskSaved).run == self.run.id
             return Answer(answer if isinstance(answer, bytes) else pack(answer))
 
         if answer is not None:
@@ -58,7 +65,7 @@ async def test_versions_are_told_by_stage_with_who_has_them_keepers_first() -> N
     net.give(serving("b", 1), offer(s1=(10,)))
     net.give(serving("c", 1, state="joining"), offer(s1=(30,)))
     net.give(keeper("k"), offer(s0=(10,), s1=(10, 20)))
-    found = await ask_saved(RUN, net.me.transport, net.list)
+    found = (await ask_saved(RUN, net.me.transport, net.list)).sources
     assert found == {0: {10: ["k", "a"], 20: ["a"]}, 1: {10: ["k", "b"], 20: ["k"], 30: ["c"]}}
 
 
@@ -71,7 +78,10 @@ async def test_who_is_dead_cut_off_or_has_nothing_is_left_out_and_the_reason_is_
     net.kill("dead")
     net.stop("hung")
     faults: list[PeerFault] = []
-    assert await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append) == {0: {}, 1: {}}
+    assert (await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append)).sources == {
+        0: {},
+        1: {},
+    }
     assert sorted(fault.peer for fault in faults) == ["dead", "hung", "liar"]
     await net.close()
 
@@ -95,13 +105,102 @@ async def test_who_is_dead_cut_off_or_has_nothing_is_left_out_and_the_reason_is_
 )
 async def test_what_cannot_be_is_refused_with_its_reason(record: PeerRecord, said: Saved, why: str) -> None:
     with pytest.raises(BadAnswer) as caught:
-        check_saved(RUN, record, said)
+        check_saved(RUN, record, said, SimSigner("me"))
     assert caught.value.text == f"peer p: {why}"
     net = Net()
     net.give(record, said)
     faults: list[PeerFault] = []
-    assert await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append) == {0: {}, 1: {}}
+    assert (await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append)).sources == {
+        0: {},
+        1: {},
+    }
     assert [fault.text for fault in faults] == [f"peer p: {why}"]
+
+
+ADMITTING = admitting(replace(RUN, checkpoint_every=10))
+
+
+def word(
+    peer: str,
+    digest: str = "aa",
+    *,
+    version: int = 10,
+    steps: int = 30,
+    by: str = "",
+    of: str = "",
+    rows: int = 1,
+) -> Word:
+    """That `peer` took the step to a version; `by`: who signed it, `of`: whose voucher it shows."""
+    row = TookStep("", 1.5, digest * 16 if digest else "")
+    took = TookSteps(0, version - rows, "cpu", pack_rows([row] * rows))
+    signature = sign(SimSigner(by or peer), ADMITTING.id, took)
+    return took, Signed(peer, signature, voucher(ADMITTING, of or peer, steps=steps))
+
+
+def shown(*words: Word, versions: tuple[int, ...] = (10,)) -> Saved:
+    return Saved(stages=(SavedStage(stage=0, versions=versions, signed=words),))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        word("p", by="k"), word("p", of="k"), word("p", steps=9), word("p", ""), word("p", version=11),
+        word("p", version=20), word("p", rows=2), (word("p")[0], Signed("p", b"")),
+    ],
+    ids=["signature", "voucher", "few steps", "no digest", "not whole", "not offered", "two steps", "none"],
+)  # fmt: skip
+async def test_a_keeper_that_shows_what_no_peer_with_voice_signed_is_not_believed(lie: Word) -> None:
+    net = Net(ADMITTING)
+    net.give(keeper("k"), shown(word("p"), lie, versions=(10, 11)))
+    faults: list[PeerFault] = []
+    found = await ask_saved(ADMITTING, net.me.transport, net.list, on_fault=faults.append)
+    assert (found.sources[0], found.signed[0]) == ({}, {})
+    assert [fault.text for fault in faults] == ["peer k: shows what no peer with voice signed of stage 0"]
+
+
+async def test_more_words_than_a_keeper_has_room_for_are_not_believed() -> None:
+    net = Net(ADMITTING)
+    net.give(keeper("k"), shown(*[word("p")] * (MAX_SIGNED // ADMITTING.S + 1)))
+    assert (await ask_saved(ADMITTING, net.me.transport, net.list)).sources == {0: {}, 1: {}}
+
+
+@pytest.mark.parametrize(
+    ("words", "digest"),
+    [
+        ([], None),
+        ([word("p")], "aa"),
+        ([word("p"), word("q", "bb")], None),
+        ([word("p"), word("p"), word("q", "bb", steps=99)], None),
+        ([word("p"), word("q"), word("r", "bb", steps=99)], "aa"),
+        ([word("p"), word("q"), word("r", "bb"), word("s", "bb")], None),
+        ([word("p"), word("q"), word("r", "bb"), word("s", "bb", steps=31)], "bb"),
+    ],
+)
+def test_what_two_signed_is_the_state_or_what_the_only_one_did(words: list[Word], digest: str | None) -> None:
+    found = signed_states(ADMITTING, SimSigner("me"), words).get(10, [])
+    assert {weights_of(one) for one in found} == ({digest * 16} if digest else set())
+    assert len({by.peer for _, by in found}) == len(found)
+
+
+@pytest.mark.parametrize("words", [[word("p")], [word("p"), word("q")]])
+async def test_a_founders_keeper_says_what_a_state_is_and_those_with_voice_against_one_word(
+    words: list[Word],
+) -> None:
+    founder = "12D3KooW" + "K" * 44
+    for teller, known in ((keeper(founder), False), (serving("v", 0), len(words) > 1), (keeper("l"), True)):
+        run = replace(ADMITTING, admission=replace(ADMITTING.admission, founders=(founder,)))
+        net = Net(run)
+        net.give(keeper("k"), shown(*(resigned(run, one) for one in words)))
+        net.give(teller, shown())
+        found = await ask_saved(run, net.me.transport, net.list, voice={"v": 30})
+        assert (10 in found.signed[0]) == known
+        assert sorted(found.sources[0][10]) == sorted(["k", teller.peer])
+
+
+def resigned(run: Run, one: Word) -> Word:
+    took, by = one
+    signature = sign(SimSigner(by.peer), run.id, took)
+    return took, Signed(by.peer, signature, voucher(run, by.peer))
 
 
 def test_few_are_asked_and_the_furthest_first() -> None:
@@ -127,5 +226,8 @@ async def test_a_refusal_is_no_fault() -> None:
 
     net.peers["p"].transport.serve("saved", refuse)
     faults: list[PeerFault] = []
-    assert await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append) == {0: {}, 1: {}}
+    assert (await ask_saved(RUN, net.me.transport, net.list, on_fault=faults.append)).sources == {
+        0: {},
+        1: {},
+    }
     assert faults == []

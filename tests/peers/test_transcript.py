@@ -33,15 +33,13 @@ from swarm.protocol.statements import is_signed, sign
 from swarm.protocol.sums import Projected
 from swarm.records import Voucher
 from swarm.wire.evidence import Convicted, WrongContribution
-from swarm.wire.messages import pack, unpack
+from swarm.wire.messages import AskTrail, Trail, pack, unpack
 from swarm.wire.trails import (
     MAX_STEPS,
     ROW_BYTES,
-    AskTrail,
     Signed,
     TookStep,
     TookSteps,
-    Trail,
     pack_rows,
     unpack_rows,
 )

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from peers.stage.status import MAX_LINKS_TOLD, MAX_PAST_TOLD, MAX_WORDS
-from peers.transfer.catalog import MAX_VERSIONS
+from peers.transfer.catalog import MAX_SIGNED, MAX_VERSIONS
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.example import example_run
@@ -60,6 +60,7 @@ from swarm.wire.messages import (
     SavedStage,
     TensorForm,
     Ticket,
+    Trail,
     Watched,
     Work,
     WorkDone,
@@ -71,6 +72,8 @@ from swarm.wire.messages import (
 )
 from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
+from swarm.wire.trails import MAX_STEPS as MAX_TRAIL_STEPS
+from swarm.wire.trails import ROW_BYTES, Signed, TookSteps
 
 M, S, REPLICAS, T = MAX_MICROBATCHES, 256, 1000, 10**9
 DICE = random.Random(14)
@@ -119,6 +122,10 @@ RUN_STATUS = RunStatus(
     lacking=tuple(StepLacking(t=T, by_stage=tuple(worst() for _ in range(S))) for _ in range(2)),
 )  # fmt: skip
 PAST = PastStep(version=T, took_s=1.5, loss=1.5)
+WORD = (
+    TookSteps(S, T, "\N{MAHJONG TILE EAST WIND}" * 64, bytes(ROW_BYTES)),
+    Signed(PEERS[0], bytes(SIGNATURE_BYTES), Voucher(PEERS[0], HUGE, HUGE, bytes(SIGNATURE_BYTES), HUGE)),
+)
 LARGEST: dict[type, msgspec.Struct] = {
     Located: Located(has=True, left_out=PEERS[:MAX_LEFT_OUT]),
     ReplicaReport: ReplicaReport(
@@ -172,8 +179,13 @@ LARGEST: dict[type, msgspec.Struct] = {
     ),
     Saved: Saved(
         stages=tuple(
-            SavedStage(stage=s, versions=tuple(range(T, T + MAX_VERSIONS))) for s in range(1024)
+            SavedStage(stage=s, versions=tuple(range(T, T + MAX_VERSIONS)), signed=(WORD,))
+            for s in range(MAX_SIGNED)
         )
+    ),
+    Trail: Trail(
+        TookSteps(S, T, "\N{GREEK SMALL LETTER OMEGA}" * 64, bytes(MAX_TRAIL_STEPS * ROW_BYTES)),
+        bytes(SIGNATURE_BYTES),
     ),
     PastStep: PAST,
     PeerStatus: PeerStatus(
@@ -207,7 +219,7 @@ def kinds() -> list[type[msgspec.Struct]]:
         StepDirective,
     }
     inner |= {StepLacking, Hop, Receipt, Voucher, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
-    inner |= {PartProof, ReducedProof, Contribution, Ticket}
+    inner |= {PartProof, ReducedProof, Contribution, Ticket, TookSteps}
     return [kind for kind in declared if kind not in inner]
 
 
