@@ -60,8 +60,9 @@ class AnswerAudits:
         said = ask.statement
         if not is_audited(core.run) or said.stage != core.stage or ask.peer == core.me:
             raise Refused(f"this peer does not audit {short(ask.peer)} at stage {said.stage}")
-        if core.stage > 0 or request.peer not in core.run.admission.trainers:
-            await core.membership.require(request.peer, core.stage - 1)  # else it got no answer of this stage
+        caller, trainers = request.peer, core.run.admission.trainers
+        if not (self._kept.counts(caller, core.stage - 1) if core.stage else caller in trainers):
+            raise Refused(f"peer {short(caller)} has no voice among those that this stage answers")
         if not is_signed(core.transport.signer, ask.peer, core.run.id, said, ask.signature):
             raise Refused(f"peer {short(ask.peer)} did not sign that answer")
         if said.t not in core.steps:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
+from peers.voices import Voices
 from peers.waiting import TaskKeeper
 from swarm.audit.unusual import AnswerScreen
 from swarm.errors import BadAnswer, PeerFault, SwarmError
@@ -34,6 +35,7 @@ class AuditCaller:
         self, run: Run, transport: Transport, directory: Directory, on_fault: Callable[[PeerFault], None]
     ) -> None:
         self._run, self._transport, self._directory = run, transport, directory
+        self._voices = Voices(run, transport.signer, directory)
         self._on_fault = on_fault
         self._tasks = TaskKeeper()
         self._screen = AnswerScreen()
@@ -62,9 +64,9 @@ class AuditCaller:
         hop = done.hops[0] if done.hops else None
         if hop is None or hop.receipt is None or hop.receipt.inputs != sent or len(self._tasks) >= AT_ONCE:
             return
-        others = sorted(
-            r.peer for r in self._directory.at(stage) if r.state == "serving" and r.peer != hop.peer
-        )
+        voice = self._voices.of(stage)
+        there = (r.peer for r in self._directory.at(stage) if r.state == "serving")
+        others = sorted(peer for peer in there if peer != hop.peer and (peer in voice or not voice))
         if not others:
             return
         said, signature = hop.receipt.statement(stage, mb, done.loss), hop.receipt.signature

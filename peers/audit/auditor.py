@@ -266,7 +266,7 @@ class Auditor:
         show = pack(ShowEvidence(run=self._run.id, evidence=claim.accusation))
         calls = [
             self._transport.call(peer, "evidence", show, deadline_s=ASK_S)
-            for peer in self._serving(said.stage)[:MAX_TOLD]
+            for peer in heard(self._serving(said.stage), self._voices.of(said.stage))[:MAX_TOLD]
             if peer != member
         ]
         await asyncio.gather(*calls, return_exceptions=True)

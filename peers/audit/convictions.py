@@ -94,7 +94,7 @@ class Convictions(Verdicts):
             return
         stages = {self._stage - 1, self._stage + 1, 0} if self._stage else set(range(self._run.S))
         others = {r.peer for stage in stages - {self._stage} for r in self._directory.at(stage)}
-        self.tell_replicas(evidence, body, also=sorted(others)[:MAX_TOLD])
+        self.tell_replicas(evidence, body, also=self._some(others))
 
     def tell_replicas(
         self, evidence: Evidence, body: Sequence[Buffer], *, also: Sequence[PeerId] = ()
@@ -104,7 +104,7 @@ class Convictions(Verdicts):
         replicas = {r.peer for r in self._directory.at(self._stage)} - {self._transport.peer_id}
         if sum(memoryview(b).nbytes for b in body) > MAX_EVIDENCE_BYTES:
             body = []
-        for peer in sorted(replicas)[:MAX_TOLD]:
+        for peer in self._some(replicas):
             self._tasks.create_task(self._tell(peer, header, body))
         for peer in also:
             self._tasks.create_task(self._tell(peer, header, [], if_asked=body))
@@ -124,6 +124,8 @@ class Convictions(Verdicts):
             return Answer(pack(Heard()))
         if not is_signed_by_accused(signer, self._run, evidence):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
+        if self._directory.find(evidence.accused) is None:
+            raise Refused(f"nobody knows peer {short(evidence.accused)}")
         between = self._is_between_two(request.peer, evidence)
         if between and not request.body_sizes:
             return Answer(pack(Heard(asks=True)))
@@ -149,16 +151,17 @@ class Convictions(Verdicts):
         return Answer(pack(Heard()))
 
     def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
-        """It costs this peer an audit, so an auditor or a replica, with voice if any has it, may say it once
-        in a while.
-        """
-        said, voice = evidence.statement, self._voices.of(self._stage)
-        there = [record.peer for record in self._directory.at(self._stage)]
-        may = teller in (voice or there) or self._run.admission.may_audit(teller)
+        """It costs this peer an audit, so an auditor or a replica may say it once in a while."""
+        said = evidence.statement
+        may = self._speaks_for(self._stage, teller) or self._run.admission.may_audit(teller)
         if not may or said.t - self._suspected_by.get(teller, -SUSPECTS_STEPS) < SUSPECTS_STEPS:
             raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
         self._suspected_by[teller] = said.t
         self.suspect(evidence.accused)
+
+    def _speaks_for(self, stage: Stage, teller: PeerId) -> bool:
+        """Whether it is a replica of a stage, with voice if any has it."""
+        return teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])
 
     # -- peers of other stages, which have no weights to judge with ----------------------------------
 
@@ -177,8 +180,7 @@ class Convictions(Verdicts):
         or its founder has, where no third has voice. It may take them a moment: they compute.
         """
         accused, stage = evidence.accused, evidence.statement.stage
-        record = self._directory.find(teller)
-        if record is None or record.stage != stage or accused in self._asking:
+        if not self._speaks_for(stage, teller) or accused in self._asking:
             raise Refused("a replica of that stage has to say it, once")
         self._asking.add(accused)
         try:
@@ -194,7 +196,7 @@ class Convictions(Verdicts):
         ask = unpack(request.header, AskConvicted, self._run.id)
         evidence = self._shown.get(ask.peer) if ask.show else None
         signature = b"" if evidence is None else sign(self._transport.signer, self._run.id, judged(evidence))
-        others = tuple(sorted(self.convicted))[:MAX_TOLD]
+        others = tuple(self._some(self.convicted))
         yes = ask.peer in self.convicted
         return Answer(*say(Convicted(yes=yes, others=others, evidence=evidence, signature=signature)))
 

@@ -70,22 +70,25 @@ class Verdicts:
         there, voice = self._there(stage), self._voices.of(stage)
         founders = set(self._run.admission.founders) if len(voice) <= 2 else set[PeerId]()
         around = [near for near in (stage - 1, stage + 1) if 0 <= near < self._run.S]
-        if len(heard(there, voice)) == 2 and around and founders.isdisjoint(there):
-            there, voice = (
-                [peer for near in around for peer in self._there(near)],
-                self._voices.of_all(around),
-            )
-        asked = [peer for peer in heard(there, voice) if peer not in (accused, self._transport.peer_id)]
-        said = await self._convicted_by(asked, accused)
-        there = [peer for peer in there if peer != self._transport.peer_id]
-        weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there}
+        if len(there) == 2 and around and founders.isdisjoint(there):
+            there = [peer for near in around for peer in self._there(near)]
+            voice = self._voices.of_all(around)
+        others = [peer for peer in there if peer != self._transport.peer_id]
+        weight = {peer: voice.get(peer, 0) if voice else 1 for peer in others}
+        said = await self._convicted_by([peer for peer in heard(others, voice) if peer != accused], accused)
         agree = {peer for peer, one in said.items() if one.yes}
         if accused not in founders and agree & founders:
             return True
         return 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
 
     def _there(self, stage: Stage) -> list[PeerId]:
-        return [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")][:MAX_TOLD]
+        there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
+        return heard(there, self._voices.of(stage))[:MAX_TOLD]
+
+    def _some(self, peers: Collection[PeerId]) -> list[PeerId]:
+        """Of very many some, those with voice first: others cost nothing to make."""
+        voice = self._voices.of_all()
+        return sorted(peers, key=lambda peer: (peer not in voice, peer))[:MAX_TOLD]
 
     async def _convicted_by(self, peers: Collection[PeerId], accused: PeerId) -> dict[PeerId, Convicted]:
         question = AskConvicted(run=self._run.id, peer=accused)

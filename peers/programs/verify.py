@@ -225,7 +225,7 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.cells - 1}")
     told = Account(run, range(run.cells) if options.stage is None else [options.stage], {}, {}, [])
     rows, forged = list[tuple[Stage, TookSteps, tuple[PeerId, ...], bool]](), set[PeerId]()
-    strangers = set[PeerId]()
+    verdicts, strangers = list[tuple[Stage, Verdict, bool]](), set[PeerId]()
     reader: Any = SimpleNamespace(verify=verify)
     for entry in entries:
         if not isinstance(entry, transcript.Took | transcript.Conviction):
@@ -239,8 +239,11 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
             evidence, said = entry.evidence, signable(island.id, judged(entry.evidence))
             by = tuple(dict.fromkeys(s.peer for s in entry.by if verify(s.peer, said, s.signature)))
             shown = signable(island.id, evidence.statement)
+            t = evidence.statement.t
+            worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=t)}
             if cell in told.stages and by and verify(evidence.accused, shown, evidence.signature):
-                told.convictions.append(Verdict(evidence, by, island))
+                judges = tuple(peer for peer in by if peer in worked) or by
+                verdicts.append((cell, Verdict(evidence, judges, island), judges[0] in worked))
             continue
         took = entry.steps
         if took.end < first or took.start >= last:
@@ -249,7 +252,12 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         forged |= {signed.peer for signed in entry.by}.difference(by)
         worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=took.end)}
         rows += [(cell, took, by, not worked.isdisjoint(by))] if by else []
-    voiced = {cell for cell, _, _, has_voice in rows if has_voice}
+    voiced = {cell for cell, *_, has_voice in (*rows, *verdicts) if has_voice}
+    for cell, verdict, has_voice in verdicts:
+        if has_voice or cell not in voiced:
+            told.convictions.append(verdict)
+        else:
+            strangers.update(verdict.by)
     for cell, took, by, has_voice in rows:
         if not has_voice and cell in voiced:  # a keeper may make up identities
             strangers.update(by)

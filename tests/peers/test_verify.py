@@ -245,6 +245,15 @@ def test_what_identities_of_a_keeper_sign_is_left_out_beside_what_those_with_voi
     assert was.verify(2, 4)
     told = capsys.readouterr()
     assert told.out.startswith("steps 2 to 3 are what the peers signed, to the last bit\n")
+    accused = answered(was.run, 0, 1)[0]
+    convict(made_up, accused)
+    lied = convict(was, msgspec.structs.replace(accused, outputs=b"x" * 32, output_grads=b"x" * 32))
+    assert was.verify(2, 4)
+    both = " and ".join(peer.peer_id for peer in was.peers[0])
+    told = capsys.readouterr()
+    assert [line for line in told.out.splitlines() if line.startswith("convicted: ")] == [
+        f"convicted: peer {lied} of stage 0: its answer of microbatch (0, 1), say {both}"
+    ]
     names = " ".join(map(short, sorted(stage[0].peer_id for stage in strangers)))
     assert f"signed by peers without voice, beside those that have it, and left out: {names}" in told.err
 
@@ -401,7 +410,10 @@ def convict(was: Recorded, said: Answered, *, judges: int = 2, forged: bool = Fa
         accused=liar.peer_id, statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
         input_grads=(),
     )  # fmt: skip
-    by = [Signed(peer.peer_id, sign(peer, was.run.id, judged(evidence))) for peer in was.peers[said.stage]]
+    by = [
+        Signed(peer.peer_id, sign(peer, was.run.id, judged(evidence)), was.vouchers.get(peer.peer_id))
+        for peer in was.peers[said.stage]
+    ]
     TranscriptWriter(was.folder, was.run).append([Conviction(evidence, tuple(by[:judges]))])
     return liar.peer_id
 
