@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -58,6 +59,8 @@ class BlockExchange:
         self._run, self._transport, self._directory, self._emit = run, transport, directory, emit
         self._loop = asyncio.get_running_loop()
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
+        self._in_vain = Counter[PeerId]()
+        """How often each was asked since it gave something: one that is busy for ever is not at fault."""
         self._data = {blocks.tree.root.hex(): blocks for blocks in data}
         """By the root of their tree."""
         self._given: list[tuple[PeerId, weakref.ref[np.ndarray]]] = []
@@ -100,9 +103,11 @@ class BlockExchange:
                         peer, f"gave other bytes as block {number} of the data than the index has"
                     )
                 self._backoff.answered(peer)
+                self._in_vain.pop(peer, None)
                 return data, levels
             except SwarmError as error:
                 said[peer] = error
+                self._in_vain[peer] += 1
                 may_come |= isinstance(error, NotNow)
                 if isinstance(error, PeerFault):
                     self._backoff.failed(peer, now=now_s())
@@ -120,14 +125,22 @@ class BlockExchange:
         return asyncio.run_coroutine_threadsafe(awaited, self._loop).result()
 
     async def _sources(self, block: str) -> tuple[list[PeerId], bool]:
-        """Peers to ask, each asker in an order of its own for each block, so that no source gives all;
-        and whether others rest."""
-        now, me = now_s(), self._transport.peer_id
+        """Peers to ask, trainers that the run names first, then those that were asked in vain least often;
+        each asker in an order of its own for each block, so that no source gives all. And whether there are
+        others.
+        """
+        now, me, named = now_s(), self._transport.peer_id, self._run.admission.trainers
         records = self._directory.at(NO_STAGE) or await self._directory.refresh({NO_STAGE})
-        there = [r.peer for r in records if r.state in ("keeping", "feeding") and r.peer != me]
+        feeding = [r.peer for r in records if r.state == "feeding" and (r.peer in named or not named)]
+        there = {*feeding, *(r.peer for r in records if r.state == "keeping")} - {me}
         awake = [peer for peer in there if not self._backoff.in_backoff(peer, now=now)]
-        order = sorted(awake, key=lambda peer: hashlib.sha256(f"{block} {me} {peer}".encode()).digest())
-        return order[:MAX_ASKED], len(awake) < len(there)
+
+        def rank(peer: PeerId) -> tuple[bool, int, bytes]:
+            own = hashlib.sha256(f"{block} {me} {peer}".encode()).digest()
+            return peer not in named, self._in_vain[peer], own
+
+        asked = sorted(awake, key=rank)[:MAX_ASKED]
+        return asked, len(asked) < len(there)
 
     async def _fetch(self, peer: PeerId, root: str, number: int, size: int) -> bytes:
         line = self._transport.lines.get(peer)

@@ -23,7 +23,7 @@ from swarm.manifest import Run
 from swarm.merkle import BLOCK_BYTES
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import Ack, AskBlock, pack
-from tests.peers.admitted import TRAINER, admitting
+from tests.peers.admitted import OTHER, TRAINER, admitting
 from tests.peers.extremes import Extremes
 from tests.peers.test_index import EVERYWHERE, RUN, addressed, assert_right, made, opened, server
 from tests.serving import Server
@@ -171,6 +171,59 @@ async def test_wrong_bytes_are_named_and_another_peer_is_asked(both: tuple[Run, 
     assert len(told) == 1, "it rests, and is not asked for the other blocks"
     assert told[0].startswith(f"peer {name[-6:]}: gave other bytes as block ")
     assert [callee for _, callee, _ in hub.calls].count(name) == 1
+
+
+def crowd(hub: Hub, says: SwarmError, count: int = 200) -> None:
+    """Strangers that say they have blocks, and give none."""
+
+    async def refuse(request: Any) -> Answer:
+        raise says
+
+    for number in range(count):
+        End(hub, f"a{number:03}", ("feeding", "keeping")[number % 2]).serve("block", refuse)
+
+
+BUSY = Busy("gives to others", retry_after_s=1.0)
+
+
+async def test_trainers_that_the_run_names_are_asked_before_a_crowd(
+    both: tuple[Run, Dataset, Dataset],
+) -> None:
+    run, full, empty = both
+    run, hub = admitting(run), Hub()
+    crowd(hub, BUSY)
+    shared(hub, TRAINER, run, full)
+    shared(hub, OTHER, run, empty)
+    await read(empty, EVERYWHERE)
+    assert {call[1] for call in hub.calls} == {TRAINER}
+    hub.records.pop(TRAINER)
+    with pytest.raises(NotNow):
+        await asyncio.to_thread(hub_exchange(empty), empty.blocks, 0)
+    asked = {hub.records[call[1]].state for call in hub.calls if call[1] != TRAINER}
+    assert asked == {"keeping"}, "others feed nobody"
+
+
+@pytest.mark.parametrize("says", [BUSY, Refused("this peer has no such data")])
+async def test_all_of_a_crowd_are_asked_in_the_end(
+    both: tuple[Run, Dataset, Dataset], says: SwarmError
+) -> None:
+    """What they say is no fault of theirs, and no reason to give up."""
+    run, full, empty = both
+    hub = Hub()
+    crowd(hub, says)
+    shared(hub, "full", run, full)
+    shared(hub, "empty", run, empty)
+    for _ in range(200 // exchange.MAX_ASKED + 1):
+        with contextlib.suppress(NotNow):
+            await asyncio.to_thread(hub_exchange(empty), empty.blocks, 0)
+            return
+    raise AssertionError("the same strangers were asked again and again")
+
+
+def hub_exchange(data: Dataset) -> Callable[..., object]:
+    """What has peers asked for a block of some data."""
+    assert data.blocks.others is not None
+    return data.blocks.others
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 100, bytes(BLOCK_BYTES + 1)], ids=["none", "few", "many"])
