@@ -16,7 +16,7 @@ from peers.net.identity import Identity
 from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
-from swarm.charter import ROLES, Charter, Door, Role, Rule
+from swarm.charter import ROLES, Charter, Rule
 from swarm.errors import SetupError, count
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import MAX_FOUNDERS, demo_run, load_run
@@ -223,12 +223,10 @@ def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str
     """The fields of the charter that the options change."""
     found: dict[str, Any] = {}
     gone = set(options.unname)
-    doors: dict[Role, Door | None]
-    doors = {"peer": options.peers, "trainer": options.trainers, "keeper": options.keepers}
-    named = {"peer": options.name_peer, "trainer": options.name_trainer, "keeper": options.name_keeper}
     for role in ROLES:
-        old = charter.rule(role)
-        new = Rule(doors[role] or old.door, tuple(sorted({*old.named, *named[role]} - gone)))
+        old, door = charter.rule(role), getattr(options, f"{role}s")
+        named = {*old.named, *getattr(options, f"name_{role}")}
+        new = Rule(door or old.door, tuple(sorted(named - gone)))
         if new != old:
             found[f"{role}s"] = new
     founders = tuple(sorted({*charter.founders, *options.founder} - gone))

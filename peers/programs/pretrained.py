@@ -227,10 +227,8 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
     `ByteLevel` stands each byte for a visible character, as GPT-2's tokenizer does (Radford et al., 2019).
     """
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    vocabulary = {chr(byte): byte for byte in shown}
-    vocabulary.update({chr(256 + place): byte for place, byte in enumerate(hidden)})
+    convert: Any = importlib.import_module("transformers.convert_slow_tokenizer")
+    vocabulary = {shown: byte for byte, shown in convert.bytes_to_unicode().items()}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = tokenizers.decoders.ByteLevel()

@@ -14,7 +14,7 @@ import torch
 
 from peers.storage import fetch
 from peers.storage.atomic_file import told
-from peers.storage.safetensors_file import DTYPES
+from peers.storage.safetensors_file import DTYPES, TensorInfo
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.model.layout import can_start, start_from
@@ -32,11 +32,9 @@ _DTYPE = {name: dtype for dtype, name in DTYPES.items()}
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 
-class _Tensor(msgspec.Struct, frozen=True):
+class _Tensor(TensorInfo, frozen=True, forbid_unknown_fields=False):
     """A tensor, as the header of its file describes it."""
 
-    dtype: str
-    shape: tuple[int, ...]
     data_offsets: tuple[_Offset, _Offset]
 
 
