@@ -134,7 +134,7 @@ def listen(path: Path, what: str) -> socket.socket:
     """A listening socket at `path`; one that a killed program left is replaced. Raises as `answering`."""
     with contextlib.ExitStack() as on_error:
         listener = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        try:
+        with told(f"{what} {path}: no socket can be made there"):
             if path.is_socket():
                 gone = contextlib.suppress(ConnectionRefusedError, FileNotFoundError)
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, gone:
@@ -150,8 +150,5 @@ def listen(path: Path, what: str) -> socket.socket:
             finally:
                 os.umask(before)
             listener.listen(8)
-        except OSError as error:
-            why = error.strerror or error  # "AF_UNIX path too long" has no number
-            raise SetupError(f"{what} {path}: no socket can be made there: {why}") from None
         on_error.pop_all()
         return listener

@@ -48,11 +48,8 @@ def run_export(options: ExportOptions) -> None:
     if options.out is not None and options.out.suffix != model_file.SUFFIX:  # before a model is fetched
         raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
     options = fetched(options)
-    if options.hf is not None:
-        run_export_hf(options, options.hf)
-        return
-    if options.adapter is not None:
-        run_export_adapter(options, options.adapter)
+    if (folder := options.hf or options.adapter) is not None:
+        export_folder(options, folder)
         return
     if options.out is None or options.checkpoint_dir is None:
         raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
@@ -95,30 +92,23 @@ def fetched(options: Options) -> Options:
     return replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
 
 
-def run_export_hf(options: ExportOptions, folder: Path) -> None:
-    """Write the folder and say how it is loaded."""
+def export_folder(options: ExportOptions, folder: Path) -> None:
+    """Write the folder for transformers or peft, and say how it is loaded."""
     from peers.programs import pretrained
 
     run = weights.find_weights(options)
     import_handed(run, options.allow_code)
-    pretrained.check(folder, run)  # before the weights are read
+    (pretrained.check if options.hf else pretrained.check_adapter)(folder, run)  # before weights are read
     model = weights.load_weights(options)
-    auto = pretrained.write(folder, run, model.step, model.by_name, options.tokenizer)
-    parameters = sum(tensor.numel() for tensor in model.by_name.values())
-    print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, {parameters / 1e6:,.1f} M parameters")
-    print(f'try it: transformers.{auto}.from_pretrained("{folder}")')
-
-
-def run_export_adapter(options: ExportOptions, folder: Path) -> None:
-    """Write the folder and say how it is loaded."""
-    from peers.programs import pretrained
-
-    run = weights.find_weights(options)
-    pretrained.check_adapter(folder, run)
-    model = weights.load_weights(options)
-    pretrained.write_adapter(folder, run, model.step, model.by_name)
-    print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, rank {run.lora.rank}")
-    print(f'try it: peft.PeftModel.from_pretrained(MODEL, "{folder}")')
+    if options.hf:
+        auto = pretrained.write(folder, run, model.step, model.by_name, options.tokenizer)
+        parameters = sum(tensor.numel() for tensor in model.by_name.values())
+        what, call = f"{parameters / 1e6:,.1f} M parameters", f"transformers.{auto}.from_pretrained("
+    else:
+        pretrained.write_adapter(folder, run, model.step, model.by_name)
+        what, call = f"rank {run.lora.rank}", "peft.PeftModel.from_pretrained(MODEL, "
+    print(f"wrote {folder}: run {run.name} {run.id}, step {model.step}, {what}")
+    print(f'try it: {call}"{folder}")')
 
 
 def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
