@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from peers.programs.descriptions import heading, shown_bytes, shown_names
+from peers.programs.descriptions import as_now, heading, shown_bytes, shown_names
 from swarm.errors import SetupError, count
 from swarm.manifest import IslandsSpec, Run
 from swarm.plan.islands import (
@@ -191,13 +191,7 @@ def render(answer: IslandsAnswer, run: Run, network: Network) -> str:
         f"without islands: {answer.without_s:.3g} s ({answer.without_s / plan.step_s:.2f} times as long); "
         f"that is {PRICE}",
     ]
-    if answer.now_s is not None:
-        lines.append(
-            f"as the peers are now: {answer.now_s:.3g} s ({answer.now_s / plan.step_s:.2f} times)"
-            if answer.now_s < math.inf
-            else "as the peers are now, a cell has none: no meeting is held"
-        )
-        lines.append(answer.measured)
+    lines += as_now(answer.now_s, plan.step_s, answer.measured, "a cell has none: no meeting is held")
     lines.append("a device joins its cell with: swarm peer --stage CELL ...")
     return "\n".join(lines)
 

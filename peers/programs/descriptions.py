@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,15 @@ def heading(run: Run, network: Network) -> str:
         return f"{run.name}: {run.S} stages, {run.M} microbatches a step, {there}"
     each = run.M // islands
     return f"{run.name}: {islands} islands of {run.S} stages, {each} microbatches a step, on {there}"
+
+
+def as_now(now_s: float | None, step_s: float, measured: str, lacks: str) -> list[str]:
+    """What a step takes as the peers of a run are, beside what is planned; nothing of described machines.
+    `lacks`: what there is to say if one is missing."""
+    if now_s is None:
+        return []
+    taken = f": {now_s:.3g} s ({now_s / step_s:.2f} times)" if now_s < math.inf else f", {lacks}"
+    return [f"as the peers are now{taken}", measured]
 
 
 def shown_bytes(size: float) -> str:

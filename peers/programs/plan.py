@@ -16,7 +16,7 @@ import numpy as np
 
 from peers.islands import planning as plan_islands
 from peers.islands.planning import IslandsAnswer
-from peers.programs.descriptions import heading, job_of, load_devices, shown_names
+from peers.programs.descriptions import as_now, heading, job_of, load_devices, shown_names
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError, count
@@ -340,13 +340,7 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         f"devices in the file's order, as Megatron has it: {answer.megatron_s:.3g} s "
         f"({answer.megatron_s / step.total_s:.2f} times)",
     ]
-    if answer.now_s is not None:
-        lines.append(
-            f"as the peers are now: {answer.now_s:.3g} s ({answer.now_s / step.total_s:.2f} times)"
-            if answer.now_s < math.inf
-            else "as the peers are now, a stage has none: no step is taken"
-        )
-        lines.append(answer.measured)
+    lines += as_now(answer.now_s, step.total_s, answer.measured, "a stage has none: no step is taken")
     if answer.codecs and answer.codecs.forward:
         lines.append(
             f"with these codecs a step takes about {answer.codecs_step_s:.3g} s; the manifest then says, in "
