@@ -20,7 +20,7 @@ from peers.net import identity
 from peers.programs.roles import check_code
 from peers.programs.tool_options import VerifyOptions
 from peers.progress import Bar
-from peers.storage import transcript
+from peers.storage import atomic_file, transcript
 from peers.storage.checkpoint import Checkpoint
 from peers.storage.samples import open_data
 from peers.storage.start_weights import offer_start
@@ -358,10 +358,8 @@ def open_scratch(folder: Path | None) -> Iterator[MutableMapping[str, dict[str, 
     if folder is None:
         yield {}
         return
-    try:
+    with atomic_file.told(f"cannot write to --scratch {folder}", ": choose another"):
         folder.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix="scratch-", dir=folder)
-    except OSError as error:
-        raise SetupError(f"cannot write to --scratch {folder}: {error}: choose another") from None
     with place as name:
         yield ScratchFolder(Path(name))
