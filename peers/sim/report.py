@@ -16,11 +16,8 @@ MAX_SHOWN = 5
 
 def report(outcomes: Sequence[Outcome], cpu_s: float, out: TextIO) -> int:
     """The table, the violations, and one line of JSON. 1 if there is a violation, else 0."""
-    injected: Counter[str] = Counter()
-    looked: Counter[str] = Counter()
-    for outcome in outcomes:
-        injected.update(outcome.faults)
-        looked.update(outcome.looked)
+    injected = sum((outcome.faults for outcome in outcomes), Counter[str]())
+    looked = sum((outcome.looked for outcome in outcomes), Counter[str]())
     violations = [outcome for outcome in outcomes if outcome.violation]
     callbacks = sum(outcome.callbacks for outcome in outcomes)
     print(f"{len(outcomes)} schedules, {callbacks} callbacks, {sum(injected.values())} faults", file=out)

@@ -13,6 +13,7 @@ A boundary that hides behind the computation needs no compression at all: `enoug
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -68,14 +69,9 @@ def boundary_codecs(
                 return whole
         if seconds(boundary, smallest) >= limit_s:
             return smallest
-        low, high = smallest_ppm, PPM - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if seconds(boundary, Codec(middle, VALUES).name) <= limit_s:
-                low = middle
-            else:
-                high = middle - 1
-        return Codec(max(smallest_ppm, _three_digits(low)), VALUES).name
+        parts = range(smallest_ppm, PPM)
+        found = bisect_right(parts, limit_s, key=lambda ppm: seconds(boundary, Codec(ppm, VALUES).name))
+        return Codec(max(smallest_ppm, _three_digits(parts[found - 1])), VALUES).name
 
     return tuple(chosen(boundary) for boundary in range(len(base)))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import msgspec
 
@@ -310,10 +310,8 @@ def _share_out(numel: int, uploads_bps: Sequence[float], owns: Sequence[bool]) -
     alike = usual / ALIKE, usual * ALIKE
     weights = [bps if bps > 0 and not alike[0] <= bps <= alike[1] else usual for bps in uploads_bps]
     weights = [share if owner else 0.0 for share, owner in zip(weights, owns, strict=True)]
-    total, edges, running = sum(weights), [0], 0.0
-    for share in weights:
-        running += share
-        edges.append(round(numel * running / total))
+    total = sum(weights)
+    edges = [0, *(round(numel * before / total) for before in accumulate(weights))]
     edges[-1] = numel
     return tuple(b - a for a, b in pairwise(edges))
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,10 +97,5 @@ def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
     parts = [(heads[i], arg) for i, arg in enumerate(args)] + list(kwargs.items())
     for head, part in (*parts, *(("target", arg) for arg in loss_args)):
         found.extend(head for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
-    count = Counter(found)
-    number: Counter[str] = Counter()
-    names = []
-    for name in found:
-        names.append(name if count[name] == 1 else f"{name}_{number[name]}")
-        number[name] += 1
-    return names
+    count, numbers = Counter(found), defaultdict[str, Iterator[int]](itertools.count)
+    return [name if count[name] == 1 else f"{name}_{next(numbers[name])}" for name in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
+import re
 import traceback
 from pathlib import Path
 
@@ -43,16 +43,10 @@ def _line_of(error: BaseException) -> str:
     if not found:
         return ""
     frame = found[-1]
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return f"{Path(frame.filename).name}:{frame.lineno}: `{line}`: "
+    return f"{Path(frame.filename).name}:{frame.lineno}: `{frame.line}`: "
 
 
 def where(node: fx.Node) -> str:
     """The user's line that a node comes from, "file.py:12: ", or nothing."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    found = [line.strip() for line in lines if line.strip().startswith("File ")]
-    if not found:
-        return ""
-    parts = found[-1].split(",")
-    file = parts[0].removeprefix("File ").strip('"').rpartition("/")[2]
-    return f"{file}:{parts[1].strip().removeprefix('line ')}: "
+    found = re.findall(r'File "(?:.*/)?(.*)", line (\d+)', node.meta.get("stack_trace") or "")
+    return "{}:{}: ".format(*found[-1]) if found else ""
