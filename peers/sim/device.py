@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,8 +30,8 @@ class _Job:
     rank: Rank
     work: Callable[[], Any]
     result: asyncio.Future[Any]
-    value: Any = None
-    error: Exception | None = None
+    tell: Callable[[], None] | None = None
+    """Gives its result to the one who waits for it."""
     worked: bool = False
     lasts_s: float = 0.0
 
@@ -116,9 +117,9 @@ class SimDevice:
             if self.dies:
                 raise torch.AcceleratorError("the device died")
             with self.books if job.rank == Rank.STEP else contextlib.nullcontext():
-                job.value = job.work()
+                job.tell = partial(job.result.set_result, job.work())
         except Exception as error:  # noqa: BLE001  whoever awaits the job gets it
-            job.error = error
+            job.tell = partial(job.result.set_exception, error)
             if isinstance(error, torch.AcceleratorError):
                 self.failure = error
 
@@ -129,10 +130,6 @@ class SimDevice:
         self._job = None
         self.busy_s += job.lasts_s
         self.longest_s = max(self.longest_s, job.lasts_s)
-        if job.result.done():
-            pass
-        elif job.error is not None:
-            job.result.set_exception(job.error)
-        else:
-            job.result.set_result(job.value)
+        if job.tell is not None and not job.result.done():
+            job.tell()
         self._next()
