@@ -24,6 +24,7 @@ from tests.api.nets import net, samples
 from tests.model import zoo
 from tests.model.parity import gradients
 from tests.model.test_own_functions import BODIES, Net, X
+from tests.seeds import some
 
 
 def again(sample: CustomModel, folder: Path, name: str) -> CustomModel:
@@ -39,7 +40,9 @@ def told(traced: Traced) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     return [(op.target, op.parameters, op.outputs) for op in traced.graph.operators]
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.MODELS) - {"resnet101"}))
+@pytest.mark.parametrize(
+    "name", some(sorted(set(zoo.MODELS) - {"resnet101"}), quick=["resnet", "unet", "llama"])
+)
 def test_a_written_model_has_the_operators_and_the_numbers_of_the_one_it_was(
     name: str, tmp_path: Path
 ) -> None:
@@ -73,7 +76,9 @@ def test_dropout_and_batch_norm_are_off_outside_of_training(tmp_path: Path) -> N
     assert not hasattr(read, "idle")
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name", some(list(BODIES), quick=["reversed", "no gradient of one", "several calls", "another within"])
+)
 def test_a_models_own_functions_are_written_with_the_authors_backward(name: str, tmp_path: Path) -> None:
     model = Net(BODIES[name]).double()
     sample = CustomModel(module=model, args=(X,))

@@ -20,6 +20,7 @@ from tests.model.test_custom_exact import CustomModel, cut_of, run_of, samples
 from tests.model.test_meeting import CASES as ISLANDS
 from tests.model.test_meeting import islands, meet
 from tests.model.test_reference_resumes import CASES
+from tests.seeds import some
 
 
 def compare(run: Run, batch: Callable[[list[int]], Any]) -> None:
@@ -44,21 +45,24 @@ def compare(run: Run, batch: Callable[[list[int]], Any]) -> None:
     assert kinds == {"state", "sum"}, "what passed the boundaries is not kept"
 
 
+TERMS: dict[str, dict[str, Any]] = {
+    **CASES,
+    "top-k": {"codec": {"forward": "topk:0.25+bf16", "backward": "bf16"}},
+    "float64, warm-up": {"dtype": "float64", "batch": {"warmup_steps": 2, "warmup_microbatches": 2}},
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        *CASES.values(),
-        {"codec": {"forward": "topk:0.25+bf16", "backward": "bf16"}},
-        {"dtype": "float64", "batch": {"warmup_steps": 2, "warmup_microbatches": 2}},
-    ],
+    "case",
+    some(list(TERMS), quick=("adamw", "delayed", "rounded16", "muon, groups", "top-k", "float64, warm-up")),
 )
-def test_one_stage_at_a_time_finds_the_same_bits(changes: dict[str, Any]) -> None:
+def test_one_stage_at_a_time_finds_the_same_bits(case: str) -> None:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}
-    run = tiny_run(**{"dtype": "float32", "steps": 3, "codec": codec, **changes})
+    run = tiny_run(**{"dtype": "float32", "steps": 3, "codec": codec, **TERMS[case]})
     compare(run, batch_of(run))
 
 
-@pytest.mark.parametrize("case", ["tied, delayed", "batch norm"])
+@pytest.mark.parametrize("case", some(["tied, delayed", "batch norm"], quick=["tied, delayed"]))
 def test_of_a_custom_model_too_with_tied_weights_and_statistics(case: str) -> None:
     name, changes = CUSTOM[case]
     run = run_of(name, cut_of(name, 3), **changes)
@@ -86,7 +90,9 @@ def compare_islands(run: Run, batch: Callable[[list[int]], Any], chains: list[Ch
             assert all(again.digest(cell, whole=w) == state.digest(whole=w) for w in (True, False))
 
 
-@pytest.mark.parametrize("case", ISLANDS)
+@pytest.mark.parametrize(
+    "case", some(list(ISLANDS), quick=("as it comes", "rounded sums", "tied weights", "muon", "four islands"))
+)
 def test_islands_bring_the_same_to_a_meeting_and_leave_it_with_the_same(case: str) -> None:
     terms, spec = ISLANDS[case]
     run = islands(tiny_run(**{**terms, "dtype": "float32"}), **spec)

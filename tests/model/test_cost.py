@@ -10,6 +10,7 @@ from peers.programs.graph import timed_s
 from swarm.model.graph.trace import trace
 from swarm.partitioner.cost import BYTE_S, CALL_S, OPERATION_S, reckoned_s
 from tests.model.parity import whole
+from tests.seeds import some
 
 
 class Lookup(nn.Module):
@@ -60,7 +61,9 @@ def test_attention_costs_the_operations_of_its_scores() -> None:
     assert found["scaled_dot_product_attention"] > OPERATION_S * 7 * scores
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt2", "llama", "unet", "encoder_decoder"])
+@pytest.mark.parametrize(
+    "name", some(["resnet", "gpt2", "llama", "unet", "encoder_decoder"], quick=["llama", "unet"])
+)
 def test_each_operator_of_a_model_can_be_reckoned_and_timed(name: str) -> None:
     traced = whole(name).traced
     reckoned, timed = reckoned_s(traced), timed_s(traced)

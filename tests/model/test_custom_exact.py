@@ -33,6 +33,7 @@ from tests.model import zoo
 from tests.model.chain import Chain, farthest
 from tests.model.parity import random_cuts
 from tests.model.test_meeting import meet
+from tests.seeds import some
 
 
 def run_of(name: str, assignment: Sequence[int], **changes: Any) -> Run:
@@ -119,7 +120,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("tied", "two inputs, top-k", "batch norm, rounded", "random numbers", "own functions, bfloat16")
+
+
+@pytest.mark.parametrize("case", some(list(CASES), quick=QUICK))
 def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
     name, changes = CASES[case]
     run = run_of(name, cut_of(name, 3), **changes)

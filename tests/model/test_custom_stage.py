@@ -21,6 +21,7 @@ from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
 from tests.model.chain import Chain, loss_backward
 from tests.model.parity import random_cuts, whole
+from tests.seeds import some
 
 MODELS = ["resnet", "gpt2", "llama", "unet", "encoder_decoder"]
 
@@ -74,7 +75,7 @@ class CustomModel(Chain):
         return kept, wire
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, quick=["resnet", "llama"]))
 def test_the_stages_of_any_cut_add_up_to_one_process(name: str) -> None:
     one = whole(name)
     for assignment in cuts(one.traced.graph, 2, seed=1):

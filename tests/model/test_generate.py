@@ -38,6 +38,7 @@ def test_codecs_of_single_boundaries_are_of_the_training_only(trained: dict[str,
     assert run.codec.forward == codecs and generate(run, trained, text[:4], 8, 0.0) == text[4:12]
 
 
+@pytest.mark.slow
 def test_a_model_with_bottlenecks_says_what_it_knows_by_heart() -> None:
     run = tiny_run(dtype="float32", steps=60, model={"bottleneck": 4})
     reference = SingleProcess(run, lambda _: batch_of(run)([0, 0]))

@@ -10,6 +10,7 @@ from swarm.model.graph.model_source import from_hf
 from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
 from tests.model.parity import check_parity, compute, gradients, random_cuts
+from tests.seeds import some
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 SMALL = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
@@ -73,7 +74,7 @@ RANDOM = {
 """Models that draw random numbers, small but else as they come: config, and the operator that draws."""
 
 
-@pytest.mark.parametrize("kind", RANDOM)
+@pytest.mark.parametrize("kind", some(list(RANDOM), quick=["mobilenet_v2"]))
 def test_what_drops_paths_or_drops_in_place_is_the_same_in_every_cut(kind: str) -> None:
     config, operator = RANDOM[kind]
     torch.manual_seed(0)
@@ -119,7 +120,7 @@ NAMED = {
 """Models whose inputs nobody can guess."""
 
 
-@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("kind", some(list(NAMED), quick=["a model of pictures and words"]))
 def test_a_model_whose_inputs_the_manifest_names_is_computed_as_by_one_process(kind: str) -> None:
     config, inputs = NAMED[kind]
     config = {**config, "dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

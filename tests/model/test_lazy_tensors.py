@@ -130,6 +130,7 @@ def test_what_the_code_writes_by_itself_counts_from_then_on() -> None:
     assert torch.equal(lazy.value(weight), torch.full((3,), 5.0))
 
 
+@pytest.mark.slow
 def test_a_model_takes_no_memory_but_that_of_what_is_asked_for() -> None:
     """800 MB of weights: tracing makes none of them, and a stage one of its own after the other."""
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")

@@ -15,6 +15,7 @@ from swarm.model.layout import empty_state, initial_state
 from swarm.model.meeting import added_up, difference_bytes
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, farthest, tiny_run
+from tests.seeds import some
 
 STEPS = 6  # two meetings, two steps before each
 
@@ -63,7 +64,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("as it comes", "dropout", "coded", "muon", "rounded sums", "sgd")
+
+
+@pytest.mark.parametrize("case", some(list(CASES), quick=QUICK))
 def test_islands_are_those_of_a_single_process(case: str) -> None:
     terms, spec = CASES[case]
     run = islands(tiny_run(**terms), **spec)

@@ -22,6 +22,7 @@ from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
 from swarm.partitioner.cost import operations, reckoned_s
 from tests.model.parity import gradients, random_cuts
+from tests.seeds import some
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
 HERE = "tests.model.test_own_functions."
@@ -292,7 +293,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", some(list(MODELS), quick=["bloom"]))
 def test_models_of_transformers_with_functions_of_their_own(kind: str) -> None:
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     config, function = MODELS[kind]

@@ -18,6 +18,7 @@ from swarm.partitioner.cost import operations, reckoned_s
 from swarm.partitioner.search import WORTH, find_cut
 from tests.model.graphs import Draft, random_graph, seconds_of
 from tests.model.parity import whole
+from tests.seeds import some
 
 ENOUGH = 1 + WORTH + 1e-6
 
@@ -130,7 +131,7 @@ def test_a_model_of_too_few_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", ["resnet", "gpt2", "unet", "llama"])
+@pytest.mark.parametrize("name", some(["resnet", "gpt2", "unet", "llama"], quick=["unet", "llama"]))
 def test_real_models_are_cut_better_than_by_layers_or_by_operations(name: str, stages: int) -> None:
     traced = whole(name).traced
     graph, seconds = traced.graph, reckoned_s(traced)

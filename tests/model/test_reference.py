@@ -16,6 +16,7 @@ from swarm.model.stage import StageCompute
 from swarm.model.stage_io import gradient_metas, input_metas
 from swarm.wire.codec import Encoded
 from tests.model.chain import TEXT, Chain, backward, batch_of, farthest, loss_backward, tiny_run, tokens_of
+from tests.seeds import some
 
 OFTEN = int(np.bincount(TEXT).argmax())
 """A token that is in many windows."""
@@ -106,11 +107,21 @@ EXACT = (
 """Runs that add exactly."""
 
 
+QUICK = (
+    *("delayed", "sgd", "clipped", "3 microbatches", "warm-up, stable, decay", "groups", "muon", "z-loss"),
+    *("llama", "bottleneck", "document mask, learned"),
+)
+
+
 @pytest.mark.parametrize(
     ("precision", "case"),
-    [("float32, blockwise8", case) for case in CASES]
-    + [("bfloat16, blockwise8", case) for case in ("dropout", "delayed", "clipped", "bottleneck")]
-    + [("bfloat16, blockwise8", "document mask"), ("float32, topk", "document mask")],
+    some(
+        [("float32, blockwise8", case) for case in CASES]
+        + [("bfloat16, blockwise8", case) for case in ("dropout", "delayed", "clipped", "bottleneck")]
+        + [("bfloat16, blockwise8", "document mask"), ("float32, topk", "document mask")],
+        quick=[("float32, blockwise8", case) for case in QUICK]
+        + [("bfloat16, blockwise8", "dropout"), ("float32, topk", "document mask")],
+    ),
 )
 def test_sums_that_are_exact_leave_no_difference_at_all(precision: str, case: str) -> None:
     """Every loss and every weight, to the last bit, also across an 8-bit boundary."""
@@ -226,8 +237,21 @@ def replicated_step(replicas: list[Chain], t: int, draw: random.Random) -> list[
 
 @pytest.mark.parametrize(
     ("precision", "changes"),
-    [(precision, {"steps": 3 if "rounded" in precision else 2}) for precision in EXACT]
-    + [("float32, blockwise8", {"delayed_updates": True}), ("bfloat16, bf16", {"model": {"dropout": 0.1}})],
+    some(
+        [(precision, {"steps": 3 if "rounded" in precision else 2}) for precision in EXACT]
+        + [
+            ("float32, blockwise8", {"delayed_updates": True}),
+            ("bfloat16, bf16", {"model": {"dropout": 0.1}}),
+        ],
+        quick=[
+            ("float32, none", {"steps": 2}),
+            ("bfloat16, blockwise8", {"steps": 2}),
+            ("float32, hadamard4", {"steps": 2}),
+            ("float32, topk", {"steps": 2}),
+            ("float32, rounded16", {"steps": 3}),
+            ("float32, blockwise8", {"delayed_updates": True}),
+        ],
+    ),
 )
 def test_any_replica_in_any_order_with_undone_doubles_equals_one_process(
     precision: str, changes: dict[str, Any]

@@ -13,6 +13,7 @@ from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
 from tests.model.test_custom_exact import CASES as CUSTOM
 from tests.model.test_custom_exact import CustomModel, cut_of, run_of, samples
+from tests.seeds import some
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -36,7 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "start"), [("adamw", 0), *((case, 2) for case in CASES)])
+QUICK = ("adamw", "delayed", "bfloat16", "rounded16", "muon, groups", "bfloat16 moments", "warm-up, clipped")
+
+
+@pytest.mark.parametrize(
+    ("case", "start"),
+    some([("adamw", 0), *((case, 2) for case in CASES)], quick=[(case, 2) for case in QUICK]),
+)
 def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, start: int) -> None:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}
     run = tiny_run(**{"dtype": "float32", "steps": 4, "codec": codec, **CASES[case]})

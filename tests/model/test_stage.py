@@ -20,6 +20,7 @@ from swarm.model.stage import StageCompute
 from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, encode
 from tests.model.chain import Chain, backward, loss_backward, tiny_run, tokens_of
+from tests.seeds import some
 
 MB = Microbatch(0, 0)
 
@@ -247,9 +248,18 @@ def test_recompute_holds_a_fraction_of_the_memory() -> None:
     assert 3 * 8 * hidden < kept < 3 * 25 * hidden
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+RECOMPUTED = ({"mlp": "swiglu", "kv_heads": 2, "qk_norm": True}, {"bottleneck": 4, "positions": "learned"})
+
+
 @pytest.mark.parametrize(
-    "model", [{"mlp": "swiglu", "kv_heads": 2, "qk_norm": True}, {"bottleneck": 4, "positions": "learned"}]
+    ("dtype", "model"),
+    some(
+        [
+            *(("bfloat16", each) for each in RECOMPUTED),
+            *(("float32", each) for each in RECOMPUTED),
+        ],
+        quick=[("bfloat16", RECOMPUTED[0]), ("float32", RECOMPUTED[1])],
+    ),
 )
 def test_recomputed_layers_leave_no_difference_in_losses_weights_and_moments(
     dtype: str, model: dict[str, Any]

@@ -77,6 +77,7 @@ async def test_a_record_stays_though_the_run_turns_out_to_be_larger_than_its_pee
             assert [counts(node.directory)[0] for node in nodes] == [12] * 12
 
 
+@pytest.mark.slow
 async def test_in_a_run_of_thousands_records_live_longer_and_what_is_far_is_read_in_turn() -> None:
     """Sixteen nodes that take themselves for four thousand: all times are twenty times as long."""
     scale = Scale(usual=0.5)

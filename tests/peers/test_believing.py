@@ -32,6 +32,7 @@ from swarm.wire.trails import Word
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.test_keeping import add_keeper
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -174,7 +175,7 @@ def busy_for_keepers(s: Swarm, *peers: str) -> None:
         transport.serve("state", busy)
 
 
-@pytest.mark.parametrize("lie", ["weights", "signed weights", "moments"])
+@pytest.mark.parametrize("lie", some(["weights", "signed weights", "moments"], quick=["weights", "moments"]))
 async def test_a_keeper_keeps_nothing_that_those_who_gave_none_contradict(lie: str, tmp_path: Path) -> None:
     """Two replicas are busy when one with voice gives out what it made up."""
     run = replace(RUN, optimizer=replace(RUN.optimizer, momentum=0.5)) if lie == "moments" else RUN
@@ -288,7 +289,7 @@ async def test_strangers_of_a_later_stage_that_refuse_everything_end_no_trainer(
         assert sum(s.network.peers[f"a{number}"].transport.calls["work"] for number in range(9)) < 100
 
 
-@pytest.mark.parametrize("inherited", [True, False])
+@pytest.mark.parametrize("inherited", some([True, False], quick=[True]))
 async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_its_own(
     inherited: bool,
 ) -> None:

@@ -28,6 +28,7 @@ from swarm.model.layout import shared_terms
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from tests.peers.loops import Swarm, swarm
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -112,12 +113,18 @@ def llama_run(**changes: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("run_of", "name", "dtype", "delayed", "moments"),
-    [
-        (gpt2_run, "transformer.wte.weight", "float32", False, "float32"),
-        (llama_run, "tokens.weight", "float32", False, "float32"),
-        (gpt2_run, "transformer.wte.weight", "float64", True, "float32"),
-        (llama_run, "tokens.weight", "float32", True, "bfloat16"),
-    ],
+    some(
+        [
+            (gpt2_run, "transformer.wte.weight", "float32", False, "float32"),
+            (llama_run, "tokens.weight", "float32", False, "float32"),
+            (gpt2_run, "transformer.wte.weight", "float64", True, "float32"),
+            (llama_run, "tokens.weight", "float32", True, "bfloat16"),
+        ],
+        quick=[
+            (llama_run, "tokens.weight", "float32", False, "float32"),
+            (llama_run, "tokens.weight", "float32", True, "bfloat16"),
+        ],
+    ),
 )
 async def test_tied_weights_with_a_death_are_those_of_one_process(
     run_of: Callable[..., Run], name: str, dtype: str, delayed: bool, moments: Any

@@ -205,7 +205,7 @@ async def any_bytes(junk: bytes, client: bool) -> None:
         assert "not a frame" in end.lost_because.text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=2 * settings.default.max_examples, deadline=None)
 @given(junk=st.binary(max_size=200), client=st.booleans())
 def test_any_bytes_are_frames_or_end_the_stream(junk: bytes, client: bool) -> None:
     run_virtual(any_bytes(junk, client))

@@ -27,6 +27,7 @@ from tests.peers.loops import swarm
 from tests.peers.test_batch_warmup import warming
 from tests.peers.test_brought import Images, Text, gpt2_run, resnet_run
 from tests.peers.test_islands import Text as Tokens
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -116,7 +117,7 @@ def bodies(
             yield [bytes(buffer) for one in sent for buffer in one.buffers]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some(list(RUNS), quick=["documents", "images", "batch warm-up"]))
 async def test_microbatches_of_any_values_end_no_peer_and_leave_every_weight_a_number(name: str) -> None:
     torch.set_num_threads(1)
     run, batches = RUNS[name]()

@@ -16,6 +16,7 @@ from peers.audit import sums as audits
 from peers.audit.sum_check import SumCheck
 from peers.events import Stepped, Trouble
 from peers.ports import Answer, Request
+from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
 from swarm.audit.projection import MODULUS
 from swarm.digest import digest_of
@@ -26,6 +27,7 @@ from swarm.protocol.sums import PartProof, Projected, Reduced, nth_sum
 from swarm.wire.evidence import Projecting, Reveal
 from swarm.wire.messages import PartDone, pack, unpack
 from tests.peers.loops import Swarm, swarm
+from tests.seeds import cases
 
 pytestmark = pytest.mark.virtual_time
 
@@ -90,15 +92,30 @@ def one_more(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
+CHANGES: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
+    ("sign flip", torch.neg),
+    ("zero", torch.zeros_like),
+    ("times 100", lambda result: result * 100),
+]
+
+
+@pytest.fixture(scope="module")
+def honest_s() -> float:
+    """How long a run takes without a liar."""
+    return run_virtual(play(None))[1]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [torch.neg, torch.zeros_like, lambda result: result * 100, one_more],
-    ids=["sign flip", "zero", "times 100", "a hundredth in one element"],
+    ("name", "change"),
+    cases(
+        [*CHANGES, ("a hundredth in one element", one_more)],
+        name="{0}",
+        quick=lambda name, _: name in ("sign flip", "a hundredth in one element"),
+    ),
 )
 async def test_an_owner_that_adds_wrongly_is_found_in_the_same_round(
-    change: Callable[[torch.Tensor], torch.Tensor],
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], honest_s: float
 ) -> None:
-    _, honest_s = await play(None)
     s, took_s = await play(value(change))
     assert_only_the_liar_is_left_out(s)
     assert took_s - honest_s < 10.0
@@ -107,12 +124,15 @@ async def test_an_owner_that_adds_wrongly_is_found_in_the_same_round(
 
 
 @pytest.mark.parametrize(
-    "change",
-    [torch.neg, torch.zeros_like, lambda result: result * 100, lambda result: result + 1],
-    ids=["sign flip", "zero", "times 100", "the least there is"],
+    ("name", "change"),
+    cases(
+        [*CHANGES, ("the least there is", lambda result: result + 1)],
+        name="{0}",
+        quick=lambda name, _: name == "the least there is",
+    ),
 )
 async def test_an_owner_that_adds_rounded_sums_wrongly_is_found_whatever_it_adds(
-    change: Callable[[torch.Tensor], torch.Tensor],
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     s, _ = await play(value(change), run=rounding(checked_run()))
     assert_only_the_liar_is_left_out(s)

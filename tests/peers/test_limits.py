@@ -77,7 +77,8 @@ def liar(s: Swarm, stage: int, name: str = LIAR) -> StagePeer:
 # --- 13: heartbeats and never an answer ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", seeds(3, quick=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(3))
 async def test_a_peer_that_never_answers_costs_its_budget(stage: int, limit_s: float) -> None:
     def attack(s: Swarm) -> None:
         liar(s, stage)
@@ -127,6 +128,7 @@ async def test_three_that_have_voice_and_answer_no_more_cost_three_budgets() -> 
         assert all((counts[name] == last).all() for name in honest)
 
 
+@pytest.mark.slow
 async def test_nobody_is_left_out_for_what_is_slow_or_late_behind_it() -> None:
     """All devices of the middle stage are true, but one is a hundred times slower; and a peer is late."""
     async with swarm(audit_run(stages=3, steps=STEPS, microbatches_per_step=16)) as s:
@@ -166,6 +168,7 @@ def ignoring(*kinds: type) -> Attack:
     return attack
 
 
+@pytest.mark.slow
 async def test_a_replica_that_reports_and_never_has_the_result_costs_its_budget(limit_s: float) -> None:
     def attack(s: Swarm) -> None:
         peer = liar(s, 1)
@@ -196,6 +199,7 @@ async def test_a_replica_that_sends_no_part_costs_its_budget(limit_s: float) -> 
     assert await lasts_s(attack) <= limit_s
 
 
+@pytest.mark.slow
 async def test_an_owner_that_answers_no_part_costs_its_budget(limit_s: float) -> None:
     def attack(s: Swarm) -> None:
         liar(s, 1)

@@ -25,6 +25,7 @@ from swarm.model.reference import SingleProcess
 from swarm.wire.codec import encode
 from tests.model.chain import Chain
 from tests.peers.test_start_weights import GPT2, pin, run_of, saved
+from tests.seeds import some
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
 
@@ -147,7 +148,7 @@ def test_a_device_needs_room_for_what_is_frozen_too(saved: tuple[Path, torch.nn.
 # --- what it becomes
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=some(["gpt2", "llama"], quick=["gpt2"]))
 def kept(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Run, dict[str, torch.Tensor]]:

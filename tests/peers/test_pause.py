@@ -8,6 +8,7 @@ import random
 import weakref
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
 from tests.peers import loops
 from tests.peers.loops import Swarm, swarm
-from tests.seeds import seeds, some
+from tests.seeds import cases, seeds, some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -336,8 +337,14 @@ def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("where", ["build", "load"])
-@pytest.mark.parametrize("served", [True, False], ids=["served", "never joined"])
+@pytest.mark.parametrize(
+    ("served", "where"),
+    cases(
+        [*product((True, False), ("build", "load"))],
+        name="served {0}-{1}",
+        quick=lambda served, where: served == (where == "load"),
+    ),
+)
 async def test_a_device_that_is_full_at_the_end_of_a_pause_keeps_the_state(
     monkeypatch: pytest.MonkeyPatch, where: str, served: bool
 ) -> None:

@@ -70,6 +70,7 @@ def test_with_a_trace_programs_get_one_object_and_one_seed_gives_it_again(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = []
+    files["devices"].write_text(DEVICES.format(count=4).replace("0.01", "0.003"))
     for seed in ("1", "1", "2"):
         assert simulate(files, "--json", "--seed", seed, trace=True) == Exit.OK
         told.append(json.loads(capsys.readouterr().out))
@@ -122,7 +123,7 @@ def test_islands_whose_devices_vanish_wait_for_the_slowest_and_go_back_to_a_meet
     files["manifest"].write_text(
         replace(demo_run(stages=2), islands=IslandsSpec(count=2, local_steps=9)).to_toml()
     )
-    files["devices"].write_text(DEVICES.format(count=8))
+    files["devices"].write_text(DEVICES.format(count=8).replace("0.01", "0.003"))
     assert simulate(files, "--json", "--hours", "0.05") == Exit.OK
     calm = json.loads(capsys.readouterr().out)
     files["trace"].write_text("0,8\n120,4\n240,8\n360,2\n420,8\n600,8\n")

@@ -20,6 +20,7 @@ from swarm.model.stage_io import input_metas
 from swarm.protocol.messages import Directive
 from swarm.wire.messages import Work, WorkDone
 from tests.peers.loops import Swarm, swarm
+from tests.seeds import seeds, some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -31,7 +32,7 @@ def lose(built: Swarm, stage: int) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", some([0, 1, 2], quick=[0]))
 async def test_without_any_checkpoint_the_run_begins_again_by_itself(stage: int) -> None:
     run = audit_run(stages=3, steps=6, microbatches_per_step=4)
     async with swarm(run) as built:
@@ -47,7 +48,7 @@ async def test_without_any_checkpoint_the_run_begins_again_by_itself(stage: int)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", some([0, 1, 2], quick=[1]))
 async def test_all_stages_go_back_to_the_newest_checkpoint_that_they_share(
     stage: int, tmp_path: Path
 ) -> None:
@@ -211,7 +212,7 @@ async def test_with_delayed_updates_it_goes_back_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", seeds(2, quick=1))
 async def test_when_a_stage_was_only_asleep_all_agree_on_a_generation_again(stage: int) -> None:
     """Its replica is ahead by version, and behind by generation; the others leave theirs, and follow it."""
     run = audit_run(stages=2, steps=6, microbatches_per_step=4)

@@ -44,6 +44,7 @@ from tests.peers.test_false_answers import LIES, TRAINER, audit, lie
 from tests.peers.test_islands import train
 from tests.peers.test_keeping import add_keeper
 from tests.peers.test_loops import Text
+from tests.seeds import some
 
 Lie = Callable[[Chain, int, list[torch.Tensor]], None]
 
@@ -597,7 +598,7 @@ async def until_all_is_kept(s: Swarm, keeper: CheckpointKeeper) -> None:
 
 
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("case", LIES_OF_ISLANDS)
+@pytest.mark.parametrize("case", some(list(LIES_OF_ISLANDS), quick=["nothing", "a change"]))
 async def test_islands_are_computed_again_with_their_meetings_and_who_lied_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:

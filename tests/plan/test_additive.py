@@ -23,6 +23,7 @@ from scripts.bench.additive_search import anneal, clustered_grid, megatron_grid,
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network
 from swarm.plan.search import even_clusters, shapes
+from tests.seeds import some
 
 
 def prices(size: int, rng: np.random.Generator, *, kinds: int = 0) -> np.ndarray:
@@ -193,7 +194,11 @@ def test_a_descent_never_makes_a_grid_worse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "replicas", "rel"), [(2, 4, 1e-9), (4, 2, 0.02), (3, 3, 1e-9), (8, 1, 1e-9), (1, 8, 1e-9)]
+    ("stages", "replicas", "rel"),
+    some(
+        [(2, 4, 1e-9), (4, 2, 0.02), (3, 3, 1e-9), (8, 1, 1e-9), (1, 8, 1e-9)],
+        quick=[(2, 4, 1e-9), (4, 2, 0.02)],
+    ),
 )
 def test_the_search_finds_the_optimum_of_what_can_be_tried_out(
     stages: int, replicas: int, rel: float

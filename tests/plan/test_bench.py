@@ -46,6 +46,7 @@ def small() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow  # it starts another process
 def test_the_last_line_is_an_object_of_rows(tmp_path: Path) -> None:
     file = tmp_path / "networks.json"
     file.write_text(json.dumps(small()))

@@ -418,7 +418,7 @@ ANY_RECORD = st.builds(
 
 
 @given(st.lists(ANY_RECORD, max_size=16), st.randoms(use_true_random=False))
-@settings(max_examples=300)
+@settings(max_examples=3 * settings.default.max_examples)
 def test_whatever_strangers_write_the_answer_is_one_and_it_empties_no_stage(
     records: list[PeerRecord], dice: random.Random
 ) -> None:
@@ -440,7 +440,7 @@ def test_whatever_strangers_write_the_answer_is_one_and_it_empties_no_stage(
     st.lists(st.tuples(st.integers(0, 2), st.floats(0.5, 10.0)), min_size=3, max_size=9),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_peers_that_see_other_speeds_and_loads_never_empty_a_stage_together(
     swarm: list[tuple[int, float]], dice: random.Random
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from scripts.bench.rebalance import HALF, SLOW, SMALL, made
 from scripts.bench.stage_speeds import Outcome, Rule, ours, papers, run_trace
 from swarm.sim.trace import Trace, read_trace
+from tests.seeds import some
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
 SHORT = Trace((0.0, 600.0, 1500.0, 2400.0, 3300.0), (16, 9, 14, 3, 12), 4200.0)
@@ -97,7 +98,11 @@ def test_on_every_spot_trace_a_period_of_60_s_reaches_what_the_paper_has(blind: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields"), [(SMALL, {"blind": True}), (SLOW, {"load_s": 120.0}), (HALF, {})], ids=str
+    ("kind", "fields"),
+    some(
+        [(SMALL, {"blind": True}), (SLOW, {"load_s": 120.0}), (HALF, {})], quick=[(SLOW, {"load_s": 120.0})]
+    ),
+    ids=str,
 )
 def test_on_hard_traces_of_any_seed_98_percent_are_reached_with_fewer_downloads(
     kind: str, fields: dict[str, float]

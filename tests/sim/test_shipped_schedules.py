@@ -130,6 +130,7 @@ def test_a_seed_replays_exactly(seed: int) -> None:
     assert first == again and first.callbacks > 500
 
 
+@pytest.mark.slow  # it starts another process
 def test_a_seed_replays_exactly_in_another_process() -> None:
     """Python salts the order of sets of texts in each process: nothing may depend on it."""
     seed = stored("own", keeper=True).seed
@@ -146,9 +147,9 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
 
 def test_the_summary_ends_with_a_line_of_json() -> None:
     out = io.StringIO()
-    assert main(["--schedules", "2"], out) == 0
+    assert main(["--schedules", "1"], out) == 0
     row = json.loads(out.getvalue().splitlines()[-1])["rows"][0]
-    assert row["schedules"] == 2 and row["violations"] == [] and row["checked"]["I1"] > 2
+    assert row["schedules"] == 1 and row["violations"] == [] and row["checked"]["I1"] > 1
     assert "each microbatch once in every step that was taken" in out.getvalue()
 
 
@@ -156,15 +157,15 @@ def test_ctrl_c_tells_what_was_done_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(seed: int) -> tuple[Outcome, float]:
-        if seed == 2:
+        if seed == 1:
             raise KeyboardInterrupt
         return play(seed)
 
     monkeypatch.setattr(program, "play", interrupted)
     out = io.StringIO()
     assert main(["--schedules", "9"], out) == 130
-    assert capsys.readouterr().err.endswith("stopped after 2 of 9 schedules\n"), "slow ones are told before"
-    assert out.getvalue().startswith("2 schedules, ")
+    assert capsys.readouterr().err.endswith("stopped after 1 of 9 schedules\n"), "slow ones are told before"
+    assert out.getvalue().startswith("1 schedules, ")
 
 
 @pytest.mark.parametrize(
