@@ -70,6 +70,7 @@ def test_a_model_is_the_same_in_every_process_and_its_manifest_pins_it() -> None
     assert made.stdout.strip() == run.id, made.stderr
 
 
+@pytest.mark.slow
 def test_every_number_in_the_code_is_in_the_digest_of_the_graph() -> None:
     names = ("bag", "twice", "thrice", "by_tensor_two", "by_tensor_three")
     models = [pin_model(of(name)).model for name in names]

@@ -64,7 +64,7 @@ def test_from_a_saved_state_it_computes_the_same_bits_as_the_stages(case: str, s
     )
 
 
-@pytest.mark.parametrize("case", ["tied, delayed", "batch norm"])
+@pytest.mark.parametrize("case", some(["tied, delayed", "batch norm"], quick=["tied, delayed"]))
 def test_of_a_custom_model_too_and_the_sums_are_each_stages_own(case: str) -> None:
     name, changes = CUSTOM[case]
     run = run_of(name, cut_of(name, 3), **changes)

@@ -16,6 +16,7 @@ from swarm.model.same_bits import CACHE_LINE_BYTES, aligned
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, encode
 from tests.model.chain import Chain, backward, loss_backward, tiny_run
+from tests.seeds import some
 
 MB = Microbatch(0, 0)
 
@@ -42,7 +43,7 @@ def random_tokens(offsets: list[int]) -> np.ndarray:
     return np.random.default_rng(offsets[0]).integers(0, 256, (len(offsets), 129)).astype(np.uint8)
 
 
-@pytest.mark.parametrize("hidden", [128, 512])
+@pytest.mark.parametrize("hidden", some([128, 512], quick=[512]))
 def test_a_step_gives_the_same_bits_whatever_threads_the_process_was_given(hidden: int) -> None:
     run = wide_run(hidden)
     found: set[tuple[str, ...]] = set()
@@ -63,6 +64,7 @@ def test_a_step_gives_the_same_bits_whatever_threads_the_process_was_given(hidde
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_one_process_gives_the_same_bits_whatever_threads_it_was_given() -> None:
     run = wide_run(512)
     found: list[dict[str, torch.Tensor]] = []

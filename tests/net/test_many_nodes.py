@@ -31,6 +31,7 @@ def counts(directory: NetDirectory) -> Counter[int]:
     return Counter(record.stage for record in directory.peers())
 
 
+@pytest.mark.slow
 async def test_all_peers_find_their_stages_at_the_nodes_near_their_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

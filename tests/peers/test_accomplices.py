@@ -105,11 +105,10 @@ async def test_two_around_a_stage_are_found_by_their_other_neighbours_and_nobody
     ("collude", "liar", "differ"),
     [
         pytest.param(trainer_and_peer, "s0p1", (0, 1, 2), id="a trainer and a peer of stage 0"),
-        pytest.param(
-            peer_and_its_callers, "s2p1", (0, 1), id="a peer and all that call it", marks=pytest.mark.slow
-        ),
+        pytest.param(peer_and_its_callers, "s2p1", (0, 1), id="a peer and all that call it"),
     ],
 )
+@pytest.mark.slow
 async def test_what_accomplices_answer_one_another_is_found_afterwards_only(
     collude: Callable[[Swarm, Trainer], None],
     liar: str,

@@ -66,6 +66,7 @@ async def play(
         return s, auditor
 
 
+@pytest.mark.slow
 async def test_honest_contributions_fit_and_the_auditor_ends_with_the_run() -> None:
     s, auditor = await play(run_of(steps=8))
     assert auditor is not None and auditor.audited >= 8 and not auditor.found

@@ -101,7 +101,7 @@ async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() ->
         assert_honest(s)
 
 
-@pytest.mark.parametrize("lost_stage", [0, 1])
+@pytest.mark.parametrize("lost_stage", some([0, 1], quick=[0]))
 async def test_a_generation_that_only_strangers_are_in_is_not_entered(lost_stage: int) -> None:
     """They are more than the peers, say it again and again, and the run stands still."""
     lie = Generation(1, 0, lost_stage=lost_stage, lost_version=2)
@@ -147,7 +147,7 @@ def kept(folder: Path) -> tuple[int | None, list[bool]]:
     return version, [bool((state["weights"] * RUN.M == -version).all()) for state in states]
 
 
-@pytest.mark.parametrize("saved", [(11,), (3, 5)])
+@pytest.mark.parametrize("saved", [pytest.param((11,), marks=pytest.mark.slow), (3, 5)])
 async def test_a_keeper_keeps_what_those_with_voice_saved(saved: tuple[int, ...], tmp_path: Path) -> None:
     """Two strangers of each stage offer versions that nobody computed, newer ones and ones in between."""
     async with swarm(RUN, replicas=2) as s:
@@ -397,7 +397,9 @@ def add_lying_keeper(
     )
 
 
-@pytest.mark.parametrize("saved", [(4,), (5,), (4, 5)])
+@pytest.mark.parametrize(
+    "saved", [pytest.param((4,), marks=pytest.mark.slow), (5,), pytest.param((4, 5), marks=pytest.mark.slow)]
+)
 async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others_there_are(
     saved: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -414,7 +416,10 @@ async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others
         await assert_joins_at_4(s)
 
 
-@pytest.mark.parametrize("saved", [(4,), (5,), (2, 4, 5)])
+@pytest.mark.parametrize(
+    "saved",
+    [pytest.param((4,), marks=pytest.mark.slow), (5,), pytest.param((2, 4, 5), marks=pytest.mark.slow)],
+)
 async def test_of_a_lost_stage_most_keepers_say_which_versions_there_are(
     saved: tuple[int, ...], tmp_path: Path
 ) -> None:

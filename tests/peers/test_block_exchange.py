@@ -26,6 +26,7 @@ from swarm.wire.messages import Ack, AskBlock, pack
 from tests.peers.admitted import OTHER, TRAINER, admitting
 from tests.peers.extremes import Extremes
 from tests.peers.test_index import EVERYWHERE, RUN, addressed, assert_right, made, opened, server
+from tests.seeds import some
 from tests.serving import Server
 
 __all__ = ["made", "server"]
@@ -124,7 +125,7 @@ async def read(data: Dataset, offsets: list[int]) -> None:
     await asyncio.to_thread(assert_right, data, offsets)
 
 
-@pytest.mark.parametrize("state", ["feeding", "keeping"])
+@pytest.mark.parametrize("state", some(["feeding", "keeping"], quick=["feeding"]))
 async def test_blocks_come_from_another_trainer_or_keeper_when_their_addresses_are_gone(
     both: tuple[Run, Dataset, Dataset], server: Server, state: str, caplog: pytest.LogCaptureFixture
 ) -> None:

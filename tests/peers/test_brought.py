@@ -142,6 +142,7 @@ async def test_tied_weights_with_a_death_are_those_of_one_process(
         check(built, one_process(run, data), tolerance=0.0 if dtype == "float32" else 1e-9)
 
 
+@pytest.mark.slow
 async def test_the_statistics_of_batch_norms_are_those_of_one_process_whoever_died() -> None:
     run = resnet_run(steps=2)
     data = Images(run)

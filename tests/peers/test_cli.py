@@ -375,6 +375,7 @@ sys.exit(main(sys.argv[1:]))
         (["demo", "up"], Exit.USAGE, "swarm demo: unrecognized arguments: up\nSee: swarm demo --help"),
     ],
 )
+@pytest.mark.slow  # it starts processes
 def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
     argv: list[str], code: Exit, said: str
 ) -> None:

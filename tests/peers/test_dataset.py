@@ -164,6 +164,7 @@ def test_shakespeare_is_a_data_set() -> None:
     assert bytes(data.batch([0])[0]) == b"First"
 
 
+@pytest.mark.slow
 def test_a_file_is_never_held_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "large"
     with path.open("wb") as file:

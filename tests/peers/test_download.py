@@ -37,6 +37,7 @@ from swarm.wire.messages import Opened, TensorForm
 from tests.peers.lies import flip_a_bit, offered
 from tests.peers.loops import swarm
 from tests.peers.network import CalmNetwork
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -657,7 +658,7 @@ def test_of_era_and_last_go_what_most_say_is_taken() -> None:
 # --- in a swarm ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["joiner", "z"])
+@pytest.mark.parametrize("name", some(["joiner", "z"], quick=["joiner"]))
 async def test_a_joiner_that_comes_in_the_middle_of_a_reduce_neither_blocks_nor_breaks_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

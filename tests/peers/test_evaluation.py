@@ -75,7 +75,7 @@ def expected(run: Run) -> tuple[dict[int, float], SingleProcess]:
     return found, single
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("delayed", some([False, True], quick=[False]))
 async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_to_the_last_bit(
     delayed: bool,
 ) -> None:

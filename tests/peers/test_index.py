@@ -30,6 +30,7 @@ from swarm.example import example_run
 from swarm.manifest import EvalSpec, Run
 from swarm.merkle import BLOCK_BYTES
 from tests.peers.admitted import admitting
+from tests.seeds import some
 from tests.serving import Server
 
 RUN = replace(
@@ -104,7 +105,7 @@ EVERYWHERE = [0, 900, CUTS[2] - 100, CUTS[3] - 3, 2 * BLOCK_BYTES // 2 - 1, len(
 """Across ends of shards, across ends of blocks, and both ends."""
 
 
-@pytest.mark.parametrize("as_what", ["index", "folder", "address"])
+@pytest.mark.parametrize("as_what", some(["index", "folder", "address"], quick=["index", "folder"]))
 def test_an_index_is_read_where_it_is(server: Server, tmp_path: Path, as_what: str) -> None:
     folder = str(server.folder)
     address = {"index": f"{folder}/index.json", "folder": folder, "address": f"{server.url}/index.json"}

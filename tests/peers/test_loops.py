@@ -148,7 +148,7 @@ async def test_peers_with_room_for_one_microbatch_say_busy_and_all_is_done_all_t
         await finishes(s)
 
 
-@pytest.mark.parametrize("killed", some([None, "s0p0", "s1p0", "s2p0"], quick=[None, "s2p0"]))
+@pytest.mark.parametrize("killed", some([None, "s0p0", "s1p0", "s2p0"], quick=["s2p0"]))
 async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
     run = replace(audit_run(stages=3, steps=5, microbatches_per_step=8), delayed_updates=True)
     async with swarm(run) as s:
@@ -165,7 +165,7 @@ async def test_delayed_updates_count_each_once_too(killed: str | None) -> None:
     ("name", "nth"),
     some(
         [("s0p0", 1), ("s0p1", 4), ("s1p0", 4), ("s1p1", 1), ("s2p0", 1), ("s2p1", 4)],
-        quick=[("s0p0", 1), ("s1p0", 4), ("s2p1", 4)],
+        quick=[("s1p0", 4)],
     ),
 )
 async def test_a_peer_that_is_killed_while_it_computes_is_replaced(name: str, nth: int) -> None:
@@ -787,7 +787,7 @@ async def test_with_quantized_boundaries_every_loss_stays_within_a_thousandth() 
 @pytest.mark.parametrize(
     "recipe",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {
             "optimizer": {
                 "name": "muon", "muon": ("layers.*",), "schedule": "wsd", "decay_steps": 2, "warmup_steps": 0,

@@ -93,7 +93,7 @@ def commits_nothing(liar: StepProtocol) -> None:
     ("stage", "lie"),
     some(
         [(1, says_nothing), (1, hides_that_its_stage_is_ready), (0, commits_nothing)],
-        quick=[(1, says_nothing), (0, commits_nothing)],
+        quick=[(1, says_nothing)],
     ),
 )
 async def test_a_coordinator_that_ends_no_step_costs_its_budget(

@@ -114,6 +114,7 @@ async def test_whoever_dies_at_whatever_point_of_islands_each_microbatch_counts_
                 assert peer.core.generation == Generation()
 
 
+@pytest.mark.slow
 async def test_islands_that_are_cut_off_for_ten_meetings_miss_none() -> None:
     """They take no step until they reach one another again, for as long as ten meetings and the steps between
     them take otherwise.

@@ -138,6 +138,7 @@ def test_few_microbatches_wait_for_lines_that_many_hide() -> None:
     assert hidden_s == pytest.approx(Overlap(network, job_of(many)).predict([0, 1, 2]).total_s, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_layout_is_searched_again_with_the_codecs_that_were_chosen() -> None:
     """A fast device behind a slow line: whole activations take longer to it than the near ones compute."""
     run = replace(demo_run(stages=2), codec=CodecSpec.symmetric("none"))

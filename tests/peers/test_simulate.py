@@ -66,6 +66,7 @@ def test_a_run_is_told_to_people(files: dict[str, Path], capsys: pytest.CaptureF
     assert "4 joined, 0 vanished" in shown and "0 moves" in shown
 
 
+@pytest.mark.slow
 def test_with_a_trace_programs_get_one_object_and_one_seed_gives_it_again(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_an_island_that_is_slow_holds_up_the_others() -> None:
     assert 0.45 < found.utilisation[1] < 0.55  # one of two devices works all the time
 
 
+@pytest.mark.slow
 def test_islands_whose_devices_vanish_wait_for_the_slowest_and_go_back_to_a_meeting(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

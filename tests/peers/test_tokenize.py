@@ -118,6 +118,7 @@ def test_each_row_is_a_document_with_an_end(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == words.read_bytes()
 
 
+@pytest.mark.slow  # it starts processes
 def test_a_text_is_one_document_and_bytes_need_no_tokenizer(
     tmp_path: Path, words: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def test_all_peers_of_a_stage_that_collude_are_found_and_named(
     assert not was.verify(2, 6, stage=1) and was.verify(2, 4, stage=0)
 
 
+@pytest.mark.slow
 def test_with_one_stage_in_memory_at_a_time_the_verdicts_are_the_same(
     honest: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -649,6 +650,7 @@ async def test_islands_are_computed_again_with_their_meetings_and_who_lied_is_na
 
 
 @pytest.mark.virtual_time
+@pytest.mark.slow
 async def test_steps_that_a_lost_island_took_twice_are_compared_once_and_are_true(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

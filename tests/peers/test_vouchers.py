@@ -61,6 +61,7 @@ async def test_peers_that_answer_come_to_carry_vouchers() -> None:
         s.assert_each_counted_once()
 
 
+@pytest.mark.slow
 async def test_vouchers_that_all_see_at_other_times_have_nothing_computed_again() -> None:
     """Each turns to another coordinator for them, which has to hear of all ledgers."""
     async with swarm(RUN) as s:
