@@ -81,8 +81,7 @@ def _tale(number: int) -> str:
     words["friend"] = _one([name for name in _SLOTS["name"] if name != words["name"]], chance)
     words["other"] = _one([animal for animal in _SLOTS["animal"] if animal != words["animal"]], chance)
     words["trouble"], _, words["rescue"] = words["trouble"].partition(": ")
-    told = " ".join(_one(forms, chance) for forms in _SENTENCES).format(**words)
-    return re.sub(r"\ba (?=owl|old)", "an ", told)
+    return " ".join(_one(forms, chance) for forms in _SENTENCES).format(**words)
 
 
 def _one(choices: Sequence[str], chance: Iterator[int]) -> str:
