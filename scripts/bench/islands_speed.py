@@ -3,6 +3,7 @@
 
     scripts/bench/islands_speed.py                       # twenty minutes of CPU time, one core
     scripts/bench/islands_speed.py --only "home 1.3B"    # six of them
+    scripts/bench/islands_speed.py --only "home 8B" --stages 16
     scripts/bench/islands_speed.py --only "home 1.3B" --trace trace.csv --hours 4
 
 `dtfm`: the 64 devices of 40 Tflop/s in eight cities of `worldwide.py`. `home`: 1,000 peers with 20 to 100
@@ -55,8 +56,8 @@ from swarm.plan.search import search_overlapped
 from swarm.sim.trace import Trace, read_trace
 
 COLUMNS = (
-    "devices", "model", "islands", "local_steps", "planned_s", "step_s", "tokens_per_s", "times", "computing",
-    "boundary_gb", "reduce_gb", "meeting_gb", "deaths",
+    "devices", "model", "stages", "islands", "local_steps", "planned_s", "step_s", "tokens_per_s", "times",
+    "computing", "boundary_gb", "reduce_gb", "meeting_gb", "deaths",
 )  # fmt: skip
 STEPS, LEARNED = 8, 4
 """Of a run without islands; from which step on they count."""
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
     parser.add_argument("--seed", type=int, default=0, help="of the peers at home (default: 0)")
+    parser.add_argument("--stages", type=int, help="(default: as above)")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of a search (default: 20)")
     parser.add_argument("--trace", type=Path, help="how many devices are up, as spot traces tell it")
     parser.add_argument("--hours", type=float, default=4.0, help="of the trace (default: 4)")
@@ -192,6 +194,7 @@ def main() -> None:
         if options.only not in name:
             continue
         (devices, model), (network, stages, microbatches) = name.split(), made()
+        stages = options.stages or stages
         run, churn = run_of(model, stages, microbatches), Churn.of(options, len(network))
         job, found = job_of(run), list[dict[str, Any]]()
         for reduce in ("none", "rounded8"):
@@ -199,7 +202,12 @@ def main() -> None:
             found.append(without(network, rounded, job_of(rounded), options.budget, churn))
         found += within(network, run, job, churn)
         for row in found:
-            row |= {"devices": devices, "model": model, "times": found[0]["step_s"] / row["step_s"]}
+            row |= {
+                "devices": devices,
+                "model": model,
+                "stages": stages,
+                "times": found[0]["step_s"] / row["step_s"],
+            }
             row["tokens_per_s"] = round(run.tokens_per_step / row["step_s"])
             print(row, file=sys.stderr, flush=True)
         rows += found

@@ -15,13 +15,15 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 WALK_STEPS = 1500
 """Proposals of one annealing."""
 MOVES = 0.4
 """Part of these that move one device; the others swap two."""
+POWER = 16
+"""Of what devices take, where their sum is to be small: that of the slowest is most of it."""
 MAX_CLUSTERED = 1024
 """Devices up to which clusters by distance are tried, whose cost grows with N²."""
 
@@ -108,6 +110,7 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
     yield "pipelines", dealt
     yield "speed", balanced(overlap)
     # Few devices have little to exchange: where lines are slow, the fastest alone may be faster than all.
+    yield "one a stage", one_a_stage(overlap)
     swift = np.argsort(-network.flops_per_s, kind="stable")
     for many in (1, 2, 4):
         if job.stages * many < len(network):
@@ -167,6 +170,19 @@ def balanced(overlap: Overlap) -> np.ndarray:
         if len(able):
             of_N[i] = able[(speed_S / work_S)[able].argmin()]
             speed_S[of_N[i]] += network.flops_per_s[i]
+    return of_N
+
+
+def one_a_stage(overlap: Overlap) -> np.ndarray:
+    """[N] stages: each has the device that suits it, so that the slowest takes little longer than others."""
+    network, job = overlap.network, overlap.job
+    rates_KN = np.stack([network.flops_per_s, network.upload_bps, network.download_bps])
+    bits_KS = 8.0 * np.array([(job.bytes_out(stage), job.bytes_in(stage)) for stage in range(job.stages)]).T
+    work_KS = np.stack([(1 + BACKWARD_FORWARDS) * np.array(job.forward_flops), *bits_KS])
+    each_SN = (work_KS[:, :, None] / rates_KN[:, None]).max(axis=0)
+    price_SN = np.where(overlap.fits_SN, (each_SN / max(each_SN.max(), 1e-12)) ** POWER, 1e6)
+    of_N, (stage_of_one, one) = np.full(len(network), IDLE), linear_sum_assignment(price_SN)
+    of_N[one] = stage_of_one
     return of_N
 
 

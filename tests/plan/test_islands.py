@@ -12,6 +12,7 @@ from swarm.errors import SetupError
 from swarm.plan.islands import Islands, meeting_bytes, meeting_s, predict_islands, propose, search_islands
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import IDLE
+from swarm.plan.search import search_overlapped
 
 DIFFERENCE_BYTES = 1e6
 
@@ -66,6 +67,26 @@ def test_slow_devices_are_dealt_out_to_all_islands() -> None:
     cell_of = searched(replace(network, devices=slow), job(), islands(4))
     for island in range(4):
         assert any(i >= 4 for i in np.flatnonzero(cell_of // 2 == island))
+
+
+def test_devices_whose_lines_hold_an_island_up_are_idle_and_heavy_stages_have_what_suits_them() -> None:
+    """Half of the lines are narrow, and the one fast device has such a one; only stage 1 has much to compute,
+    and it is the last: it sends half of what a stage in the middle does.
+    """
+    ups = [20e6, 100e6, 30e6, 100e6, 30e6, 100e6]
+    devices = tuple(
+        Device(f"p{i}", 0, 40e12 if i == 0 else 8e12, upload_bps=up, download_bps=1e9)
+        for i, up in enumerate(ups)
+    )
+    home = Network(devices, ("home",), np.array([[0.02]]), np.array([[np.inf]]))
+    three = replace(
+        job(microbatches=32), stages=3, forward_flops=(1e10, 1e10, 4e12), forward_bytes=(2e6,) * 2,
+        backward_bytes=(2e6,) * 2, gradient_bytes=(1e9,) * 3, state_bytes=(1e9,) * 3,
+        activation_bytes=(0.0,) * 3,
+    )  # fmt: skip
+    plan = search_overlapped(home, three, seed=0, budget_s=0.0, spent_s=lambda: 0.0)
+    assert plan.stage_of[0] == 2 and sorted(plan.stage_of[[1, 3, 5]]) == [IDLE, 0, 1]
+    assert set(plan.stage_of[[2, 4]]) == {IDLE}
 
 
 def test_large_memories_are_dealt_out_where_near_devices_cannot_hold_an_island() -> None:
