@@ -180,14 +180,11 @@ def one_a_stage(overlap: Overlap) -> np.ndarray:
     bits_KS = 8.0 * np.array([(job.bytes_out(stage), job.bytes_in(stage)) for stage in range(job.stages)]).T
     work_KS = np.stack([(1 + BACKWARD_FORWARDS) * np.array(job.forward_flops), *bits_KS])
     each_SN = (work_KS[:, :, None] / rates_KN[:, None]).max(axis=0)
-    price_SN = np.where(overlap.fits_SN, (each_SN / max(each_SN.max(), 1e-12)) ** POWER, 1e6)
-    of_N, (stage_of_one, one) = np.full(len(network), IDLE), linear_sum_assignment(price_SN)
-    of_N[one] = stage_of_one
-    return of_N
+    return repaired(overlap, np.full(len(network), IDLE), (each_SN / max(each_SN.max(), 1e-12)) ** POWER)
 
 
-def repaired(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
-    """The same division with every device in a stage that it can hold, and a device in every stage.
+def repaired(overlap: Overlap, stage_of: np.ndarray, price_SN: np.ndarray | float = 1.0) -> np.ndarray:
+    """The same division with every device in a stage that it can hold, and in every stage a device, if cheap.
 
     Raises:
         SetupError: not even the assignment of one device to each stage is possible.
@@ -202,7 +199,7 @@ def repaired(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
     if len(np.unique(of_N[of_N >= 0])) == stages:
         return of_N
     # One device for each stage, as many as can be where they are; all others may stay where they are.
-    price_SN = np.where(fits_SN, 1.0, 1e6) - (np.arange(stages)[:, None] == of_N) * fits_SN
+    price_SN = np.where(fits_SN, price_SN, 1e6) - (np.arange(stages)[:, None] == of_N) * fits_SN
     stage_of_one, one = linear_sum_assignment(price_SN)
     if not fits_SN[stage_of_one, one].all():
         short = int(stage_of_one[~fits_SN[stage_of_one, one]][0])
