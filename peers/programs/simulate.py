@@ -143,15 +143,10 @@ def simulate_cells(
 
 def over_time(report: ThroughputReport) -> list[tuple[float, float]]:
     """(end of the bin in s, microbatches answered a second in it)."""
-    found: list[tuple[float, float]] = []
-    start_s = 0.0
-    while start_s < report.end_s:
-        number = len(found)
-        end_s = min(report.end_s, start_s + report.bin_s)
-        answered = report.answered[number] if number < len(report.answered) else 0
-        found.append((end_s, answered / (end_s - start_s)))
-        start_s += report.bin_s
-    return found
+    starts_s = [number * report.bin_s for number in range(math.ceil(report.end_s / report.bin_s))]
+    ends_s, answered = [*starts_s[1:], report.end_s], dict(enumerate(report.answered))
+    bins = enumerate(zip(starts_s, ends_s, strict=False))
+    return [(end_s, answered.get(number, 0) / (end_s - start_s)) for number, (start_s, end_s) in bins]
 
 
 def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
@@ -204,7 +199,8 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
         "",
         f"{report.joins} joined, {report.deaths} vanished; the run went back {report.generations} times and "
         f"stood still for {_clock(report.waited_s)}",
-        f"{report.replayed} microbatches replayed; computed for nothing: {_share(report)}",
+        f"{report.replayed} microbatches replayed; computed for nothing: "
+        f"{report.recomputed / max(1, report.computed):.2%}",
         f"sent: {shown_bytes(report.boundary_bytes)} between stages, "
         f"{shown_bytes(report.reduce_bytes)} in reduces, {shown_bytes(report.download_bytes)} of state",
         f"{len(report.moves)} moves" + (":" if report.moves else ""),
@@ -288,10 +284,6 @@ def limits(report: ThroughputReport) -> list[str]:
 
 def _tokens_per_s(report: ThroughputReport, run: Run) -> float:
     return report.per_s * run.tokens_per_step / run.M
-
-
-def _share(report: ThroughputReport) -> str:
-    return f"{report.recomputed / report.computed:.2%}" if report.computed else "nothing"
 
 
 def _clock(seconds: float) -> str:
