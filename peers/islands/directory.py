@@ -51,9 +51,8 @@ class Islands:
 
     async def others_records(self) -> list[PeerRecord]:
         """The records of all peers of other islands, by their stages there."""
-        S, own = self.own.S, range(self.own.cell(0), self.own.cell(self.own.S))
-        records = await self._directory.lookup_all()
-        return [replace(r, stage=r.stage % S) for r in records if r.stage >= 0 and r.stage not in own]
+        S, records = self.own.S, await self._directory.lookup_all()
+        return [replace(r, stage=r.stage % S) for r in records if r.stage // S in self.others]
 
 
 def telling_cells(run: Run, emit: Emit) -> Emit:

@@ -14,10 +14,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from peers.clock import now_s
+from peers.events import PeerLost
 from peers.fault_points import fault_point
 from peers.islands.directory import Island, Islands
 from peers.ports import Rank
@@ -26,10 +28,11 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import GATHER_S, DownloadFailed, download
 from peers.transfer.gradient import wanted_of
-from swarm.errors import NotReady, Refused
+from swarm.errors import NotReady, PeerFault, Refused
 from swarm.manifest import parts_summed
 from swarm.model.gpt import weights_dtype
-from swarm.model.meeting import added_up, difference_bytes, part_of, sum_bytes, sum_told, take_sum, told_of
+from swarm.model.meeting import added_up, difference_bytes, part_of, told_of, unlike
+from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
 
 PASSED_S = 5.0
@@ -72,20 +75,17 @@ class IslandMeeting:
             NotReady: the step ended meanwhile.
         """
         await self._gather(step, own)
-        return await asyncio.to_thread(self._added_up, step, own)
+        return await asyncio.to_thread(self._added_up, step)
 
-    def _added_up(self, step: OpenStep, own: torch.Tensor) -> torch.Tensor:
+    def _added_up(self, step: OpenStep) -> torch.Tensor:
         run, layout = self._core.run, self._core.compute.layout
         if self._parts == 1:
-            return added_up(run, layout, self._changes(step, own))
+            return added_up(run, layout, [step.shared[number] for number in range(self._count)])
         total = torch.zeros(layout.sum_numel, dtype=weights_dtype(run))
         for part in range(self._parts):
-            take_sum(run, layout, part, step.shared[self._count + part], total)
+            told = [step.shared[self._count + part]]
+            added_up(run, layout, told, part, are_sums=True, total=total)
         return total
-
-    def _changes(self, step: OpenStep, own: torch.Tensor) -> list[torch.Tensor]:
-        """What each island has changed, or of the part that this one adds up; in their order."""
-        return [step.shared.get(number, own) for number in range(self._count)]
 
     async def _gather(self, step: OpenStep, own: torch.Tensor) -> None:
         """Have in `step.shared` all that the sum is made of.
@@ -93,18 +93,20 @@ class IslandMeeting:
         Of a few islands that is what each has changed. Of many each adds up its part of that, gives the sum
         out, and gets those of the other parts.
         """
-        await asyncio.gather(*(self._part(step, number) for number in self._islands.others))
+        core, number = self._core, self._core.run.number
+        step.shared[number] = part_of(core.run, core.compute.layout, own, number if self._parts > 1 else 0)
+        await asyncio.gather(*(self._part(step, other) for other in self._islands.others))
         if self._parts > 1:
-            await self._add_up(step, own)
+            await self._add_up(step)
             sums = (self._count + part for part in range(self._parts))
             await asyncio.gather(*(self._part(step, number) for number in sums))
 
-    async def _add_up(self, step: OpenStep, own: torch.Tensor) -> None:
+    async def _add_up(self, step: OpenStep) -> None:
         """Have the sum of the part that is this island's."""
         run, layout, number = self._core.run, self._core.compute.layout, self._core.run.number
         async with step.getting[self._count + number]:
             if not step.added_up.is_set():
-                changes = self._changes(step, part_of(run, layout, own, number))
+                changes = [step.shared[island] for island in range(self._count)]
                 total = await asyncio.to_thread(added_up, run, layout, changes, number)
                 step.shared[self._count + number] = told_of(run, layout, total, number)
                 step.added_up.set()
@@ -121,33 +123,38 @@ class IslandMeeting:
         """The same from replicas of this stage of the island that has it, or from one that got it."""
         core, holders = self._core, self._holders(number)
         part = core.run.number if self._parts > 1 else -1
-        numel, fits = self._expected(number)
+        numel, fits = self._expected(step, number)
         if numel == 0:  # more islands than blocks
             return torch.empty(0, dtype=torch.uint8)
         looked_at = now_s()
         while not step.over:
             for holder, island in holders:
-                asks_own = holder == number  # of other islands it gives out what it got
-                question = OpenHeld(
-                    run=island.run.id, t=step.t,
-                    shared_with=core.stage if asks_own else -1, shared_of=-1 if asks_own else number,
-                    part=part if asks_own else -1,
-                )  # fmt: skip
-                directory, voices = island.directory, island.voices
-                sources = others_to_ask(core, core.stage, directory, voices)[:ASKED_AT_ONCE]
+                question = OpenHeld(run=island.run.id, t=step.t, shared_with=core.stage, part=part)
+                if holder != number:  # of other islands it gives out what it got
+                    question = OpenHeld(run=island.run.id, t=step.t, shared_of=number)
+                voices = island.voices
+                sources = others_to_ask(core, core.stage, island.directory, voices)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
                     wanted = replace(wanted_of(core, question, numel, fits), gather_s=GATHER_S)
-                    found = await download(
-                        core.transport, wanted, sources,
-                        voice=voices.of(core.stage, version=core.version),
-                        on_fault=core.failed,
-                    )  # fmt: skip
+                    voice, failed = voices.of(core.stage, version=core.version), self._failed
+                    found = await download(core.transport, wanted, sources, voice=voice, on_fault=failed)
                     return found.tensors["gradient"]
             if now_s() - looked_at > PASSED_S:
                 looked_at = now_s()
-                self.overdue()
+                if 2 * sum(map(partial(self._is_past, step.t), self._islands.others)) > self._count - 1:
+                    self.overdue()
             await asyncio.sleep(RETRY_S)
         raise NotReady(f"meeting {step.t} ended before all of it was here", version=core.version)
+
+    def _is_past(self, t: int, number: int) -> bool:
+        """Whether this stage of another island says that it has taken a meeting."""
+        island, stage = self._islands.all[number], self._core.stage
+        past = {r.peer: r.version > t for r in island.directory.at(stage) if r.state == "serving"}
+        return any(past[peer] for peer in heard(past, island.voices.of(stage, version=t)))
+
+    def _failed(self, fault: PeerFault) -> None:
+        self._core.failed(fault)
+        self._core.emit(PeerLost(peer=fault.peer, stage=self._core.stage, why=fault.text))
 
     def _holders(self, number: int) -> list[tuple[int, Island]]:
         """Islands whose replicas may have it, first that which makes it. Where each adds up a part, no third
@@ -158,19 +165,18 @@ class IslandMeeting:
         few = self._parts > 1 and number < self._count
         return [one for one in islands if not few or one[0] in (first, self._core.run.number)]
 
-    def _expected(self, number: int) -> tuple[int, Fits]:
+    def _expected(self, step: OpenStep, number: int) -> tuple[int, Fits]:
         """The length of it, and why it cannot be it."""
-        run, layout, part = self._core.run, self._core.compute.layout, number - self._count
-        mine = run.number if self._parts > 1 else None
+        run, layout, count = self._core.run, self._core.compute.layout, self._count
+        part = number - count if number >= count else run.number if self._parts > 1 else 0
 
         def fits(_: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+            assert step.reduced is not None  # a meeting begins with it
             try:
-                if part >= 0:
-                    sum_told(run, layout, part, tensors["gradient"])
-                else:
-                    added_up(run, layout, [tensors["gradient"]], mine)
+                own = added_up(run, layout, [part_of(run, layout, step.reduced, part)], part)
+                other = added_up(run, layout, [tensors["gradient"]], part, are_sums=number >= count)
             except Refused as refused:
                 return refused.text
-            return None
+            return unlike(own, other / count if number >= count else other) if run.admission.named else None
 
-        return sum_bytes(run, layout, part) if part >= 0 else difference_bytes(run, layout, mine), fits
+        return difference_bytes(run, layout, part, is_sum=number >= count), fits

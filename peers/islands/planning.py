@@ -70,14 +70,14 @@ def island_job(run: Run, job: Job, islands: int) -> Job:
 def islands_of(run: Run) -> Islands:
     """How a run's islands meet."""
     from swarm.model.layout import stage_layout
-    from swarm.model.meeting import difference_bytes, sum_bytes
+    from swarm.model.meeting import difference_bytes
 
     layouts = [stage_layout(run, stage) for stage in range(run.S)]
     return Islands(
         count=run.islands.count,
         local_steps=run.islands.local_steps,
         difference_bytes=tuple(float(difference_bytes(run, layout)) for layout in layouts),
-        sum_bytes=tuple(float(sum_bytes(run, layout)) for layout in layouts),
+        sum_bytes=tuple(float(difference_bytes(run, layout, is_sum=True)) for layout in layouts),
     )
 
 

@@ -162,7 +162,7 @@ class Handoff:
 
     async def _serve_sum(self, request: Request) -> Answer:
         wanted = unpack(request.header, HandedSum, self._core.run.id)
-        await self._require_replica(request)
+        await self._core.membership.require(request.peer, self._core.stage)
         total = self._giving.get((wanted.t, wanted.done))
         if total is None:
             raise NotReady(f"no sum of step {wanted.t} is handed off here", version=self._core.version)
@@ -239,16 +239,13 @@ class Handoff:
         """The step that a peer hands its sum of to this one.
 
         Raises:
-            Refused: the peer has no voice, and nobody saw that it computed what it gives.
+            NotNow: the peer is no replica.
+            Refused: it has no voice, and nobody saw that it computed what it gives.
         """
-        await self._require_replica(request)
+        await self._core.membership.require(request.peer, self._core.stage)
         if (voice := self._core.voice()) and request.peer not in voice:
             raise Refused("the sum of a peer without voice is not taken: no trainer has vouched for it yet")
         step = self._core.steps.get(t)
         if step is None or not self._core.joined:
             raise NotNow(f"step {t} is not open here")
         return step
-
-    async def _require_replica(self, request: Request) -> None:
-        """Raises NotNow: a stranger neither gives nor takes a sum."""
-        await self._core.membership.require(request.peer, self._core.stage)

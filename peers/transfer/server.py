@@ -215,10 +215,8 @@ class StateServer(StateLeases):
         """Open a step's result: this stage's sum, or a part that this stage shares with another."""
         wanted = unpack(request.header, OpenHeld, self._core.run.id)
         core, other = self._core, wanted.shared_with
-        step = core.steps.get(wanted.t)
-        for kept in (core.applied, core.met):
-            if step is None and kept is not None and kept.t == wanted.t:
-                step = kept
+        kept = (one for one in (core.applied, core.met) if one is not None and one.t == wanted.t)
+        step = core.steps.get(wanted.t) or next(kept, None)
         meets = core.run.meets_at(wanted.t)
         asks_sum = meets and wanted.shared_of == core.run.islands.count + core.run.number
         if step is None and meets and (other >= 0 or asks_sum):  # another island is there first
@@ -244,10 +242,9 @@ class StateServer(StateLeases):
             raise NotReady(f"no such sum of step {wanted.t} is held here", version=core.version)
         if meets:
             part = vector if wanted.part < 0 else part_of(core.run, core.compute.layout, vector, wanted.part)
+            fault_point("given")
         else:
             part = vector if other < 0 else core.compute.shared.part(vector, other)
-        if meets:
-            fault_point("given")
         content = Snapshot(
             version=wanted.t, tensors={"gradient": part}, generation=core.generation,
             last_commit=commit, prepared=prepared,

@@ -19,6 +19,12 @@ from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, met_vectors
 from swarm.wire.codec import decode, dtype_name, encode
 from swarm.wire.tensor_meta import BLOCK, TensorMeta, encoded_sizes
 
+TIMES = 4.0
+"""How many times as long as what the own island has changed what another has may be. Seen: 1.2 times."""
+AGAINST = 0.25
+"""The cosine below 0 from which on it points the other way. Seen, of text: 0.3 and more (decoders of 0.2 M
+weights, 8 and 32 steps between meetings, 2026-11-26)."""
+
 
 class Meetings:
     """What the state of a stage has besides, in a run of several islands.
@@ -84,14 +90,11 @@ def spans_of(run: Run, layout: Layout, part: int | None = None) -> list[tuple[in
     return found
 
 
-def difference_bytes(run: Run, layout: Layout, part: int | None = None) -> int:
-    """Length of what an island has changed of a stage, or of a part of it, as it travels."""
-    return sum(sum(encoded_sizes(_meta(run, span))) for span in spans_of(run, layout, part))
-
-
-def sum_bytes(run: Run, layout: Layout, part: int | None = None) -> int:
-    """Length of the sum of what all have changed, or of a part of that."""
-    return sum(end - start for start, end in spans_of(run, layout, part)) * weights_dtype(run).itemsize
+def difference_bytes(run: Run, layout: Layout, part: int | None = None, *, is_sum: bool = False) -> int:
+    """Length of what an island has changed of a stage, or of a part of it, as it travels; or `is_sum`: of the
+    sum of what all have changed.
+    """
+    return sum(sum(encoded_sizes(_meta(run, span, is_sum))) for span in spans_of(run, layout, part))
 
 
 def part_of(run: Run, layout: Layout, difference: torch.Tensor, part: int) -> torch.Tensor:
@@ -107,26 +110,45 @@ def part_of(run: Run, layout: Layout, difference: torch.Tensor, part: int) -> to
 
 
 def added_up(
-    run: Run, layout: Layout, differences: Sequence[torch.Tensor], part: int | None = None
+    run: Run,
+    layout: Layout,
+    told: Sequence[torch.Tensor],
+    part: int | None = None,
+    *,
+    are_sums: bool = False,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The sum of what all islands have changed, or of a part of it, each as bytes, in the islands' order.
+    """The sum of what all islands have changed, or of a part of it, each as bytes, in the islands' order; or
+    `are_sums`: of such sums, as they travel. `total`: what it is added to.
 
     Raises:
         Refused: one has another length, or a number that is not finite.
     """
-    total = torch.zeros(layout.sum_numel, dtype=weights_dtype(run))
-    spans, expected = spans_of(run, layout, part), difference_bytes(run, layout, part)
-    for number, difference in enumerate(differences):
-        if difference.shape != (expected,) or difference.dtype != torch.uint8:
-            raise Refused(f"what island {number} has changed has {difference.numel()} bytes")
-        at, data = 0, difference.numpy().data
+    total = torch.zeros(layout.sum_numel, dtype=weights_dtype(run)) if total is None else total
+    spans, expected = spans_of(run, layout, part), difference_bytes(run, layout, part, is_sum=are_sums)
+    for number, one in enumerate(told):
+        what = f"the sum of part {part}" if are_sums else f"what island {number} has changed"
+        if one.shape != (expected,) or one.dtype != torch.uint8:
+            raise Refused(f"{what} has {one.numel()} bytes")
+        at, data = 0, one.numpy().data
         for span in spans:
-            meta, ends = _meta(run, span), [at]
+            meta, ends = _meta(run, span, are_sums), [at]
             for size in encoded_sizes(meta):
                 ends.append(ends[-1] + size)
             at, buffers = ends[-1], [data[begin:end] for begin, end in pairwise(ends)]
-            total[slice(*span)] += decode(meta, buffers, name=f"a change of island {number}")
+            total[slice(*span)] += decode(meta, buffers, name=what)
     return total
+
+
+def unlike(own: torch.Tensor, other: torch.Tensor) -> str | None:
+    """Why what another island has changed can hardly be the work of as many steps as what this one has; None:
+    it can. Both as numbers, of the same part.
+    """
+    mine, theirs = (torch.linalg.vector_norm(each).item() for each in (own, other))
+    if theirs > TIMES * mine > 0:
+        return f"a change {theirs / mine:.3g} times as long as that of this island"
+    against = torch.dot(own, other).item() < -AGAINST * mine * theirs
+    return "a change that points the other way than that of this island" if against else None
 
 
 def told_of(run: Run, layout: Layout, total: torch.Tensor, part: int) -> torch.Tensor:
@@ -135,23 +157,6 @@ def told_of(run: Run, layout: Layout, total: torch.Tensor, part: int) -> torch.T
     return torch.cat(numbers or [total[:0]]).view(torch.uint8)
 
 
-def sum_told(run: Run, layout: Layout, part: int, told: torch.Tensor) -> torch.Tensor:
-    """The numbers of a part's sum, as it travelled. Raises Refused: another length, or one is not finite."""
-    if told.numel() != sum_bytes(run, layout, part):
-        raise Refused(f"the sum of part {part} has {told.numel()} bytes")
-    found = told.view(weights_dtype(run))
-    if not found.isfinite().all():
-        raise Refused(f"the sum of part {part} has a number that is not finite")
-    return found
-
-
-def take_sum(run: Run, layout: Layout, part: int, told: torch.Tensor, total: torch.Tensor) -> None:
-    """Write the sum of a part, as it travelled, where it belongs in that of all. Raises as `sum_told`."""
-    spans = spans_of(run, layout, part)
-    numbers = sum_told(run, layout, part, told).split([end - start for start, end in spans])
-    for (start, end), found in zip(spans, numbers, strict=True):
-        total[start:end] = found
-
-
-def _meta(run: Run, span: tuple[int, int]) -> TensorMeta:
-    return TensorMeta((span[1] - span[0],), dtype_name(weights_dtype(run)), run.islands.codec)
+def _meta(run: Run, span: tuple[int, int], is_sum: bool = False) -> TensorMeta:
+    codec = "none" if is_sum else run.islands.codec
+    return TensorMeta((span[1] - span[0],), dtype_name(weights_dtype(run)), codec)

@@ -38,7 +38,6 @@ from swarm.model.gpt import GptStage
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
 from swarm.model.kept import kept_bytes
 from swarm.model.layout import stage_layout
-from swarm.model.meeting import difference_bytes
 from swarm.model.reductions import vectors_digest
 from swarm.model.same_bits import use_same_algorithms, use_threads_of
 from swarm.model.stage_function import stage_function
@@ -294,14 +293,6 @@ class StageCompute:
         self.state.free()
         self.sums.free()
         self._modules, self._parameters = [], []
-
-    def result_numel(self, t: int) -> int:
-        """Length of what this stage finds in step `t`: of its sum, or at a meeting of what it has changed."""
-        return difference_bytes(self.run, self.layout) if self.run.meets_at(t) else self.numel
-
-    def result_dtype(self, t: int) -> torch.dtype:
-        """The dtype of that."""
-        return torch.uint8 if self.run.meets_at(t) else self.state.dtype
 
     def needs_others(self, t: int) -> bool:
         """Whether step `t` also takes what other stages, or islands, have found."""

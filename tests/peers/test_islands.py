@@ -80,9 +80,9 @@ def names_of(s: Swarm, island: int) -> list[str]:
     return [name for name in s.peers if name.startswith(tuple(f"s{cell}p" for cell in cells))]
 
 
-def trained_alone(run: Run) -> dict[str, torch.Tensor]:
+def trained_alone(run: Run, batch: Any = None) -> dict[str, torch.Tensor]:
     """The weights at the end of the run in a single process."""
-    single = SingleProcess(run, batch_of(run))
+    single = SingleProcess(run, batch or batch_of(run))
     for t in range(run.steps):
         single.step(t)
     return single.named_weights()

@@ -16,7 +16,7 @@ from swarm import manifest
 from swarm.errors import Refused
 from swarm.manifest import IslandsSpec
 from swarm.model.layout import MET_WEIGHTS, stage_layout
-from swarm.model.meeting import added_up, difference_bytes, part_of, take_sum, told_of
+from swarm.model.meeting import added_up, difference_bytes, part_of, told_of
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import round_trip
 from swarm.wire.messages import Opened, OpenHeld
@@ -165,7 +165,7 @@ def test_parts_have_each_number_once_and_none_of_a_block_alone(codec: str, count
     found = torch.zeros(layout.sum_numel)
     for number, part in enumerate(parts):
         one = told_of(run, layout, added_up(run, layout, [part, part], number), number)
-        take_sum(run, layout, number, one, found)
+        added_up(run, layout, [one], number, are_sums=True, total=found)
     assert torch.equal(found, added_up(run, layout, [told, told]))
     for name, (start, end, _) in layout.terms.items():
         assert torch.equal(found[start:end], 2 * round_trip((met - state.weights(0))[start:end], codec)), name

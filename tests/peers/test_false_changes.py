@@ -1,0 +1,162 @@
+"""A cell of one peer lies at a meeting: nobody else has what its island changed of the stage.
+
+The other islands wait until somebody else serves the cell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peers.events import PeerLost
+from peers.ports import Answer
+from peers.transfer.leases import Snapshot
+from swarm import manifest
+from swarm.errors import NotReady
+from swarm.manifest import IslandsSpec, Run
+from tests.model.chain import tiny_run
+from tests.peers.admitted import admitting, trainer_name
+from tests.peers.loops import Swarm, swarm
+from tests.peers.test_islands import Text, assert_bits, trained_alone
+
+pytestmark = pytest.mark.virtual_time
+
+LIAR, TRAINERS = "s2p0", [trainer_name(letter) for letter in "tuv"]
+FIRST_MEETING = 2
+WORDS = np.frombuffer(b"what is learnt of one part of it is of use for others " * 100, dtype=np.uint8)
+
+Lie = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def lone_cells(count: int = 3) -> Run:
+    """Each island is one peer."""
+    base = tiny_run(dtype="float32", model={"stages": 1}, batch={"microbatches_per_step": count})
+    return admitting(replace(base, steps=6, islands=IslandsSpec(count=count, local_steps=2)), *TRAINERS)
+
+
+def batch(offsets: list[int]) -> np.ndarray:
+    """Text that islands change alike with: of random bytes none learns what another does."""
+    return np.stack([WORDS[start : start + 17] for start in offsets])
+
+
+def noise(changed: torch.Tensor) -> torch.Tensor:
+    found = torch.randn(changed.shape, generator=torch.Generator().manual_seed(1))
+    return changed + 5.0 * found * changed.norm() / found.norm()
+
+
+LIES: dict[str, Lie] = {
+    "times 100": lambda changed: 100.0 * changed,
+    "noise": noise,
+    "sign flip": torch.neg,
+    "too large for a norm": lambda changed: torch.full_like(changed, 1e30),
+}
+
+
+def change_falsely(s: Swarm, lie: Lie, name: str = LIAR) -> None:
+    """Have a peer lie about what its island has changed."""
+    leases: Any = s.peers[name]._states
+    honest = leases.lend
+
+    async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
+        if pool == "held" and what[0] >= 0:
+            changed = content.tensors["gradient"].view(torch.float32)
+            content = replace(content, tensors={"gradient": lie(changed).view(torch.uint8)})
+        return await honest(reader, pool, what, content, lent)
+
+    leases.lend = lend
+
+
+def train(s: Swarm) -> None:
+    for number, name in enumerate(TRAINERS):
+        s.add_trainer(name, island=number)
+
+
+def others_wait(s: Swarm) -> bool:
+    return all(peer.core.version == FIRST_MEETING for name, peer in s.live() if name != LIAR)
+
+
+async def replaced(s: Swarm, run: Run) -> None:
+    """Another one serves the liar's cell: the run ends as if the liar had never been."""
+    s.kill_and_forget(LIAR)
+    s.add_peer("honest", 2)
+    await s.until_finished(limit_s=300.0)
+    assert_bits(s, trained_alone(run, batch))
+
+
+@pytest.mark.parametrize("kind", LIES)
+async def test_no_island_takes_a_change_that_is_unlike_its_own(kind: str) -> None:
+    run = lone_cells()
+    async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        await s.until_serving()
+        change_falsely(s, LIES[kind])
+        train(s)
+        await s.until(lambda: s.peers[LIAR].core.version > FIRST_MEETING)
+        await asyncio.sleep(60.0)
+        assert others_wait(s)
+        assert all(event.peer == LIAR and "a change " in event.why for event in s.seen(PeerLost))
+        assert 4 <= len(s.seen(PeerLost)) < 20  # both say it, less and less often
+        await replaced(s, run)
+
+
+async def test_no_island_takes_a_sum_that_is_unlike_what_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a part that only the liar adds up."""
+    monkeypatch.setattr(manifest, "SUMMED_FROM", 2)
+    monkeypatch.setattr("peers.islands.meeting.told_of", lambda *given: told_of(*given))
+    from swarm.model.meeting import told_of as honest
+
+    def told_of(run: Run, layout: Any, total: torch.Tensor, part: int) -> torch.Tensor:
+        return honest(run, layout, total * (100.0 if part == 2 and lies else 1.0), part)
+
+    run, lies = lone_cells(), True
+    async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        train(s)
+        await s.until(lambda: s.peers[LIAR].core.version > FIRST_MEETING)
+        await asyncio.sleep(60.0)
+        assert others_wait(s)
+        lies = False
+        await replaced(s, run)
+
+
+async def test_what_one_island_alone_says_a_meeting_left_is_not_taken() -> None:
+    """It gives the others nothing to add up, and is past the meeting, perhaps with weights of its own."""
+    run = lone_cells()
+    async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        await s.until_serving()
+        leases: Any = s.peers[LIAR]._states
+        honest = leases.lend
+
+        async def lend(reader: str, pool: str, *lent: Any) -> Answer:
+            if pool == "held":
+                raise NotReady("not yet", version=FIRST_MEETING)
+            return await honest(reader, pool, *lent)
+
+        leases.lend = lend
+        train(s)
+        await s.until(lambda: s.peers[LIAR].core.version > FIRST_MEETING)
+        await asyncio.sleep(60.0)
+        assert others_wait(s)
+        await replaced(s, run)
+
+
+async def test_a_change_of_ordinary_length_and_direction_is_taken() -> None:
+    """What nobody notices: it moves the weights no further than honest islands do."""
+    run = lone_cells()
+    async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        await s.until_serving()
+        change_falsely(s, lambda changed: 2.0 * changed)
+        train(s)
+        await s.until_finished(limit_s=60.0)
+        assert not s.seen(PeerLost)
