@@ -20,7 +20,7 @@ from peers.stage.tied_weights import TiedWeights
 from peers.status_query import ask_status
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import Found, ask_saved, is_keeper
-from peers.transfer.client import Partial, download, shown, state_of
+from peers.transfer.client import MAX_SOURCES, Partial, download, shown, state_of
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
@@ -304,8 +304,11 @@ class Recovery:
         saved = await self._ask_saved(await self._directory.lookup_all())
         sources = saved.sources[self._stage].get(version, [])
         signed = saved.signed[self._stage].get(version, [])
-        generation = goal.generation
-        if sources and await self.download(sources, version=version, generation=generation, signed=signed):
-            return True
+        some = MAX_SOURCES if signed else max(1, len(sources))  # of all at once those with voice come first
+        for at in range(0, len(sources), some):
+            if await self.download(
+                sources[at : at + some], version=version, generation=goal.generation, signed=signed
+            ):
+                return True
         self._useless_until[version] = now_s() + USELESS_S
         return False

@@ -7,11 +7,13 @@ are refused that cannot be true.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+from peers.clock import now_s
 from peers.ports import Transport
 from peers.status_query import ask_all
 from swarm.errors import BadAnswer, PeerFault
@@ -29,7 +31,10 @@ from swarm.wire.trails import ROW_BYTES, Word, weights_of
 ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
 MAX_ASKED = 8
-"""Peers of one stage, and keepers: replicas of a stage save the same versions, so a few know all."""
+"""Peers of one stage: they save the same versions, so a few know all."""
+MAX_KEEPERS = 32
+"""One that shows what peers signed is enough, however many others make something up."""
+AGAIN_S = 5.0
 MAX_VERSIONS = 64
 """Of one stage, from one peer: more than any peer keeps. The newest ones matter."""
 
@@ -127,15 +132,17 @@ def voice_behind(word: Word, run: Run, signer: Signer) -> int:
 def chosen(
     run: Run, records: Sequence[PeerRecord], me: PeerId, voice: Mapping[PeerId, int] = NO_VOICE
 ) -> list[PeerRecord]:
-    """The peers to ask: a bounded number of keepers, and of each stage; founders and those with voice first,
-    then the furthest.
+    """The peers to ask: a bounded number of keepers, others after a while, and of each stage; founders and
+    those with voice first, then the furthest.
 
     Also peers that are joining or paused: what they hold, on a disk or in memory, may be the last of it.
     """
     others = [record for record in records if record.peer != me]
     first = {*voice, *run.admission.founders}
     order = sorted(others, key=lambda r: (r.peer not in first, r.state != "serving", -r.version, r.peer))
-    asked = [record for record in order if is_keeper(record)][:MAX_ASKED]
+    keepers = [record for record in order if is_keeper(record)]
+    draw = {r.peer: zlib.crc32(f"{me} {r.peer} {now_s() // AGAIN_S}".encode()) for r in keepers}
+    asked = sorted(keepers, key=lambda r: (r.peer not in first, draw[r.peer]))[:MAX_KEEPERS]
     for stage in range(run.S):
         replicas = [r for r in order if r.stage == stage and r.state in ("serving", "joining", "paused")]
         asked += replicas[:MAX_ASKED]

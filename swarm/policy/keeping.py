@@ -60,10 +60,13 @@ def borne_out(
     """The saved versions of one stage that may be gone back to, of those that these peers offer.
 
     What peers with voice `signed`, what one with voice offers, and what most of those without it do: of these
-    founders, if there are any. A stranger offers a state that it made up as a version that nobody else has.
+    founders, if there are any or a version is signed. A stranger offers a state that it made up as a version
+    that nobody else has.
     """
     without = frozenset[PeerId]().union(*offered.values()) - voice.keys()
     told = set(heard(without, dict.fromkeys(founders, 1)))
+    if signed:
+        told.intersection_update(founders)
     return {
         version: peers
         for version, peers in offered.items()

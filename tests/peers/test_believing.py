@@ -511,6 +511,35 @@ async def test_what_peers_signed_goes_from_keeper_to_keeper(tmp_path: Path) -> N
     assert [checkpoint.Checkpoint(tmp_path / "k1", RUN, stage, 4).signed for stage in range(RUN.S)] == signed
 
 
+@pytest.mark.parametrize("saved", [(4,), (5,), (4, 8)])
+@pytest.mark.parametrize("lost", ["stage", "run"])
+async def test_what_peers_signed_is_believed_however_many_keepers_say_otherwise(
+    lost: str, saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    """They say that they are far ahead, show the same signatures, and are more than are asked at once."""
+    async with swarm(RUN, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path, "z")
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        shown = [checkpoint.Checkpoint(tmp_path, RUN, stage, 4).signed for stage in range(RUN.S)]
+        if lost == "stage":
+            for number in range(20):
+                await add_lying_keeper(s, f"a{number:02}", saved, shown if 4 in saved else ((), ()))
+            s.kill_and_forget("s1p0", "s1p1")
+            await assert_joins_at_4(s)
+            return
+    async with swarm(RUN, replicas=0) as s:
+        add_keeper(s, tmp_path, "z")
+        for number in range(20):
+            await add_lying_keeper(s, f"a{number:02}", saved, shown if 4 in saved else ((), ()))
+        await s.until(lambda: "z" in s.network.records)
+        for stage in range(RUN.S):
+            s.add_peer(f"new{stage}", stage)
+        await s.until_serving()
+        assert {peer.core.version for peer in s.peers.values()} == {4}
+        assert_honest(s)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 5])
 async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) -> None:
     """Attack 1, by a peer that has worked: it names itself as the only source of another state."""

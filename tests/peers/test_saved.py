@@ -9,7 +9,15 @@ import pytest
 
 from peers.ports import Answer, Request
 from peers.sim.network import SimSigner
-from peers.transfer.catalog import MAX_ASKED, MAX_SIGNED, ask_saved, check_saved, chosen, signed_states
+from peers.transfer.catalog import (
+    MAX_ASKED,
+    MAX_KEEPERS,
+    MAX_SIGNED,
+    ask_saved,
+    check_saved,
+    chosen,
+    signed_states,
+)
 from swarm.errors import BadAnswer, PeerFault, Refused
 from swarm.manifest import Run, audit_run
 from swarm.protocol.statements import sign
@@ -205,13 +213,14 @@ def resigned(run: Run, one: Word) -> Word:
 
 def test_few_are_asked_and_the_furthest_first() -> None:
     records = [serving(f"p{i}", i % 2, version=i) for i in range(4 * MAX_ASKED)]
-    records += [keeper(f"k{i:02}") for i in range(MAX_ASKED + 3)]
+    records += [keeper(f"k{i:02}") for i in range(MAX_KEEPERS + 3)]
     records += [serving("gone", 0, 99, state="left"), serving("new", 1, 99, state="joining")]
     newest = records[4 * MAX_ASKED - 1].peer
     asked = [record.peer for record in chosen(RUN, records, newest)]
     furthest = range(4 * MAX_ASKED - 2, 2 * MAX_ASKED - 2, -2)
-    assert asked == [
-        *(f"k{i:02}" for i in range(MAX_ASKED)),
+    keepers = set(asked[:MAX_KEEPERS])
+    assert len(keepers) == MAX_KEEPERS and {peer[0] for peer in keepers} == {"k"}
+    assert asked[MAX_KEEPERS:] == [
         *(f"p{i}" for i in furthest),
         *(f"p{i - 1}" for i in furthest),
     ]
