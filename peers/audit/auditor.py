@@ -136,12 +136,14 @@ class Auditor:
     async def _audit_step(self, compute: StageCompute, t: int) -> None:
         """Audit the members of a step's round, in an order known to this one, until it is over."""
         stage, before = compute.stage, self.audited
-        members = deque(self._shuffled(stage, t, self._serving(stage), ""))
-        while len(members) > 1 and await self._claim(compute, t, members[0]) is None:
+        asked = deque(self._shuffled(stage, t, heard(self._serving(stage), self._voices.of(stage)), ""))
+        claim = None
+        while len(asked) > 1 and (claim := await self._claim(compute, t, asked[0])) is None:
             if await self._is_over(stage, t):
                 return
-            members.rotate()
+            asked.rotate()
             await asyncio.sleep(POLL_S)
+        members = self._shuffled(stage, t, asked if claim is None else claim.plan.members, "")
         for member in members:
             claim = await self._claim(compute, t, member)
             if claim is not None and claim.microbatches and not await self._audit(compute, claim):

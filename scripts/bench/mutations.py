@@ -3732,6 +3732,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_block_exchange",),
     ),
     Mutation(
+        "an-auditor-asks-about-a-crowd",
+        "peers/audit/auditor.py",
+        'heard(self._serving(stage), self._voices.of(stage)), ""))\n        claim = None',
+        'self._serving(stage), ""))\n        claim = None',
+        "A hundred identities that are in no round keep an auditor from those that are.",
+        ("test_auditor",),
+    ),
+    Mutation(
         "strangers-judge-answers",
         "peers/audit/asking.py",
         " and (peer in voice or not voice)",

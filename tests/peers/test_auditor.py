@@ -21,6 +21,7 @@ from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import AskKept, AskProducts, Products, ShowEvidence, WrongContribution
 from swarm.wire.messages import pack, unpack
+from tests.peers import sybils
 from tests.peers.admitted import OTHER as AUDITOR
 from tests.peers.admitted import admitting
 from tests.peers.loops import JOB_S, Swarm, swarm
@@ -103,6 +104,21 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
         assert auditor.found == {"s1p1"}
         said = s.seen(Trouble)[0].text
         assert said.startswith("stage 1: peer s1p1 answered microbatch (")
+
+
+async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
+    """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
+    run = admitting(audited_run(steps=8), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=3) as s:
+        sybils.give_voice(s, *(f"s{stage}p{replica}" for stage in range(run.S) for replica in range(3)))
+        await s.until_serving()
+        for number in range(100):
+            await sybils.add_liar(s, f"a{number:03}", 1, 0)
+        s.add_trainer(sybils.TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        honest = list(s.peers.values())
+        await s.until(lambda: all(peer.core.version >= run.steps for peer in honest))
+        assert auditor.audited >= 2 and not auditor.found
 
 
 async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
