@@ -33,7 +33,7 @@ class _Entry(msgspec.Struct, frozen=True):
     ends_s: float
 
 
-class Dht(msgspec.Struct):
+class Dht(msgspec.Struct, dict=True):
     """What was announced, and which peers are cut off from it."""
 
     loop: VirtualLoop
