@@ -74,8 +74,8 @@ class Extremes:
             key, value = typing.get_args(kind)
             return {self._value(key, depth + 1): self._value(value, depth + 1) for _ in range(2)}
         if issubclass(kind, msgspec.Struct):
-            made = {name: self._value(hint, depth + 1) for name, hint in hints_of(kind).items()}
-            return kind(**{name: made[name] for name in kind.__struct_fields__})
+            fields = msgspec.structs.fields(kind)  # of a generic one with what it is made for
+            return kind(**{field.name: self._value(field.type, depth + 1) for field in fields})
         assert issubclass(kind, tuple), kind  # a NamedTuple
         return kind(*(self._value(hint, depth + 1) for hint in hints_of(kind).values()))
 
