@@ -316,7 +316,7 @@ async def test_of_a_stage_that_was_there_from_the_start_all_have_voice_at_once()
     """Some had it 20 steps before the others, who had missed a step: with one of those beside it, a liar made
     the run stand still.
     """
-    async with swarm(audited_run(stages=2, steps=RENEW_EVERY + 1, microbatches=4), replicas=3) as s:
+    async with swarm(audited_run(stages=2, steps=RENEW_EVERY + 1), replicas=3) as s:
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_finished()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,7 +83,7 @@ async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_giv
 
         def made_up() -> Snapshot:
             tensors = {name: torch.full_like(t, 7.0) for name, t in copy().tensors.items()}
-            return replace(copy(), tensors=tensors)
+            return copy()._replace(tensors=tensors)
 
         async def refuse(request: Request) -> Answer:
             raise Refused("not to you")
