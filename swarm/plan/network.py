@@ -162,13 +162,15 @@ class Network:
 
     def latency_matrix_s(self) -> np.ndarray:
         """[N, N] one way, 0 on the diagonal. For small N only: it grows with N²."""
-        latency_NN, _ = self.between(*[np.arange(len(self))] * 2)
+        every = np.arange(len(self))
+        latency_NN, _ = self.between(every, every)
         np.fill_diagonal(latency_NN, 0.0)
         return latency_NN
 
     def bandwidth_matrix_bps(self) -> np.ndarray:
         """[N, N] from the row's device to the column's, inf on the diagonal. For small N only."""
-        _, bandwidth_NN = self.between(*[np.arange(len(self))] * 2)
+        every = np.arange(len(self))
+        _, bandwidth_NN = self.between(every, every)
         bandwidth_NN = np.minimum(np.minimum(bandwidth_NN, self.upload_bps[:, None]), self.download_bps)
         np.fill_diagonal(bandwidth_NN, np.inf)
         return bandwidth_NN
