@@ -4834,6 +4834,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_changes",),
     ),
     Mutation(
+        "believe-strangers-that-an-island-is-past",
+        ISLAND_MEETING,
+        "for peer in heard(past, island.voices.of(stage, version=t)))",
+        "for peer in past)",
+        "Identities without work make islands go past a meeting with what one peer says.",
+        ("test_false_changes",),
+    ),
+    Mutation(
+        "hold-a-meeting-up-among-friends",
+        ISLAND_MEETING,
+        "if run.admission.named else None",
+        "if True else None",
+        "Where nobody lies a wild optimizer holds the run up for good.",
+        ("test_false_changes",),
+    ),
+    Mutation(
         "ask-who-adds-up-another-part",
         ISLAND_MEETING,
         "few = self._parts > 1 and number < self._count",

@@ -19,15 +19,17 @@ from peers.ports import Answer
 from peers.transfer.leases import Snapshot
 from swarm import manifest
 from swarm.errors import NotReady
-from swarm.manifest import IslandsSpec, Run
+from swarm.manifest import AdmissionSpec, IslandsSpec, Run
+from swarm.records import PeerRecord
 from tests.model.chain import tiny_run
 from tests.peers.admitted import admitting, trainer_name
 from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, give_voice
 from tests.peers.test_islands import Text, assert_bits, trained_alone
 
 pytestmark = pytest.mark.virtual_time
 
-LIAR, TRAINERS = "s2p0", [trainer_name(letter) for letter in "tuv"]
+LIAR, TRAINERS = "s2p0", [TRAINER, *map(trainer_name, "uv")]
 FIRST_MEETING = 2
 WORDS = np.frombuffer(b"what is learnt of one part of it is of use for others " * 100, dtype=np.uint8)
 
@@ -130,10 +132,15 @@ async def test_no_island_takes_a_sum_that_is_unlike_what_it_has_changed(
         await replaced(s, run)
 
 
-async def test_what_one_island_alone_says_a_meeting_left_is_not_taken() -> None:
-    """It gives the others nothing to add up, and is past the meeting, perhaps with weights of its own."""
+@pytest.mark.parametrize("strangers", [False, True])
+async def test_what_one_island_alone_says_a_meeting_left_is_not_taken(strangers: bool) -> None:
+    """It gives the others nothing to add up, and is past the meeting, perhaps with weights of its own. Peers
+    without voice say that the other islands are past it, too.
+    """
     run = lone_cells()
     async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        for number in range(3 * strangers):
+            give_voice(s, f"s{number}p0", run=run.island(number))
         await s.until_serving()
         leases: Any = s.peers[LIAR]._states
         honest = leases.lend
@@ -146,17 +153,34 @@ async def test_what_one_island_alone_says_a_meeting_left_is_not_taken() -> None:
         leases.lend = lend
         train(s)
         await s.until(lambda: s.peers[LIAR].core.version > FIRST_MEETING)
-        await asyncio.sleep(60.0)
+        for second in range(60):
+            for cell in range(2 * strangers) if second % 10 == 0 else ():
+                await says_it_is_past(s, cell)
+            await asyncio.sleep(1.0)
         assert others_wait(s)
         await replaced(s, run)
 
 
-async def test_a_change_of_ordinary_length_and_direction_is_taken() -> None:
-    """What nobody notices: it moves the weights no further than honest islands do."""
-    run = lone_cells()
+async def says_it_is_past(s: Swarm, cell: int) -> None:
+    name = f"stranger {cell}"
+    directory = s.network.peers[name].directory if name in s.network.peers else s.network.join(name).directory
+    await directory.announce(
+        PeerRecord(
+            peer=name, run=s.run.id, stage=cell, state="serving", version=FIRST_MEETING + 1, max_inflight=8,
+            since=1e12,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "friends"), [(2.0, False), (10.0, True)])
+async def test_a_change_of_ordinary_length_is_taken_and_among_friends_any(
+    times: float, friends: bool
+) -> None:
+    """What nobody notices moves the weights hardly further than honest islands do."""
+    run = replace(lone_cells(), admission=AdmissionSpec()) if friends else lone_cells()
     async with swarm(run, replicas=1, batches=Text(batch)) as s:
         await s.until_serving()
-        change_falsely(s, lambda changed: 2.0 * changed)
+        change_falsely(s, lambda changed: times * changed)
         train(s)
         await s.until_finished(limit_s=60.0)
         assert not s.seen(PeerLost)
