@@ -97,6 +97,7 @@ def test_islands_bring_the_same_to_a_meeting_and_leave_it_with_the_same(case: st
     compare_islands(run, batch_of(run), [Chain(run.island(number)) for number in range(run.islands.count)])
 
 
+@pytest.mark.slow
 def test_islands_bring_statistics_too() -> None:
     name, changes = CUSTOM["batch norm"]
     base = run_of(name, cut_of(name, 2), **changes)

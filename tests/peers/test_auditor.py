@@ -79,7 +79,7 @@ async def test_honest_contributions_fit_and_the_auditor_ends_with_the_run() -> N
 
 @pytest.mark.parametrize("audits", some([True, False], quick=[True]))
 async def test_what_an_auditor_finds_the_stage_finds_as_well_and_nobody_does_without_it(audits: bool) -> None:
-    s, auditor = await play(run_of(steps=10 if audits else 5, microbatches=16), "s1p1", audits=audits)
+    s, auditor = await play(run_of(steps=5, microbatches=16), "s1p1", audits=audits)
     assert accused(s) == ({"s1p1"} if audits else set())
     if auditor is not None:
         assert auditor.found == {"s1p1"}

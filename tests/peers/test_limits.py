@@ -188,6 +188,7 @@ async def test_a_replica_that_starts_no_reduce_costs_its_budget(limit_s: float) 
     assert await lasts_s(ignoring(AllReduce)) <= limit_s
 
 
+@pytest.mark.slow
 async def test_a_replica_that_sends_no_part_costs_its_budget(limit_s: float) -> None:
     def attack(s: Swarm) -> None:
         peer = liar(s, 1)

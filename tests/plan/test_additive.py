@@ -197,7 +197,7 @@ def test_a_descent_never_makes_a_grid_worse() -> None:
     ("stages", "replicas", "rel"),
     some(
         [(2, 4, 1e-9), (4, 2, 0.02), (3, 3, 1e-9), (8, 1, 1e-9), (1, 8, 1e-9)],
-        quick=[(2, 4, 1e-9), (4, 2, 0.02)],
+        quick=[(2, 4, 1e-9)],
     ),
 )
 def test_the_search_finds_the_optimum_of_what_can_be_tried_out(
