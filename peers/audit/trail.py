@@ -61,6 +61,6 @@ class OwnTrail:
             ask = unpack(request.header, AskTrail, run.id)
             start, steps = self.between(ask.since, ask.until)
             took = TookSteps(stage, start, kind(), pack_rows(steps))
-            return Answer(pack(Trail(took, sign(transport.signer, run.id, took))))
+            return Answer(pack(Trail(steps=took, signature=sign(transport.signer, run.id, took))))
 
         transport.serve("trail", answer)

@@ -345,7 +345,7 @@ class AskTrail(RunMessage, frozen=True, kw_only=True):
     until: int
 
 
-class Trail(msgspec.Struct, frozen=True, array_like=True):
+class Trail(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The steps of those that were asked for, from the first on that it knows without a gap. Perhaps none."""
 
     steps: TookSteps

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from peers.sim.loop import VirtualLoop
+from swarm import manifest
 
 
 def pytest_asyncio_loop_factories(
@@ -15,3 +16,9 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     virtual = item.get_closest_marker("virtual_time") is not None
     return {"virtual": VirtualLoop} if virtual else {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture
+def summed_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a meeting of few islands, too, each adds up a part."""
+    monkeypatch.setattr(manifest, "SUMMED_FROM", 2)

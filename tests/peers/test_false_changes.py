@@ -17,7 +17,6 @@ import torch
 from peers.events import PeerLost
 from peers.ports import Answer
 from peers.transfer.leases import Snapshot
-from swarm import manifest
 from swarm.errors import NotReady
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run
 from swarm.records import PeerRecord
@@ -73,7 +72,7 @@ def change_falsely(s: Swarm, lie: Lie, name: str = LIAR) -> None:
     async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
         if pool == "held" and what[0] >= 0:
             changed = content.tensors["gradient"].view(torch.float32)
-            content = replace(content, tensors={"gradient": lie(changed).view(torch.uint8)})
+            content = content._replace(tensors={"gradient": lie(changed).view(torch.uint8)})
         return await honest(reader, pool, what, content, lent)
 
     leases.lend = lend
@@ -111,11 +110,11 @@ async def test_no_island_takes_a_change_that_is_unlike_its_own(kind: str) -> Non
         await replaced(s, run)
 
 
+@pytest.mark.usefixtures("summed_by_parts")
 async def test_no_island_takes_a_sum_that_is_unlike_what_it_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a part that only the liar adds up."""
-    monkeypatch.setattr(manifest, "SUMMED_FROM", 2)
     monkeypatch.setattr("peers.islands.meeting.told_of", lambda *given: told_of(*given))
     from swarm.model.meeting import told_of as honest
 

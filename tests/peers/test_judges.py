@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from peers.audit import asking
 from peers.audit.verdicts import MAX_TOLD
 from peers.events import PeerLost
 from peers.ports import Answer, Request
@@ -30,6 +29,7 @@ from swarm.wire.messages import pack
 from swarm.wire.receipts import Answered
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
+from tests.peers.test_false_answers import audit
 
 pytestmark = pytest.mark.virtual_time
 
@@ -94,7 +94,7 @@ async def test_evidence_reaches_those_with_voice_in_a_crowd_of_strangers() -> No
 
 async def test_strangers_judge_no_answer_of_those_with_voice(monkeypatch: pytest.MonkeyPatch) -> None:
     """They say of each that it is wrong: then its callers would leave an honest peer alone."""
-    monkeypatch.setattr(asking, "SHARE", 1.0)
+    audit(monkeypatch, share=1.0)
     async with swarm(RUN, replicas=2) as s:
         give_voice(s, *PEERS)
         await s.until_serving()

@@ -12,7 +12,6 @@ import torch
 
 from peers.ports import Answer
 from peers.transfer.leases import Snapshot
-from swarm import manifest
 from swarm.errors import Refused
 from swarm.manifest import IslandsSpec
 from swarm.model.layout import MET_WEIGHTS, stage_layout
@@ -38,9 +37,8 @@ pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture(autouse=True)
-def each_adds_up_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def each_adds_up_a_part(summed_by_parts: None) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(manifest, "SUMMED_FROM", 2)
 
 
 @pytest.mark.parametrize("codec", some(["none", "blockwise8", "hadamard4"], quick=["blockwise8"]))

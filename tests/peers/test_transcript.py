@@ -359,10 +359,10 @@ async def test_evidence_that_its_accused_did_not_sign_is_not_written_nor_that_of
 @pytest.mark.parametrize(
     "change",
     [
-        lambda took, sig: Trail(took, b"f" * 64),
-        lambda took, sig: Trail(TookSteps(1, took.start, took.kind, took.rows), sig),
-        lambda took, sig: Trail(TookSteps(0, took.start + 1, took.kind, took.rows), sig),
-        lambda took, sig: Trail(TookSteps(0, took.start, took.kind, b""), sig),
+        lambda took, sig: Trail(steps=took, signature=b"f" * 64),
+        lambda took, sig: Trail(steps=TookSteps(1, took.start, took.kind, took.rows), signature=sig),
+        lambda took, sig: Trail(steps=TookSteps(0, took.start + 1, took.kind, took.rows), signature=sig),
+        lambda took, sig: Trail(steps=TookSteps(0, took.start, took.kind, b""), signature=sig),
         lambda took, sig: Answer(b"nonsense"),
     ],
     ids=["forged", "other stage", "beyond the end", "nothing", "nonsense"],
