@@ -184,8 +184,8 @@ LARGEST: dict[type, msgspec.Struct] = {
         )
     ),
     Trail: Trail(
-        TookSteps(S, T, "\N{GREEK SMALL LETTER OMEGA}" * 64, bytes(MAX_TRAIL_STEPS * ROW_BYTES)),
-        bytes(SIGNATURE_BYTES),
+        steps=TookSteps(S, T, "\N{GREEK SMALL LETTER OMEGA}" * 64, bytes(MAX_TRAIL_STEPS * ROW_BYTES)),
+        signature=bytes(SIGNATURE_BYTES),
     ),
     PastStep: PAST,
     PeerStatus: PeerStatus(
