@@ -135,7 +135,7 @@ def drop_the_ledger_only(patch: Patch) -> None:
         (overlook_duplicates, "I1", 100, 1),
         (never_thaw, "liveness", 100, 5),
         (stay_when_a_stage_is_lost, "liveness", 60, 14),
-        (forget_a_farewell, "liveness", 110, 82),
+        (forget_a_farewell, "liveness", 150, 116),
         (keep_a_tied_gradient, "I1", 60, 2),
         (commit_early, "I5", 20, 8),
     ],
