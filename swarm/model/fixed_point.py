@@ -135,7 +135,7 @@ def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None =
 _ADD = """
 extern "C" __global__ void add_exact(long long *total, const FROM *term, int numel) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < numel) total[i] += (long long)(VALUE * 17592186044416.0f);
+    if (i < numel) total[i] += (long long)(VALUE * SCALE);
 }
 """
 _VALUES = {
@@ -153,7 +153,7 @@ def _fused_add(
     if device.type != "cuda" or torch.version.cuda is None or dtype not in _VALUES:
         return None
     kind, value = _VALUES[dtype]
-    source = _ADD.replace("FROM", kind).replace("VALUE", value)
+    source = _ADD.replace("FROM", kind).replace("VALUE", value).replace("SCALE", f"{SCALE}f")
     try:
         with torch.cuda.device(device):
             kernel = torch.cuda._compile_kernel(source, "add_exact")  # type: ignore[attr-defined]
