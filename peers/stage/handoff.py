@@ -39,6 +39,7 @@ from swarm.errors import NotNow, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import PeerId
 from swarm.protocol.ledger import Bitmap, check_bitmap, members_of
 from swarm.protocol.step import StepState
+from swarm.wire.codec import to_host
 from swarm.wire.messages import Ack, HandedSum, OfferedSum, pack, unpack, unpack_answer
 
 CALL_S = 20.0
@@ -158,7 +159,7 @@ class Handoff:
         step.ledger.freeze("handing over")
         total = self._core.compute.sums.of(step.t).view(-1)  # a new object: no lease of before is of this
         losses = [step.loss_of(m) for m in members_of(step.ledger.done)]
-        return total.cpu(), step.ledger.done, losses
+        return to_host(total), step.ledger.done, losses
 
     async def _serve_sum(self, request: Request) -> Answer:
         wanted = unpack(request.header, HandedSum, self._core.run.id)
