@@ -415,11 +415,9 @@ class Peer(Networked[PeerOptions]):
                 admits = fits if admits == "auto" else min(fits, admits)
         except torch.OutOfMemoryError as error:
             raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None
-        wanted = 1
+        wanted = 1 if device == "mps" else GPU_WORKERS
         if device == "cpu":
             wanted = (options.threads or usable_cores()) // run.batch.microbatch_threads
-        elif device != "mps":
-            wanted = GPU_WORKERS
         return compute, admits, max(1, min(wanted, needs.workers(free_bytes(device), most)))
 
     def _fitting(self, run: Run, cells: Sequence[Stage], device: str) -> list[Stage]:
