@@ -34,7 +34,7 @@ from swarm.ids import PeerId
 from swarm.manifest import audit_run
 from swarm.protocol.replica import AllReduce
 from tests.peers.loops import Swarm, swarm
-from tests.peers.tarpits import answer_late, trickle
+from tests.peers.tarpits import answer_late, never_answered, trickle
 
 STEPS, STAGES, MICROBATCHES = 20, 3, 8
 GOAL_S = 30.0
@@ -46,17 +46,12 @@ Slow: TypeAlias = dict[PeerId, StagePeer]
 Way: TypeAlias = Callable[[Swarm, Slow], None]
 
 
-async def never(request: Request) -> Answer:
-    await request.accept()
-    return await asyncio.get_running_loop().create_future()
-
-
 def silent(method: str) -> Way:
     """They answer no call of a method."""
 
     def begin(s: Swarm, slow: Slow) -> None:
         for name in slow:
-            s.network.peers[name].transport.serve(method, never, max_body_bytes=1 << 24)
+            s.network.peers[name].transport.serve(method, never_answered, max_body_bytes=1 << 24)
 
     return begin
 

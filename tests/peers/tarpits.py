@@ -17,6 +17,12 @@ from swarm.wire.messages import WorkDone, pack, unpack
 from tests.peers.loops import Swarm
 
 
+async def never_answered(request: Request) -> Answer:
+    """A handler that takes a call, and that is all."""
+    await request.accept()
+    return await asyncio.get_running_loop().create_future()
+
+
 class TrickleLines(Lines):
     """Bodies of some peers come at a byte a second."""
 

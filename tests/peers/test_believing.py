@@ -378,6 +378,16 @@ async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again()
         assert not s.seen(HandedOver)
 
 
+async def assert_begins_at_4(s: Swarm, keeper: str) -> None:
+    """New peers of all stages take what the honest keeper has."""
+    await s.until(lambda: keeper in s.network.records)
+    for stage in range(RUN.S):
+        s.add_peer(f"new{stage}", stage)
+    await s.until_serving()
+    assert {peer.core.version for peer in s.peers.values()} == {4}
+    assert_honest(s)
+
+
 async def assert_joins_at_4(s: Swarm) -> None:
     """A newcomer of the lost stage takes what honest keepers have of it."""
     await joined(s)
@@ -487,12 +497,7 @@ async def test_of_two_keepers_the_one_whose_state_two_peers_signed_is_believed(
     async with swarm(RUN, replicas=0) as s:
         add_keeper(s, tmp_path)
         await add_lying_keeper(s, "a0", saved, shown if "same" in lost else ((), ()))
-        await s.until(lambda: "keeper" in s.network.records)
-        for stage in range(RUN.S):
-            s.add_peer(f"new{stage}", stage)
-        await s.until_serving()
-        assert {peer.core.version for peer in s.peers.values()} == {4}
-        assert_honest(s)
+        await assert_begins_at_4(s, "keeper")
 
 
 async def test_what_peers_signed_goes_from_keeper_to_keeper(tmp_path: Path) -> None:
@@ -532,12 +537,7 @@ async def test_what_peers_signed_is_believed_however_many_keepers_say_otherwise(
         add_keeper(s, tmp_path, "z")
         for number in range(20):
             await add_lying_keeper(s, f"a{number:02}", saved, shown if 4 in saved else ((), ()))
-        await s.until(lambda: "z" in s.network.records)
-        for stage in range(RUN.S):
-            s.add_peer(f"new{stage}", stage)
-        await s.until_serving()
-        assert {peer.core.version for peer in s.peers.values()} == {4}
-        assert_honest(s)
+        await assert_begins_at_4(s, "z")
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 5])

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.ports import Answer, Request
+from peers.ports import Answer
 from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
 from swarm.errors import NotReady
 from swarm.manifest import audit_run
 from swarm.protocol.replica import Action, AllReduce
 from tests.peers.loops import JOB_S, Swarm, swarm
-from tests.peers.tarpits import answer_late, trickle
+from tests.peers.tarpits import answer_late, never_answered, trickle
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -82,11 +82,7 @@ async def test_a_peer_that_never_answers_costs_its_budget(stage: int, limit_s: f
     def attack(s: Swarm) -> None:
         liar(s, stage)
 
-        async def never(request: Request) -> Answer:
-            await request.accept()
-            return await asyncio.get_running_loop().create_future()
-
-        s.network.peers[LIAR].transport.serve("work", never, max_body_bytes=1 << 20)
+        s.network.peers[LIAR].transport.serve("work", never_answered, max_body_bytes=1 << 20)
 
     assert await lasts_s(attack) <= limit_s
 
@@ -114,12 +110,8 @@ async def test_three_that_have_voice_and_answer_no_more_cost_three_budgets() -> 
         s.add_trainer("trainer")
         await s.until(lambda: all(s.peers[name].core.version >= began for name in honest))
 
-        async def never(request: Request) -> Answer:
-            await request.accept()
-            return await asyncio.get_running_loop().create_future()
-
         for name in names:
-            s.network.peers[name].transport.serve("work", never, max_body_bytes=1 << 20)
+            s.network.peers[name].transport.serve("work", never_answered, max_body_bytes=1 << 20)
         since_s = s.network.loop.now_s
         last = began + STEPS
         await s.until(lambda: all(s.peers[name].core.version >= last for name in honest), limit_s=6_000.0)
@@ -206,11 +198,7 @@ async def test_an_owner_that_answers_no_part_costs_its_budget(limit_s: float) ->
     def attack(s: Swarm) -> None:
         liar(s, 1)
 
-        async def never(request: Request) -> Answer:
-            await request.accept()
-            return await asyncio.get_running_loop().create_future()
-
-        s.network.peers[LIAR].transport.serve("part", never, max_body_bytes=1 << 24)
+        s.network.peers[LIAR].transport.serve("part", never_answered, max_body_bytes=1 << 24)
 
     assert await lasts_s(attack) <= limit_s
 

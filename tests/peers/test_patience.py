@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from peers.ports import Answer, Request
+from peers.ports import Answer
 from swarm.manifest import audit_run
 from swarm.records import PeerRecord
 from swarm.wire.messages import Work, unpack
 from tests.peers.loops import Swarm, swarm
+from tests.peers.tarpits import never_answered
 from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
@@ -22,11 +23,7 @@ async def test_a_peer_that_never_answers_is_given_up_and_its_work_done_by_others
     async with swarm() as s:
         stuck = s.network.peers[f"s{stage}p1"].transport
 
-        async def never(request: Request) -> Answer:
-            await request.accept()
-            return await asyncio.get_running_loop().create_future()
-
-        stuck.serve("work", never, max_body_bytes=1 << 20)
+        stuck.serve("work", never_answered, max_body_bytes=1 << 20)
         s.add_trainer("trainer")
         await s.until_version(s.run.steps, limit_s=5000.0)
         assert all((counts == s.run.steps).all() for counts in s.count_matrix().values())
@@ -36,11 +33,7 @@ async def add_silent(s: Swarm, name: str, stage: int) -> None:
     """An identity that takes work and never answers."""
     end = s.network.join(name)
 
-    async def never(request: Request) -> Answer:
-        await request.accept()
-        return await asyncio.get_running_loop().create_future()
-
-    end.transport.serve("work", never, max_body_bytes=1 << 20)
+    end.transport.serve("work", never_answered, max_body_bytes=1 << 20)
     await end.directory.announce(
         PeerRecord(
             peer=name, run=s.run.id, stage=stage, state="serving", version=0, max_inflight=8, since=1e12
