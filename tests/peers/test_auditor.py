@@ -51,13 +51,12 @@ def add_auditor(s: Swarm, *stages: int) -> Auditor:
     return auditor
 
 
-async def play(
-    run: Run, liar: str | None = None, *, audits: bool = True, kind: str = "a tenth more"
-) -> tuple[Swarm, Auditor | None]:
+async def play(run: Run, liar: str | None = None, *, audits: bool = True) -> tuple[Swarm, Auditor | None]:
+    """Run beside a liar so bold that one look in 6,000 misses it: in five steps an auditor looks twice."""
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         if liar is not None:
-            add_falsely(s.peers[liar], LIES[kind])
+            add_falsely(s.peers[liar], LIES["times 100"])
         for peer in s.peers.values():  # they look where the auditor points
             peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
         s.add_trainer(TRAINER, window=1)
