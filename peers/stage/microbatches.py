@@ -302,7 +302,8 @@ class MicrobatchServer:
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
             grads_in = found.answer
             receipt = self._receipts.give(mb, named, grads_in, found.loss)
-            hop = self._hop(own_s=now_s() - began, compute_s=self._took_s(), receipt=receipt)
+            compute_s = self._took_s()
+            hop = self._hop(own_s=now_s() - began, compute_s=compute_s, receipt=receipt)
             answer = _done(found.loss, grads_in, hop)
             asked = (caller, work) if self._is_audited else None
             return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked))
@@ -355,7 +356,8 @@ class MicrobatchServer:
                 lengths[:] = [float(norm) for norm in found.arrived] if self._audits else []
                 grads_in = found.answer
                 receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
-                own_s, compute_s = now_s() - began - behind_s, timed[0] + self._took_s()
+                compute_s = timed[0] + self._took_s()
+                own_s = now_s() - began - behind_s
                 hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
                 answer = _done(done.loss, grads_in, hop, *done.hops)
                 kept = Kept(inputs, grads, answer, grads_in)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -126,6 +127,11 @@ class FairQueue:
             candidate.work_s = max(candidate.work_s, candidate.least_s - MUCH_SLOWER * usual_s - MUCH_LATER_S)
         if place != "backoff":
             self._put(candidate, "queue")  # a late one, too: it may be fast now
+
+    def is_soon(self, took_s: float) -> bool:
+        """Whether a microbatch came back about as fast as those that were fastest."""
+        tooks_s = (min(one.last_tooks_s, default=math.inf) for one in self.known.values())
+        return took_s <= MUCH_SLOWER * min(tooks_s, default=math.inf) + MUCH_LATER_S
 
     def next(
         self,

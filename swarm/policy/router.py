@@ -133,6 +133,14 @@ class Router:
             for trials in self._trials.values():
                 trials.refused(peer)
 
+    def passed_by(self, stage: Stage, peer: PeerId, took_s: float) -> None:
+        """Note that another peer of `stage` answered what was meant for this one, `took_s` after the start.
+
+        If that was soon, nothing was waited for: its caller did not know it yet, or it said no.
+        """
+        if self._queue_of(stage).is_soon(took_s):
+            self._trials_of(stage).refused(peer)
+
     def route(
         self,
         stage: Stage,

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from peers.events import Serving, StageLost, StepDone
+from peers.sim.directory import SimDirectory
 from peers.waiting import within
 from swarm.errors import BadAnswer
 from swarm.ids import Generation
@@ -100,3 +101,18 @@ async def test_news_that_cannot_be_are_not_believed() -> None:
                 )
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+async def test_a_peer_that_callers_know_later_than_their_trainer_gets_work_as_soon_as_they_do() -> None:
+    """To its trainer it seems to be one that never answers, which are tried again after half a minute."""
+    async with swarm(audit_run(stages=2, steps=1000), stages=2, replicas=2) as s:
+        await s.until_serving()
+        callers = [s.network.peers[name].directory for name in s.of_stage(0)]
+        for one in callers:
+            one.at = lambda stage, one=one: SimDirectory.at(one, stage)[: 2 - stage]  # type: ignore[method-assign]
+        trainer = s.add_trainer("trainer")
+        await s.until_version(3)
+        assert trainer._router.knows(1, "s1p0") and not trainer._router.knows(1, "s1p1")
+        for one in callers:
+            del one.at
+        await s.until(lambda: trainer._router.knows(1, "s1p1"), limit_s=10.0)

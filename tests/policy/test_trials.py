@@ -56,6 +56,19 @@ def test_one_that_refuses_makes_place_for_another() -> None:
     assert {router.route(0, now=0.4).peer for _ in range(6)} == {"a", third}
 
 
+@pytest.mark.parametrize(("took_s", "released"), [(1.2, True), (1.4, False)])
+def test_one_that_its_caller_passed_by_at_once_makes_place_for_another(took_s: float, released: bool) -> None:
+    """Callers may know a peer later than the trainer that sends them there. Silence is not forgiven."""
+    router = Router()
+    router.set_peers(0, ["a"])
+    router.answered(0, router.route(0, now=0.0).peer, 0.1, 0.1)
+    router.set_peers(0, ["a", "x", "y", "z"])
+    first, second = {router.route(0, now=0.0).peer for _ in range(6)} - {"a"}
+    router.passed_by(0, first, took_s)
+    tried = {router.route(0, now=0.2).peer for _ in range(6)} - {"a"}
+    assert len(tried - {first, second}) == released
+
+
 @pytest.mark.parametrize(("comes_at", "given"), [(1, 4 + 4), (60, 1 + 4)])
 def test_a_hundred_identities_that_never_answer_get_little_of_the_work(comes_at: int, given: int) -> None:
     """Of a microbatch a second for ten minutes: four at once where three others have just answered, and one
