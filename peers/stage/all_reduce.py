@@ -181,6 +181,8 @@ class AllReduce:
         """How long rounds take in which several own a part."""
         self.bandwidth_bps = 0.0
         """Measured upload to other replicas, with the time in which it waited for them."""
+        self.measured_s = 0.0
+        """How long it was measured."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(
@@ -392,7 +394,7 @@ class AllReduce:
 
     def _measured(self, nbytes: int, took_s: float) -> None:
         if nbytes >= 1 << 16 and took_s > 0:
-            rate = 8 * nbytes / took_s
+            rate, self.measured_s = 8 * nbytes / took_s, self.measured_s + took_s
             self.bandwidth_bps = rate if not self.bandwidth_bps else 0.8 * self.bandwidth_bps + 0.2 * rate
 
     async def _serve_part(self, request: Request) -> Answer:

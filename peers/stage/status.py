@@ -21,6 +21,8 @@ from swarm.wire.messages import AskStatus, LinkStatus, PastStep, PeerStatus, pac
 
 ANNOUNCE_S = 5.0
 """A record lives a few times longer than this in the DHT."""
+SURE_S = 1.0
+"""An upload is told once it was measured for so long: first exchanges of a small model are mostly waits."""
 WARMING_S = 1.0
 """The first microbatch of a device pays for warming up; of one that takes longer than this that is little."""
 MAX_WORDS = 400
@@ -58,7 +60,8 @@ class StageStatus:
     def record(self) -> PeerRecord:
         """This peer as it is now."""
         core, settings = self._core, self._settings
-        uploads_bps = filter(None, (self._all_reduce.bandwidth_bps, settings.upload_bps))
+        measured = self._all_reduce.measured_s >= SURE_S
+        uploads_bps = filter(None, (self._all_reduce.bandwidth_bps * measured, settings.upload_bps))
         return PeerRecord(
             peer=core.me, run=core.run.id, stage=core.stage, state=core.life, version=core.version,
             speed=self._speed(), load=core.device.mean_queue(), state_bytes=core.compute.state.nbytes,

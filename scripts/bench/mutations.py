@@ -4238,6 +4238,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_latecomers",),
     ),
     Mutation(
+        "judge-uploads-by-one-moment",
+        "peers/stage/status.py",
+        "measured = self._all_reduce.measured_s >= SURE_S",
+        "measured = True",
+        "A peer that looked slow in its first exchange stands by for ever.",
+        ("test_spares",),
+    ),
+    Mutation(
         "forgive-silence",
         "swarm/policy/router.py",
         "if self._queue_of(stage).is_soon(took_s):",

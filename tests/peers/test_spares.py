@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from peers.events import Note, Paused, RolledBack, Serving
 from peers.stage.pause import ABSENT
+from peers.stage.status import ANNOUNCE_S
 from peers.watch.monitor import ask_one
 from swarm.manifest import Run, audit_run
 from tests.peers.loops import Swarm, swarm
@@ -98,6 +100,19 @@ async def test_a_peer_that_resumes_knows_its_upload_from_before() -> None:
         await s.until(lambda: s.owners["s1p0"].doing == "serving")
         assert s.peers["s1p0"].all_reduce is not before
         assert s.peers["s1p0"].all_reduce.bandwidth_bps == 5e7
+
+
+async def test_an_upload_that_was_measured_for_a_moment_only_makes_nobody_a_spare() -> None:
+    """On a busy machine both peers of a stage looked slow in the first exchange; one never came back."""
+    async with swarm(run_of(60), replicas=2) as s:
+        await s.until_serving()
+        reduced = s.peers["s1p0"].all_reduce
+        reduced.bandwidth_bps, reduced.measured_s = SLOW_BPS, 0.9
+        s.add_trainer("trainer")
+        await asyncio.sleep(2 * ANNOUNCE_S)
+        assert not s.seen(Paused) and s.network.records["s1p0"].bandwidth_bps == 0.0
+        reduced.measured_s = 1.0
+        await s.until(lambda: s.network.records["s1p0"].bandwidth_bps == SLOW_BPS)
 
 
 async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() -> None:
