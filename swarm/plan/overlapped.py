@@ -10,7 +10,7 @@ So a step takes as long as one microbatch is on its way, plus what the busiest d
 or memory still has to do meanwhile, plus the exchange that ends last. Unequal numbers of replicas are fine.
 
 All are means: routers price a line by what is under way on it, so none is met much more often than others,
-and leave slow ways to the middle of a step. The simulation that runs the live policies agrees to 10 %.
+and leave slow ways to the middle of a step. The simulation that runs the live policies mostly agrees to 10 %.
 """
 
 from __future__ import annotations
