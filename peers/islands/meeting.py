@@ -168,15 +168,18 @@ class IslandMeeting:
     def _expected(self, step: OpenStep, number: int) -> tuple[int, Fits]:
         """The length of it, and why it cannot be it."""
         run, layout, count = self._core.run, self._core.compute.layout, self._count
-        part = number - count if number >= count else run.number if self._parts > 1 else 0
+        is_sum = number >= count
+        part = number - count if is_sum else run.number if self._parts > 1 else 0
 
         def fits(_: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
             assert step.reduced is not None  # a meeting begins with it
+            # With all of it, as parts of what honest islands change may be turned away from one another.
+            own = part_of(run, layout, step.reduced, part) if is_sum else step.reduced
             try:
-                own = added_up(run, layout, [part_of(run, layout, step.reduced, part)], part)
-                other = added_up(run, layout, [tensors["gradient"]], part, are_sums=number >= count)
+                other = added_up(run, layout, [tensors["gradient"]], part, are_sums=is_sum)
             except Refused as refused:
                 return refused.text
-            return unlike(own, other / count if number >= count else other) if run.admission.named else None
+            mine = added_up(run, layout, [own], part if is_sum else None)
+            return unlike(mine, other / count if is_sum else other) if run.admission.named else None
 
-        return difference_bytes(run, layout, part, is_sum=number >= count), fits
+        return difference_bytes(run, layout, part, is_sum=is_sum), fits

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from swarm import tales
 from swarm.errors import Refused, SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import IslandsSpec, Run, audit_run, parse_run
 from swarm.model.layout import empty_state, initial_state
-from swarm.model.meeting import added_up, difference_bytes
+from swarm.model.meeting import added_up, difference_bytes, part_of, unlike
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, farthest, tiny_run
 from tests.seeds import some
@@ -185,3 +187,37 @@ def test_the_text_of_a_run_has_its_islands_only_if_there_are_some() -> None:
     island = several.island(1)
     assert (island.id, island.M, island.cells) == (f"{several.id}.1", 2, 2 * run.S)
     assert island.named(Microbatch(3, 1)) == Microbatch(2, 3)
+
+
+# --- what another island has changed, beside what the own one has
+
+
+@pytest.mark.slow
+def test_of_honest_islands_none_is_unlike_however_few_tokens_they_see(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four steps of 64 tokens between meetings: parts of what two have changed have cosines down to -0.42."""
+    text = np.frombuffer(tales.text(), np.uint8)
+    monkeypatch.setattr("tests.model.chain.TEXT", text)
+    data = {"tokens": len(text), "sequence_length": 32}
+    run = tiny_run(dtype="float32", data=data, optimizer={"lr": 5e-3}, batch={"microbatches_per_step": 8})
+    run = replace(run, steps=30, islands=IslandsSpec(count=8, local_steps=4))
+    chains, turned = [Chain(run.island(number)) for number in range(8)], 0
+    for t in range(run.steps):
+        if not run.meets_at(t):
+            for one in chains:
+                one.step(t)
+            continue
+        for stage in range(run.S):
+            layout, told = (
+                chains[0].stages[stage].layout,
+                [one.stages[stage].state.difference() for one in chains],
+            )
+            wholes = [added_up(run, layout, [one]) for one in told]
+            for part in range(8):
+                parts = [added_up(run, layout, [part_of(run, layout, one, part)], part) for one in told]
+                assert not any(unlike(own, other) for own in wholes for other in parts)
+                assert not any(unlike(own, sum(parts, torch.zeros(1)) / 8) for own in parts)
+                turned += any(unlike(own, other) is not None for own in parts for other in parts)
+        meet(chains, t)
+    assert turned, "parts are compared with the whole since parts are not alike"

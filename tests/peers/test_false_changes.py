@@ -19,6 +19,7 @@ from peers.ports import Answer
 from peers.transfer.leases import Snapshot
 from swarm.errors import NotReady
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run
+from swarm.model.meeting import unlike
 from swarm.records import PeerRecord
 from tests.model.chain import tiny_run
 from tests.peers.admitted import admitting, trainer_name
@@ -183,3 +184,22 @@ async def test_a_change_of_ordinary_length_is_taken_and_among_friends_any(
         train(s)
         await s.until_finished(limit_s=60.0)
         assert not s.seen(PeerLost)
+
+
+@pytest.mark.usefixtures("summed_by_parts")
+@pytest.mark.parametrize("lie", [torch.neg, lambda changed: 5.0 * changed], ids=["turned", "longer"])
+async def test_a_part_is_compared_with_all_that_the_own_island_has_changed(lie: Lie) -> None:
+    """Of few tokens honest islands change parts as unlike as that, and one that is refused holds all up."""
+    async with swarm(lone_cells(), replicas=1, batches=Text(batch)) as s:
+        await s.until_serving()
+        change_falsely(s, lie)
+        train(s)
+        await s.until_finished(limit_s=60.0)
+        assert not s.seen(PeerLost)
+
+
+def test_where_an_island_has_changed_nothing_no_other_may() -> None:
+    nothing, some_of_it = torch.zeros(9), torch.ones(9)
+    assert unlike(nothing, nothing) is None
+    assert unlike(nothing, some_of_it) == "a change as long as 3, where that of this island is as long as 0"
+    assert "as long as inf" in str(unlike(some_of_it, 1e30 * some_of_it))
