@@ -1,4 +1,4 @@
-"""Exponential backoff for failing peers. Pure: times are monotonic seconds given by the caller."""
+"""Which peers are not called for a while: they failed, or cost the run too much. Pure: times are given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from swarm.ids import PeerId
 FIRST_BACKOFF_S = 1.0
 """Long enough to redial a broken connection, short enough not to miss a healthy peer."""
 MAX_BACKOFF_S = 30.0
-
 
 STEPS = 20
 BUDGET_S = 25.0
