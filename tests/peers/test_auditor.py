@@ -52,11 +52,11 @@ def add_auditor(s: Swarm, *stages: int) -> Auditor:
 
 
 async def play(run: Run, liar: str | None = None, *, audits: bool = True) -> tuple[Swarm, Auditor | None]:
-    """Run beside a liar so bold that one look in 6,000 misses it: in five steps an auditor looks twice."""
+    """Run beside a liar so bold that one look in 60,000 misses it: its own chance decides an auditor's."""
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         if liar is not None:
-            add_falsely(s.peers[liar], LIES["times 100"])
+            add_falsely(s.peers[liar], 1000.0)
         for peer in s.peers.values():  # they look where the auditor points
             peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
         s.add_trainer(TRAINER, window=1)
