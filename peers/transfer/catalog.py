@@ -7,7 +7,6 @@ are refused that cannot be true.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from peers.clock import now_s
 from peers.ports import Transport
 from peers.status_query import ask_all
+from swarm.digest import digest_of
 from swarm.errors import BadAnswer, PeerFault
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -141,7 +141,7 @@ def chosen(
     first = {*voice, *run.admission.founders}
     order = sorted(others, key=lambda r: (r.peer not in first, r.state != "serving", -r.version, r.peer))
     keepers = [record for record in order if is_keeper(record)]
-    draw = {r.peer: zlib.crc32(f"{me} {r.peer} {now_s() // AGAIN_S}".encode()) for r in keepers}
+    draw = {r.peer: digest_of(f"{me} {r.peer} {now_s() // AGAIN_S}".encode()) for r in keepers}
     asked = sorted(keepers, key=lambda r: (r.peer not in first, draw[r.peer]))[:MAX_KEEPERS]
     for stage in range(run.S):
         replicas = [r for r in order if r.stage == stage and r.state in ("serving", "joining", "paused")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from dataclasses import replace
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 from peers.ports import Answer, Request
 from peers.sim.network import SimSigner
 from peers.transfer.catalog import (
+    AGAIN_S,
     MAX_ASKED,
     MAX_KEEPERS,
     MAX_SIGNED,
@@ -224,6 +227,27 @@ def test_few_are_asked_and_the_furthest_first() -> None:
         *(f"p{i}" for i in furthest),
         *(f"p{i - 1}" for i in furthest),
     ]
+
+
+def test_names_that_are_made_for_it_do_not_keep_a_keeper_from_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checksums of two names differ by the same bits whoever asks, and whenever: names can be made that are
+    before another one nearly always.
+    """
+    honest, dice = zlib.crc32(b"honest 20000.0"), random.Random(1)
+    near: dict[int, list[str]] = {}  # by the number of first bits that are those of the honest one
+    while len(near) < 7 or min(map(len, near.values())) < MAX_KEEPERS:
+        name = "".join(dice.choices("abcdefgh", k=6))
+        alike = 32 - (zlib.crc32(f"{name} 20000.0".encode()) ^ honest).bit_length()
+        if alike < 7 and len(near.setdefault(alike, [])) < MAX_KEEPERS:
+            near[alike].append(name)
+    records = [keeper(name) for names in near.values() for name in names] + [keeper("honest")]
+    asked = 0
+    for turn in range(200):
+        monkeypatch.setattr("peers.transfer.catalog.now_s", lambda turn=turn: (20_000 + turn) * AGAIN_S)
+        asked += "honest" in {record.peer for record in chosen(RUN, records, "me")}
+    assert asked > 200 * MAX_KEEPERS / len(records) / 2
 
 
 async def test_a_refusal_is_no_fault() -> None:
