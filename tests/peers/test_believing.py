@@ -512,6 +512,9 @@ async def test_what_peers_signed_goes_from_keeper_to_keeper(tmp_path: Path) -> N
         await add_lying_keeper(s, "a0", (4, 5))
         other = add_keeper(s, tmp_path / "k1", "k1")
         await s.until(lambda: other.version == 4)
+        s.kill_and_forget("k0", "a0")
+        await add_lying_keeper(s, "a1", (8, 12))
+        await asyncio.sleep(60.0)  # beside what was signed it takes nothing that was not
     assert kept(tmp_path / "k1") == (4, [True, True])
     assert [checkpoint.Checkpoint(tmp_path / "k1", RUN, stage, 4).signed for stage in range(RUN.S)] == signed
 
