@@ -63,7 +63,7 @@ class Convictions(Verdicts):
         self.suspect: Callable[[PeerId], None] = lambda peer: None
         """Told of a replica whose contribution another one found wrong."""
         self._shown: dict[PeerId, Evidence] = {}
-        """What convicted each; of very many, the first."""
+        """What convicted each; of very many, the first and those with voice."""
         self._suspected_by: dict[PeerId, int] = {}
         """The last step of which each replica said so."""
         self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]]
@@ -78,7 +78,7 @@ class Convictions(Verdicts):
             return False
         if not isinstance(evidence, WrongAnswer | WrongContribution):
             self.barred.add(accused)
-        if len(self._shown) < MAX_TOLD:
+        if len(self._shown) < MAX_TOLD or accused in self._voices.of_all():
             self._shown[accused] = evidence
         what = type(evidence.statement).__name__.lower()
         self.leave_out(accused, f"its signed {what} of step {evidence.statement.t} is false")

@@ -3756,6 +3756,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_judges",),
     ),
     Mutation(
+        "a-crowd-is-shown-first",
+        CONVICTIONS,
+        "if len(self._shown) < MAX_TOLD or accused in self._voices.of_all():",
+        "if len(self._shown) < MAX_TOLD:",
+        "Sixty-four identities convict themselves, and no keeper gets evidence of another liar.",
+        ("test_judges",),
+    ),
+    Mutation(
         "a-crowd-is-told-first",
         "peers/audit/verdicts.py",
         "sorted(peers, key=lambda peer: (peer not in voice, peer))[:MAX_TOLD]",
@@ -3873,6 +3881,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        told.intersection_update(founders)\n",
         "        pass\n",
         "Twenty keepers that lie send a lost run on from a version of their own.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "the-same-keepers-are-asked-each-time",
+        CATALOG,
+        'f"{me} {r.peer} {now_s() // AGAIN_S}"',
+        'f"{me} {r.peer}"',
+        "A keeper behind many that lie is never asked.",
+        ("test_saved",),
+    ),
+    Mutation(
+        "what-peers-signed-is-kept-like-a-strangers-word",
+        "peers/transfer/keeper.py",
+        "voiced=found.voiced or bool(same) or not",
+        "voiced=found.voiced or not",
+        "A stranger offers newer versions, and the signed one is pruned for them.",
         ("test_believing",),
     ),
     Mutation(

@@ -131,8 +131,13 @@ async def test_strangers_that_convict_themselves_do_not_hide_who_lied() -> None:
             show = pack(ShowEvidence(run=RUN.id, evidence=lies(name)))
             await s.network.peers[name].transport.call("s0p0", "evidence", show)
         assert len(s.peers["s0p0"].convictions.convicted) > MAX_TOLD
-        told = await s.add_stranger().ask("s0p0", "convicted", AskConvicted(run=RUN.id, peer=""), Convicted)
+        stranger = s.add_stranger()
+        told = await stranger.ask("s0p0", "convicted", AskConvicted(run=RUN.id, peer=""), Convicted)
         assert len(told.others) == MAX_TOLD and told.others[0] == "s1p2"
+        assert s.peers["s0p0"].convictions.convict(lies("s1p1"))
+        shown = AskConvicted(run=RUN.id, peer="s1p1", show=True)
+        told = await stranger.ask("s0p0", "convicted", shown, Convicted)
+        assert told.evidence == lies("s1p1"), "it is shown to keepers, too"
 
 
 async def test_no_evidence_is_kept_against_who_is_in_no_record() -> None:
