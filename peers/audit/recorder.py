@@ -18,6 +18,7 @@ from peers import events
 from peers.ports import Directory, Transport
 from peers.status_query import ask_all
 from peers.storage.transcript import CharterSeen, Conviction, Entry, Took, TranscriptWriter
+from peers.transfer.catalog import SIGNERS
 from peers.voices import Voices
 from swarm.audit.evidence import is_signed_by_accused
 from swarm.errors import BadAnswer, SetupError
@@ -36,7 +37,6 @@ EVERY_S = 10.0
 ASK_S = 4.0
 MAX_ASKED = 4
 """Replicas of one stage: one may be a step behind, and one may lie."""
-SIGNERS = 2
 MAX_CONVICTED = 256
 """Peers whose evidence is in a transcript, judged by two; and by one."""
 AT_A_TIME = 4
