@@ -227,9 +227,5 @@ class Device(Protocol):
         ...
 
     async def run(self, rank: Rank, t: int, job: Callable[..., T], *args: Any) -> T:
-        """The result of `job(*args)`, of step `t`.
-
-        Raises:
-            Leaving: the device was stopped before.
-        """
+        """The result of `job(*args)`, of step `t`. Raises Leaving: the device was stopped before."""
         ...

@@ -63,11 +63,7 @@ class Membership:
         return record is not None and record.stage == stage and record.state != "left"
 
     async def require(self, peer: PeerId, stage: Stage) -> None:
-        """Return if `peer` is announced at `stage`.
-
-        Raises:
-            NotNow: it is not, as far as is known now.
-        """
+        """Return if `peer` is announced at `stage`. Raises NotNow: it is not, as far as is known now."""
         if self.has(peer, stage):
             return
         if now_s() - self._asked_at > REFRESH_S:

@@ -100,11 +100,7 @@ def call(spec: str, what: str) -> Any:
 
 
 def import_module(spec: str, what: str) -> ModuleType:
-    """The module of the function.
-
-    Raises:
-        SetupError: there is no such module here, or it fails.
-    """
+    """The module of the function. Raises SetupError: there is no such module here, or it fails."""
     place, _, name = spec.partition(":")
     if not place or not name:
         raise SetupError(f"a {what} is given as package.module:function, not {spec!r}")

@@ -1092,11 +1092,7 @@ class Run(_Spec):
 
     @property
     def built_in(self) -> ModelSpec:
-        """The table of the built-in model.
-
-        Raises:
-            SetupError: the run has a custom model.
-        """
+        """The table of the built-in model. Raises SetupError: the run has a custom model."""
         if isinstance(self.model, CustomModelSpec):
             raise SetupError(f'model.kind = "{self.model.kind}": this works for the built-in decoder only')
         return self.model

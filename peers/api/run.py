@@ -172,11 +172,7 @@ class Run:
         return self.terms.to_toml()
 
     def open_data(self) -> Dataset | Samples:
-        """What the run trains on.
-
-        Raises:
-            SetupError: it cannot be read.
-        """
+        """What the run trains on. Raises SetupError: it cannot be read."""
         return open_data(self.terms, self.files, self.tokenizer)
 
     def trained(self, weights: Mapping[str, torch.Tensor], steps: int) -> nn.Module:

@@ -89,11 +89,7 @@ def load_devices(path: Path) -> Network:
 
 
 def read_text(path: Path) -> str:
-    """All of a file that a user gave.
-
-    Raises:
-        SetupError: there is none, or it is no text.
-    """
+    """All of a file that a user gave. Raises SetupError: there is none, or it is no text."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

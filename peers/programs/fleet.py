@@ -147,11 +147,7 @@ def check_size(stages: int, peers: int, yes: bool) -> None:
 
 
 def names_of(device: str) -> list[str]:
-    """The devices, each in a word.
-
-    Raises:
-        SetupError: there is none.
-    """
+    """The devices, each in a word. Raises SetupError: there is none."""
     if device != "all":
         return [name.strip() for name in device.split(",") if name.strip()]
     import torch

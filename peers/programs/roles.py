@@ -620,11 +620,7 @@ class Audit(_Looping[AuditOptions]):
 
 
 def kept_stages(run: Run, chosen: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """The stages to keep, ascending; all if none is chosen.
-
-    Raises:
-        SetupError: the run has no such stage.
-    """
+    """The stages to keep, ascending; all if none is chosen. Raises SetupError: the run has no such stage."""
     if wrong := [stage for stage in chosen if stage >= run.S]:
         raise SetupError(f"--stages {wrong[0]}: run {run.name!r} has stages 0 to {run.S - 1}")
     return tuple(sorted(set(chosen))) or tuple(range(run.S))

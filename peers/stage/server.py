@@ -310,11 +310,7 @@ class StagePeer:
             await asyncio.sleep(RETRY_S)
 
     async def _end(self, watch: asyncio.Task[None], loops: Sequence[asyncio.Task[object]]) -> None:
-        """Stop all that is under way, then the device.
-
-        Raises:
-            DeviceHangs: it hung before, or does now.
-        """
+        """Stop all that is under way, then the device. Raises DeviceHangs: it hung before, or does now."""
         core, device = self.core, self.core.device
         joined, core.joined = core.joined, False
         core.life = "left"  # a directive that still comes must not start what nothing would end

@@ -73,11 +73,7 @@ class CheckpointStore:
         return checkpoint.Checkpoint(folder, self._run, self._stage, version).signed if folder else ()
 
     def load(self, version: int) -> Mapping[str, torch.Tensor]:
-        """The tensors of one version; not to be written to.
-
-        Raises:
-            SetupError: it is not here, or damaged.
-        """
+        """The tensors of one version; not to be written to. Raises SetupError: it is not here, or damaged."""
         if self._pinned is not None and self._pinned[0] == version:
             return self._pinned[1]
         if self._folder is None:

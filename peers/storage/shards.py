@@ -55,11 +55,7 @@ class Shards:
         return self.parts(block * BLOCK_BYTES, min(self.size, (block + 1) * BLOCK_BYTES))
 
     def read(self, part: Part, address: str) -> bytes | bytearray:
-        """The tokens of a part.
-
-        Raises:
-            OSError: they are not at this address.
-        """
+        """The tokens of a part. Raises OSError: they are not at this address."""
         dtype = part.shard.dtype or self._dtype
         item, skip = ITEM_BYTES[dtype], part.shard.skip
         raw = fetch.read(address, skip + part.first * item, skip + part.end * item)

@@ -151,11 +151,7 @@ def with_step(folder: Path, run: Run, step: int | None, use: Callable[[int], T])
 
 
 def stages_bytes(folder: Path, run: Run, step: int) -> int:
-    """Of all stages' files together.
-
-    Raises:
-        Damaged: an index is.
-    """
+    """Of all stages' files together. Raises Damaged: an index is."""
     return sum(checkpoint.Checkpoint(folder, run, stage, step).size_bytes for stage in range(run.S))
 
 

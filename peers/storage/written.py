@@ -77,11 +77,7 @@ class Columns(Sequence[tuple[np.ndarray, ...]]):
 
 
 def read_samples(text: str) -> Columns:
-    """The samples beside a text.
-
-    Raises:
-        SetupError: they are not there, or damaged.
-    """
+    """The samples beside a text. Raises SetupError: they are not there, or damaged."""
     path = Path(text).with_name(SAMPLES)
     try:
         with safe_open(path, "np") as file:

@@ -152,11 +152,7 @@ def _ready(path: Path) -> tuple[Shard, ...] | None:
 
 
 def _end(tokenizer: Tokenizer, asked: str | None) -> int | None:
-    """The token that ends documents.
-
-    Raises:
-        SetupError: the tokenizer has none such.
-    """
+    """The token that ends documents. Raises SetupError: the tokenizer has none such."""
     if asked == "none" or (asked is None and not tokenizer.json):
         return None
     if asked is not None and asked.isdecimal():

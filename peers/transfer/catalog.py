@@ -150,11 +150,7 @@ def chosen(
 
 
 def check_saved(run: Run, record: PeerRecord, saved: Saved, signer: Signer) -> None:
-    """Check what the peer of `record` says it can give out.
-
-    Raises:
-        BadAnswer: it cannot be; says why.
-    """
+    """Check what the peer of `record` says it can give out. Raises BadAnswer: it cannot be; says why."""
     found = set[Stage]()
 
     def known(word: Word) -> bool:

@@ -113,11 +113,7 @@ class Leases:
         return [lease for lease in self._leases.values() if lease.pool in pools]
 
     def require_no_rest(self, peer: PeerId, *, version: int) -> None:
-        """Return if `peer` may have a place.
-
-        Raises:
-            NotReady: it lost one a moment ago.
-        """
+        """Return if `peer` may have a place. Raises NotReady: it lost one a moment ago."""
         now = now_s()
         self._rests = {other: until for other, until in self._rests.items() if now < until}
         if peer in self._rests:

@@ -58,11 +58,7 @@ def is_audited(run: Run) -> bool:
 def make(
     compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
 ) -> Made:
-    """Compute a microbatch; no sum changes. In a job of the device.
-
-    Raises:
-        As `StageCompute.forward`.
-    """
+    """Compute a microbatch; no sum changes. In a job of the device. Raises as `StageCompute.forward`."""
     if compute.stage == compute.run.S - 1:
         found = compute.loss_gradients(mb, inputs, weights=False)
         return Made([], list(found.answer), found.loss)

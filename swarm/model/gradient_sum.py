@@ -203,11 +203,7 @@ class SharedWeights:
         """Other stage -> what it holds as well as this one, sorted."""
 
     def numel(self, other: Stage) -> int:
-        """Numbers in the `part` of either.
-
-        Raises:
-            Refused: that stage holds nothing of what this one does.
-        """
+        """Numbers in the `part` of either. Raises Refused: that stage holds nothing of what this one does."""
         names = self.names.get(other)
         if not names:
             raise Refused(f"stage {other} shares no weights with stage {self._stage}")

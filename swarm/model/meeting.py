@@ -98,11 +98,7 @@ def difference_bytes(run: Run, layout: Layout, part: int | None = None, *, is_su
 
 
 def part_of(run: Run, layout: Layout, difference: torch.Tensor, part: int) -> torch.Tensor:
-    """A view of a part of what an island has changed.
-
-    Raises:
-        Refused: there is no such part.
-    """
+    """A view of a part of what an island has changed. Raises Refused: there is no such part."""
     if not 0 <= part < parts_summed(run.islands.count):
         raise Refused(f"there is no part {part} of {parts_summed(run.islands.count)}")
     start = sum(difference_bytes(run, layout, before) for before in range(part))

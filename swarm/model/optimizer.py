@@ -126,11 +126,7 @@ class FlatOptimizer:
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        """`seed`: the run's.
-
-        Raises:
-            SetupError: adamw8bit without CUDA.
-        """
+        """`seed`: the run's. Raises SetupError: adamw8bit without CUDA."""
         self._spec, self._parts, self._device, self._seed = spec, parts, device, seed
         if spec.name == "adamw8bit":
             if device.type != "cuda":

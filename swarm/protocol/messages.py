@@ -129,11 +129,7 @@ MAX_NAME = 64
 
 
 def check_report(report: ReplicaReport, run: Run) -> None:
-    """Refuse a report that no honest replica sends.
-
-    Raises:
-        Refused: the text names what is impossible.
-    """
+    """Refuse a report that no honest replica sends. Raises Refused: the text names what is impossible."""
     check_position(report.generation, report.version, run, what="a report")
     if not 0.0 <= report.bandwidth_bps < math.inf:
         raise Refused(f"an impossible bandwidth, {report.bandwidth_bps} bit/s")

@@ -136,11 +136,7 @@ class Belief:
         return not lacking
 
     def check_commit(self, commit: Commit, generation: Generation, mine: Prepared | None) -> None:
-        """Check the signatures and norms of a commit.
-
-        Raises:
-            Refused: what proves it is false.
-        """
+        """Check the signatures and norms of a commit. Raises Refused: what proves it is false."""
         t = commit.t
         if len(commit.proofs) != self._run.S:
             raise Refused(f"the commit of step {t} has proofs of {len(commit.proofs)} stages")

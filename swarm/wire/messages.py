@@ -469,11 +469,7 @@ def say(message: msgspec.Struct) -> tuple[bytes, tuple[bytes, ...]]:
 
 
 def hear(header: bytes, body: Sequence[Buffer], kind: type[T]) -> T:
-    """What was said, in the header or in the body.
-
-    Raises:
-        Refused: as `unpack`.
-    """
+    """What was said, in the header or in the body. Raises Refused: as `unpack`."""
     if header or len(body) != 1:
         return unpack(header, kind)
     return _unpacked(memoryview(body[0]), kind, MAX_LONG_BYTES, 2 * UNFOLDED_BYTES, "message")

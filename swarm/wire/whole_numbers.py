@@ -66,11 +66,7 @@ def most_bytes(numel: int) -> tuple[int, int]:
 
 
 def unpack(buffers: Sequence[Buffer], numel: int, *, name: str = "a tensor") -> torch.Tensor:
-    """The `numel` numbers, int64, in fresh memory.
-
-    Raises:
-        Refused: not what `pack` makes.
-    """
+    """The `numel` numbers, int64, in fresh memory. Raises Refused: not what `pack` makes."""
     if len(buffers) != 2:
         raise Refused(f"{name} came in {len(buffers)} buffers; expected 2")
     widths, data = (np.frombuffer(buffer, np.uint8) for buffer in buffers)
