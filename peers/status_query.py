@@ -9,15 +9,23 @@ from typing import TypeVar
 
 import msgspec
 
+from peers.clock import now_s
 from peers.ports import Transport
 from swarm.errors import PeerFault, SwarmError
-from swarm.ids import PeerId
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
+from swarm.policy.backoff import BUDGET_ROUNDS
+from swarm.policy.router import Router
 from swarm.protocol.rollback import check_position
-from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
+from swarm.protocol.rounds import named_by_most
+from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, pack, unpack_answer
 
 ASK_S = 3.0
 MAX_VOICES = 3
+LOCATE_S = 1.0
+"""How long to ask which peer has a microbatch before it is recomputed."""
+MAX_LOCATED = 16
+"""Peers asked where a microbatch is. Missing a holder costs an undo, not correctness."""
 
 T = TypeVar("T")
 
@@ -75,3 +83,20 @@ async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[Pee
         if 2 * sum(reached) < len(reached):
             return False
     return True
+
+
+async def holders(
+    run: str, transport: Transport, router: Router, stage: Stage, microbatch: Microbatch
+) -> list[PeerId]:
+    """Those peers of a stage that have `microbatch` or compute it, without those that their stage leaves out:
+    what they compute is run again.
+    """
+    now, (t, m) = now_s(), microbatch
+    peers = [peer for peer in router.answering(stage) if not router.backoff.in_backoff(peer, now=now)]
+    told = await ask_all(
+        transport, peers[:MAX_LOCATED], "locate", Locate(run=run, t=t, m=m), Located, deadline_s=LOCATE_S
+    )
+    named = named_by_most({p: answer.left_out for p, answer in told.items()})
+    for peer in named:
+        router.backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)
+    return [peer for peer, answer in told.items() if answer.has and peer not in named]

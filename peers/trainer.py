@@ -24,9 +24,8 @@ from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
-from peers.locator import Locator
 from peers.ports import Directory, Transport
-from peers.status_query import all_have
+from peers.status_query import all_have, holders
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
 from peers.waiting import end_tasks, happens
@@ -154,7 +153,6 @@ class Trainer:
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
         self._voices = Voices(run, transport.signer, directory)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
-        self._locator = Locator(run.id, transport, self._router.backoff)
         self._limits = CallLimits(self._router, 0, run.S)
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
@@ -327,7 +325,7 @@ class Trainer:
         began, route = now_s(), list[PeerId]()
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                await self._locator.holders(mb, self._router.answering(0))
+                await holders(self._run.id, self._transport, self._router, 0, mb)
             route = self._route(mb)
             self._latency.began(route)
             peer = route[0]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from peers.clock import now_s
-from peers.locator import Locator
 from peers.ports import Answer, Buffer, Directory, Transport
+from peers.status_query import holders
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.router import NoPeerForStage, Router
@@ -42,8 +42,7 @@ class NextStage:
     ) -> None:
         """`stages`: of the run. `heard`: those of some peers of the stage whose word counts."""
         self.stage = stage
-        self._locator = Locator(run, transport, router.backoff)
-        self._transport, self._directory = transport, directory
+        self._run, self._transport, self._directory = run, transport, directory
         self._router, self._on_fault = router, on_fault
         self._stages, self._heard = stages, heard
         self._limits = CallLimits(router, stage, stages)
@@ -172,6 +171,6 @@ class NextStage:
 
     async def _locate(self, work: Work) -> PeerId | None:
         """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""
-        peers = self._router.answering(self.stage)
-        holders = await self._locator.holders(Microbatch(work.t, work.m), peers)
-        return next((peer for peer in holders if peer not in self._in_vain(work)), None)
+        microbatch = Microbatch(work.t, work.m)
+        found = await holders(self._run, self._transport, self._router, self.stage, microbatch)
+        return next((peer for peer in found if peer not in self._in_vain(work)), None)

@@ -80,9 +80,8 @@ class BlockExchange:
             movable=False, device="disk", addresses=addresses, since=unix_s(),
         )  # fmt: skip
         try:
-            while True:
-                await self._directory.announce(record)
-                await asyncio.sleep(ANNOUNCE_S)
+            await self._directory.announce(record)
+            await asyncio.Future()
         finally:
             await self._directory.withdraw()
 

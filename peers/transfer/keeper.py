@@ -43,7 +43,6 @@ from swarm.wire.trails import Word, weights_of
 
 POLL_S = 3.0
 """A peer without a disk holds a version until its next checkpoint; these are minutes apart in earnest."""
-ANNOUNCE_S = 5.0
 FULL_S = 60.0
 """Until a full disk is tried again."""
 FIRST_REST_S = 5.0
@@ -185,7 +184,6 @@ class CheckpointKeeper:
             loops = [
                 leaving,
                 asyncio.create_task(self._keep_often()),
-                asyncio.create_task(self._announce_often()),
                 *(asyncio.create_task(recorder.run()) for recorder in self._recorders),
             ]
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
@@ -212,11 +210,6 @@ class CheckpointKeeper:
             addresses=self._settings.addresses, since=self._settings.joined_at,
         )  # fmt: skip
         await self._directory.announce(record)
-
-    async def _announce_often(self) -> None:
-        while True:
-            await asyncio.sleep(ANNOUNCE_S)
-            await self._announce()
 
     # -- what is here -----------------------------------------------------------------------------
 
