@@ -16,7 +16,7 @@ from swarm.errors import SetupError
 from swarm.installed import first_line
 from swarm.manifest import Run
 from swarm.model.gpt import weights_dtype
-from swarm.model.graph.model_source import CustomModel
+from swarm.model.graph.model_source import CustomModel, as_tuple
 
 ROWS = 8
 """Samples of a microbatch, where neither the example nor the caller says how many."""
@@ -83,15 +83,11 @@ class Example:
         by_name = isinstance(self._inputs, Mapping)
         return CustomModel(
             module=model,
-            args=() if by_name else pytree.tree_map(sized, _tuple(self._inputs)),
+            args=() if by_name else pytree.tree_map(sized, as_tuple(self._inputs)),
             kwargs=pytree.tree_map(sized, dict(self._inputs)) if by_name else {},
             loss=loss,
-            targets=pytree.tree_map(sized, _tuple(self._targets)),
+            targets=pytree.tree_map(sized, as_tuple(self._targets)),
         )
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def _count_tensors(tree: Any) -> int:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
 from swarm.model.graph.capture import Captured, WithLoss, capture
-from swarm.model.graph.functionalize import CHECKS
+from swarm.model.graph.functionalize import is_check
 from swarm.model.graph.functions import OPERATOR, TracedFunction, constants
 from swarm.model.graph.model_source import CustomModel
 from swarm.model.graph.trace import check_traceable, input_names
@@ -143,7 +143,7 @@ class _Writer:
 
     def _body(self, module: fx.GraphModule) -> Iterator[str]:
         for node in module.graph.nodes:
-            if node.op == "call_function" and not _is_check(node):
+            if node.op == "call_function" and not is_check(node):
                 if isinstance(node.target, HigherOrderOperator):
                     yield from self._region(module, node)
                 else:
@@ -195,11 +195,6 @@ def _function(name: str, found: TracedFunction) -> Iterator[str]:
         yield from (f"{INDENT}{INDENT}{line}" for line in (*body, f"return {_word(tuple(made))}"))
         yield ""
     yield ""
-
-
-def _is_check(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and target._schema.name.partition("::")[2].startswith(CHECKS)
 
 
 def _called(node: fx.Node) -> str:

@@ -3,18 +3,15 @@
     NAME.safetensors    the weights of all stages, by full name
     NAME.json           what they are: the run's manifest, the step, and the digest of the file beside it
 
-The JSON is written last, so a model is there exactly when its JSON fits its weights. It says the essentials
-in fields of their own, for other programs; ours believe the manifest, whose hash is the run's id.
+The JSON is written last, so a model is there exactly when its JSON fits its weights.
 
 A model may come from a stranger: digest, names, shapes and finiteness are checked before it is believed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -31,21 +28,10 @@ SUFFIX = ".safetensors"
 _KIND = safetensors_file.Kind("model", "Copy or export it again")
 
 
-class ModelConfig(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands in the JSON."""
+class ModelConfig(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """What stands in the JSON. (Older files repeat fields of the manifest in it.)"""
 
-    name: str
-    """The run's name."""
-    dtype: str
-    """Of the weights in the file."""
     parameters: int
-    model: dict[str, Any]
-    """As the manifest's table `model`."""
-    sequence_length: int
-    """Tokens that the model saw at once."""
-    tokenizer: str
-    """`bytes`, or `file`: then its JSON's digest is the next field."""
-    tokenizer_sha256: str
     manifest: str
     """The run's manifest (TOML)."""
 
@@ -82,33 +68,14 @@ def write(
         config = ModelConfig(
             format=safetensors_file.FORMAT,
             run=run.id,
-            name=run.name,
             step=step,
             sha256=digest,
             bytes=size,
-            dtype=" ".join(sorted({safetensors_file.info(tensor).dtype for tensor in shapes.values()})),
             parameters=sum(tensor.numel() for tensor in shapes.values()),
             manifest=run.to_toml(),
-            **_of_manifest(run),
         )
         safetensors_file.write_json(config_path(path), config)
     return config
-
-
-def _of_manifest(run: Run) -> dict[str, Any]:
-    """The fields that only repeat the manifest, for other programs."""
-    data = run.data
-    return {
-        # As JSON has it; and a list that is younger than files which were written before is left out.
-        "model": {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(run.model).items()
-            if value != ()
-        },
-        "sequence_length": data.sequence_length,
-        "tokenizer": data.tokenizer,
-        "tokenizer_sha256": data.tokenizer_sha256,
-    }
 
 
 def _refuse_strange(where: Path) -> None:
@@ -140,9 +107,6 @@ def read_config(path: Path) -> tuple[ModelConfig, Run]:
         run = check_id(config.manifest, config.run)
     except SetupError as error:
         raise _KIND.damaged(where, error.text) from None
-    told = {name: getattr(config, name) for name in _of_manifest(run)}
-    if told != _of_manifest(run):
-        raise _KIND.damaged(where, "its fields are not those of its manifest")
     if not 0 <= config.step <= run.steps:
         raise _KIND.damaged(where, f"step {config.step} of a run of {run.steps}")
     return config, run

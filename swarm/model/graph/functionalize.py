@@ -74,7 +74,7 @@ class _Flat:
                 env[node] = self._region(node, env)
             elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
                 env[node] = env[node.args[0]][node.args[1]]
-            elif not _is_check(node):
+            elif not is_check(node):
                 env[node] = self._operator(node, env)
         raise AssertionError("a graph without an output")
 
@@ -262,7 +262,8 @@ def _called(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-def _is_check(node: fx.Node) -> bool:
+def is_check(node: fx.Node) -> bool:
+    """Whether an operator only checks something, and gives nothing."""
     return isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2].startswith(
         CHECKS
     )

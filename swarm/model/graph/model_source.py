@@ -56,10 +56,10 @@ def from_code(spec: str) -> CustomModel:
     loss, targets = made[2:] if len(made) == 4 else (None, ())
     return CustomModel(
         module=made[0],
-        args=() if isinstance(inputs, Mapping) else _tuple(inputs),
+        args=() if isinstance(inputs, Mapping) else as_tuple(inputs),
         kwargs=inputs if isinstance(inputs, Mapping) else {},
         loss=loss,
-        targets=_tuple(targets),
+        targets=as_tuple(targets),
     )
 
 
@@ -137,5 +137,6 @@ def _input(text: str, rows: int) -> tuple[str, Any]:
     return name, torch.zeros(shape, dtype=dtype)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """One value, or several, as several."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
