@@ -3,7 +3,8 @@
 What text became is kept in the cache folder, named by the root of its Merkle tree, which the manifest pins:
 
     CACHE/tokens/ROOT/         an index, and the tokens beside it
-    CACHE/tokens/KEY           the root of what a source became: KEY is of its bytes and the tokenizer
+    CACHE/tokens/KEY           the root of what files became: KEY is of their sizes, when they were last
+                               changed, and the tokenizer
 
 Files are read in parts and never held whole.
 """
@@ -13,15 +14,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import io
 import logging
 import os
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +36,7 @@ from swarm.errors import SetupError
 from swarm.manifest import Run, pin
 from swarm.merkle import tree_bytes
 
-_LAYOUT = "2"
+_LAYOUT = "3"
 """Part of every key: raise it when the same source would give other tokens."""
 _TOKENS = "0.tokens"
 
@@ -155,11 +154,9 @@ def open_dataset(
         index = cache.index(run.data.sha256)
     if index is None:
         made_by = open_tokenizer(run, tokenizer)
-        sources = _sources(run, given)
-        for _, chunks in _read("comparing the text with the cache", sources, digests := []):
-            deque(chunks, maxlen=0)
-        key = _key(digests, made_by, dtype)
-        index = cache.lookup(key) or cache.fill(key, sources, made_by, run.model.vocab_size)
+        texts = _text_files(run, given)
+        key = _key(texts, made_by, dtype)
+        index = cache.lookup(key) or cache.fill(key, texts, made_by, run.model.vocab_size)
     _check(run, index)
     if reads_text and run.data.eos >= made_by.vocabulary:
         raise SetupError(
@@ -177,57 +174,37 @@ def open_dataset(
 # --- where the text comes from
 
 
-class _Source(NamedTuple):
-    """A text and how to open it."""
-
-    name: str
-    opened: Callable[[], BinaryIO]
-    size_bytes: int = 0
-
-
-def _chunks(source: _Source, digest: Any, progress: Callable[[int], None]) -> Iterator[bytes]:
-    """What is in a source; `digest` is of all of it in the end.
-
-    Raises:
-        SetupError: it cannot be read.
-    """
-    with atomic_file.told(f"cannot read the data file {source.name}"), source.opened() as file:
-        while chunk := file.read(atomic_file.CHUNK_BYTES):
-            digest.update(chunk)
-            progress(len(chunk))
-            yield chunk
-
-
-def _read(what: str, sources: Sequence[_Source], digests: list[Any]) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Name and chunks of each source in turn; `digests` gets one of each, of what was read of it."""
-    with Bar(what, sum(source.size_bytes for source in sources)) as bar:
-        for source in sources:
-            digests.append(hashlib.sha256())
-            yield source.name, _chunks(source, digests[-1], bar)
-
-
-def _sources(run: Run, files: Sequence[str | Path] | None) -> list[_Source]:
+def _text_files(run: Run, files: Sequence[str | Path]) -> list[Path]:
+    """The files that the text is in; none: it is the tales."""
     if run.data.source == "tales":
         if files:
             raise SetupError(f'the run reads tales (data.source = "tales"), but {files[0]} was given')
-        return [_Source("tales", lambda: io.BytesIO(tales.text()))]
+        return []
     if not files:
         raise SetupError(
             'the run reads text files (data.source = "files"): give them with --data, in the owner\'s order'
         )
-    return [_file_source(Path(path)) for path in files]
+    paths = list(map(Path, files))
+    for path in paths:
+        if path.is_dir():
+            raise SetupError(
+                f"the data file {path} is a folder: give the text files in it, such as {path}/*.txt"
+            )
+        if not path.exists():
+            raise SetupError(
+                f"the data file {path} does not exist (looked for it in {path.absolute().parent})"
+            )
+        if not path.is_file():
+            raise SetupError(f"the data file {path} is not a regular file: save its text to one")
+    return paths
 
 
-def _file_source(path: Path) -> _Source:
-    if path.is_dir():
-        raise SetupError(f"the data file {path} is a folder: give the text files in it, such as {path}/*.txt")
-    if not path.exists():
-        raise SetupError(f"the data file {path} does not exist (looked for it in {path.absolute().parent})")
-    if not path.is_file():
-        raise SetupError(
-            f"the data file {path} is not a regular file: save its text to one, it is read twice"
-        )
-    return _Source(str(path), lambda: path.open("rb"), path.stat().st_size)
+def _chunks(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:
+    """What is in a file. Raises SetupError: it cannot be read."""
+    with atomic_file.told(f"cannot read the data file {path}"), path.open("rb") as file:
+        while chunk := file.read(atomic_file.CHUNK_BYTES):
+            progress(len(chunk))
+            yield chunk
 
 
 # --- the cache
@@ -278,15 +255,18 @@ class _Cache(NamedTuple):
             return None
         return self.index(root) if root.isalnum() else None
 
-    def fill(self, key: str, sources: list[_Source], tokenizer: Tokenizer, vocab_size: int) -> Index:
+    def fill(self, key: str, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int) -> Index:
         """Make the tokens and keep them."""
+        size_bytes = sum(path.stat().st_size for path in files)
         with atomic_file.told("cannot keep tokens", _REMEDY, folder=self.folder):
             with tempfile.TemporaryDirectory(prefix=atomic_file.TEMPORARY, dir=self.folder) as made_in:
                 folder = Path(made_in)
-                texts = _read("reading the text into tokens", sources, digests := [])
-                parts = (part for name, chunks in texts for part in tokenizer.encode_file(chunks, name))
-                count = write_shard(folder / _TOKENS, parts, self.dtype, vocab_size)
-                if _key(digests, tokenizer, self.dtype) != key:
+                with Bar("reading the text into tokens", size_bytes) as bar:
+                    texts = ((str(path), _chunks(path, bar)) for path in files)
+                    named = texts if files else [("tales", [tales.text()])]
+                    parts = (part for name, chunks in named for part in tokenizer.encode_file(chunks, name))
+                    count = write_shard(folder / _TOKENS, parts, self.dtype, vocab_size)
+                if _key(files, tokenizer, self.dtype) != key:
                     raise SetupError(
                         "the data files changed while they were read: try again when they are at rest"
                     )
@@ -303,10 +283,12 @@ class _Cache(NamedTuple):
 _REMEDY = f"set {CACHE_ENV} to another folder"
 
 
-def _key(digests: Iterable[Any], tokenizer: Tokenizer, dtype: str) -> str:
-    """The hash of all that decides the tokens; `digests`: of the sources."""
-    parts = [_LAYOUT, dtype, tokenizer.key, *(digest.hexdigest() for digest in digests)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+def _key(files: Sequence[Path], tokenizer: Tokenizer, dtype: str) -> str:
+    """The hash of all that decides the tokens; of files, what `swarm tokenize` knows them by, too."""
+    states = [(os.fspath(path.resolve()), path.stat()) for path in files]
+    texts = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states]
+    parts = [_LAYOUT, dtype, tokenizer.key, *(texts or [hashlib.sha256(tales.text()).hexdigest()])]
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _check(run: Run, index: Index) -> None:
