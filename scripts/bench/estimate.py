@@ -43,7 +43,7 @@ from peers.system import tune_malloc
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.graph.partition import plan_stages
-from swarm.model.graph.stage_module import StageModule, cut
+from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import Traced, trace
 from swarm.partitioner.cost import operations, reckoned_s
 from swarm.partitioner.search import find_cut
@@ -190,7 +190,7 @@ def stages_of(
     model: str, traced: Traced, sample: Sequence[torch.Tensor], assignment: Sequence[int]
 ) -> list[Stage]:
     """The stages of a cut, each with what came out of the one before."""
-    pieces = cut(traced, assignment, seed=0)
+    pieces = [StageModule(traced, plan, seed=0) for plan in plan_stages(traced.graph, assignment)]
     passing = dict(zip(traced.graph.inputs, sample, strict=True))
     stages = []
     for number, piece in enumerate(pieces):

@@ -18,11 +18,10 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.graph.capture import find_loss
 from swarm.model.graph.model_source import CustomModel, from_code
-from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import Traced
 from tests.api.nets import net, samples
 from tests.model import zoo
-from tests.model.parity import gradients
+from tests.model.parity import cut, gradients
 from tests.model.test_own_functions import BODIES, Net, X
 from tests.seeds import some
 

@@ -18,7 +18,8 @@ from swarm.ids import Microbatch
 from swarm.model.graph.capture import find_loss
 from swarm.model.graph.ir import OpGraph, Value
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
-from swarm.model.graph.stage_module import StageModule, cut
+from swarm.model.graph.partition import plan_stages
+from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import Traced, trace
 from swarm.model.stage_function import Output
 from tests.model import zoo
@@ -33,6 +34,11 @@ class FullModel(NamedTuple):
     inputs: dict[str, torch.Tensor]
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
+
+
+def cut(traced: Traced, assignment: Sequence[int], *, seed: int) -> list[StageModule]:
+    """The stage modules of a cut. Raises SetupError: the cut is no cut of this graph."""
+    return [StageModule(traced, plan, seed=seed) for plan in plan_stages(traced.graph, assignment)]
 
 
 def compute(model: nn.Module, traced: Traced, inputs: dict[str, torch.Tensor]) -> FullModel:

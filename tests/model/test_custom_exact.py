@@ -23,7 +23,6 @@ from swarm.manifest import (
     write_cut,
 )
 from swarm.model.graph.custom_model import custom_model, model_inputs
-from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
 from swarm.model.kept import foretold_bytes
 from swarm.model.reference import SingleProcess
@@ -31,7 +30,7 @@ from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, encode
 from tests.model import zoo
 from tests.model.chain import Chain, farthest
-from tests.model.parity import random_cuts
+from tests.model.parity import cut, random_cuts
 from tests.model.test_meeting import meet
 from tests.seeds import some
 

@@ -7,9 +7,8 @@ import torch
 
 from swarm.ids import Microbatch
 from swarm.model.graph.model_source import from_hf
-from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
-from tests.model.parity import check_parity, compute, gradients, random_cuts
+from tests.model.parity import check_parity, compute, cut, gradients, random_cuts
 from tests.seeds import some
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")

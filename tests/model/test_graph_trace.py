@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
-from tests.model.parity import check_parity, compute, gradients, random_cuts, whole
+from tests.model.parity import check_parity, compute, cut, gradients, random_cuts, whole
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -18,10 +18,9 @@ from swarm.ids import Microbatch
 from swarm.model.graph.custom_model import _graph_digest
 from swarm.model.graph.functions import OPERATOR
 from swarm.model.graph.model_source import from_hf
-from swarm.model.graph.stage_module import cut
 from swarm.model.graph.trace import trace
 from swarm.partitioner.cost import operations, reckoned_s
-from tests.model.parity import gradients, random_cuts
+from tests.model.parity import cut, gradients, random_cuts
 from tests.seeds import some
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()

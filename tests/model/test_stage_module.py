@@ -16,11 +16,11 @@ from swarm.ids import Microbatch
 from swarm.model.gpt import replace_parameters
 from swarm.model.graph.kernels import KINDS, SeededRandom
 from swarm.model.graph.partition import shared_parameters
-from swarm.model.graph.stage_module import StageModule, cut
+from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import trace
 from swarm.model.seeded_random import Dropout
 from tests.model import zoo
-from tests.model.parity import Gradients, gradients, random_cuts, whole
+from tests.model.parity import Gradients, cut, gradients, random_cuts, whole
 
 MB = Microbatch(3, 1)
 X = torch.randn(6, 4, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The stages of a cut model as modules: `cut`.
+"""The stages of a cut model as modules.
 
 A stage has the parameters that its operators read, under their full names, and gives the same numbers
 however often it is called. A parameter that several stages read is in each of them: its gradient is the sum
@@ -24,7 +24,7 @@ from swarm.ids import Microbatch
 from swarm.model.graph.builder import Traced
 from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.kernels import SeededRandom, plain
-from swarm.model.graph.partition import StagePlan, plan_stages
+from swarm.model.graph.partition import StagePlan
 from swarm.model.stage_function import Output
 
 
@@ -74,15 +74,6 @@ class StageModule(nn.Module):
             _check_free(owner, leaf)
         self._held.append((owner, leaf))
         return owner, leaf
-
-
-def cut(traced: Traced, assignment: Sequence[int], *, seed: int) -> list[StageModule]:
-    """The stage modules of a cut, with the values that the model has. `seed`: the run's, for dropout.
-
-    Raises:
-        SetupError: the cut is no cut of this graph.
-    """
-    return [StageModule(traced, plan, seed=seed) for plan in plan_stages(traced.graph, assignment)]
 
 
 def _check_free(owner: nn.Module, part: str) -> None:
