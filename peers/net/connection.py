@@ -20,7 +20,7 @@ from typing import cast
 from peers.net.bandwidth import Line, Traffic
 from peers.net.body_buffers import UNLIMITED, Body, Outbox, Outgoing
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
-from peers.ports import Answer
+from peers.ports import Answer, Buffer
 from swarm.errors import (
     BadAnswer,
     Busy,
@@ -122,19 +122,20 @@ class Connection(asyncio.Protocol):
 
     # -- reading --------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
-        """These came, or nothing yet but a sign of life."""
+    def data_received(self, data: Buffer) -> None:
+        """These came, or nothing yet but a sign of life. They may change when this returns."""
         if self.over or self._deaf:
             return
         self._last_byte_at = self._loop.time()
         if self._opened:
             self.line.count(received=len(data), in_memory=self.in_memory)
-        self._came = memoryview(bytes(self._came) + data if self._came else data)
+        self._came = memoryview(bytes(self._came) + bytes(data) if self._came else data)
         try:
             while not self.over and not self._resting and self._parse():
                 pass
         except FrameError as error:
             self._broken(error)
+        self._came = memoryview(bytes(self._came))
         self.flush()
 
     def rest(self, rests_s: float) -> None:

@@ -2900,10 +2900,26 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "direct-record-of-any-length",
         DIRECT_RECORDS,
-        "            if not TAG_BYTES < self._size <= MAX_PLAIN_BYTES + TAG_BYTES:\n",
+        "            if not TAG_BYTES < size <= MAX_PLAIN_BYTES + TAG_BYTES:\n",
         "            if False:\n",
         "A length beyond the buffer stands a connection still.",
         ("test_direct_path",),
+    ),
+    Mutation(
+        "direct-small-records-uncounted",
+        DIRECT_RECORDS,
+        "            self.small += size < SMALL_BYTES\n",
+        "",
+        "A peer has us open records of a byte without end.",
+        ("test_direct_path",),
+    ),
+    Mutation(
+        "connection-keeps-what-changes",
+        CONNECTION,
+        "        self._came = memoryview(bytes(self._came))\n",
+        "",
+        "Half a frame is overwritten by the bytes after it.",
+        ("test_connection",),
     ),
     Mutation(
         "direct-ticket-twice",

@@ -77,6 +77,7 @@ from swarm.wire.messages import PastStep, PeerStatus, Work, hear, pack, unpack
 from swarm.wire.tensor_meta import TensorMeta
 from swarm.wire.topk import pack_places, unpack_places
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.sealed import put
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # (protobuf's generated modules carry no types)
@@ -969,7 +970,7 @@ _PLAIN = [b"\0", *_frames(), bytes(70_000), b"x" * 300]
 
 def _records() -> list[bytes]:
     sealer = Sealer(bytes(KEY_BYTES))
-    whole = [b"".join(sealer.seal([plain])) for plain in _PLAIN]
+    whole = [bytes(sealer.seal([plain])) for plain in _PLAIN]
     return [b"".join(whole[:count]) for count in (1, 2, 8, len(whole))]
 
 
@@ -979,7 +980,7 @@ def _(data: bytes) -> None:
     opener, out = Opener(bytes(KEY_BYTES)), b""
     with contextlib.suppress(SealError):
         for start in range(0, len(data), 10_000):
-            out += opener.put(data[start : start + 10_000])
+            out += put(opener, data[start : start + 10_000])
             assert opener.room().nbytes
     assert b"".join(_PLAIN).startswith(out)
 

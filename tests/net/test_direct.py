@@ -32,6 +32,7 @@ from swarm.wire.messages import pack, unpack
 from tests.net.relay import Relay, direct_links, open_links
 from tests.net.test_transport import QUICK, echo, relay, until
 from tests.peers.extremes import Extremes
+from tests.sealed import put
 
 __all__ = ["relay"]
 
@@ -194,7 +195,7 @@ class OneRequest:
 
 
 def hello_of(keys: Agreed) -> bytes:
-    return keys.ticket + b"".join(Sealer(keys.to_callee).seal([OPENING]))
+    return keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING]))
 
 
 async def asked(callee: NetTransport, signer: Identity) -> tuple[bytes, int]:
@@ -224,7 +225,7 @@ async def callee(relay: Relay) -> AsyncIterator[NetTransport]:
 async def test_a_hello_opens_one_connection_and_a_recorded_one_none(callee: NetTransport) -> None:
     keys, port = await keys_of(callee, CALLER)
     assert len(hello_of(keys)) == HELLO_BYTES
-    assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
+    assert put(Opener(keys.to_caller), await says(port, hello_of(keys))) == OPENING
     assert await says(port, hello_of(keys)) == b"", "said twice"
     await asked(callee, CALLER)
     assert await says(port, hello_of(keys)) == b"", "of an earlier session"
@@ -260,7 +261,7 @@ async def test_questions_of_any_values_open_nothing_and_keep_no_honest_caller_ou
             with contextlib.suppress(Refused):
                 await paths.grant(OneRequest(CALLER.peer_id, pack(message)))
     assert len(paths._granted) <= 2, "one of each caller"
-    assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
+    assert put(Opener(keys.to_caller), await says(port, hello_of(keys))) == OPENING
 
 
 async def test_grants_of_any_values_lose_no_call(relay: Relay) -> None:
@@ -309,7 +310,7 @@ async def test_strangers_hold_few_bytes_for_a_short_time_and_keep_nobody_out(cal
         with socket.create_connection(("127.0.0.1", paths.port)) as hasty:  # resets at once
             hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     keys, port = await keys_of(callee, CALLER)
-    assert Opener(keys.to_caller).put(await says(port, hello_of(keys))) == OPENING
+    assert put(Opener(keys.to_caller), await says(port, hello_of(keys))) == OPENING
     await until(lambda: not paths.knocks)
     for reader, writer in strangers:
         with contextlib.suppress(ConnectionError):
@@ -357,16 +358,16 @@ async def test_many_small_records_are_read_no_faster_than_frames() -> None:
     link = ClientConnection("peer", b"")
     stream, tcp, sealer = SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))), Tcp(), Sealer(bytes(32))
     stream.connection_made(tcp)
-    feed(stream, b"".join(sealer.seal([OPENING])))
+    feed(stream, bytes(sealer.seal([OPENING])))
     body = frames.pack_prefix(frames.Kind.ALIVE, 0)
     for number in range(int(SMALL_AT_ONCE) // 2):
-        feed(stream, b"".join(piece for half in (body[:7], body[7:]) for piece in sealer.seal([half])))
+        feed(stream, b"".join(sealer.seal([half]) for half in (body[:7], body[7:])))
         assert not tcp.did or number >= SMALL_AT_ONCE // 2 - 1
     assert tcp.did == ["pause"]
     await asyncio.sleep(2 / SMALL_PER_S)
     assert tcp.did == ["pause", "resume"]
     link.rest(1.1)
-    feed(stream, b"".join(piece for _ in range(2) for piece in sealer.seal([body])))
+    feed(stream, b"".join(sealer.seal([body]) for _ in range(2)))
     await asyncio.sleep(1.0)
     assert tcp.did[2:] == ["pause"] * 2, "the longer rest is not over"
     await asyncio.sleep(0.2)
@@ -379,9 +380,9 @@ async def test_a_part_of_a_record_is_a_sign_of_life() -> None:
     link = ClientConnection("peer", b"", NetTimings(silence_s=1.0))
     stream, sealer = SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))), Sealer(bytes(32))
     stream.connection_made(Tcp())
-    feed(stream, b"".join(sealer.seal([OPENING])))
+    feed(stream, bytes(sealer.seal([OPENING])))
     call = asyncio.ensure_future(link.call("x", b"", (), 0))
-    slow = b"".join(sealer.seal([frames.pack_result(1, bytes(2000), ())]))
+    slow = bytes(sealer.seal([frames.pack_result(1, bytes(2000), ())]))
     for start in range(0, len(slow), 200):
         await asyncio.sleep(0.9)
         feed(stream, slow[start : start + 200])

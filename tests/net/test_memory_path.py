@@ -31,6 +31,7 @@ from swarm.errors import PeerGone
 from tests.net.relay import Relay, direct_links, memory_links, open_links
 from tests.net.test_direct import added, breaks, calls, hello_of, keys_of
 from tests.net.test_transport import MIB, QUICK, echo, relay, until
+from tests.sealed import put
 
 __all__ = ["relay"]
 
@@ -162,7 +163,7 @@ async def test_a_ticket_opens_one_and_a_wrong_one_none(callee: NetTransport) -> 
         assert await says(callee, bytes(16) + hello_of(keys)[16:], rings) == b""
         assert await says(callee, keys.ticket + bytes(SEALED_OPENING_BYTES), rings) == b""
         assert await says(callee, hello_of(keys)[:-1], rings) == b"", "a part of it"
-        assert Opener(keys.to_caller).put(await says(callee, hello_of(keys), rings)) == OPENING
+        assert put(Opener(keys.to_caller), await says(callee, hello_of(keys), rings)) == OPENING
         assert await says(callee, hello_of(keys), rings) == b"", "said twice"
 
 

@@ -45,9 +45,11 @@ class Wire(asyncio.Transport):
 
 
 def feed(end: Connection, data: bytes) -> None:
-    """As a socket does."""
+    """As a socket does, which reads the next bytes into the same buffer."""
     if not end.over:
-        end.data_received(data)
+        buffer = bytearray(data)
+        end.data_received(memoryview(buffer))
+        buffer[:] = b"\xff" * len(buffer)
 
 
 def serving(called: list[ServedCall], timings: NetTimings | None = None) -> ServerConnection:

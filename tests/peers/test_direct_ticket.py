@@ -17,6 +17,7 @@ from peers.net.timings import NetTimings
 from swarm.errors import Refused
 from swarm.ids import PeerId
 from swarm.wire.messages import pack, unpack
+from tests.sealed import put
 
 pytestmark = pytest.mark.virtual_time
 
@@ -73,13 +74,13 @@ class Callee:
 
 
 def hello_of(keys: Agreed) -> bytes:
-    return keys.ticket + b"".join(Sealer(keys.to_callee).seal([OPENING]))
+    return keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING]))
 
 
 async def test_a_ticket_opens_one_connection_of_the_peer_that_asked() -> None:
     callee = Callee()
     keys = await callee.grant()
-    assert Opener(keys.to_caller).put(callee.knock(hello_of(keys))) == OPENING
+    assert put(Opener(keys.to_caller), callee.knock(hello_of(keys))) == OPENING
     assert callee.met == [CALLER.peer_id]
     assert callee.knock(hello_of(keys)) == b"", "a session that was recorded"
     await callee.grant()
@@ -90,7 +91,7 @@ async def test_a_ticket_that_was_seen_on_the_line_is_of_no_use_without_the_key()
     callee = Callee()
     keys = await callee.grant()
     for wrong in (bytes(32), keys.to_caller):
-        assert callee.knock(keys.ticket + b"".join(Sealer(wrong).seal([OPENING]))) == b""
+        assert callee.knock(keys.ticket + bytes(Sealer(wrong).seal([OPENING]))) == b""
     assert callee.knock(bytes(16) + hello_of(keys)[16:]) == b"", "no ticket of ours"
     assert callee.knock(keys.ticket + b"\0\0\0\x13" + bytes(17)) == b"", "a record that goes on"
     assert callee.knock(hello_of(keys)), "the caller can still use it"

@@ -41,7 +41,7 @@ KNOCKS_PER_S = 100.0
 KNOCKS_AT_ONCE = 256.0
 """Connections beyond wait in the kernel, which refuses them when its queue is full."""
 MAX_STREAMS = 256
-"""Each takes 64 kB. A peer works with fewer, and more stay on p2pd; grants that are not used yet count."""
+"""Each takes 256 kB. A peer works with fewer, and more stay on p2pd; grants that are not used yet count."""
 MAX_IN_MEMORY = 64
 """Of those, from the greeting on: each has 2 MiB of shared memory. More of one machine use TCP."""
 MAX_HOSTS = 2
@@ -197,7 +197,7 @@ class DirectPaths:
         end, sealer = self._receive(granted.peer), Sealer(granted.keys.to_caller)
         end.direct, end.in_memory = True, rings is not None
         self._keep(end)
-        reply = b"".join(sealer.seal([OPENING]))
+        reply = bytes(sealer.seal([OPENING]))
         if rings is not None:
             return memory.MemoryStream(end, rings[1], rings[0], opening, reply)
         return SealedStream(end, sealer, opener, opening, reply)
@@ -269,7 +269,7 @@ class DirectPaths:
 
     async def _hand_over(self, link: ClientConnection, near: socket.socket, keys: Agreed) -> ClientConnection:
         """The connection in memory, by a socket of this machine."""
-        hello = keys.ticket + b"".join(Sealer(keys.to_callee).seal([OPENING]))
+        hello = keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING]))
         rings = memory.send(near, hello)
         receiving = asyncio.get_running_loop().sock_recv(near, SEALED_OPENING_BYTES)
         opening = _opened(Opener(keys.to_caller), await within(receiving, self.timings.direct_s))
@@ -307,7 +307,8 @@ class DirectPaths:
 def _opened(opener: Opener, sealed: bytes) -> bytes:
     """What is in a whole record. Raises Refused: it is not what the other end sealed."""
     with contextlib.suppress(SealError):
-        if opening := opener.put(sealed):
+        opener.room()[: len(sealed)] = sealed
+        if opening := bytes(opener.came(len(sealed))):
             return opening
     raise Refused("a record of one that does not know the key")
 

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from peers.net.body_buffers import new_buffer
 from swarm.wire import frames
 from swarm.wire.buffers import Buffer
 
@@ -28,6 +29,8 @@ line of 64 kB/s."""
 MAX_RECORD_BYTES = LENGTH_BYTES + MAX_PLAIN_BYTES + TAG_BYTES
 SMALL_BYTES = 16 * 1024
 """Records of less cost about as much as large ones."""
+READ_RECORDS = 2
+"""At once: fewer reads and less Python for each byte (2026-11-27); four are no better."""
 RECORDS_PER_KEY = 1 << 20
 """64 GiB at most: what an attacker of AES-GCM may hope for grows with the square of that."""
 
@@ -57,73 +60,65 @@ class Sealer:
     def __init__(self, key: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
         self._keys = _Keys(key, records_per_key)
 
-    def seal(self, parts: Sequence[Buffer]) -> list[bytes]:
-        """What to send for these bytes, in order. All but the last part are short, such as prefixes."""
+    def seal(self, parts: Sequence[Buffer]) -> memoryview:
+        """What to send for these bytes, in one piece. All but the last part are short, such as prefixes."""
         *heads, last = map(memoryview, parts)
         first = MAX_PLAIN_BYTES - sum(head.nbytes for head in heads)
         assert first > 0
-        sealed = self._record(b"".join((*heads, last[:first])) if heads else last[:first])
-        for start in range(first, last.nbytes, MAX_PLAIN_BYTES):
-            sealed += self._record(last[start : start + MAX_PLAIN_BYTES])
+        plains: list[Buffer] = [b"".join((*heads, last[:first])) if heads else last[:first]]
+        plains += [last[at : at + MAX_PLAIN_BYTES] for at in range(first, last.nbytes, MAX_PLAIN_BYTES)]
+        sealed, at = new_buffer(sum(map(len, plains)) + len(plains) * (LENGTH_BYTES + TAG_BYTES)), 0
+        for plain in plains:
+            (aead, nonce), size = self._keys.next(), len(plain) + TAG_BYTES
+            start, end = at + LENGTH_BYTES, at + LENGTH_BYTES + size
+            sealed[at:start], at = size.to_bytes(LENGTH_BYTES, "big"), end
+            aead.encrypt_into(nonce, plain, None, sealed[start:end])
         return sealed
-
-    def _record(self, plain: Buffer) -> list[bytes]:
-        aead, nonce = self._keys.next()
-        sealed = aead.encrypt(nonce, plain, None)
-        length = len(sealed).to_bytes(LENGTH_BYTES, "big")
-        return [length + sealed] if len(sealed) <= SMALL_BYTES else [length, sealed]
 
 
 class Opener:
-    """The end that receives, into one buffer: `room` is where the next bytes go, `came` opens what is whole.
-
-    There is room for one record and the length of the next, so nothing has to be moved.
-    """
+    """The end that receives: `room` is where the next bytes go, `came` opens the records that are whole."""
 
     def __init__(self, key: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
         self._keys = _Keys(key, records_per_key)
-        self._buffer = memoryview(bytearray(MAX_RECORD_BYTES + LENGTH_BYTES))
+        self._buffer = memoryview(bytearray(READ_RECORDS * MAX_RECORD_BYTES))
+        self._plain = memoryview(bytearray(READ_RECORDS * MAX_PLAIN_BYTES))
         self._here = 0
-        """Bytes in the buffer."""
-        self._size = 0
-        """Of the sealed bytes of the record; 0: not known yet."""
+        """Bytes in the buffer: what begins with the first record that is not whole."""
+        self.small = 0
+        """Of the records that were opened last: those that cost as much as large ones."""
 
     def room(self) -> memoryview:
         """Never empty."""
-        end = LENGTH_BYTES + self._size + LENGTH_BYTES if self._size else LENGTH_BYTES
-        return self._buffer[self._here : end]
+        return self._buffer[self._here :]
 
-    def came(self, nbytes: int) -> bytes:
-        """So many bytes more are in the room: the record that they complete, or nothing.
+    def came(self, nbytes: int) -> memoryview:
+        """So many bytes more are in the room: what is in the records that they complete, until the next call.
 
         Raises:
             SealError: an impossible length, or not what the other end sealed next.
         """
         self._here += nbytes
-        plain, end = b"", LENGTH_BYTES + self._size
-        if self._size and self._here >= end:
-            plain = self._open(self._buffer[LENGTH_BYTES:end])
-            rest = self._here - end
-            self._buffer[:rest] = self._buffer[end : self._here]
-            self._here, self._size = rest, 0
-        if not self._size and self._here == LENGTH_BYTES:
-            self._size = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
-            if not TAG_BYTES < self._size <= MAX_PLAIN_BYTES + TAG_BYTES:
-                raise SealError(f"a record of {self._size} bytes")
-        return plain
+        self.small = at = out = 0
+        while at + LENGTH_BYTES <= self._here:
+            start = at + LENGTH_BYTES
+            size = int.from_bytes(self._buffer[at:start], "big")
+            if not TAG_BYTES < size <= MAX_PLAIN_BYTES + TAG_BYTES:
+                raise SealError(f"a record of {size} bytes")
+            if start + size > self._here:
+                break
+            end = out + size - TAG_BYTES
+            self._open(self._buffer[start : start + size], self._plain[out:end])
+            self.small += size < SMALL_BYTES
+            at, out = start + size, end
+        if at:
+            self._buffer[: self._here - at] = self._buffer[at : self._here]
+            self._here -= at
+        return self._plain[:out]
 
-    def put(self, data: bytes) -> bytes:
-        """The same for bytes that have to be moved into the room first: all that they complete."""
-        plain, rest = b"", memoryview(data)
-        while rest:
-            part = rest[: self.room().nbytes]
-            self.room()[: part.nbytes] = part
-            plain, rest = plain + self.came(part.nbytes), rest[part.nbytes :]
-        return plain
-
-    def _open(self, sealed: memoryview) -> bytes:
+    def _open(self, sealed: memoryview, plain: memoryview) -> None:
         aead, nonce = self._keys.next()
         try:
-            return aead.decrypt(nonce, sealed, None)
+            aead.decrypt_into(nonce, sealed, None, plain)
         except InvalidTag:
             raise SealError(f"record {self._keys.count - 1} is not what was sealed") from None

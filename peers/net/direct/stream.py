@@ -9,7 +9,7 @@ from typing import cast
 from peers.clock import now_s
 from peers.net.bandwidth import Allowance
 from peers.net.connection import Connection
-from peers.net.direct.records import SMALL_BYTES, Opener, Sealer, SealError
+from peers.net.direct.records import Opener, Sealer, SealError
 from swarm.errors import PeerGone
 from swarm.wire.buffers import Buffer
 
@@ -43,9 +43,9 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
         if self._hello and not self.end.over:  # else refused meanwhile
             self._below.write(self._hello)
 
-    def _small_came(self) -> None:
-        """A small record came: too many of them cost time as frames do."""
-        self.end.rest(self._small.take(1.0, now=now_s()))
+    def _small_came(self, count: int = 1) -> None:
+        """Small records came: too many of them cost time as frames do."""
+        self.end.rest(self._small.take(count, now=now_s()))
 
     def eof_received(self) -> bool:
         return self.end.eof_received()
@@ -93,8 +93,8 @@ class SealedStream(Stream):
             self.end.fail(PeerGone(self.end.peer, f"the direct connection was disturbed: {error}"))
             return
         self.end.data_received(plain)
-        if 0 < len(plain) < SMALL_BYTES:
-            self._small_came()
+        if self._opener.small:
+            self._small_came(self._opener.small)
 
     def pause_writing(self) -> None:
         self.end.pause_writing()
@@ -107,5 +107,4 @@ class SealedStream(Stream):
 
     def writelines(self, list_of_data: Sequence[Buffer]) -> None:
         """As few records as it takes, for all of these together."""
-        for sealed in self._sealer.seal(list_of_data):
-            self._below.write(sealed)
+        self._below.write(self._sealer.seal(list_of_data))
