@@ -20,8 +20,9 @@ blockwise8.
 `--paths`: CPU seconds for each GB (10^9 bytes) that one peer sends another on this machine, of both ends with
 their p2pds, by calls with 8 MiB in the body, four at a time: by p2pd, by a sealed connection beside it, and
 in memory. In each round all paths carry as much, in turn, and so does bare TCP: one loop writes a quarter of
-a MB at a time, another reads into one buffer. `to_p2pd` is the median of the rounds' ratios, and `to_tcp`
-likewise.
+a MB at a time, another reads into one buffer. `aes` is the same in pieces of 64 KiB that are sealed with
+AES-256-GCM at one end and opened at the other, without anything else. `to_p2pd` is the median of the rounds'
+ratios, and `to_tcp` and `to_aes` likewise.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
 import psutil
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from harness import Swarm, bench_run, machine, report
 
 from peers.net.identity import split_peer_id
@@ -163,9 +165,10 @@ def measure_speed(rounds: int) -> list[dict[str, Any]]:
 
 
 PATH_COLUMNS = (
-    "path", "cpu_s_per_gb", "python_s_per_gb", "p2pd_s_per_gb", "to_p2pd", "to_tcp", "gb_per_s",
+    "path", "cpu_s_per_gb", "python_s_per_gb", "p2pd_s_per_gb", "to_p2pd", "to_tcp", "to_aes", "gb_per_s",
 )  # fmt: skip
 BODY_BYTES, AT_ONCE = 8 << 20, 4
+AES, NONCE, PIECE_BYTES = AESGCM(bytes(32)), bytes(12), 1 << 16
 
 
 class Sink(asyncio.BufferedProtocol):
@@ -177,7 +180,7 @@ class Sink(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    def get_buffer(self, sizehint: int) -> bytearray:
+    def get_buffer(self, sizehint: int) -> bytearray | memoryview:
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -185,6 +188,23 @@ class Sink(asyncio.BufferedProtocol):
         while self._came >= BODY_BYTES:
             self._came -= BODY_BYTES
             self._transport.write(b".")
+
+
+class SealedSink(Sink):
+    """Opens each piece, and answers each body with a byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sealed, self._at = memoryview(bytearray(PIECE_BYTES + 16)), 0
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._sealed[self._at :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._at += nbytes
+        if self._at == len(self._sealed):
+            self._at = 0
+            super().buffer_updated(len(AES.decrypt(NONCE, self._sealed, None)))
 
 
 async def serve_bodies() -> None:
@@ -196,15 +216,17 @@ async def serve_bodies() -> None:
 
     async with Node() as node:
         node.transport.serve("take", take, max_body_bytes=BODY_BYTES)
-        server = await asyncio.get_running_loop().create_server(Sink, "127.0.0.1", 0)
-        print(node.p2pd_pid, server.sockets[0].getsockname()[1], *node.addresses, flush=True)
+        loop = asyncio.get_running_loop()
+        sinks = [await loop.create_server(sink, "127.0.0.1", 0) for sink in (Sink, SealedSink)]
+        ports = [sink.sockets[0].getsockname()[1] for sink in sinks]
+        print(node.p2pd_pid, *ports, *node.addresses, flush=True)
         await asyncio.get_running_loop().create_future()
 
 
 async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: float) -> list[dict[str, Any]]:
     """A row for p2pd, and one for each kind of direct connection."""
     assert callee.stdout is not None
-    p2pd_pid, port, *addresses = callee.stdout.readline().split()
+    p2pd_pid, port, sealed_port, *addresses = callee.stdout.readline().split()
     peer, pythons = split_peer_id(addresses[0])[1], (os.getpid(), callee.pid)
     async with (
         Node(join=addresses, options=DaemonOptions(direct=False)) as plain,
@@ -217,9 +239,11 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
             while direct_links(node.transport) != (1, 0):
                 await send_bodies(node, peer, AT_ONCE)
                 await asyncio.sleep(0.1)
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        bare = await asyncio.open_connection("127.0.0.1", int(port))
+        sealed = await asyncio.open_connection("127.0.0.1", int(sealed_port))
         senders: dict[str, Callable[[int], Awaitable[None]]] = {
-            "tcp": lambda calls: send_bare(reader, writer, calls),
+            "tcp": lambda calls: send_bare(*bare, calls),
+            "aes": lambda calls: send_sealed(*sealed, calls),
             "p2pd": lambda calls: send_bodies(plain, peer, calls),
             "direct": lambda calls: send_bodies(direct, peer, calls),
             "memory": lambda calls: send_bodies(memory, peer, calls),
@@ -238,7 +262,8 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
         assert direct_links(direct.transport) == direct_links(memory.transport) == (1, 0), "it broke"
         moved = [node.transport.lines[peer].memory_bytes for node in (direct, memory)]
         assert moved[0] == 0 < gb * rounds <= moved[1] / 1e9, "they took another path"
-        writer.close()
+        bare[1].close()
+        sealed[1].close()
 
     def ratio(path: str, to: str) -> float:
         pairs = zip(spent[path], spent[to], strict=True)
@@ -252,6 +277,7 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
             "p2pd_s_per_gb": round(statistics.median(row[1] for row in rows), 3),
             "to_p2pd": ratio(path, "p2pd"),
             "to_tcp": ratio(path, "tcp"),
+            "to_aes": ratio(path, "aes"),
             "gb_per_s": round(statistics.median(row[2] for row in rows), 3),
         }
         for path, rows in spent.items()
@@ -263,6 +289,15 @@ async def send_bare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     for _ in range(calls):
         for _ in range(BODY_BYTES // len(chunk)):
             writer.write(chunk)
+            await writer.drain()
+    await reader.readexactly(calls)
+
+
+async def send_sealed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, calls: int) -> None:
+    piece = bytes(PIECE_BYTES)
+    for _ in range(calls):
+        for _ in range(BODY_BYTES // PIECE_BYTES):
+            writer.write(AES.encrypt(NONCE, piece, None))
             await writer.drain()
     await reader.readexactly(calls)
 
