@@ -183,7 +183,7 @@ def codec_s(run: Run) -> float:
 
 
 async def measure(
-    run: Run, *, replicas: int, steps: int, rounds: int, window: int | None, device: str
+    run: Run, *, replicas: int, warm_up: int, steps: int, rounds: int, window: int | None, device: str
 ) -> dict[str, Any]:
     """Baselines and a swarm of `run`, in turn, `rounds` times. On a GPU one process is the baseline."""
     whole = replace(run, model=replace(run.model, stages=1))
@@ -196,7 +196,7 @@ async def measure(
                 await asyncio.to_thread(Baseline, whole, processes=cores, threads=1, device=device)
             )
         try:
-            await swarm.train(1)  # the first step connects, allocates, and is not counted
+            await swarm.train(warm_up)
             segments: list[Segment] = []
             for number in range(rounds + 1):
                 best = max(baselines, key=lambda baseline: baseline.median())
@@ -288,8 +288,8 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 run = replace(run, exact_sums=not options.float_sums, delayed_updates=options.delayed)
                 rows.append(
                     await measure(
-                        run, replicas=int(replicas or 1), steps=options.steps, rounds=options.rounds,
-                        window=options.window, device=options.device,
+                        run, replicas=int(replicas or 1), warm_up=options.warm_up, steps=options.steps,
+                        rounds=options.rounds, window=options.window, device=options.device,
                     )
                 )  # fmt: skip
                 found = rows[-1]
@@ -325,6 +325,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatch-size", type=int, default=4, help="samples (default: 4)")
     parser.add_argument("--sequence-length", type=int, default=256, help="tokens of a sample (default: 256)")
     parser.add_argument("--steps", type=int, default=2, help="of one measurement (default: 2)")
+    parser.add_argument(
+        "--warm-up", type=int, default=1,
+        help="steps that are not counted: the first connects and allocates; a trainer passes p2pd until it has "
+        "moved a MiB, which takes some 1,000 microbatches (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (default: 3)")
     parser.add_argument("--window", type=int, help="the trainer's window (default: it finds one)")
     parser.add_argument("--device", default="cpu", help="cuda: all peers share that GPU (default: cpu)")
