@@ -327,8 +327,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="of one measurement (default: 2)")
     parser.add_argument(
         "--warm-up", type=int, default=1,
-        help="steps that are not counted: the first connects and allocates; a trainer passes p2pd until it has "
-        "moved a MiB, which takes some 1,000 microbatches (default: 1)",
+        help="steps that are not counted: the first connects and allocates; a trainer passes p2pd until it "
+        "has moved a MiB, which takes some 1,000 microbatches (default: 1)",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind (default: 3)")
     parser.add_argument("--window", type=int, help="the trainer's window (default: it finds one)")
