@@ -94,6 +94,12 @@ def named(value: str | list[str]) -> str:
     return value if isinstance(value, str) else " ".join(value)[:60]
 
 
+@cache
+def our_parser() -> argparse.ArgumentParser:
+    """Made once: that takes longer than to read a command."""
+    return build_parser()
+
+
 def parses(words: list[str]) -> None:
     """The words after `swarm` are a command line of ours. A join file is taken to be there."""
     joining = ["--run", RUN, "--join", ADDRESS]
@@ -102,7 +108,7 @@ def parses(words: list[str]) -> None:
     filled: list[str] = []
     for word in words:
         filled += joining if word in (JOIN_FILE, "@/join.txt") else [word]
-    assert build_parser().parse_args(filled).command == words[0]
+    assert our_parser().parse_args(filled).command == words[0]
 
 
 def after_options(words: list[str], takes: dict[str, int]) -> list[str]:
@@ -271,7 +277,10 @@ def is_said(message: str) -> bool:
     """Whether some text of the code has the message's fixed parts, in their order."""
     parts = [re.escape(part) for part in message.split("…") if part.strip()]
     wanted = re.compile(".*".join(parts), re.DOTALL)
-    return any(wanted.search(template) for template in templates())
+    fixed = [part for part in message.split("…") if part.strip()]
+    return any(
+        all(part in template for part in fixed) and wanted.search(template) for template in templates()
+    )
 
 
 def symptoms() -> list[str]:

@@ -6,9 +6,7 @@ Identifiers must not contain a retired word, and a docstring's first line names 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache, reduce
 from pathlib import Path
@@ -74,19 +72,25 @@ def split_words(identifier: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)]
 
 
+def names_of(node: ast.AST) -> Iterator[str]:
+    """Identifiers that a node itself holds."""
+    for value in vars(node).values():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from (one for one in value if isinstance(one, str))
+
+
 def findings(path: Path) -> Iterator[str]:
     """Retired words in the names of a file, and pronouns for actors in its docstrings' first lines."""
     source = path.read_text(encoding="utf-8")
-    names = {
-        token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.NAME
-    }
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {name for node in nodes if not isinstance(node, ast.Constant) for name in names_of(node)}
     for name in sorted(names | {path.stem}):
         for word in split_words(reduce(lambda left, term: left.replace(term, ""), STANDARD, name)):
             if word in RETIRED:
                 yield f"{path.relative_to(ROOT)}: {name}: {word} is called {RETIRED[word]} now"
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "").partition("\n")[0]
             if found := PRONOUNS.search(first):
