@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
 from tests.model.chain import Chain, tiny_run
+from tests.seeds import cases
 
 CHUNK = (100, 400)
 
@@ -24,6 +26,9 @@ CHUNK = (100, 400)
 def exact_run(**changes: Any) -> Run:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}
     return tiny_run(**{"dtype": "float32", "codec": codec, **changes})
+
+
+CHANGES: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"delayed_updates": True}]
 
 
 def step_of(chain: Chain, t: int, stage: int, share: Sequence[int]) -> list[tuple[int, Any, Any]]:
@@ -40,8 +45,14 @@ def step_of(chain: Chain, t: int, stage: int, share: Sequence[int]) -> list[tupl
     return kept
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"delayed_updates": True}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    cases(
+        [*itertools.product(CHANGES, range(3))],
+        name="{0}-{1}",
+        quick=lambda changes, stage: CHANGES.index(changes) == stage,
+    ),
+)
 def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
     stage: int, changes: dict[str, Any]
 ) -> None:

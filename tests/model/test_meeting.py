@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-QUICK = ("dropout", "coded", "muon", "rounded sums")
+QUICK = ("dropout", "coded", "muon")
 
 
 @pytest.mark.parametrize("case", some(list(CASES), quick=QUICK))

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("adamw", "delayed", "bfloat16", "rounded16", "muon, groups", "bfloat16 moments", "warm-up, clipped")
+QUICK = ("delayed", "bfloat16", "muon, groups", "bfloat16 moments", "warm-up, clipped")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from swarm.model.stage import StageCompute
 from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, encode
 from tests.model.chain import Chain, backward, loss_backward, tiny_run, tokens_of
-from tests.seeds import some
+from tests.seeds import cases, some
 
 MB = Microbatch(0, 0)
 
@@ -42,8 +43,13 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 # --- the same bits ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("codec", ["none", "blockwise8"])
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    some(
+        [*product(("none", "blockwise8"), ("float32", "bfloat16", "float64"))],
+        quick=[("none", "float32"), ("blockwise8", "bfloat16"), ("none", "float64")],
+    ),
+)
 def test_the_same_microbatches_give_the_same_bits_also_when_recomputed(dtype: str, codec: str) -> None:
     run = tiny_run(
         dtype=dtype,
@@ -628,8 +634,14 @@ def test_steps_are_applied_in_order_and_to_vectors_that_fit() -> None:
 # --- the state -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("optimizer", [{"name": "adamw"}, {"name": "sgd", "momentum": 0.9}])
+@pytest.mark.parametrize(
+    ("optimizer", "delayed"),
+    cases(
+        [*product(({"name": "adamw"}, {"name": "sgd", "momentum": 0.9}), (False, True))],
+        name="{0}-{1}",
+        quick=lambda optimizer, delayed: delayed == (optimizer["name"] == "adamw"),
+    ),
+)
 def test_a_state_carries_on_where_it_was_taken(delayed: bool, optimizer: dict[str, Any]) -> None:
     run = tiny_run(steps=6, delayed_updates=delayed, optimizer=optimizer)
     chain = Chain(run)

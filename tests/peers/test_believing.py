@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -478,8 +479,19 @@ async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_othe
         assert_honest(s)
 
 
-@pytest.mark.parametrize("saved", [(4,), (5,), (2, 5)])
-@pytest.mark.parametrize("lost", ["stage", "run", "run, and it shows the same"])
+def diagonal(every_lost: Sequence[str], every_saved: Sequence[tuple[int, ...]]) -> list[Any]:
+    """All pairs, of which only those of the same place are not `slow`."""
+    return [
+        pytest.param(lost, saved, id=f"{lost}-saved{n}", marks=[] if n == at else pytest.mark.slow)
+        for at, lost in enumerate(every_lost)
+        for n, saved in enumerate(every_saved)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "saved"),
+    diagonal(("stage", "run", "run, and it shows the same"), ((4,), (5,), (2, 5))),
+)
 async def test_of_two_keepers_the_one_whose_state_two_peers_signed_is_believed(
     lost: str, saved: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -519,8 +531,7 @@ async def test_what_peers_signed_goes_from_keeper_to_keeper(tmp_path: Path) -> N
     assert [checkpoint.Checkpoint(tmp_path / "k1", RUN, stage, 4).signed for stage in range(RUN.S)] == signed
 
 
-@pytest.mark.parametrize("saved", [(4,), (5,), (4, 8)])
-@pytest.mark.parametrize("lost", ["stage", "run"])
+@pytest.mark.parametrize(("lost", "saved"), diagonal(("run", "stage"), ((4,), (5,), (4, 8))))
 async def test_what_peers_signed_is_believed_however_many_keepers_say_otherwise(
     lost: str, saved: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import HandedSum, OfferedSum
 from tests.peers.loops import Stranger, Swarm, swarm
-from tests.seeds import seeds, some
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -153,7 +153,8 @@ async def test_a_peer_that_dies_while_it_gives_leaves_each_counted_once(method: 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("seed", seeds(6, quick=1))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
 async def test_peers_that_leave_and_come_in_the_midst_of_training_lose_nothing(seed: int) -> None:
     run = a_run(stages=2, steps=20, microbatches_per_step=8)
     async with swarm(run) as built:
@@ -259,6 +260,7 @@ async def test_a_stranger_hands_nothing_over() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow
 async def test_with_the_ledger_forgotten_the_count_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of this file's tests: a taker that adds and forgets to write it down is found out."""
 

@@ -177,7 +177,7 @@ ABOUT_A_STEP = ("work", "part", "report", "held", "chunk", "summary")
     cases(
         [*product(ABOUT_A_STEP, (1, 3))],
         name="{0}-{1}",
-        quick=lambda method, nth: (method, nth) in (("work", 1), ("part", 3), ("held", 3), ("chunk", 1)),
+        quick=lambda method, nth: (method, nth) in (("part", 3), ("chunk", 1)),
     ),
 )
 async def test_a_replica_that_dies_changes_no_weight(method: str, nth: int) -> None:

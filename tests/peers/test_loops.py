@@ -33,7 +33,7 @@ from swarm.protocol.rounds import FINISHES_LEAST_S, Decision, Plan, Reduce, Step
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.network import calm
-from tests.seeds import cases, seeds, some
+from tests.seeds import cases, some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -274,6 +274,7 @@ async def test_a_conductor_that_dies_after_telling_one_stage_is_followed_to_the_
         await finishes(s)
 
 
+@pytest.mark.slow
 async def test_one_stage_after_another_loses_peers_and_gets_new_ones() -> None:
     run = audit_run(stages=3, steps=6, microbatches_per_step=8)
     async with swarm(run) as s:
@@ -617,7 +618,8 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
     return f"{kind} {name}"
 
 
-@pytest.mark.parametrize("seed", seeds(16, quick=1))
+@pytest.mark.slow  # quick ones are in tests/sim/test_shipped_schedules.py
+@pytest.mark.parametrize("seed", range(16))
 async def test_any_schedule_of_faults_leaves_each_counted_once(seed: int, small_chunks: None) -> None:
     dice = random.Random(seed)
     run = replace(audit_run(stages=3, steps=4), delayed_updates=dice.random() < 0.3)
@@ -684,6 +686,7 @@ async def lost_answer_then_retry_to_another_peer(s: Swarm) -> None:
     await s.until_finished()
 
 
+@pytest.mark.slow
 async def test_without_the_ledgers_check_for_duplicates_the_count_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -702,6 +705,7 @@ async def test_without_the_ledgers_check_for_duplicates_the_count_is_wrong(
         assert (counts["s0p0"] == s.run.steps).all(), "the stage before it computed once and asked twice"
 
 
+@pytest.mark.slow  # of the mutations of both checks quick tests tell
 async def test_without_the_rounds_check_for_duplicates_the_count_is_wrong(
     monkeypatch: pytest.MonkeyPatch, retries_do_not_ask: None
 ) -> None:

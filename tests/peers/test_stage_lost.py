@@ -231,6 +231,7 @@ async def test_when_a_stage_was_only_asleep_all_agree_on_a_generation_again(stag
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow
 async def test_it_happens_again_and_again() -> None:
     run = audit_run(stages=2, steps=5, microbatches_per_step=4)
     async with swarm(run, replicas=1) as built:

@@ -100,7 +100,7 @@ def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
     assert said.total_s == pytest.approx(simulated_s(net, work, of), rel=0.10)
 
 
-@pytest.mark.parametrize("seed", seeds(12, quick=4))
+@pytest.mark.parametrize("seed", seeds(12, quick=2))
 def test_on_random_networks_the_prediction_agrees_with_the_simulation(seed: int) -> None:
     """Few microbatches, so chance has more of a say than in `scripts/bench/worldwide.py --predictions`."""
     net, work = random_case(seed, most=96)

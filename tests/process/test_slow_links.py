@@ -21,6 +21,7 @@ from swarm.model.layout import stage_layout
 from swarm.model.meeting import difference_bytes
 from swarm.wire.messages import Audit, LinkStatus, PeerStatus
 from tests.process.forkserver import ForkServer
+from tests.seeds import some
 
 SIZES = Sizes(stages=3, replicas=1, job_s=0.04, windows=(4, 8))
 MIXED = Lines(None, 0.05)
@@ -41,7 +42,7 @@ class Notes:
         self.links[a, b] = link
 
 
-@pytest.mark.parametrize("mbit", [50.0, 100.0, 200.0])
+@pytest.mark.parametrize("mbit", some([50.0, 100.0, 200.0], quick=[100.0]))
 def test_the_chosen_codecs_are_nearly_as_fast_as_the_best_where_round_trips_are_long(mbit: float) -> None:
     """Simulated, at 50 ms: nothing hides the first and last transfers of a step."""
     base, lines = slow_links.base_run(slow_links.parse([])), Lines(mbit, 0.05)
