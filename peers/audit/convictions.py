@@ -32,6 +32,8 @@ from swarm.wire.evidence import (
     ShowEvidence,
     WrongAnswer,
     WrongContribution,
+    WrongProduct,
+    WrongSum,
     judged,
 )
 from swarm.wire.messages import pack, say, unpack, unpack_answer
@@ -85,16 +87,18 @@ class Convictions(Verdicts):
         return True
 
     def pass_on(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
-        """Show it to the other replicas of this stage. The other stages are told of it, and ask them: those
-        around this one, and stage 0, which coordinates the run; of stage 0 all are. Some times of each liar:
-        of a stage of two, others judge by themselves, and the step may be over by then.
+        """Show it to the other replicas of this stage. The other stages are told of it, and ask them: of very
+        many peers some, and first those around this one, and stage 0, which coordinates the run. Some times
+        of each liar: of a stage of two, others judge by themselves, and the step may be over by then.
         """
         self._passed_on[evidence.accused] += 1
         if self._passed_on[evidence.accused] > MAX_TRIES:
             return
-        stages = {self._stage - 1, self._stage + 1, 0} if self._stage else set(range(self._run.S))
-        others = {r.peer for stage in stages - {self._stage} for r in self._directory.at(stage)}
-        self.tell_replicas(evidence, body, also=self._some(others))
+        near = {self._stage - 1, self._stage + 1, 0}
+        told = list[PeerId]()
+        for stages in near - {self._stage}, set(range(self._run.S)) - near - {self._stage}:
+            told += self._some({r.peer for stage in stages for r in self._directory.at(stage)})
+        self.tell_replicas(evidence, body, also=told)
 
     def tell_replicas(
         self, evidence: Evidence, body: Sequence[Buffer], *, also: Sequence[PeerId] = ()
@@ -166,14 +170,16 @@ class Convictions(Verdicts):
     # -- peers of other stages, which have no weights to judge with ----------------------------------
 
     def _is_between_two(self, teller: PeerId, evidence: Evidence) -> bool:
-        """Whether one of two replicas, the only ones of a neighbouring stage whose word counts, accuses the
-        other one of an answer.
+        """Whether one of two replicas, the only ones of their stage whose word counts, accuses the other one
+        of a sum, or a neighbouring stage's of an answer: that this peer can judge by itself.
         """
         accused, stage = evidence.accused, evidence.statement.stage
         there = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
         counted = heard(there, self._voices.of(stage))
-        around = abs(stage - self._stage) == 1 and self._referee.may_judge(accused)
-        return isinstance(evidence, WrongAnswer) and around and set(counted) == {teller, accused}
+        judges = isinstance(evidence, WrongSum | WrongProduct)
+        if isinstance(evidence, WrongAnswer):
+            judges = abs(stage - self._stage) == 1 and self._referee.may_judge(accused)
+        return judges and {*counted, accused} == {teller, accused}
 
     async def _stage_says(self, teller: PeerId, evidence: Evidence) -> bool:
         """Whether most of a stage, by voice, has convicted one of its peers, itself counted among the others;
@@ -228,9 +234,7 @@ class Referee:
         return self._tried[accused] < MAX_TRIES and not self._lock.locked()
 
     async def liar(self, evidence: WrongAnswer, body: Sequence[Buffer], accuser: PeerId) -> PeerId | None:
-        """The accused, if its answer is wrong by the weights that both give now; the accuser, if it is right
-        by far; else nobody.
-        """
+        """The accused, if its answer is wrong by the weights of both; the accuser, if it is right by far."""
         replicas, said = [evidence.accused, accuser], evidence.statement
         state = state_of(self._run, said.stage)
         if COPIES * sum(tensor.nbytes for tensor in state.like.values()) > host_memory()[0]:

@@ -28,7 +28,7 @@ from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
-from swarm.wire.evidence import AskConvicted, Convicted, Evidence, judged
+from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted, Evidence, judged
 from swarm.wire.messages import AskTrail, Trail
 from swarm.wire.trails import MAX_STEPS, Signed, TookSteps, Word
 
@@ -40,7 +40,6 @@ MAX_ASKED = 4
 MAX_CONVICTED = 256
 """Peers whose evidence is in a transcript, judged by two; and by one."""
 AT_A_TIME = 4
-MAX_EVIDENCE_BYTES = 1 << 18
 TRIES = 3
 """Other replicas may compute yet: until then one that judged is not enough."""
 LATE_STEPS = 2
@@ -174,7 +173,7 @@ class Recorder:
         question = AskConvicted(run=self._run.id, peer=accused, show=bool(accused))
         return await ask_all(
             self._transport, peers, "convicted", question, Convicted,
-            deadline_s=ASK_S, max_answer_bytes=MAX_EVIDENCE_BYTES,
+            deadline_s=ASK_S, max_answer_bytes=MAX_SHOWN_BYTES,
         )  # fmt: skip
 
     def _judgement(

@@ -46,9 +46,7 @@ class OwnTrail:
         self._start, self._steps = version, []
 
     def between(self, since: int, until: int) -> tuple[int, list[TookStep]]:
-        """The first step of those asked for that is known, and all from it on; the newest only once its
-        weights are hashed.
-        """
+        """The first step asked for that is known, and all from it on; the newest once it is hashed."""
         settled = self._end - (bool(self._steps) and not self._steps[-1].weights)
         first = max(since, self._start)
         last = min(until, settled, first + MAX_STEPS)

@@ -14,9 +14,10 @@ from peers.waiting import TaskKeeper
 from swarm.errors import short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
-from swarm.wire.evidence import AskConvicted, Convicted
+from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted
 
 MAX_TOLD = 64
 """Peers that are told, or asked: of a stage, and of others."""
@@ -52,22 +53,29 @@ class Verdicts:
         there = heard([r.peer for r in self._directory.at(0) if r.state == "serving"], self._voices.of(0))
         asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
         told = await self._convicted_by(asked, "")
-        for accused in sorted(
-            {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted
-        ):
-            await self.ask_about(accused)
+        names = {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted
+        for accused in sorted(names):
+            await self.ask_about(accused, [peer for peer, one in told.items() if accused in one.others])
 
-    async def ask_about(self, accused: PeerId) -> None:
-        """Leave a peer out if its stage has convicted it."""
-        record = self._directory.find(accused)
-        if record is not None and await self.most_have_convicted(record.stage, accused):
-            self.leave_out(accused, "its stage has convicted it")
+    async def ask_about(self, accused: PeerId, tellers: Collection[PeerId] = ()) -> None:
+        """Leave a peer out if its stage has convicted it, or that at which it signed what `tellers` show."""
+        if (record := self._directory.find(accused)) is None:
+            return
+        stages = {record.stage}
+        for one in (await self._convicted_by(tellers, accused, show=True)).values():
+            lie = one.evidence
+            if lie and is_signed(self._transport.signer, accused, self._run.id, lie.statement, lie.signature):
+                stages.add(lie.statement.stage)
+        for stage in sorted(stages):
+            if await self.most_have_convicted(stage, accused):
+                self.leave_out(accused, "its stage has convicted it")
 
     async def most_have_convicted(self, stage: Stage, accused: PeerId) -> bool:
         """Whether most of a stage, by voice, have; or its founder, where no third has voice. Of two that
         contradict each other neither is believed: most of the stages around them, which judge by themselves.
+        The accused may be of another stage by now.
         """
-        there, voice = self._there(stage), self._voices.of(stage)
+        there, voice = [*dict.fromkeys([*self._there(stage), accused])], self._voices.of(stage)
         founders = set(self._run.admission.founders) if len(voice) <= 2 else set[PeerId]()
         around = [near for near in (stage - 1, stage + 1) if 0 <= near < self._run.S]
         if len(there) == 2 and around and founders.isdisjoint(there):
@@ -90,9 +98,14 @@ class Verdicts:
         voice = self._voices.of_all()
         return sorted(peers, key=lambda peer: (peer not in voice, peer))[:MAX_TOLD]
 
-    async def _convicted_by(self, peers: Collection[PeerId], accused: PeerId) -> dict[PeerId, Convicted]:
-        question = AskConvicted(run=self._run.id, peer=accused)
-        return await ask_all(self._transport, peers, "convicted", question, Convicted, deadline_s=ASK_S)
+    async def _convicted_by(
+        self, peers: Collection[PeerId], accused: PeerId, *, show: bool = False
+    ) -> dict[PeerId, Convicted]:
+        question = AskConvicted(run=self._run.id, peer=accused, show=show)
+        return await ask_all(
+            self._transport, peers, "convicted", question, Convicted,
+            deadline_s=ASK_S, max_answer_bytes=MAX_SHOWN_BYTES if show else 0,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Stop telling others."""

@@ -19,14 +19,7 @@ import msgspec
 from peers.clock import now_s, unix_s
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.charter.keeper import CharterKeeper
-from peers.net.dht_protocol import (
-    MAX_ANSWER_BYTES,
-    REPLICAS,
-    RPC_S,
-    VERSION_S,
-    Entry,
-    latest_expiry,
-)
+from peers.net.dht_protocol import MAX_ANSWER_BYTES, REPLICAS, RPC_S, VERSION_S, Entry, latest_expiry
 from peers.net.dht_storage import BOOTSTRAP_S, SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.identity import Identity
 from peers.net.lookup import DEFAULT_SCALE, Scale

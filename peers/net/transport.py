@@ -13,13 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from peers.clock import now_s
-from peers.net.bandwidth import (
-    CALLS_PER_S,
-    CONTROL_BYTES_PER_S,
-    Line,
-    RateLimiter,
-    Traffic,
-)
+from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, Line, RateLimiter, Traffic
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.direct.paths import METHOD as DIRECT_METHOD

@@ -35,9 +35,7 @@ def announced(core: StageCore) -> list[PeerRecord]:
 
 
 async def ask(core: StageCore, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
-    """What those peers say of themselves; of very many, the replicas and the furthest, those with voice
-    before others.
-    """
+    """What those peers say of themselves; of very many, the replicas and the furthest, voices first."""
     voice = core.voices.of_all(version=core.version)
     order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
     asked = [r.peer for r in order if r.stage == core.stage][:MAX_REPLICAS_ASKED]

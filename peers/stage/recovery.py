@@ -102,9 +102,7 @@ class Recovery:
         return found
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
-        """Go to the newest position of those replicas whose word counts, perhaps only a step further. False
-        if none gave what is lacking.
-        """
+        """Go to the newest position of those whose word counts, or a step further; False: none gave it."""
         core = self._core
         if not replicas:
             return False
@@ -255,9 +253,7 @@ class Recovery:
         return newest > core.version and await self._get(Position(core.generation, newest))
 
     async def _available(self) -> tuple[dict[Stage, set[int]], bool, bool]:
-        """The saved versions of each stage, here or offered; whether a keeper offers any, and whether one is
-        silent.
-        """
+        """The saved versions of each stage; whether a keeper offers any, and whether one is silent."""
         records = await self._directory.lookup_all()
         keepers = {record.peer for record in records if is_keeper(record)}
         faults: list[PeerFault] = []

@@ -229,6 +229,8 @@ class StagePeer:
         await self._joining.run(self.kept)
         self._first_version, self.kept = core.version, None
         self.has_joined = core.joined = True
+        if self._run.admission.named:
+            self.convictions.ask_soon()  # who lied before it came
         await core.refresh_digest()
         await core.open_steps()
 

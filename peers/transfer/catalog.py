@@ -99,9 +99,7 @@ async def ask_saved(
 
 
 def signed_states(run: Run, signer: Signer, words: Iterable[Word]) -> dict[int, list[Word]]:
-    """Of each version of a stage the words for the digest that two signed, with the most voice; or for the
-    only one that is signed.
-    """
+    """Of each version the words for the digest that two signed, with the most voice; or of the only one."""
     said: dict[int, dict[str, dict[PeerId, Word]]] = {}
     for word in words:
         said.setdefault(word[0].end, {}).setdefault(weights_of(word), {})[word[1].peer] = word

@@ -48,9 +48,7 @@ class Made(NamedTuple):
 
 
 def is_audited(run: Run) -> bool:
-    """Whether the answers of a run are audited: its trainers are named, its codecs leave no numbers out, and
-    peers do not choose them.
-    """
+    """Whether answers are audited: trainers are named, codecs leave no numbers out, no peer chooses them."""
     sparse = any("topk" in run.codec.forward_at(boundary) for boundary in range(run.S - 1))
     return bool(run.admission.trainers) and not sparse and not run.codec.adaptive
 

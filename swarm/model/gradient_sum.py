@@ -100,9 +100,7 @@ class GradientSums:
         raise NotReady(f"step {t} has not begun at stage {self._stage}", version=self.version)
 
     def value(self, total: torch.Tensor) -> torch.Tensor:
-        """The value of the sum of the step that is open, in the dtype of the weights: what
-        `StageCompute.apply` takes.
-        """
+        """The value of the open step's sum, in the dtype of the weights: what `StageCompute.apply` takes."""
         return self.value_of_answer()(self.answer(total))
 
     def answer(self, total: torch.Tensor) -> torch.Tensor:

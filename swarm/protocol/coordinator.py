@@ -120,9 +120,7 @@ class StageCoordinator:
         }
 
     def newest_version(self) -> int:
-        """The newest version of the stage. A generation that none of its replicas has entered begins at its
-        start.
-        """
+        """The newest version of the stage. A generation that no replica has entered begins at its start."""
         present = self.present()
         versions = (present[peer].version for peer in heard(present, self.voice))
         return max(versions, default=self._agreed.generation.start)
@@ -174,9 +172,7 @@ class StageCoordinator:
         return round_name in self._rounds.get(t, ())
 
     def _steps(self, t: int, now: float) -> dict[PeerId, rounds.StepReport]:
-        """The reports on step `t` that count, by replica: not those of replicas that cost the stage too
-        much.
-        """
+        """The reports on step `t` that count, by replica: not those of replicas that cost too much."""
         believable = self._believable(t)
         self._left_out[t] = self._reported(t).keys() - believable.keys()
         return {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
@@ -326,9 +322,7 @@ class Summarized(msgspec.Struct, frozen=True):
 
 
 class RunCoordinator:
-    """The state of the whole run, from the stages' summaries; and the commits, once all stages are
-    prepared.
-    """
+    """The state of the whole run, by the stages' summaries; and the commits, once all are prepared."""
 
     def __init__(self, run: Run, me: PeerId, agreed: Agreed) -> None:
         self._run, self._me, self._agreed = run, me, agreed

@@ -113,9 +113,7 @@ class Ledger:
     """The microbatches of step `t` that this peer has in its sum, or is computing."""
 
     def __init__(self, t: int, microbatches: int, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called before `done`, `inherited` or `frozen_for` change; it raises if they must not
-        change now.
-        """
+        """`check` is called before `done`, `inherited` or `frozen_for` change; raises if they must not."""
         self.t = t
         self._may_change = check
         self.microbatches = microbatches

@@ -55,8 +55,7 @@ class ProtocolTimings(msgspec.Struct, frozen=True, kw_only=True):
     check_s: float = 1.0
     """How often a stage that cannot follow the run is checked."""
     lost_s: float = 6.0
-    """A stage without any replica that has its weights counts as lost after this: replicas may be cut off
-    shortly."""
+    """A stage without a replica that has its weights is lost after this: they may be cut off shortly."""
 
     def is_gone(self, seen_s: float, *, now: float) -> bool:
         """Whether a replica that last spoke at `seen_s` is left out."""

@@ -277,9 +277,7 @@ def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerI
 
 
 def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport], speaking: Sequence[PeerId]) -> bool:
-    """Whether a plan still fits. The word of its members that it is complete has to count: one of them is
-    `speaking`.
-    """
+    """Whether a plan still fits. That it is complete a member has to say that counts: one is `speaking`."""
     told = not set(plan.members).isdisjoint(speaking)
     return told and is_current(plan, reports) and not failed_at(plan, reports)
 

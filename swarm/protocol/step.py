@@ -161,9 +161,7 @@ class ReplicaStep:
     # -- the result (peers.stage.tied_weights) ----------------------------------------------------
 
     def complete(self) -> None:
-        """Note that the stage's sum is complete. A prepared step stays so until a new result is complete as
-        well.
-        """
+        """Note that the stage's sum is complete. A prepared step stays so until a new result is, too."""
         if self._state in (StepState.FROZEN, StepState.REDUCING):
             self._go(StepState.COMPLETING)
 

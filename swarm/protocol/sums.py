@@ -75,8 +75,7 @@ class Projected(Statement, frozen=True, array_like=True):
     contributions: tuple[Digest, ...]
     """`Contributed.chunks`, owner by owner."""
     sums: tuple[bytes, ...]
-    """Owner by owner, the products of the chunks, little-endian, modulo 2^64; nothing if the ledger is
-    empty."""
+    """Owner by owner, the products of the chunks, little-endian, modulo 2^64; of an empty ledger none."""
 
 
 def seed_of(nonces: Iterable[bytes]) -> bytes:

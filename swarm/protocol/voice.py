@@ -43,9 +43,7 @@ VALID_STEPS = 200
 
 
 class Worked(Statement, frozen=True, array_like=True):
-    """That `peer` answered microbatches in `steps` steps, the last of them `t`; the voucher before this one
-    said `before`.
-    """
+    """That `peer` answered in `steps` steps, the last of them `t`; the voucher before said `before`."""
 
     peer: PeerId
     steps: int
@@ -186,9 +184,7 @@ class WorkCount:
         work.vouched = max(work.vouched, voucher.t)
 
     def renew(self, version: int) -> list[Worked]:
-        """What to vouch for when the run is at `version`: peers with work enough that worked since the last
-        time.
-        """
+        """What to vouch for at `version`: peers with work enough that worked since the last time."""
         self._of = {peer: work for peer, work in self._of.items() if version - work.newest <= VALID_STEPS}
         due = [
             Worked(peer, min(work.steps, MAX_STEPS), work.newest, work.said)

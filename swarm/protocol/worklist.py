@@ -65,9 +65,7 @@ class WorkList:
             del self._steps[t]
 
     def went_back(self, version: int) -> None:
-        """Note that the run goes on from `version`, which it had passed: what was done since is to be done
-        again.
-        """
+        """Note that the run goes on from `version`, which it had passed: what came since is done again."""
         self._oldest = version
         self._steps.clear()
 

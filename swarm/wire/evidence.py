@@ -21,6 +21,8 @@ from swarm.wire.tensor_meta import TensorMeta
 
 MAX_EVIDENCE_BYTES = 1 << 26
 """Larger evidence is not passed on: each replica of the stage finds the same by itself."""
+MAX_SHOWN_BYTES = 1 << 18
+"""Of evidence without its body."""
 
 S = TypeVar("S", bound=Statement)
 
