@@ -90,7 +90,7 @@ class Blocks:
         """
         self._folder, self._most = folder / "blocks", most_bytes
         self._shards = Shards(index.shards, index.dtype)
-        self._upper = TreeFile(index, folder)
+        self._upper = TreeFile(index, folder, most_bytes)
         self.tree = Tree(index.size, bytes.fromhex(index.root), self._upper.read, self._inside, self.read)
         self.node = lru_cache(maxsize=1024)(self._checked_node)
         """Block -> its Merkle node. Raises SetupError: the tree of the index is damaged."""

@@ -25,6 +25,10 @@ from swarm.merkle import NODE_BYTES, tree_bytes
 NAME, TREE = "index.json", "index.tree"
 MAX_BYTES = 1 << 26
 """Of some hundred thousand shards."""
+MAX_TOKENS = 1 << 48
+"""More no manifest can pin."""
+TREE_SHARE = 8
+"""That part of the cache a tree may have, for 16 TB of tokens in each GiB of the cache."""
 ITEM_BYTES = {"uint8": 1, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8}
 """Types of tokens in files."""
 Narrow = Literal["uint8", "uint16", "uint32"]
@@ -113,6 +117,8 @@ def open_index(address: str) -> Index:
         tree = fetch.beside(address, index.tree)
         if len(bytes.fromhex(index.root)) != NODE_BYTES:
             raise ValueError(f"its root is {index.root!r}")
+        if index.tokens > MAX_TOKENS:
+            raise ValueError(f"it has {index.tokens} tokens, and a run at most {MAX_TOKENS}")
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise SetupError(f"{address} is not an index of data: {error}; swarm tokenize makes one") from None
     return msgspec.structs.replace(index, sources=sources, tree=tree)
@@ -149,13 +155,18 @@ class TreeFile:
     is opened at once and in as little memory.
     """
 
-    def __init__(self, index: Index, cache: Path) -> None:
-        """`cache`: the folder for what comes from other machines.
+    def __init__(self, index: Index, cache: Path, most_bytes: int) -> None:
+        """`cache`: the folder for what comes from other machines, which may have `most_bytes`.
 
         Raises:
             SetupError: the file cannot be had or kept, or is not as long as that of this index.
         """
         self._address, self._length = index.tree, tree_bytes(index.size)
+        if fetch.is_far(index.tree) and self._length > most_bytes // TREE_SHARE:
+            raise SetupError(
+                f"{index.tree} has {self._length} bytes, over an eighth of a cache of {most_bytes} bytes: "
+                f"take an index of fewer than {index.tokens} tokens, or allow more with --cache-size"
+            )
         self._copy = cache / "trees" / index.root
         self._open()
 

@@ -4470,6 +4470,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_moved_liars",),
     ),
     Mutation(
+        "fetch-a-tree-of-any-length",
+        "peers/storage/index.py",
+        "if fetch.is_far(index.tree) and self._length > most_bytes // TREE_SHARE:",
+        "if False:",
+        "An index from afar has its reader fetch until the disk is full.",
+        ("test_index",),
+    ),
+    Mutation(
+        "an-index-of-any-length",
+        "peers/storage/index.py",
+        "if index.tokens > MAX_TOKENS:",
+        "if False:",
+        "An index names more tokens than any run can have, and its reader begins to fetch them.",
+        ("test_index",),
+    ),
+    Mutation(
         "judge-by-the-accusers-weights",
         REFEREE,
         "not found.agreed.issuperset(replicas)",

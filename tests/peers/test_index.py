@@ -365,6 +365,21 @@ def test_a_tree_that_is_damaged_is_fetched_again(
     assert not kept.exists()
 
 
+@pytest.mark.parametrize(("tokens", "words"), [
+    (1 << 49, r"is not an index of data: it has 56294995\d{7} tokens, and a run at most 281474976710656;"),
+    (1 << 46, r"index\.tree has 214\d{7} bytes, over an eighth of .* 8388608 bytes: .*--cache-size"),
+])  # fmt: skip
+def test_nothing_is_fetched_of_a_tree_that_is_larger_than_the_cache_may_be(
+    server: Server, tmp_path: Path, tokens: int, words: str
+) -> None:
+    """Nothing pins the data of a run that is not published: what an index says, its server can send."""
+    index = server.folder / "index.json"
+    index.write_bytes(re.sub(rb'"tokens":\d+', b'"tokens":%d' % tokens, index.read_bytes(), count=1))
+    with pytest.raises(SetupError, match=words):
+        opened(f"{server.url}/index.json", tmp_path, cache_bytes=8 << 20)
+    assert server.asked == ["/index.json"]
+
+
 def test_a_tree_that_cannot_be_kept_is_an_error_that_says_where(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
