@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from peers.ports import Buffer, Request
 from swarm.errors import NotReady
 from swarm.ids import PeerId
-from swarm.policy.pace import most_s
+from swarm.policy.pace import GRACE_S, most_s
+
+BEFORE_S = GRACE_S / 2
+"""Sooner than a caller that waits for the same microbatch would give this peer up for it."""
 
 
 class Incoming:
@@ -36,7 +39,7 @@ class Incoming:
         body, wanted = asyncio.ensure_future(request.accept()), self._wanted
         waiting = asyncio.ensure_future(wanted.wait())
         try:
-            here, _ = await asyncio.wait({body}, timeout=most_s(self._bytes[request.peer]))
+            here, _ = await asyncio.wait({body}, timeout=most_s(self._bytes[request.peer]) - BEFORE_S)
             if not here:
                 late()
             await asyncio.wait({body, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -342,6 +342,8 @@ class Trainer:
         except NotNow as later:
             if isinstance(later, Busy):
                 self._window.refused()
+            if peer is not None and mb.t <= self._version:  # until its step is open it is to wait
+                self._limits.put_off(peer, t=mb.t, since_s=max(began, self._step_began), now=now_s())
             await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
             self._todo.failed(mb)
         except Stale:

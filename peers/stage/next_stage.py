@@ -19,8 +19,6 @@ from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latenc
 
 MAX_PAUSE_S = 1.0
 """However long a peer says that it wants to be left alone."""
-USUAL_HOLD_S = 1.5
-"""A peer whose step is about to open may hold a request so long before it says that it is not."""
 MAX_REFUSALS = 2
 """So many peers that refuse the same microbatch are not all wrong about it."""
 
@@ -102,8 +100,7 @@ class NextStage:
                 work = msgspec.structs.replace(work, attempt=work.attempt + 1)
             except NotNow as later:
                 busy.add(peer)
-                if now_s() - began > USUAL_HOLD_S:
-                    self._router.backoff.charge(peer, t=work.t, since_s=began, now=now_s())
+                self._limits.put_off(peer, t=work.t, since_s=began, now=now_s())
                 if len(busy) >= len(self._router.peers(self.stage)):
                     await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
                     busy.clear()

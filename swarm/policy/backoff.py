@@ -147,6 +147,10 @@ class Backoff:
         """How many times as long as the first its last backoff was; 1 if it had none."""
         return max(1.0, self._last_s.get(peer, 0.0) / self._first_s)
 
+    def is_failing(self, peer: PeerId) -> bool:
+        """Whether `peer` has failed, and not answered since."""
+        return peer in self._last_s
+
     def silent(self) -> list[PeerId]:
         """The silent peers, to be pinged."""
         return sorted(self._silent)

@@ -69,8 +69,7 @@ class AdaptiveTimeout:
 
 
 def expected_s(stages: Iterable[Sequence[PeerRecord]]) -> float:
-    """Seconds of a microbatch through some stages, by what most of their peers say of their speed; 0:
-    unknown."""
+    """Seconds of a microbatch through some stages, by what most peers say of their speed; 0: unknown."""
     whole_s = 0.0
     for records in stages:
         speeds = [r.speed for r in records if r.state == "serving" and 0.0 < r.speed < math.inf]
@@ -84,10 +83,12 @@ TRIAL_S = 3.0
 """An unknown peer has so long, and three times what is usual: it may hold a call until its step opens."""
 
 
+USUAL_HOLD_S = 1.5
+"""A peer whose step is about to open may hold a request so long before it says that it is not."""
+
+
 class CallLimits:
-    """How long a call to a peer, and to all behind it, may take: of one caller with the peers of `stage`, of
-    `stages` in the run.
-    """
+    """How long a call to a peer of `stage`, and to all behind it in a run of `stages`, may take."""
 
     def __init__(self, router: Router, stage: Stage, stages: int) -> None:
         self._backoff, self._router, self._stage = router.backoff, router, stage
@@ -99,19 +100,26 @@ class CallLimits:
         """How long `peer` may take: what is usual, and no more than it may still cost the run.
 
         One that has never answered has less, since a microbatch that nobody answers holds up its step: twice
-        as long each time, so that one that wakes slowly is known in the end. `serving`: the records of the
-        stages that the call passes.
+        as long each time, so that one that wakes slowly is known in the end. One that failed the last time
+        has half of the seconds that even fast peers have. `serving`: records of the stages that it passes.
         """
         self._usual.expected_s = expected_s(serving)
         limit_s = self._usual.limit_s
         if self._usual.known and not self._router.knows(self._stage, peer):
             limit_s = min(limit_s, self._backoff.doubled(peer) * (TRIAL_S + 3 * self._usual.typical_s))
+        elif self._usual.known and self._backoff.is_failing(peer):
+            limit_s = max(limit_s / 2, TIMES_TYPICAL * self._usual.typical_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
 
     def answered(self, took_s: float, *, now: float) -> None:
         """A call was answered, everything behind it included."""
         self._usual.answered(took_s)
         self._answered_s = now
+
+    def put_off(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
+        """A peer said that it cannot now: that takes no time, and longer than usual it is lost."""
+        if now - since_s > USUAL_HOLD_S:
+            self._backoff.charge(peer, t=t, since_s=since_s, now=now)
 
     def lost(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
         """A call failed: all of its time is lost. If others were answered meanwhile, not all have become

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.ports import Answer
+from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
-from swarm.errors import NotReady
+from swarm.errors import Busy, NotReady
 from swarm.manifest import audit_run
 from swarm.protocol.replica import Action, AllReduce
 from tests.peers.loops import JOB_S, Swarm, swarm
@@ -118,6 +118,26 @@ async def test_three_that_have_voice_and_answer_no_more_cost_three_budgets() -> 
         assert s.network.loop.now_s - since_s <= 3 * BUDGET_S
         counts = s.count_matrix()
         assert all((counts[name] == last).all() for name in honest)
+
+
+async def test_a_peer_of_stage_0_that_takes_long_to_say_that_it_is_busy_is_left_out() -> None:
+    """Each time a trainer lost as long by it, and charged it nothing: 150 s in 20 steps."""
+    run = replace(audit_run(stages=2, steps=400, microbatches_per_step=8), name="busy")
+    async with swarm(run, seed=1) as s:
+        s.add_peer("z", 0)
+        await s.until_serving()
+        trainer = s.add_trainer("trainer")
+        await s.until(lambda: s.peers["z"].core.version >= 3 and s.peers["z"].core.computed > 3)
+
+        async def full(request: Request) -> Answer:
+            await asyncio.sleep(4.0)
+            raise Busy("8 microbatches are in flight; no more fit")
+
+        s.network.peers["z"].transport.serve("work", full, max_body_bytes=1 << 24)
+        since_s, backoff = s.network.loop.now_s, trainer._router.backoff
+        await s.until(lambda: backoff.rests("z", now=s.network.loop.now_s), limit_s=3 * BUDGET_S)
+        assert s.network.loop.now_s - since_s <= 2 * BUDGET_S
+        assert not any(backoff.rests(name, now=s.network.loop.now_s) for name in s.peers if name != "z")
 
 
 @pytest.mark.slow

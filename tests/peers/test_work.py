@@ -20,6 +20,7 @@ from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
+from swarm.policy.timeouts import MIN_S
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.worklist import Work as Item
@@ -555,14 +556,16 @@ async def test_a_body_that_trickles_makes_way_for_one_that_waits() -> None:
 
 
 async def test_who_offers_a_microbatch_whose_body_trickles_has_it_computed() -> None:
-    """Were it refused with the other, its caller would leave this peer alone, which waits for the other."""
+    """Were it refused with the other, its caller would leave this peer alone, which waits for the other; and
+    were it later than what a caller of the last stage waits, it would take this peer for the slow one.
+    """
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         sender, server = announced(s, "sender", 0, "joining"), s.peers["s1p0"].microbatches
         slow = asyncio.ensure_future(server._serve_work(Trickle(second(), [8, 9])))
         await s.until(lambda: server.inflight == 1)
         waiting = [sender.send("s1p0", "work", second(), hidden(1.0)) for _ in range(2)]
-        first, other = await asyncio.wait_for(asyncio.gather(*waiting), 7.0)
+        first, other = await asyncio.wait_for(asyncio.gather(*waiting), MIN_S)
         assert bytes(first.header) == bytes(other.header) and s.peers["s1p0"].core.computed == 1
         with pytest.raises(NotReady):
             await slow

@@ -79,6 +79,23 @@ def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time()
     assert limits.limit_s("z", [], t=0) == usual_s
 
 
+def test_one_that_failed_has_half_the_time_until_it_answers_unless_all_are_slow() -> None:
+    """In each of three steps a peer that answers no more took as long as in the first."""
+    for usual_s, failed_s in ((0.2, MIN_S), (2.0, 20.0)):
+        router = Router()
+        router.set_peers(0, ["a", "z"])
+        limits = CallLimits(router, 0, 2)
+        for peer in ("a", "z"):
+            router.answered(0, peer, usual_s)
+            limits.answered(usual_s, now=0.0)
+        before_s = limits.limit_s("z", [], t=0)
+        assert before_s == max(2 * MIN_S, 10 * usual_s)
+        router.failed("z", now=0.0, silent=True)
+        assert (limits.limit_s("z", [], t=0), limits.limit_s("a", [], t=0)) == (failed_s, before_s)
+        router.answered(0, "z", usual_s)
+        assert limits.limit_s("z", [], t=0) == before_s
+
+
 def test_calls_given_up_make_the_limit_longer_only_if_nobody_answers_meanwhile() -> None:
     router, usual_s = Router(), 2 * MIN_S
     router.set_peers(0, ["a", "z"])
