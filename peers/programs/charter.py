@@ -48,16 +48,15 @@ def run_init(options: tool_options.InitOptions) -> None:
     from peers.evaluation.data import open_eval
     from peers.programs.manifest_pinning import pinned
     from peers.storage.samples import open_data
+    from swarm.audit.answers import is_audited
 
     folder = options.name
     taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]
     if taken:
         raise SetupError(f"{folder / taken[0]} is there already: name another folder for another run")
-    run = (
-        replace(demo_run(), checkpoint_every=CHECKPOINT_EVERY)
-        if options.manifest is None
-        else load_run(options.manifest)
-    )
+    run = replace(demo_run(), checkpoint_every=CHECKPOINT_EVERY)
+    if options.manifest is not None:
+        run = load_run(options.manifest)
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
     keys = {who: Identity.generate() for who in ("owner", "trainer", "auditor")}
@@ -106,7 +105,10 @@ def run_init(options: tool_options.InitOptions) -> None:
         print(f"    {program()} peer @join.txt --stage {stage}{key}{start}")
     print(f"    {program()} keeper @join.txt --dir ckpt\n    {program()} dashboard @join.txt")
     print("Others join with join.txt alone:\n    swarm peer @join.txt --identity peer.key")
-    print(f"If you like, audit them:\n    {program()} audit @join.txt --identity {here}/auditor.key")
+    if is_audited(run) and run.adds_exactly:
+        print(f"If you like, audit them:\n    {program()} audit @join.txt --identity {here}/auditor.key")
+    else:  # see docs/threats.md
+        print("Who lies in it nobody finds: it adds floats, or its codecs leave numbers out. Know them all")
     if options.peers == "token":
         invite = f"{program()} invite --manifest {here}/run.toml --owner {here}/owner.key"
         print(f"Each of them needs a token:\n    {invite}")

@@ -4517,6 +4517,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "strangers-where-nothing-is-checked",
+        "peers/programs/charter.py",
+        "if is_audited(run) and run.adds_exactly:",
+        "if True:",
+        "An owner opens a run to strangers in which no lie is found, and is told to audit it.",
+        ("test_charter_commands",),
+    ),
+    Mutation(
         "judge-by-the-accusers-weights",
         REFEREE,
         "not found.agreed.issuperset(replicas)",

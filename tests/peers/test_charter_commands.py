@@ -40,7 +40,8 @@ OWNER, KIM, SAM = (Identity(bytes([n]) * 32) for n in range(1, 4))
 
 def unpinned(folder: Path) -> Path:
     path = folder / "a.toml"
-    path.write_text(audit_run(stages=2, steps=3).to_toml().replace("tokens = 4096", "tokens = 0"))
+    run = replace(audit_run(stages=2, steps=3), dtype="float32")
+    path.write_text(run.to_toml().replace("tokens = 4096", "tokens = 0"))
     return path
 
 
@@ -83,6 +84,20 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
 
     assert init(folder) != 0
     assert f"{folder}/owner.key is there already: name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unchecked", ["exact_sums = false", 'forward = "topk:0.1+bf16"'])
+def test_of_a_run_in_which_nobody_finds_who_lies_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unchecked: str
+) -> None:
+    """Strangers could add and answer what they like; no auditor could join it either."""
+    manifest = unpinned(tmp_path)
+    key = unchecked.partition(" = ")[0]
+    manifest.write_text(re.sub(rf"(?m)^{key} = .*$", unchecked, manifest.read_text(), count=1))
+    assert unchecked in manifest.read_text()
+    assert init(tmp_path / "mine", "--manifest", str(manifest)) == 0
+    printed = capsys.readouterr().out
+    assert "Who lies in it nobody finds" in printed and "swarm audit" not in printed
 
 
 def test_the_run_that_is_made_without_a_manifest_needs_no_data_and_is_kept(tmp_path: Path) -> None:
