@@ -263,9 +263,7 @@ class SumCheck:
         self._said[place] = told
 
     def mismatch(self, reduced: torch.Tensor) -> tuple[int, int] | None:
-        """Owner and chunk of the first result that is not the sum of the contributions: 2.5 ms for each
-        million weights. In any thread.
-        """
+        """Owner and chunk of the first result that is not the sum of the contributions. In any thread."""
         seed = seed_of(self.nonces[member] for member in self.plan.members)
         for place, part in enumerate(self.parts):
             for index, (start, numel) in enumerate(part):

@@ -245,8 +245,7 @@ Opened: TypeAlias = Announced | Charter | Revocation
 
 @functools.lru_cache(maxsize=8192)
 def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Opened | str:
-    """What it is, '' for a manifest, or the reason why the DHT must not hold this. Cached: all are seen
-    twice."""
+    """What it is, '' for a manifest, or why the DHT must not hold this. Cached: all are seen twice."""
     why = "a value under a key where it does not belong"
     if value[1:9] in (b"\xa7charter", b"\xa7revoked"):
         try:

@@ -158,8 +158,7 @@ class DhtStorage:
         return self._greeting
 
     def nearest(self, place: Place, count: int) -> list[PeerId]:
-        """Nodes near a key, nearest first: those found by searching, and those of the routing table; not
-        us."""
+        """Nodes near a key, nearest first, without us: those found by searching, and the routing table's."""
         return nearest(place.key_id, {*self.node.near(place.key_id, count), *place.near}, count)
 
     def place(self, key: str) -> Place:
@@ -211,8 +210,7 @@ def _why_none(failed: Iterable[tuple[PeerId, Sequence[str], BaseException | None
 
 
 def what_is_wrong(welcomes: Collection[Welcome]) -> str:
-    """Why a peer that got these answers cannot join; '' if it can. The majority of versions and clocks is
-    right."""
+    """Why a peer that got these answers cannot join; '' if it can. Most versions and clocks are right."""
     others = [welcome.protocol for welcome in welcomes if welcome.protocol != PROTOCOL_VERSION]
     if 2 * len(others) > len(welcomes):
         return differ("this program", PROTOCOL_VERSION, "the swarm that it joins", others[0])

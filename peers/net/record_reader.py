@@ -145,8 +145,7 @@ class RecordReader:
         return self.all_stages() if self._watched is None else [NO_STAGE, *sorted(self._watched)]
 
     def places_of(self, stages: Iterable[Stage]) -> list[Place]:
-        """Where records of these stages may lie, as far as we know; those that were read longest ago
-        first."""
+        """Where records of these stages may lie, as far as we know; those read longest ago first."""
         if self.run_id is None:
             return []
         places = [

@@ -46,8 +46,7 @@ class Announced(msgspec.Struct, frozen=True):
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A `PeerRecord` in the DHT. New fields come last, with defaults: readers ignore what they do not
-    know."""
+    """A `PeerRecord` in the DHT. New fields come last, with defaults: readers ignore unknown ones."""
 
     run: str
     stage: Annotated[Stage, msgspec.Meta(ge=NO_STAGE, lt=65536)]

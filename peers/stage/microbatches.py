@@ -446,8 +446,7 @@ class MicrobatchServer:
         return Microbatch(work.t, work.m)
 
     def _count(self, step: OpenStep, found: Gradients, kept: Kept) -> Kept:
-        """Add a microbatch to the sum and the ledger, if it may count; both are lost if that breaks
-        half-way."""
+        """Add a microbatch to the sum and the ledger, if it may count; if that breaks, both are lost."""
         m = found.mb.m
         with self._core.device.books:
             if found.terms_wanted and step.ledger.may_add(m):

@@ -244,9 +244,7 @@ def agreed(group: Sequence[Offer], voice: Mapping[PeerId, int]) -> Opened:
 
 
 def state_of(run: Run, stage: Stage, version: int = -1, signed: Sequence[Word] = ()) -> Wanted:
-    """Weights and optimizer of one version of `stage`: of a checkpoint; negative: the newest. `signed`: what
-    peers signed of it.
-    """
+    """The state of `stage` at a version; negative: the newest. `signed`: what peers signed of it."""
     digest = weights_of(signed[0]) if signed else ""
 
     def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:

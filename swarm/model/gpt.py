@@ -39,9 +39,7 @@ does not grow with depth."""
 
 
 def weights_dtype(run: Run) -> torch.dtype:
-    """The dtype of weights, gradient sums and optimizer: float32, or float64 for proofs. bfloat16 is
-    autocast.
-    """
+    """The dtype of weights, sums and optimizer: float32, or float64 for proofs. bfloat16 is autocast."""
     return torch.float64 if run.dtype == "float64" else torch.float32
 
 
@@ -282,9 +280,7 @@ class AuditStage(nn.Module):
         ids_BT: torch.Tensor | None = None,
         mb: Microbatch | None = None,
     ) -> torch.Tensor:
-        """Add this microbatch's weight to the tokens (first stage; only their presence matters) or to the
-        number so far.
-        """
+        """Add this microbatch's weight to the tokens (first stage; any will do) or to the number so far."""
         if mb is None:
             raise ValueError("the audit model needs to know which microbatch it computes")
         (weights,) = self.count.values()
@@ -329,9 +325,7 @@ def given_stage(
 
 
 def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
-    """All layers as one module without codecs, with these weights: tokens [B, T] -> logits [B, T, V]; raises
-    as `given_stage`.
-    """
+    """All layers as one module without codecs: tokens [B, T] -> logits [B, T, V]; raises as `given_stage`."""
     with torch.device("meta"):
         module = GptStage(run, range(run.built_in.layers))
     return _given(run, module, weights, device)

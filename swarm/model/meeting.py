@@ -91,9 +91,7 @@ def spans_of(run: Run, layout: Layout, part: int | None = None) -> list[tuple[in
 
 
 def difference_bytes(run: Run, layout: Layout, part: int | None = None, *, is_sum: bool = False) -> int:
-    """Length of what an island has changed of a stage, or of a part of it, as it travels; or `is_sum`: of the
-    sum of what all have changed.
-    """
+    """Length of what an island has changed of a stage or a part, as it travels; or `is_sum`: of all of it."""
     return sum(sum(encoded_sizes(_meta(run, span, is_sum))) for span in spans_of(run, layout, part))
 
 

@@ -98,9 +98,7 @@ def muon_update(mean: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def moment_seed(seed: int, number: int, vector: str, weight: str) -> int:
-    """Of how a moment of a weight, by its full name, is rounded after a step of the run with that seed;
-    `number`: `Run.step_number`.
-    """
+    """Of how a moment of a weight is rounded after a step of the run with that seed; `number`: which."""
     return seed_of("moments", seed, number, vector, weight)
 
 

@@ -96,9 +96,7 @@ class StepProtocol:
         *,
         since_s: float,
     ) -> None:
-        """`numel`: elements of the stage's flat gradient; `since_s`: when this replica joined, by its own
-        clock.
-        """
+        """`numel`: elements of the flat gradient; `since_s`: when this replica joined, by its clock."""
         self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
         self._local, self._backoff, self._timings = local, backoff, timings
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}

@@ -36,8 +36,7 @@ PREFIX_BYTES = 16
 CHUNK_BYTES = 256 * 1024
 """0.2 s at 10 Mbit/s; larger parts gain nothing on loopback, where a prefix costs 1 us."""
 WINDOW_BYTES = 1024 * 1024
-"""Bytes that a stranger can make this process hold for a call that was not accepted. Less stalls a fast long
-line."""
+"""Bytes that a stranger can make us hold for a call that was not accepted. Less stalls a fast long line."""
 AHEAD_BYTES = 4 * WINDOW_BYTES
 """So boundary tensors of some MB do not wait for ACCEPT, at each stage, for as long as the line is."""
 MAX_HEADER_BYTES = 64 * 1024

@@ -28,9 +28,7 @@ _STEPS = 7
 
 
 def quantize(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Floats [N], none above MAX_NUMBER -> (uint8, two numbers a byte; float32, a scale a block), on their
-    device.
-    """
+    """Floats [N], none above MAX_NUMBER -> (uint8, two numbers a byte; float32, a scale a block)."""
     blocks = -(-flat.numel() // BLOCK)
     padded = functional.pad(flat.float(), (0, blocks * BLOCK - flat.numel()))
     x = _rotated(padded.view(blocks, BLOCK).t())
