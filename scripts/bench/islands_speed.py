@@ -4,6 +4,7 @@
     scripts/bench/islands_speed.py                       # twenty minutes of CPU time, one core
     scripts/bench/islands_speed.py --only "home 1.3B"    # six of them
     scripts/bench/islands_speed.py --only "home 8B" --stages 16
+    scripts/bench/islands_speed.py --only "home 8B" --microbatches 1920
     scripts/bench/islands_speed.py --only "home 1.3B" --trace trace.csv --hours 4
 
 `dtfm`: the 64 devices of 40 Tflop/s in eight cities of `worldwide.py`. `home`: 1,000 peers with 20 to 100
@@ -38,7 +39,7 @@ from worldwide import DTFM, read_network
 from peers.islands.planning import island_job, islands_of
 from peers.programs.descriptions import job_of
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.islands import simulate_islands
+from peers.sim.throughput.islands import IslandsReport, simulate_islands
 from peers.sim.throughput.report import Settings
 from swarm.manifest import (
     PRESETS,
@@ -134,9 +135,10 @@ def without(network: Network, run: Run, job: Job, budget_s: float, churn: Churn)
     }
 
 
-def within(network: Network, run: Run, job: Job, churn: Churn) -> list[dict[str, Any]]:
+def within(network: Network, run: Run, job: Job, churn: Churn, only: list[int]) -> list[dict[str, Any]]:
     """A row for each of `LOCAL_STEPS`, of the count that is best for it."""
     counts = [n for n in range(2, run.M + 1) if run.M % n == 0 and n * run.S <= len(network)]
+    counts = [n for n in counts if n in (only or counts)]
     some = replace(run, islands=IslandsSpec(count=counts[0], local_steps=512, codec="blockwise8"))
     one, plans = island_job(some, job, counts[0]), dict[int, IslandsPlan]()
     for count in counts:
@@ -145,15 +147,17 @@ def within(network: Network, run: Run, job: Job, churn: Churn) -> list[dict[str,
             network, its_job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0
         )  # fmt: skip
         print(count, plans[count].inner.total_s, plans[count].meeting_s, file=sys.stderr, flush=True)
-    rows = list[dict[str, Any]]()
+    rows, known = list[dict[str, Any]](), dict[int, IslandsReport]()
     for steps in LOCAL_STEPS:
         count = min(plans, key=lambda n: plans[n].inner.total_s + plans[n].meeting_s / steps)
         plan, islands = plans[count], replace(islands_of(some), count=count, local_steps=steps)
         its_job = replace(one, microbatches=run.M // count)
-        found = simulate_islands(
-            network, its_job, islands, plan.cell_of, end_s=churn.end_s, settings=churn.settings,
-            trace=churn.trace,
-        )  # fmt: skip
+        if churn.trace is not None or count not in known:
+            known[count] = simulate_islands(
+                network, its_job, islands, plan.cell_of, end_s=churn.end_s, settings=churn.settings,
+                trace=churn.trace,
+            )  # fmt: skip
+        found = replace(known[count], local_steps=steps)
         rows.append(
             {
                 "islands": count,
@@ -179,6 +183,8 @@ def main() -> None:
     parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
     parser.add_argument("--seed", type=int, default=0, help="of the peers at home (default: 0)")
     parser.add_argument("--stages", type=int, help="(default: as above)")
+    parser.add_argument("--microbatches", type=int, help="of a step (default: 512; at home 1000, 8B 992)")
+    parser.add_argument("--counts", type=int, nargs="+", default=[], help="islands (default: what divides)")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of a search (default: 20)")
     parser.add_argument("--trace", type=Path, help="how many devices are up, as spot traces tell it")
     parser.add_argument("--hours", type=float, default=4.0, help="of the trace (default: 4)")
@@ -194,13 +200,13 @@ def main() -> None:
         if options.only not in name:
             continue
         (devices, model), (network, stages, microbatches) = name.split(), made()
-        stages = options.stages or stages
+        stages, microbatches = options.stages or stages, options.microbatches or microbatches
         run, churn = run_of(model, stages, microbatches), Churn.of(options, len(network))
         job, found = job_of(run), list[dict[str, Any]]()
         for reduce in ("none", "rounded8"):
             rounded = run_of(model, stages, microbatches, reduce)
             found.append(without(network, rounded, job_of(rounded), options.budget, churn))
-        found += within(network, run, job, churn)
+        found += within(network, run, job, churn, options.counts)
         for row in found:
             row |= {
                 "devices": devices,

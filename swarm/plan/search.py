@@ -24,6 +24,8 @@ MOVES = 0.4
 """Part of these that move one device; the others swap two."""
 POWER = 16
 """Of what devices take, where their sum is to be small: that of the slowest is most of it."""
+PLACINGS = 4
+"""Of one device a stage: what a stage waits for follows from the placing before."""
 MAX_CLUSTERED = 1024
 """Devices up to which clusters by distance are tried, whose cost grows with N²."""
 
@@ -45,14 +47,9 @@ class Plan:
 
 
 def search_overlapped(
-    network: Network,
-    job: Job,
-    *,
-    seed: int,
-    budget_s: float,
-    spent_s: Callable[[], float],
+    network: Network, job: Job, *, seed: int, budget_s: float, spent_s: Callable[[], float],
     survive: bool = False,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """A division of small predicted step time, with as many replicas of each stage as are good for it.
 
     `survive`: every stage has devices in two regions, so that the loss of any one leaves it some. Never worse
@@ -174,13 +171,21 @@ def balanced(overlap: Overlap) -> np.ndarray:
 
 
 def one_a_stage(overlap: Overlap) -> np.ndarray:
-    """[N] stages: each has the device that suits it, so that the slowest takes little longer than others."""
+    """[N] stages: each has the device that suits it, so that the slowest takes little longer than others; the
+    slow ones in front, which begin first and end last.
+    """
     network, job = overlap.network, overlap.job
     rates_KN = np.stack([network.flops_per_s, network.upload_bps, network.download_bps])
     bits_KS = 8.0 * np.array([(job.bytes_out(stage), job.bytes_in(stage)) for stage in range(job.stages)]).T
     work_KS = np.stack([(1 + BACKWARD_FORWARDS) * np.array(job.forward_flops), *bits_KS])
-    each_SN = (work_KS[:, :, None] / rates_KN[:, None]).max(axis=0)
-    return repaired(overlap, np.full(len(network), IDLE), (each_SN / max(each_SN.max(), 1e-12)) ** POWER)
+    busy_SN = job.microbatches * (work_KS[:, :, None] / rates_KN[:, None]).max(axis=0)
+    besides_S1, found = np.zeros((job.stages, 1)), list[np.ndarray]()
+    for _ in range(PLACINGS):
+        step_SN = besides_S1 + busy_SN
+        none_N, price_SN = np.full(len(network), IDLE), (step_SN / max(step_SN.max(), 1e-12)) ** POWER
+        found.append(repaired(overlap, none_N, price_SN))
+        besides_S1 = overlap.besides_s(found[-1])
+    return min(found, key=lambda of_N: overlap.predict(of_N).total_s)
 
 
 def repaired(overlap: Overlap, stage_of: np.ndarray, price_SN: np.ndarray | float = 1.0) -> np.ndarray:
@@ -255,14 +260,9 @@ def _kinds(network: Network) -> list[int]:
 
 
 def _walk(
-    overlap: Overlap,
-    start: np.ndarray,
-    kinds: list[int],
-    heat_s: float,
-    rng: np.random.Generator,
-    over: Callable[[], bool],
-    survive: bool,
-) -> tuple[np.ndarray, float]:
+    overlap: Overlap, start: np.ndarray, kinds: list[int], heat_s: float, rng: np.random.Generator,
+    over: Callable[[], bool], survive: bool,
+) -> tuple[np.ndarray, float]:  # fmt: skip
     """Annealing by moves and swaps of single devices; the best division met, and its seconds."""
     of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
     count_S = np.bincount(of_N[of_N >= 0], minlength=stages)

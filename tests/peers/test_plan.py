@@ -293,7 +293,7 @@ def test_islands_are_proposed_where_they_are_much_faster(
 ) -> None:
     assert planned(files) == Exit.OK
     assert "islands" not in capsys.readouterr().out
-    files[1].write_text(DEVICES.replace("memory_gb = 16", "memory_gb = 16\nupload_mbps = 10"))
+    files[1].write_text(DEVICES.replace("memory_gb = 16", "memory_gb = 16\nupload_mbps = 5"))
     assert planned(files) == Exit.OK
     said = re.search(
         r"islands seldom reduce: with \[islands\] count = (\d), local_steps = (\d+), codec = .blockwise8. a "

@@ -19,7 +19,15 @@ from scripts.bench.worldwide import job_of, random_case, read_network
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
-from swarm.plan.search import balanced, clustered_layouts, cut_row, fenced_row, repaired, search_overlapped
+from swarm.plan.search import (
+    balanced,
+    clustered_layouts,
+    cut_row,
+    fenced_row,
+    one_a_stage,
+    repaired,
+    search_overlapped,
+)
 from tests.seeds import seeds
 
 DTFM = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"
@@ -80,9 +88,9 @@ def test_one_device_a_stage_and_one_microbatch_is_a_walk_there_and_back() -> Non
 @pytest.mark.parametrize(
     ("net", "work", "limit"),
     [
-        (network(16), job(), "stage 0's compute"),
-        (network(16, upload_bps=2e8), job(), "the uplink of d4"),
-        (network(16, download_bps=2e8), job(), "the downlink of d4"),
+        (network(16), job(), "stage 3's compute"),
+        (network(16, upload_bps=2e8), job(), "the uplink of d8"),
+        (network(16, download_bps=2e8), job(), "the downlink of d8"),
         (network(16, regions=4, across_bps=3e7), job(microbatches=256), "the line d0 - d4"),
         (network(16), job(gradient=4e10), "the all-reduce of stage 0"),
         (network(16, regions=4, across_s=2.0), job(), "the way of one microbatch through all stages"),
@@ -98,6 +106,23 @@ def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
     assert said.limit.startswith(limit)
     assert said.total_s == pytest.approx(said.first_s + said.busy_s + said.tail_s)
     assert said.total_s == pytest.approx(simulated_s(net, work, of), rel=0.10)
+
+
+def test_a_slow_line_in_front_holds_a_step_up_less_than_one_behind_and_is_put_there() -> None:
+    """A stage in front begins first and ends last."""
+    up_bps, work = np.linspace(5e7, 1e8, 12), job(12, microbatches=32, gradient=0.0)
+    plain = network(12)
+    net = replace(
+        plain,
+        devices=tuple(replace(d, upload_bps=float(up)) for d, up in zip(plain.devices, up_bps, strict=True)),
+    )
+    overlap, front = Overlap(net, work), np.arange(12)
+    back = np.r_[0, 10:0:-1, 11]  # the ends send half as much
+    said_s = [overlap.predict(of).total_s for of in (front, back)]
+    took_s = [simulated_s(net, work, of) for of in (front, back)]
+    assert took_s[0] < 0.9 * took_s[1]
+    assert said_s == pytest.approx(took_s, rel=0.10)
+    assert overlap.predict(one_a_stage(overlap)).total_s <= said_s[0]
 
 
 @pytest.mark.parametrize("seed", seeds(12, quick=2))
