@@ -829,7 +829,7 @@ class IslandsSpec(_Spec, section="islands"):
     """Steps between two meetings. A meeting is a step, too, of no microbatch."""
     outer_lr: float = _rule(_number(0.0, 10.0, above=True), 0.7, later=True)
     """How far the weights go, at a meeting, towards where the islands are on average."""
-    outer_momentum: float = _rule(_number(0.0, 1.0), 0.9, later=True)
+    outer_momentum: float = _rule(_number(0.0, 1.0, below=True), 0.9, later=True)
     """Nesterov's, of the meetings."""
     codec: str = _rule(
         _Rule(

@@ -165,6 +165,7 @@ def test_differences_of_another_length_are_refused() -> None:
         ({}, {"local_steps": 6}, r"islands\.local_steps = 6 .* must be below steps \(6\)"),
         ({}, {"local_steps": 3}, r"steps = 6 .* a multiple of islands\.local_steps \+ 1 \(4\)"),
         ({"checkpoint_every": 2}, {}, r"checkpoint_every = 2 .* a multiple of islands\.local_steps \+ 1"),
+        ({}, {"outer_momentum": 1.0}, r"outer_momentum = 1\.0 .* below 1"),
         ({}, {"codec": "topk:0.1"}, "what a top-k leaves out would never arrive"),
         ({"optimizer": {"name": "adamw8bit"}, "dtype": "float32"}, {}, "1 when optimizer.name is"),
     ],
