@@ -215,11 +215,17 @@ class Overlap:
         name = devices[int(members[worst])].name
         forward_s = float(share_n @ forward_n)
         what = (f"stage {number}'s compute", f"the uplink of {name}", f"the downlink of {name}")[kind]
-        exchange_s, fullest = self.network.exchange_s(members, job.gradient_bytes[number]), held_n.argmax()
         return _Stage(
-            members, share_n, forward_s, float(busy_n[worst]), float(slowest_n[worst]), what,
-            float(held_n[fullest]), int(members[fullest]), exchange_s,
-        )  # fmt: skip
+            members,
+            share_n,
+            forward_s,
+            float(busy_n[worst]),
+            float(slowest_n[worst]),
+            what,
+            float(held_n.max()),
+            int(members[held_n.argmax()]),
+            self.network.exchange_s(members, job.gradient_bytes[number]),
+        )
 
     def _room(self, number: int, members: np.ndarray) -> np.ndarray:
         """[n] as `Job.room`."""

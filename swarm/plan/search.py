@@ -47,9 +47,14 @@ class Plan:
 
 
 def search_overlapped(
-    network: Network, job: Job, *, seed: int, budget_s: float, spent_s: Callable[[], float],
+    network: Network,
+    job: Job,
+    *,
+    seed: int,
+    budget_s: float,
+    spent_s: Callable[[], float],
     survive: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """A division of small predicted step time, with as many replicas of each stage as are good for it.
 
     `survive`: every stage has devices in two regions, so that the loss of any one leaves it some. Never worse
@@ -260,9 +265,14 @@ def _kinds(network: Network) -> list[int]:
 
 
 def _walk(
-    overlap: Overlap, start: np.ndarray, kinds: list[int], heat_s: float, rng: np.random.Generator,
-    over: Callable[[], bool], survive: bool,
-) -> tuple[np.ndarray, float]:  # fmt: skip
+    overlap: Overlap,
+    start: np.ndarray,
+    kinds: list[int],
+    heat_s: float,
+    rng: np.random.Generator,
+    over: Callable[[], bool],
+    survive: bool,
+) -> tuple[np.ndarray, float]:
     """Annealing by moves and swaps of single devices; the best division met, and its seconds."""
     of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
     count_S = np.bincount(of_N[of_N >= 0], minlength=stages)

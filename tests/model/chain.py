@@ -48,13 +48,13 @@ def tiny_run(**changes: Any) -> Run:
     return replace(base, **{"dtype": "float64", **changes}, **specs)
 
 
-def batch_of(run: Run) -> Callable[[list[int]], np.ndarray]:
+def batch_of(run: Run, text: np.ndarray = TEXT) -> Callable[[list[int]], np.ndarray]:
     T = run.data.sequence_length
-    return lambda offsets: np.stack([TEXT[start : start + T + 1] for start in offsets])
+    return lambda offsets: np.stack([text[start : start + T + 1] for start in offsets])
 
 
-def tokens_of(run: Run, mb: Microbatch) -> Encoded:
-    return encode(torch.from_numpy(batch_of(run)(sample_offsets(run, *mb))), "none")
+def tokens_of(run: Run, mb: Microbatch, text: np.ndarray = TEXT) -> Encoded:
+    return encode(torch.from_numpy(batch_of(run, text)(sample_offsets(run, *mb))), "none")
 
 
 def backward(stage: StageCompute, fwd: Forward, grads: Sequence[Encoded], *, add: bool) -> Answer:
@@ -78,8 +78,8 @@ def loss_backward(
 class Chain:
     """One `StageCompute` a stage, called as peers would call them."""
 
-    def __init__(self, run: Run, device: str = "cpu", **options: Any) -> None:
-        self.run = run
+    def __init__(self, run: Run, device: str = "cpu", *, text: np.ndarray = TEXT, **options: Any) -> None:
+        self.run, self.text = run, text
         self.stages = [StageCompute(run, stage, device, **options) for stage in range(run.S)]
 
     def begin(self, t: int) -> None:
@@ -89,7 +89,7 @@ class Chain:
     def forward(self, mb: Microbatch) -> tuple[list[Forward], list[Encoded]]:
         """Up to the last stage: (what each stage before it keeps, the inputs of the last)."""
         kept: list[Forward] = []
-        wire = [tokens_of(self.run, mb)]
+        wire = [tokens_of(self.run, mb, self.text)]
         for stage in self.stages[:-1]:
             kept.append(stage.forward(mb, wire))
             wire = kept[-1].outputs

@@ -194,26 +194,21 @@ def test_the_text_of_a_run_has_its_islands_only_if_there_are_some() -> None:
 
 
 @pytest.mark.slow
-def test_of_honest_islands_none_is_unlike_however_few_tokens_they_see(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_honest_islands_none_is_unlike_however_few_tokens_they_see() -> None:
     """Four steps of 64 tokens between meetings: parts of what two have changed have cosines down to -0.42."""
     text = np.frombuffer(tales.text(), np.uint8)
-    monkeypatch.setattr("tests.model.chain.TEXT", text)
     data = {"tokens": len(text), "sequence_length": 32}
     run = tiny_run(dtype="float32", data=data, optimizer={"lr": 5e-3}, batch={"microbatches_per_step": 8})
     run = replace(run, steps=30, islands=IslandsSpec(count=8, local_steps=4))
-    chains, turned = [Chain(run.island(number)) for number in range(8)], 0
+    chains, turned = [Chain(run.island(number), text=text) for number in range(8)], 0
     for t in range(run.steps):
         if not run.meets_at(t):
             for one in chains:
                 one.step(t)
             continue
         for stage in range(run.S):
-            layout, told = (
-                chains[0].stages[stage].layout,
-                [one.stages[stage].state.difference() for one in chains],
-            )
+            layout = chains[0].stages[stage].layout
+            told = [one.stages[stage].state.difference() for one in chains]
             wholes = [added_up(run, layout, [one]) for one in told]
             for part in range(8):
                 parts = [added_up(run, layout, [part_of(run, layout, one, part)], part) for one in told]
