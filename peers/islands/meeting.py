@@ -180,6 +180,8 @@ class IslandMeeting:
             except Refused as refused:
                 return refused.text
             mine = added_up(run, layout, [own], part if is_sum else None)
+            if not mine.any():  # nothing of this part, whose weights may be frozen
+                mine = added_up(run, layout, [step.reduced])
             return unlike(mine, other / count if is_sum else other) if run.admission.named else None
 
         return difference_bytes(run, layout, part, is_sum=is_sum), fits

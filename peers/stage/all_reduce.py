@@ -179,10 +179,8 @@ class AllReduce:
         """How long after the beginning of a round the last replica begins to send."""
         self._whole = AdaptiveTimeout(times_typical=TIMES_USUAL)
         """How long rounds take in which several own a part."""
-        self.bandwidth_bps = 0.0
-        """Measured upload to other replicas, with the time in which it waited for them."""
-        self.measured_s = 0.0
-        """How long it was measured."""
+        self.bandwidth_bps = self.measured_s = 0.0
+        """Measured upload to other replicas, with the time in which it waited for them; and for how long."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(

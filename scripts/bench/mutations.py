@@ -5001,6 +5001,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_changes",),
     ),
     Mutation(
+        "refuse-sums-of-parts-that-the-own-island-left-as-they-were",
+        ISLAND_MEETING,
+        "if not mine.any():  # nothing of this part, whose weights may be frozen",
+        "if False:",
+        "Where weights are frozen on one island, no sum of their part is ever taken: the run stands still.",
+        ("test_false_changes",),
+    ),
+    Mutation(
         "compare-a-part-with-the-same-part",
         ISLAND_MEETING,
         "mine = added_up(run, layout, [own], part if is_sum else None)",
