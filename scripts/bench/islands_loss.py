@@ -81,14 +81,14 @@ def held_out_loss(run: Run, options: argparse.Namespace) -> float:
 
     data = open_dataset(run, [options.data])
     run = data.pinned(run)
-    single = SingleProcess(run, data.batch)
+    single = SingleProcess(run, data.batch, options.device)
     for t in range(run.steps):
         single.step(t)
     text = np.frombuffer(Path(options.held_out).read_bytes(), dtype=np.uint8)
     length = run.data.sequence_length + 1
     starts = np.linspace(0, len(text) - length, options.samples).astype(int)
     rows = np.stack([text[start : start + length] for start in starts])
-    loss = loss_of(run, single.named_weights())
+    loss = loss_of(run, single.named_weights(), options.device)
     return statistics.fmean(loss(part) for part in np.array_split(rows, max(1, len(rows) // 16)))
 
 
@@ -123,6 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64, help="(default: 64)")
     parser.add_argument("--lr", type=float, default=3e-3, help="of the islands' steps (default: 3e-3)")
     parser.add_argument("--samples", type=int, default=256, help="of held-out text (default: 256)")
+    parser.add_argument("--device", default="cpu", help="(default: cpu)")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--json", type=Path, help="what is done already is read here, and added to")
     return parser.parse_args()
