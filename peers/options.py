@@ -111,16 +111,12 @@ def _memory(text: str) -> int:
     return int(_with_unit(text, {"MiB": 2.0**20, "GiB": 2.0**30}, 2.0**20, 2.0**50, wanted))
 
 
-def _run_id(text: str) -> str:
-    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
-        raise wrong(text, "a run id (32 hex digits); the bootstrap prints it in the line to join with")
-    return text
-
-
 def _run_or_name(text: str) -> str:
     """A run id, or the name of a run and its owner's fingerprint."""
+    if re.fullmatch("[0-9a-f]{32}", text):
+        return text
     if "@" not in text:
-        return _run_id(text)
+        raise wrong(text, "a run id (32 hex digits); the bootstrap prints it in the line to join with")
     name = RunName.parse(text)
     if name is None:
         raise wrong(text, "NAME@FINGERPRINT, with 20 letters after the @; or a run id (32 hex digits)")
@@ -160,11 +156,7 @@ def data_file(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
-def _text_file(text: str) -> Path | str:
-    return text if text.startswith("hf:") else Path(text)
-
-
-def _is_there(flag: str, path: Path | str) -> None:
+def is_there(flag: str, path: Path | str) -> None:
     if isinstance(path, Path) and not path.exists() and ":" not in path.name:  # package.module:function
         raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
 
@@ -191,11 +183,10 @@ def _stages(text: str) -> tuple[int | None, ...]:
 
 WORD = Kind(str, "NAME")
 FILE = Kind(Path, "FILE")
-NEEDED_FILE = Kind(Path, "FILE", _is_there)
-DATA = Kind(data_file, "FILE", _is_there)
-TEXT_FILE = Kind(_text_file, "FILE", _is_there)
+NEEDED_FILE = Kind(Path, "FILE", is_there)
+DATA = Kind(data_file, "FILE", is_there)
 DIR = Kind(Path, "DIR")
-NEEDED_DIR = Kind(Path, "DIR", _is_there)
+NEEDED_DIR = Kind(Path, "DIR", is_there)
 SOCKET = Kind(Path, "SOCKET")
 IP = Kind(str, "IP")
 PORT = Kind(_port, "N")

@@ -82,7 +82,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
     trusted_stages: Annotated[
         tuple[Annotated[int, msgspec.Meta(ge=-1024, lt=1024)], ...], msgspec.Meta(max_length=64)
     ] = ()
-    """Served by peers that are named or invited; -1 is the last one."""
+    """Served by peers that are named or invited, on all islands; -1 is the last one."""
     bans: Annotated[tuple[Ban, ...], msgspec.Meta(max_length=300)] = ()
     revocations: _PeerIds = ()
     """Keys that said of themselves that they are to be trusted no more."""
@@ -101,10 +101,6 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
 
     def rule(self, role: Role) -> Rule:
         return {"peer": self.peers, "trainer": self.trainers, "keeper": self.keepers}[role]
-
-    def trusts_only_some(self, stage: Stage, stages: int) -> bool:
-        """Whether a stage is one of the `trusted_stages` of a run with so many."""
-        return any(stage == (one + stages if one < 0 else one) for one in self.trusted_stages)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -227,6 +223,10 @@ class Terms(NamedTuple):
     revoked: frozenset[PeerId] = frozenset()
     """Keys that revoked themselves, besides those in the charter."""
 
+    def stage_of(self, cell: Stage | None) -> Stage | None:
+        """The stage of a cell, on whichever island; of a run without islands they are the same."""
+        return cell if cell is None or not self.stages else cell % self.stages
+
 
 def why_shut_out(terms: Terms, peer: PeerId) -> str:
     """Why a peer may not even read; empty if it may."""
@@ -256,7 +256,7 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
     if _is_named(terms, who):
         return ""
     rule, credential = charter.rule(who.role), who.credential
-    trusted = who.stage is not None and charter.trusts_only_some(who.stage, terms.stages)
+    trusted = who.stage in [one + terms.stages * (one < 0) for one in charter.trusted_stages]
     if rule.door == "list":
         return f"the run's charter names its {who.role}s, and this is none of them: ask the owner"
     why = _why_not_invited(credential.token, who.role, uses, now=now)

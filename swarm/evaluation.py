@@ -71,8 +71,3 @@ def version_of(run: Run, t: int) -> int:
 def routes_needed(run: Run) -> int:
     """How many routes have to say the same loss of a microbatch: where strangers take part, two."""
     return 2 if run.admission.trainers else 1
-
-
-def are_alike(run: Run, one: float, other: float) -> bool:
-    """Whether devices of several kinds may find these two losses of the same microbatch."""
-    return abs(one - other) <= ALIKE[run.dtype] * max(1.0, abs(one))

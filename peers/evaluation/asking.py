@@ -158,12 +158,13 @@ class Evaluations:
         assert self._entering is not None
         body = self._entering(evaluation.eval_offsets(self._run, e))
         found, pause_s = list[tuple[list[PeerId], float]](), RETRY_S
+        near = evaluation.ALIKE[self._run.dtype]
         while len(found) < MAX_ANSWERS:
             try:
                 route = self._route({peer for there, _ in found for peer in there})
                 loss = await self._ask(t, e, route, body, limit_s)
                 alike = [one for there, one in found if self._are_apart(there, route)]
-                alike = [one for one in alike if evaluation.are_alike(self._run, one, loss)]
+                alike = [one for one in alike if abs(one - loss) <= near * max(1.0, abs(one))]
                 if len(alike) + 1 >= evaluation.routes_needed(self._run):
                     return (*alike, loss)[0]
                 found.append((route, loss))

@@ -36,6 +36,10 @@ def _codec(text: str) -> str:
     return text
 
 
+def _text_file(text: str) -> Path | str:
+    return text if text.startswith("hf:") else Path(text)
+
+
 DOORS = ("open", "list", "token")
 OWNER_HELP = "the owner's key, as swarm init made it"
 TEXT = Kind(str, "PROMPT")
@@ -194,7 +198,7 @@ class CharterOptions(Membership):
     )
     unname: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "take it from all of these; repeatable")
     trusted_stages: tuple[int, ...] = several(
-        INTEGER, "only named or invited peers serve these; -1 is the last"
+        INTEGER, "only named or invited peers serve these, on all islands; -1 is the last"
     )
     work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
 
@@ -472,7 +476,7 @@ class TokenizeOptions(Options):
     """
 
     files: tuple[Path | str, ...] = option(
-        arg.TEXT_FILE,
+        Kind(_text_file, "FILE", arg.is_there),
         ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
         "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,

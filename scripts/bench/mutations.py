@@ -3138,6 +3138,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_charter",),
     ),
     Mutation(
+        "trust-and-trainers-for-one-island",
+        CHARTER,
+        "return cell if cell is None or not self.stages else cell % self.stages",
+        "return cell",
+        "On all islands but the first strangers serve trusted stages, and peers bring microbatches.",
+        ("test_charter",),
+    ),
+    Mutation(
         "worthless-credentials-kept",
         DOORKEEPER,
         "            if opened.token is None and opened.stamp_bits < max(1, self.terms.charter.work_bits):\n",

@@ -564,6 +564,23 @@ def test_at_a_trusted_stage_only_the_trusted_call_as_replicas() -> None:
         assert trusting.refusal(KIM.peer_id, "summary", True) == "", "of another stage"
 
 
+def test_stages_of_all_islands_are_trusted_and_fed_as_those_of_the_first() -> None:
+    trusting = door(trusted_stages=(-1,), founders=(PETER.peer_id,))
+    stages = trusting.terms.stages if trusting.terms is not None else 0
+    for island in range(3):
+        last, first = island * stages + stages - 1, island * stages
+        assert trusting.why_not_record(record(KIM, stage=last)) and not trusting.why_not_record(
+            record(KIM, stage=first)
+        )
+        trusting.stage = last
+        assert trusting.refusal(KIM.peer_id, "part", True) and not trusting.refusal(
+            PETER.peer_id, "part", True
+        )
+        assert trusting.refusal(KIM.peer_id, "work", True) == ""
+        trusting.stage = first
+        assert "as a trainer: " in trusting.refusal(KIM.peer_id, "work", True), "only trainers bring text"
+
+
 def test_a_stamp_is_lacking_only_where_it_is_all_that_is_lacking() -> None:
     asking = door(work_bits=12)
     assert asking.lacks_stamp(KIM.peer_id, "peer")

@@ -48,7 +48,7 @@ class Doorkeeper:
     def __init__(self) -> None:
         self.terms: Terms | None = None
         self.stage: Stage | None = None
-        """That we serve, if we serve one."""
+        """That we serve, if we serve one; of a run with islands the cell."""
         self.on_change: list[Callable[[], None]] = []
         self._shown: dict[PeerId, bytes] = {}
         """Credentials, the latest last."""
@@ -71,7 +71,7 @@ class Doorkeeper:
             return f"not admitted: {why}"
         if method in ("", SHOW_METHOD, DIRECT_METHOD):  # a stream, what is shown on it, and a better one
             return ""
-        roles = callers_of(method, self.stage)
+        roles = callers_of(method, self.terms.stage_of(self.stage))
         if not incoming:
             roles = callees_of(method)
         return self._why_none(peer, roles, now=now, stage=self.stage if method in REPLICAS_CALL else None)
@@ -117,7 +117,8 @@ class Doorkeeper:
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
         if credential.token is not None and not why_shut_out(self.terms, peer):  # a banned thief is no user
             self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
-        return why_not_admitted(self.terms, Candidate(peer, role, credential, stage), self._uses, now=now)
+        who = Candidate(peer, role, credential, self.terms.stage_of(stage))
+        return why_not_admitted(self.terms, who, self._uses, now=now)
 
     def _open(self, peer: PeerId, credential: bytes) -> Credential:
         assert self.terms is not None
