@@ -1,8 +1,4 @@
-"""The manifest that `swarm manifest` prints, with every table: to copy and change."""
-
-from __future__ import annotations
-
-from swarm.manifest import Run, parse_run
+"""The manifest that `swarm manifest` prints, to copy and change."""
 
 EXAMPLE = """\
 # A run: everything that decides the weights. Its id is the hash of these values, not of this text.
@@ -55,13 +51,12 @@ reduce = "none"             # weight gradients; "rounded16", "rounded8": half an
 # every = 100               # steps
 # samples = 64
 
+# [islands]                 # they train apart and meet now and then: for slow lines, at a price in loss
+# count = 2                 # divides microbatches_per_step
+# local_steps = 49          # between two meetings; steps, checkpoint_every and eval.every: multiples of 50
+
 [admission]
 owner = ""                  # peer id that signs the manifest; "" = its hash is enough
 trainers = []               # peer ids; [] = anyone
 # founders = []             # peer ids whose word counts from the start, before that of others
 """
-
-
-def example_run() -> Run:
-    """The run of `EXAMPLE`."""
-    return parse_run(EXAMPLE)

@@ -1345,7 +1345,7 @@ def load_run(path: str | Path) -> Run:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_MANIFEST_BYTES + 1)
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # editors of Windows begin files with a mark
     except OSError as error:
         raise SetupError(f"cannot read the manifest {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

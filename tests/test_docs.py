@@ -32,7 +32,6 @@ from scripts import tree
 from scripts.bench import loss_curve, tables
 from scripts.tales import main as write_tales
 from swarm import tales
-from swarm.example import example_run
 from swarm.manifest import (
     PRESETS,
     CustomModelSpec,
@@ -42,6 +41,7 @@ from swarm.manifest import (
     parse_run,
     tomllib,
 )
+from tests.example import example_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from peers.programs.manifest import parameter_count
 from swarm.errors import SetupError
-from swarm.example import EXAMPLE, example_run
+from swarm.example import EXAMPLE
 from swarm.manifest import (
     MAX_MANIFEST_BYTES,
     PRESETS,
@@ -42,6 +42,7 @@ from swarm.manifest import (
     read_cut,
     write_cut,
 )
+from tests.example import example_run
 
 ALICE = "12D3KooW" + "A" * 44
 BOB = "12D3KooW" + "B" * 44
@@ -684,6 +685,15 @@ def test_no_text_does_worse_than_a_setup_error(text: str) -> None:
 def test_a_manifest_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(EXAMPLE)
     assert load_run(tmp_path / "run.toml") == example_run()
+    (tmp_path / "run.toml").write_text(EXAMPLE, encoding="utf-8-sig")
+    assert load_run(tmp_path / "run.toml") == example_run(), "an editor of Windows begins files with a mark"
+
+
+def test_islands_of_the_example_need_no_other_change() -> None:
+    head, _, tail = EXAMPLE.partition("# [islands]")
+    told, _, rest = f"# [islands]{tail}".partition("\n\n")
+    run = parse_run(head + re.sub("(?m)^# ", "", told) + "\n\n" + rest)
+    assert (run.islands.count, run.islands.local_steps, run.steps) == (2, 49, example_run().steps)
 
 
 def test_errors_of_a_file_name_the_file(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def load_devices(path: Path) -> Network:
 def read_text(path: Path) -> str:
     """All of a file that a user gave. Raises SetupError: there is none, or it is no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise SetupError(f"{path} cannot be read: {reason}") from None

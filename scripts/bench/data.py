@@ -38,8 +38,8 @@ from harness import machine, report
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import NAME, TREE, Index, Shard, Source
 from swarm.data import check_samples, sample_offsets
-from swarm.example import example_run
-from swarm.manifest import AdmissionSpec, Run, pin
+from swarm.example import EXAMPLE
+from swarm.manifest import AdmissionSpec, Run, parse_run, pin
 from swarm.merkle import BLOCK_BYTES, NODE_BYTES, block_count, block_levels, grow
 
 COLUMNS = (
@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def run_of(tokens: int, root: str = "") -> Run:
-    run = example_run()
+    run = parse_run(EXAMPLE)
     run = replace(
         run,
         model=replace(run.built_in, vocab_size=VOCABULARY),

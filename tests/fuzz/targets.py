@@ -51,7 +51,6 @@ from peers.storage.checkpoint import Checkpoint
 from peers.watch import history
 from swarm import charter
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError, from_wire
-from swarm.example import example_run
 from swarm.ids import Generation
 from swarm.manifest import Run, audit_run, parse_run
 from swarm.monitoring import validation
@@ -77,6 +76,7 @@ from swarm.wire.messages import PastStep, PeerStatus, Work, hear, pack, unpack
 from swarm.wire.tensor_meta import TensorMeta
 from swarm.wire.topk import pack_places, unpack_places
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
 from tests.sealed import put
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false

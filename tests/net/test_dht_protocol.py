@@ -35,9 +35,9 @@ from peers.net.identity import Identity
 from peers.net.lookup import Shard
 from peers.waiting import TaskKeeper
 from swarm.errors import Refused
-from swarm.example import example_run
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
 from tests.net.memory_dht import MemoryDht
 
 RUN = "f" * 32

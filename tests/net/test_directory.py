@@ -20,9 +20,9 @@ from peers.net.signed_records import _pack, open_record, peers_key, record_keys,
 from peers.net.timings import NetTimings
 from peers.sim.loop import BEGAN_UNIX_S
 from swarm.errors import SetupError
-from swarm.example import example_run
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
 from tests.net.memory_dht import RUN, MemoryDht, MemoryNode, record
 
 pytestmark = pytest.mark.virtual_time

@@ -17,10 +17,10 @@ from peers.net import signed_records
 from peers.net.identity import Identity
 from peers.net.lookup import homes
 from swarm.errors import Refused, SetupError
-from swarm.example import example_run
 from swarm.manifest import Run
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
 
 ME, OTHER = Identity(bytes(32)), Identity(bytes(31) + b"\1")
 EXPIRES = 2_000_000_000.25

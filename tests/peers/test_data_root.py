@@ -14,10 +14,10 @@ from peers.storage.dataset import Dataset, open_dataset
 from peers.trainer import entering
 from swarm.data import check_samples, most_proof_bytes, proof_bytes, sample_offsets
 from swarm.errors import Refused, SetupError
-from swarm.example import example_run
 from swarm.manifest import AdmissionSpec, Run, audit_run, parse_run
 from swarm.model.stage_io import input_metas
 from swarm.wire.messages import Work, WorkDone
+from tests.example import example_run
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import swarm
 

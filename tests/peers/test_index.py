@@ -26,9 +26,9 @@ from peers.storage.shards import make_index
 from swarm.data import check_samples, sample_offsets
 from swarm.errors import NotNow, SetupError
 from swarm.evaluation import eval_offsets
-from swarm.example import example_run
 from swarm.manifest import EvalSpec, Run
 from swarm.merkle import BLOCK_BYTES
+from tests.example import example_run
 from tests.peers.admitted import admitting
 from tests.seeds import some
 from tests.serving import Server

@@ -17,9 +17,9 @@ from peers.net.nat import listening_host
 from peers.options import BootstrapOptions, TrainOptions
 from peers.programs.roles import Bootstrap, Train, address_for_others
 from peers.start_line import program
-from swarm.example import example_run
 from swarm.manifest import IslandsSpec
 from swarm.records import PeerRecord
+from tests.example import example_run
 
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"

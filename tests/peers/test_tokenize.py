@@ -23,9 +23,9 @@ from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
 from peers.tokenize import documents
 from swarm.errors import SetupError
-from swarm.example import example_run
 from swarm.manifest import Run
 from tests.byte_pairs import save_byte_pairs
+from tests.example import example_run
 
 MEGATRON = b"MMIDIDX\0\0" + struct.pack("<QB", 1, 8)
 """How an index of tokens of two bytes begins."""

@@ -17,7 +17,6 @@ from peers.stage.status import MAX_LINKS_TOLD, MAX_PAST_TOLD, MAX_WORDS
 from peers.transfer.catalog import MAX_SIGNED, MAX_VERSIONS
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
-from swarm.example import example_run
 from swarm.ids import Generation, PeerId
 from swarm.protocol import messages as protocol_messages
 from swarm.protocol.coordinator import LOSSES_KEPT, MAX_SOURCES
@@ -74,6 +73,7 @@ from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta
 from swarm.wire.trails import MAX_STEPS as MAX_TRAIL_STEPS
 from swarm.wire.trails import ROW_BYTES, Signed, TookSteps
+from tests.example import example_run
 
 M, S, REPLICAS, T = MAX_MICROBATCHES, 256, 1000, 10**9
 DICE = random.Random(14)
