@@ -14,6 +14,7 @@ import enum
 import errno
 import importlib
 import inspect
+import io
 import itertools
 import os
 import signal
@@ -22,7 +23,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 import swarm
 from peers import options
@@ -147,20 +148,13 @@ class _Parser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             if self._subparsers is None and flag.startswith("--") and flag not in self._option_string_actions:
                 self.error(f"unknown option {flag}{did_you_mean(flag, [*self._option_string_actions])}")
-            file = Path(word[1:])
-            if (
-                self.fromfile_prefix_chars
-                and word[:1] == "@"
-                and not (file.is_file() and file.stat().st_size)
-            ):
-                self.error(
-                    f"{word}: {word[1:]!r} is no file, or empty; a bootstrap writes one with --join-file. Or "
-                    "type --run and --join, as the bootstrap printed them"
-                )
         found, others = super().parse_known_args(args, namespace)
         if others and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(others)}")
         return found, others
+
+    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
+        return [one for word in arg_strings for one in (_file(self, word) if word[:1] == "@" else [word])]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -171,8 +165,24 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "required: --run" in message or message.endswith("--join"):
             message += "; or @FILE, which a bootstrap wrote with --join-file"
-        print(f"{self.prog}: {message}\nSee: {self.prog} --help", file=sys.stderr)
+        _tell(f"{self.prog}: {message}\nSee: {self.prog} --help")
         raise SystemExit(Exit.USAGE)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file, flush=True)  # argparse's own hides that nobody reads it
+
+
+def _file(parser: _Parser, word: str) -> list[str]:
+    """The arguments in a file that a bootstrap wrote, a line each."""
+    text = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError), Path(word[1:]).open() as file:
+        text = file.read(1 << 16)  # hundreds of addresses
+    if not text.startswith("--"):
+        parser.error(
+            f"{word}: {word[1:]!r} is no file that a bootstrap writes with --join-file. Or type --run and "
+            "--join, as the bootstrap printed them"
+        )
+    return [*filter(None, map(str.strip, text.splitlines()))]
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -265,11 +275,12 @@ def _is_several(args: argparse.Namespace) -> bool:
 
 def _run_role(args: argparse.Namespace) -> int:
     from peers.events import Emitter, Note, StopNow, said_in_logs
+    from peers.system import die_with_parent, tune_malloc
 
+    if args.die_with_parent is not None:
+        die_with_parent(args.die_with_parent)
     emit: Emit = Emitter(args.log_format)
     if args.command != "bootstrap":
-        from peers.system import tune_malloc
-
         tune_malloc()  # before torch starts threads
     with contextlib.ExitStack() as stack:
         if args.metrics is not None and not _is_several(args):
@@ -401,8 +412,6 @@ def exit_code(error: BaseException) -> Exit:
         return Exit.SETUP
     if isinstance(error, PeerFault | NotNow | Refused):
         return Exit.NETWORK
-    if isinstance(error, KeyboardInterrupt):
-        return Exit.STOPPED
     return Exit.FAILED
 
 
@@ -411,26 +420,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getpid() == 1:
         # The first process of a container gets only signals that it handles: until a role does, stop.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _open_output()
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
-    parser = build_parser(words[:1] if words and words[0] in COMMANDS else COMMANDS)
-    if words and words[0] in COMMANDS:
-        words += from_environment(options_of(words[0]), words, os.environ)
-    args = parser.parse_args(words)
-    args.words = words
-    if args.version:
-        print(_version())
-        return Exit.OK
-    if args.command is None:
-        parser.print_help()
-        return Exit.USAGE
+    known = bool(words) and words[0] in COMMANDS
+    args = argparse.Namespace(command=words[0] if known else "", traceback=False)
     try:
-        if getattr(args, "die_with_parent", None) is not None:
-            from peers.system import die_with_parent
-
-            die_with_parent(args.die_with_parent)
-        code = (_run_role if args.command in ROLES else _run_tool)(args)
+        parser = build_parser(words[:1] if known else COMMANDS)
+        if known:
+            words += from_environment(options_of(words[0]), words, os.environ)
+        parser.parse_args(words, args)
+        args.words = words
+        if args.version or not args.command:
+            print(_version() if args.version else parser.format_help().rstrip())
+            code = Exit.OK if args.version else Exit.USAGE
+        else:
+            code = (_run_role if args.command in ROLES else _run_tool)(args)
         sys.stdout.flush()  # here a full disk can still be told
         return code
     except SwarmError as error:
@@ -441,23 +447,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.STOPPED
     except BrokenPipeError:
-        _no_more_output()
+        _no_more_output(sys.stdout)
         return Exit.FAILED
     except Exception as error:
         if args.traceback:
             raise
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _say(args, "the disk is full: make room")
-            _no_more_output()
+        full = {errno.ENOSPC: "the disk is full: make room", errno.EFBIG: "the output may not be that large"}
+        if isinstance(error, OSError) and (error.errno in full or error.filename):
+            _say(args, full.get(error.errno or 0) or f"{error.filename}: {error.strerror}")
+            _no_more_output(sys.stdout)
             return Exit.SETUP
         _say(args, f"a bug in swarm: {type(error).__name__}: {error} (add --traceback to see where)")
         return Exit.FAILED
 
 
-def _no_more_output() -> None:
+def _open_output() -> None:
+    """Have both streams take everything: closed ones, and characters that a terminal's encoding has not."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _no_more_output(stream: TextIO) -> None:
     """The reader ended, or the disk is full: keep Python from complaining again while it shuts down."""
     with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _version() -> str:
@@ -481,7 +497,15 @@ def _say(args: argparse.Namespace, text: str) -> None:
         from peers.events import Emitter, Failed
 
         Emitter("json")(Failed(text=text))
-    print(f"swarm {args.command}: {printable(text)}", file=sys.stderr)
+    _tell(f"{f'swarm {args.command}'.strip()}: {printable(text)}")
+
+
+def _tell(text: str) -> None:
+    """On stderr, if that takes it: the exit code says it, too."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        _no_more_output(sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from itertools import compress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from peers.owner.control_socket import (
     control_folder,
 )
 from peers.owner.health_socket import Health
-from peers.programs.tool_options import HealthOptions, OwnerOptions, PauseOptions, ResumeOptions
+from peers.programs.tool_options import HealthOptions, PauseOptions, ResumeOptions
 from peers.storage.atomic_file import told
 from peers.waiting import within
 from swarm.errors import SetupError
@@ -80,7 +81,9 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
             trouble.append(f"the peer with pid {path.stem} cannot be asked: {error.strerror or error}")
         except SetupError as error:
             trouble.append(error.text)
-    meant = [path for path, said in found.items() if _is_meant(said, options)]
+    key = options.identity and str(options.identity.absolute())
+    fits = [key in (None, said.identity) and options.device in (None, said.device) for said in found.values()]
+    meant = [*compress(found, fits)]
     if not meant and not trouble:
         there = "; ".join(said.line() for said in found.values()) or "none runs"
         raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
@@ -98,12 +101,6 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
             raise answer
     if trouble:
         raise SetupError("; ".join(trouble))
-
-
-def _is_meant(said: PeerAnswer, options: OwnerOptions) -> bool:
-    if options.identity is not None and said.identity != str(options.identity.absolute()):
-        return False
-    return options.device in (None, said.device)
 
 
 # --- health ---

@@ -258,10 +258,8 @@ def write_join_file(path: Path, words: Sequence[str]) -> None:
     Raises:
         SetupError: it cannot be written.
     """
-    try:
+    with atomic_file.told(f"--join-file {path} cannot be written"):
         atomic_file.write_whole(path, "".join(f"{word}\n" for word in words).encode())
-    except OSError as error:
-        raise SetupError(f"--join-file {path} cannot be written: {error.strerror}") from None
 
 
 def started(role: RoleName, node: Node, run_id: str) -> Started:

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -264,7 +264,7 @@ class Blocks:
     ) -> tuple[bytes, list[bytes], bool]:
         """As `_fetched`."""
         node = self.node(block)
-        orders = [self._in_order(part.shard.at) for part in parts]
+        orders = [sorted(part.shard.at, key=self._rests) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
             addresses = []
             for part, order, pick in zip(parts, orders, picks, strict=True):
@@ -283,10 +283,6 @@ class Blocks:
             sorted(tried - search.why.keys()), "is not what the index says, or one beside it is not"
         )
         raise search.nowhere()
-
-    def _in_order(self, addresses: Sequence[str]) -> list[str]:
-        """Those that failed lately last."""
-        return sorted(addresses, key=self._rests)
 
     def _rests(self, address: str) -> bool:
         return time.monotonic() < self._resting.get(address, -REST_S) + REST_S

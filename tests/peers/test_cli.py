@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import ctypes.util
 import dataclasses
+import errno
 import hashlib
 import importlib
+import io
 import json
 import os
 import re
@@ -32,10 +34,10 @@ from peers.programs import roles, tool_options
 from peers.programs.fleet import Child
 from peers.programs.roles import check_code, manifest
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
-from swarm.example import example_run
 from swarm.installed import check_allowed
 from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run
 from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -369,8 +371,8 @@ sys.exit(main(sys.argv[1:]))
             Exit.SETUP,
             "tokenize: FILE nowhere cannot be read: there is no",
         ),
-        (["peer", "@nofile"], Exit.USAGE, "@nofile: 'nofile' is no file, or empty; a bootstrap writes one"),
-        (["peer", "@/"], Exit.USAGE, "@/: '/' is no file, or empty"),
+        (["peer", "@nofile"], Exit.USAGE, "@nofile: 'nofile' is no file that a bootstrap writes with"),
+        (["peer", "@/"], Exit.USAGE, "@/: '/' is no file that a bootstrap writes"),
         (["peer", "@/dev/null"], Exit.USAGE, "@/dev/null: '/dev/null' is no file"),
         (["demo", "up"], Exit.USAGE, "swarm demo: unrecognized arguments: up\nSee: swarm demo --help"),
     ],
@@ -395,7 +397,6 @@ def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
         (Busy("x"), Exit.NETWORK),
         (Refused("x"), Exit.NETWORK),
         (SwarmError("x"), Exit.FAILED),
-        (KeyboardInterrupt(), Exit.STOPPED),
         (ZeroDivisionError(), Exit.FAILED),
     ],
 )
@@ -489,12 +490,71 @@ def test_a_bug_says_that_it_is_one(
     assert main(["demo"]) == Exit.STOPPED
 
 
-def test_a_full_disk_is_no_bug() -> None:
+@pytest.mark.parametrize(
+    ("words", "who"), [("manifest", "swarm manifest"), ("--version", "swarm"), ("peer --help", "swarm peer")]
+)
+def test_a_full_disk_is_no_bug(words: str, who: str) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "peers", "manifest"]
+        command = [sys.executable, "-m", "peers", *words.split()]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    said = "swarm manifest: the disk is full: make room\n"
-    assert (done.returncode, done.stderr) == (Exit.SETUP, said)
+    assert (done.returncode, done.stderr) == (Exit.SETUP, f"{who}: the disk is full: make room\n")
+
+
+@pytest.mark.parametrize(("words", "code"), [("dance", Exit.USAGE), ("manifest nowhere", Exit.SETUP)])
+def test_an_error_that_cannot_be_said_is_still_in_the_exit_code(words: str, code: Exit) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "peers", *words.split()]
+        assert subprocess.run(command, stderr=full, check=False).returncode == code
+
+
+def test_output_may_be_larger_than_a_shell_allows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_run_tool", raising(OSError(errno.EFBIG, "File too large")))
+    monkeypatch.setattr(cli, "_no_more_output", lambda stream: None)
+    assert main(["manifest"]) == Exit.SETUP
+    assert capsys.readouterr().err == "swarm manifest: the output may not be that large\n"
+
+
+def test_output_that_is_closed_or_knows_few_characters_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["manifest"]) == Exit.OK
+    sys.stdout.close()
+    few = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", few)
+    with pytest.raises(SystemExit) as stopped:
+        main(["peer", "--help"])
+    assert stopped.value.code == 0 and b"--stages N,N,?" in few.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", [("eval", "--model"), ("up",), ("generate", "--checkpoint-dir")])
+def test_a_path_that_cannot_be_is_no_bug(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "x" * 300]) == Exit.SETUP
+    assert re.fullmatch(rf"swarm {words[0]}: x+(/run.toml)?: File name too long\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x9a\x00\xff", b"[model]\nstages = 2\n", b"@join.txt\n", b"swarm peer --run x", None]
+)
+def test_a_file_of_arguments_that_no_bootstrap_wrote_is_refused_in_words(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("join.txt" if content is not None else "x" * 300)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as stopped:
+        main(["status", f"@{path}"])
+    assert stopped.value.code == Exit.USAGE
+    assert f"@{path}: '{path}' is no file that a bootstrap writes with --join-file" in capsys.readouterr().err
+
+
+def test_a_file_of_arguments_may_have_gone_through_a_windows_mailbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "join it.txt"
+    path.write_bytes(f"--run\r\n{RUN}\r\n--join\r\n{JOIN}\r\n\r\n".encode())
+    args = said_by(["status", f"@{path}"], monkeypatch)
+    assert (args.run, args.join) == (RUN, [JOIN])
 
 
 def test_where_events_are_json_the_error_is_one_too(
