@@ -339,7 +339,7 @@ class Processes:
         for peer in peers:
             self._emit(events.PeerLost(peer=peer, stage=stage, why=why))
         if not peers:
-            self._emit(events.Trouble(text=f"a peer of stage {stage} is lost before it served: {why}"))
+            self._emit(events.Trouble(text=f"a peer of {self.run.place(stage)} is lost at its start: {why}"))
         await self._spawn_peer(stage)
 
     def _bury(self, child: Child) -> Stage:

@@ -96,9 +96,10 @@ class Run:
         """The module as it was given; not changed."""
         self.loss = loss
         values: dict[str, Any] = {"name": name, "seed": seed, "steps": steps, **terms}
-        values["optimizer"] = {"lr": 1e-3} if optimizer is None else dict(optimizer)
+        chosen = {"lr": 1e-3} if optimizer is None else optimizer
+        values["optimizer"] = dict(chosen) if isinstance(chosen, Mapping) else chosen
         defaults = {"microbatch_size": rows_of(inputs), "microbatches_per_step": MICROBATCHES}
-        values["batch"] = {**defaults, **(batch or {})}
+        values["batch"] = {**defaults, **(batch or {})} if isinstance(batch or {}, Mapping) else batch
         columns = None if isinstance(data, Mapping) else columns_of(data)
         values["data"] = {"source": "code", "code": UNWRITTEN} if columns is not None else dict(data)
         if isinstance(model, nn.Module):
@@ -148,11 +149,8 @@ class Run:
         self, terms: manifest.Run, files: Sequence[str | Path], tokenizer: str | Path | None,
         start: str | Path | None, eval_data: Sequence[str | Path], code: Path | None,
     ) -> None:  # fmt: skip
-        if isinstance(files, (str, Path)):
-            files = [files]
-        self.files = tuple(data_file(str(path)) for path in files)
+        self.files, self.eval_data = _paths(files), _paths(eval_data)
         self.tokenizer = None if tokenizer is None else Path(tokenizer)
-        self.eval_data = tuple(data_file(str(path)) for path in eval_data)
         self.start = None if start is None else Path(start)
         self.code = code
         """The folder with the module's code and weights, and the samples; None: the manifest names installed
@@ -197,6 +195,11 @@ class Run:
     def __repr__(self) -> str:
         terms = self.terms
         return f"<swarm.Run {terms.name} {terms.id}: {terms.S} stages, {terms.steps} steps>"
+
+
+def _paths(given: str | Path | Sequence[str | Path]) -> tuple[Path | str, ...]:
+    """One, or several."""
+    return tuple(data_file(str(path)) for path in ([given] if isinstance(given, (str, Path)) else given))
 
 
 def _written(terms: manifest.Run, code: Path) -> manifest.Run:

@@ -48,11 +48,6 @@ class IslandsAnswer:
     """How much of the network was measured, in words."""
 
 
-def without_islands(run: Run) -> Run:
-    """The same run without islands."""
-    return replace(run, islands=IslandsSpec())
-
-
 def island_job(run: Run, job: Job, islands: int) -> Job:
     """The work of one of so many islands; `job`: of the run without them, `run`: with some."""
     from peers.owner.memory_limit import needs_of

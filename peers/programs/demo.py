@@ -121,7 +121,8 @@ def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
     from peers.api import local
 
     terms = run.terms
-    kills = Counter(_kill_steps(terms.steps, options.preempt))
+    # Spread over the run, the first after a third for one.
+    kills = Counter(max(1, (i + 1) * terms.steps // (options.preempt + 2)) for i in range(options.preempt))
     with local(run, options.peers, on_event=display, progress=False, yes=options.yes) as swarm:
         for step in swarm:
             for _ in range(kills.pop(step.t + 1, 0)):
@@ -159,7 +160,7 @@ def run_up(options: UpOptions) -> None:
         SetupError: the folder holds no run, or a process cannot start.
     """
     folder = options.folder
-    if not (folder / "run.toml").is_file():
+    if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
         raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes as on Ctrl-C
     from peers.api import Run, local
@@ -172,7 +173,8 @@ def run_up(options: UpOptions) -> None:
     terms, here = run.terms, shlex.quote(str(folder))
     lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
     lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
-    kept = "from the last checkpoint" if terms.checkpoint_every else "from the start (checkpoint_every = 0)"
+    saves = terms.checkpoint_every or terms.islands.count > 1  # which save what each meeting leaves
+    kept = "from the last checkpoint" if saves else "from the start (checkpoint_every = 0)"
     lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on {kept}")
     with local(
         run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder,
@@ -184,11 +186,6 @@ def run_up(options: UpOptions) -> None:
     export(folder / "checkpoints", terms, None, model)
     lines.say(f"the trained model is {model}. See what it writes:")
     lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
-
-
-def _kill_steps(steps: int, kills: int) -> list[int]:
-    """After which steps: spread over the run, the first after a third for one."""
-    return [max(1, (i + 1) * steps // (kills + 2)) for i in range(kills)]
 
 
 def _sample(run: Run, weights: Mapping[str, torch.Tensor]) -> str:

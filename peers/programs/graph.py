@@ -15,7 +15,7 @@ import torch
 
 from peers.api.module_text import unlogged
 from peers.owner.memory_limit import weight_bytes
-from peers.programs.descriptions import shown_bytes
+from peers.programs.descriptions import read_text, shown_bytes
 from peers.programs.tool_options import GraphOptions
 from swarm.errors import SetupError
 from swarm.manifest import OptimizerSpec, Run, load_run
@@ -69,9 +69,9 @@ def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None, Optimi
         return _without_numbers(lambda: from_code(options.model)).trace(), None, usual
     path = Path(options.model.removeprefix("hf:"))
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SetupError(f"{path} cannot be read: {error}") from None
+        config = dict(json.loads(read_text(path)))
+    except (RecursionError, TypeError, ValueError) as error:
+        raise SetupError(f"{path} is no config.json of transformers: {error}") from None
     rows, length = options.rows, options.length
     return _without_numbers(lambda: from_hf(config, rows=rows, length=length)).trace(), None, usual
 

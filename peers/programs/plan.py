@@ -21,7 +21,7 @@ from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError, count
 from swarm.ids import Stage
-from swarm.manifest import CodecSpec, Run, load_run
+from swarm.manifest import CodecSpec, IslandsSpec, Run, load_run
 from swarm.model.stage_io import boundary_bytes
 from swarm.monitoring.health import Observation
 from swarm.plan.measured_network import Estimate, Machine, Pair, estimate
@@ -86,7 +86,7 @@ async def run_plan(options: PlanOptions) -> None:
         if options.manifest is None or options.devices is None:
             raise SetupError(
                 "give --manifest and --devices, to plan for machines that are described; or --run and "
-                "--join, for the peers of a run as they are"
+                "--join, or @FILE that has both, for the peers of a run as they are"
             )
         run, seen = load_run(options.manifest), load_devices(options.devices)
     if run.islands.count > 1:
@@ -136,7 +136,7 @@ def islands_view(
     run: Run, seen: Observation | Network, *, seed: int, budget_s: float
 ) -> tuple[IslandsAnswer, Run, Network]:
     """A plan for a run of islands: for the peers that serve it, or machines that are only described."""
-    job = job_of(plan_islands.without_islands(run))
+    job = job_of(replace(run, islands=IslandsSpec()))
     if isinstance(seen, Network):
         return plan_islands.plan(seen, run, job, seed=seed, budget_s=budget_s), run, seen
     found, now = measured(run, seen, job)

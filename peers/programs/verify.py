@@ -222,7 +222,8 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     if not first < last <= run.steps:
         raise SetupError(f"--from {first} --to {last}: run {run.name!r} has versions 0 to {run.steps}")
     if options.stage is not None and options.stage >= run.cells:
-        raise SetupError(f"--stage {options.stage}: run {run.name!r} has stages 0 to {run.cells - 1}")
+        of = "cells" if run.cells > run.S else "stages"
+        raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
     told = Account(run, range(run.cells) if options.stage is None else [options.stage], {}, {}, [])
     rows, forged = list[tuple[Stage, TookSteps, tuple[PeerId, ...], bool]](), set[PeerId]()
     verdicts, strangers = list[tuple[Stage, Verdict, bool]](), set[PeerId]()

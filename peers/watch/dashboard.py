@@ -51,7 +51,8 @@ async def run_dashboard(options: DashboardOptions) -> None:
         return
     if not options.run or not options.join:
         raise SetupError(
-            "give --run and --join, to look at a run; or --replay, for a history that --record wrote"
+            "give --run and --join, or @FILE that has both, to look at a run; or --replay, for what --record "
+            "wrote"
         )
     await _watch(options, options.run)
 

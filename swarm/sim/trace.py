@@ -114,14 +114,14 @@ def _csv(text: str, name: str) -> tuple[list[tuple[float, int, str]], float]:
                 raise ValueError
         except ValueError:
             raise SetupError(
-                f"{name}, line {number}: {line.strip()[:60]!r} is not `seconds,instances`, at {before_s:g} s "
+                f"{name}, line {number}: {line.strip()[:60]!r} is not `seconds,count`, at {before_s:g} s "
                 "or later"
             ) from None
         if found and bool(region) != bool(found[0][2]):
             raise SetupError(f"{name}, line {number}: either all lines name a region, or none")
         found.append((time_s, count, region))
     if not found:
-        raise SetupError(f"{name} is empty: lines of `seconds,instances` are needed")
+        raise SetupError(f"{name} is empty: lines of `seconds,count` are needed")
     end_s = found[-1][0]
     if found[0][0] > 0:
         found.insert(0, (0.0, 0, found[0][2]))

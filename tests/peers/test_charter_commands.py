@@ -128,6 +128,13 @@ def test_what_init_cannot_do_is_said_and_leaves_nothing(
     files.unlink()
     assert main(["up", str(tmp_path / "mine")]) != 0
     assert f"mine holds no run: make one with {program()} init {tmp_path}/mine" in capsys.readouterr().err
+    keepers = tmp_path / "keepers"
+    keepers.mkdir()
+    manifest.rename(keepers / "run.toml")
+    assert main(["up", str(keepers)]) != 0, "it has a manifest, too"
+    assert "keepers holds no run: make one" in capsys.readouterr().err
+    (keepers / "run.toml").rename(manifest)
+    keepers.rmdir()
     assert init(manifest / "mine", "--manifest", str(manifest)) != 0
     assert "mine cannot be made: Not a directory. Name another folder" in capsys.readouterr().err
     manifest.write_text(manifest.read_text().replace('owner = ""', f'owner = "{OWNER.peer_id}"'))

@@ -142,8 +142,12 @@ def test_a_config_without_transformers_says_what_to_install(monkeypatch: pytest.
 
 
 def test_a_config_that_cannot_be_read_is_told(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"no\.json cannot be read: .*No such file"):
+    with pytest.raises(SetupError, match=r"no\.json cannot be read: No such file"):
         run_graph(GraphOptions(model=f"hf:{tmp_path}/no.json"))
+    for text in ("5", "[1]", '{"model_type": '):
+        (tmp_path / "some.json").write_text(text)
+        with pytest.raises(SetupError, match=r"some\.json is no config\.json of transformers: "):
+            run_graph(GraphOptions(model=f"hf:{tmp_path}/some.json"))
 
 
 @pytest.mark.slow

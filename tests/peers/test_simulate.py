@@ -269,7 +269,7 @@ bandwidth_mbps = 100
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,instances`"),
+        ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,count`"),
         ("layout", "[1]", "layout.txt is not what swarm plan --json prints: Expected `object`"),
         ("layout", '{"stages": [[]]}', "layout.txt has a plan of 1 stages; the run has 2"),
         ("layout", '{"stages": [["gpu-0"], ["gpu-9"]]}', "no device is called 'gpu-9'"),

@@ -676,7 +676,7 @@ async def test_steps_that_a_lost_island_took_twice_are_compared_once_and_are_tru
     assert capsys.readouterr().out.splitlines()[1].startswith("compared: 24 of 24 signed steps of stages")
     assert verified(tmp_path, run, 3, stage=3)
     assert "compared: 3 of 3 signed steps" in capsys.readouterr().out
-    with pytest.raises(SetupError, match=r"--stage 4: run .* has stages 0 to 3"):
+    with pytest.raises(SetupError, match=r"--stage 4: run .* has cells 0 to 3"):
         verified(tmp_path, run, 3, stage=4)
     with pytest.raises(SetupError, match="step 4 is not complete"):  # between meetings
         verified(tmp_path, run, 4)

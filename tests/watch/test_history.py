@@ -236,7 +236,7 @@ async def test_with_metrics_the_last_picture_stays(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (DashboardOptions(), "give --run and --join, to look at a run; or --replay"),
+        (DashboardOptions(), "give --run and --join, or @FILE that has both, to look at a run; or --replay"),
         (DashboardOptions(run="0" * 32), "give --run and --join"),
         (
             DashboardOptions(replay=Path("x"), run="0" * 32),
