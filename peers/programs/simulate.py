@@ -43,6 +43,8 @@ def run_simulate(options: SimulateOptions) -> None:
     run = load_run(options.manifest)
     network = load_devices(options.devices)
     trace = read_trace(read_text(options.trace), options.trace.name) if options.trace is not None else None
+    if trace is not None and not trace.end_s:
+        raise SetupError(f"{options.trace} lasts for 0 s: its last line says when it ends")
     layout = None
     if options.layout is not None:
         layout = read_layout(read_text(options.layout), options.layout.name, network, run)

@@ -157,7 +157,14 @@ def test_what_cannot_be_simulated_of_islands_is_refused(
     assert "a trace of regions does not say which island lost a device" in capsys.readouterr().err
     files["trace"].write_text("0,99\n60,4\n")
     assert simulate(files, trace=True) == Exit.SETUP
-    assert "the trace has 99 devices up at once, but the islands have only" in capsys.readouterr().err
+    assert re.search(
+        r"the trace has 99 devices up at once, but only \d+ are on islands, as swarm plan has it: lower",
+        capsys.readouterr().err,
+    )
+    files["trace"].write_text("0,0\n60,0\n")
+    assert simulate(files, "--json", trace=True) == Exit.OK
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (told["step_s"], told["tokens_per_s"], told["utilisation"]) == (None, 0.0, [0.0, 0.0])
     files["trace"].write_text(trace)
     plan = files["manifest"].with_name("plan.json")
     plan.write_text('{"stages": [["gpu-0"], ["gpu-1"]]}')
@@ -275,6 +282,7 @@ bandwidth_mbps = 100
         ("layout", '{"stages": [["gpu-0"], ["gpu-9"]]}', "no device is called 'gpu-9'"),
         ("layout", '{"stages": [["gpu-0"], ["gpu-0"]]}', "device 'gpu-0' is in stages 0 and 1"),
         ("trace", '{"data": [1]}', "trace.txt: Object missing required field `metadata`"),
+        ("trace", "0,4\n", "trace.txt lasts for 0 s: its last line says when it ends"),
         ("trace", "0,5\n9,0\n", "the trace has 5 devices up at once, but only 4 are described"),
         ("trace", "0,5,Oslo\n9,0,Oslo\n", "5 devices up at once in 'Oslo', but only 4 are described"),
         ("trace", "0,1,Olso\n9,0,Olso\n", "names 'Olso', where no device is (did you mean Oslo?)"),

@@ -56,7 +56,7 @@ class IslandsReport:
         for each in self.islands:
             busy_S += np.array(each.busy_s) / max(each.version, 1)
             devices_S += np.array(each.there_s) / each.end_s
-        return (busy_S / devices_S / self.step_s).tolist()
+        return (busy_S / np.maximum(devices_S, 1e-12) / self.step_s).tolist()
 
     def sent_bytes(self, what: str) -> float:
         """In a step, of all islands: `boundary_bytes` or `reduce_bytes`."""
@@ -108,7 +108,8 @@ def divided(trace: Trace, sizes: Sequence[int]) -> list[Trace]:
         raise SetupError("a trace of regions does not say which island lost a device: give one without")
     if max(trace.counts) > sum(sizes):
         raise SetupError(
-            f"the trace has {max(trace.counts)} devices up at once, but the islands have only {sum(sizes)}"
+            f"the trace has {max(trace.counts)} devices up at once, but only {sum(sizes)} are on islands, as "
+            "swarm plan has it: lower its counts, or give --layout"
         )
     exact_TK = np.outer(trace.counts, sizes) / sum(sizes)
     counts_TK = np.floor(exact_TK).astype(int)
