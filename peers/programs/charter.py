@@ -105,10 +105,10 @@ def run_init(options: tool_options.InitOptions) -> None:
         print(f"    {program()} peer @join.txt --stage {stage}{key}{start}")
     print(f"    {program()} keeper @join.txt --dir ckpt\n    {program()} dashboard @join.txt")
     print("Others join with join.txt alone:\n    swarm peer @join.txt --identity peer.key")
-    if is_audited(run) and run.adds_exactly:
-        print(f"If you like, audit them:\n    {program()} audit @join.txt --identity {here}/auditor.key")
-    else:  # see docs/threats.md
+    if not (is_audited(run) and run.adds_exactly):  # see docs/threats.md
         print("Who lies in it nobody finds: it adds floats, or its codecs leave numbers out. Know them all")
+    elif run.cells == run.S:
+        print(f"If you like, audit them:\n    {program()} audit @join.txt --identity {here}/auditor.key")
     if options.peers == "token":
         invite = f"{program()} invite --manifest {here}/run.toml --owner {here}/owner.key"
         print(f"Each of them needs a token:\n    {invite}")

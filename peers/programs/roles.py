@@ -196,8 +196,9 @@ class Bootstrap(Networked[BootstrapOptions]):
             charters = node.directory.charters
             called = run.id if charters.charter is None else str(charters.name)
             words = ["--run", called, "--join", address_for_others(node.addresses)]
-            if options.join_file is not None:
-                write_join_file(options.join_file, words)
+            if (file := options.join_file) is not None:  # whole or not at all: others wait for it
+                with atomic_file.told(f"--join-file {file} cannot be written"):
+                    atomic_file.write_whole(file, "".join(f"{word}\n" for word in words).encode())
             self._emit(self._join_line(run, words))
             while not await happens(self._leaving, RENEW_EVERY_S):
                 await self._renew(node)
@@ -250,16 +251,6 @@ class Bootstrap(Networked[BootstrapOptions]):
 
     async def leave(self) -> None:
         self._leaving.set()
-
-
-def write_join_file(path: Path, words: Sequence[str]) -> None:
-    """Write it whole or not at all: others wait for it to be there.
-
-    Raises:
-        SetupError: it cannot be written.
-    """
-    with atomic_file.told(f"--join-file {path} cannot be written"):
-        atomic_file.write_whole(path, "".join(f"{word}\n" for word in words).encode())
 
 
 def started(role: RoleName, node: Node, run_id: str) -> Started:
@@ -593,7 +584,6 @@ class Audit(_Looping[AuditOptions]):
             from peers.audit.auditor import Auditor
             from peers.stage.device import DeviceThreads
             from peers.storage.start_weights import offer_start
-            from swarm.audit.answers import is_audited
             from swarm.model.stage import StageCompute
 
             if not run.admission.may_audit(node.peer_id):
@@ -601,11 +591,7 @@ class Audit(_Looping[AuditOptions]):
                     f"this peer ({node.peer_id}) may not audit run {run.name!r}: give the key of its owner "
                     "as --identity, or that of a trainer that its manifest names"
                 )
-            if not (is_audited(run) and run.adds_exactly):
-                raise SetupError(
-                    f"run {run.name!r} cannot be audited: it names no trainers, adds floats, or its codecs "
-                    "leave numbers out"
-                )
+            check_audited(run)
             torch.set_num_threads(1)
             await asyncio.to_thread(offer_start, run, options.start)
             cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
@@ -615,6 +601,17 @@ class Audit(_Looping[AuditOptions]):
                 lambda stage: StageCompute(run, stage, device), self._emit,
             )  # fmt: skip
             await self._run(auditor)
+
+
+def check_audited(run: Run) -> None:
+    """Raise SetupError if no auditor can compute again what is added to the run while it goes on."""
+    from swarm.audit.answers import is_audited
+
+    if run.cells > run.S or not (is_audited(run) and run.adds_exactly):
+        raise SetupError(
+            f"run {run.name!r} cannot be audited: it names no trainers, has islands, adds floats, or its "
+            "codecs leave numbers out. Check it afterwards, with swarm verify"
+        )
 
 
 def kept_stages(run: Run, chosen: tuple[Stage, ...]) -> tuple[Stage, ...]:

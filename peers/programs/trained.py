@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shlex
 import tempfile
 import threading
 import time
@@ -25,6 +26,7 @@ from peers.device import choose_device
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
+from peers.start_line import program
 from peers.storage import model_file, results_folder, weights
 from peers.storage.dataset import Dataset
 from peers.storage.model_file import ModelConfig
@@ -63,7 +65,7 @@ def run_export(options: ExportOptions) -> None:
     print(f"run {run.name} {run.id}, step {config.step}, {config.parameters / 1e6:,.1f} M parameters")
     if run.model.kind == "gpt":
         words = "" if run.data.tokenizer == "bytes" else " --tokenizer tokenizer.json"
-        print(f"try it: swarm generate --model {options.out}{words} 'The '")
+        print(f"try it: {program()} generate --model {shlex.quote(str(options.out))}{words} 'The '")
 
 
 def fetched(options: Options) -> Options:

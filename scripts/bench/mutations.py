@@ -4527,8 +4527,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-where-nothing-is-checked",
         "peers/programs/charter.py",
-        "if is_audited(run) and run.adds_exactly:",
-        "if True:",
+        "if not (is_audited(run) and run.adds_exactly):",
+        "if False:",
         "An owner opens a run to strangers in which no lie is found, and is told to audit it.",
         ("test_charter_commands",),
     ),

@@ -24,7 +24,7 @@ from peers.net.identity import Identity
 from peers.options import BootstrapOptions
 from peers.programs import charter as commands
 from peers.programs import tool_options
-from peers.programs.roles import Bootstrap
+from peers.programs.roles import Bootstrap, check_audited
 from peers.programs.stage_choice import choose_stage
 from peers.start_line import program
 from swarm import charter as rules
@@ -116,6 +116,9 @@ def test_the_peers_of_all_islands_have_a_line_and_a_key(
     assert set(load_run(tmp_path / "mine" / "run.toml").admission.founders) == set(keys)
     printed = capsys.readouterr().out
     assert all(f"--stage {cell} --identity {tmp_path}/mine/peer{cell}.key" in printed for cell in range(4))
+    assert "swarm audit" not in printed, "none could compute what islands add"
+    with pytest.raises(SetupError, match=r"cannot be audited: it names no trainers, has islands, .*verify"):
+        check_audited(load_run(tmp_path / "mine" / "run.toml"))
 
 
 def test_what_init_cannot_do_is_said_and_leaves_nothing(

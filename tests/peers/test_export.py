@@ -22,6 +22,7 @@ from peers.options import WeightsOptions
 from peers.programs import manifest_pinning
 from peers.programs.tool_options import ExportOptions
 from peers.programs.trained import evaluate, export, open_text, run_export, spread
+from peers.start_line import program
 from peers.storage import atomic_file, checkpoint, model_file
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.samples import open_data
@@ -110,12 +111,12 @@ def test_an_exported_model_holds_the_weights_of_all_stages_and_says_what_it_is(
 def test_the_command_says_what_it_wrote_and_what_to_paste_next(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "new" / "model.safetensors"
+    out = tmp_path / "a new" / "model.safetensors"
     assert main(["export", "--checkpoint-dir", str(tmp_path / "ckpt"), "--out", str(out)]) == Exit.OK
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"wrote {out} (") and said[0].endswith(") and model.json")
     assert said[1] == f"run demo {run.id}, step 3, 0.0 M parameters"
-    assert said[2] == f"try it: swarm generate --model {out} 'The '"
+    assert said[2] == f"try it: {program()} generate --model '{out}' 'The '"
 
 
 def test_one_stage_is_in_memory_at_a_time(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
