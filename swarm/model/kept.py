@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.boundary import Boundary, dtype_of
+from swarm.model.boundary import Boundary
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.stage_function import stage_function
 
@@ -54,29 +54,18 @@ def foretold_bytes(run: Run, stage: Stage) -> int:
         SetupError: the run's model cannot be built here.
     """
     function = stage_function(run, stage)
-    number = weights_dtype(run)
+    number, cpu = weights_dtype(run), torch.device("cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
         module = function.module()
         replace_parameters(module, lambda _, old: torch.empty(old.shape, dtype=number))
-        if (
-            run.dtype == "bfloat16" and not run.brings_model
-        ):  # as `StageState.bind` has the decoder's matrices
+        if function.halves and not run.brings_model:  # as `StageState.bind` has the decoder's matrices
             for part in module.modules():
                 if isinstance(part, nn.Linear):
                     part.weight = nn.Parameter(part.weight.detach().to(torch.bfloat16))
         own = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        given = Boundary(run, stage, function, torch.device("cpu")).made_up(zeros=True).values
+        given = Boundary(run, stage, function, cpu).made_up(zeros=True).values
 
         def compute() -> Sequence[torch.Tensor]:
-            values = list[torch.Tensor | None]()
-            for entry, value in zip(function.entries, given, strict=True):
-                if value is not None and entry.graded:
-                    value = value.requires_grad_().to(entry.dtype)
-                values.append(value)
-            with torch.autocast("cpu", torch.bfloat16, enabled=run.dtype == "bfloat16"):
-                made = function.compute(module, values, Microbatch(0, 0)).values
-            if not function.gives:
-                return made[:1]
-            return [made[n].to(dtype_of(what)) for n, what in enumerate(function.gives) if what.graded]
+            return function.graded(function.apply(module, given, Microbatch(0, 0), cpu)[1].values)
 
         return kept_bytes(compute, given, lambda tensor: storage_of(tensor) in own)

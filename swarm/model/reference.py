@@ -335,22 +335,9 @@ class _Stage:
     def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> Passed:
         """Compute the stage, and what its outputs are for the next one."""
         run, function = self._run, self._function
-        leaves: list[torch.Tensor] = []
-        values: list[torch.Tensor | None] = []
         with torch.set_grad_enabled(grad):
-            for entry, value in zip(function.entries, arriving, strict=True):
-                if entry.graded:
-                    leaves.append(value.requires_grad_(grad))
-                values.append(None if entry.dtype is None else value.to(entry.dtype))
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
-                made, statistics = function.compute(self._module, values, run.named(mb))
-            if not function.gives:
-                return Passed(leaves, [made[0]], statistics, [], [])
-            outputs = [
-                made[number].to(getattr(torch, what.dtype))
-                for number, what in enumerate(function.gives)
-                if what.graded
-            ]
+            leaves, (made, statistics) = function.apply(self._module, arriving, run.named(mb), self._device)
+            outputs = function.graded(made)
         passed = Passed(leaves, outputs, statistics, [], [])
         graded = iter(outputs)
         for number, what in enumerate(function.gives):

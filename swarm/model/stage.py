@@ -32,7 +32,7 @@ import torch
 from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.boundary import Boundary, Computed, Entered, Wire, dtype_of
+from swarm.model.boundary import Boundary, Computed, Entered, Wire
 from swarm.model.fixed_point import largest_norm
 from swarm.model.gpt import GptStage
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
@@ -351,35 +351,22 @@ class StageCompute:
     def _compute(self, mb: Microbatch, version: int, entered: Entered, *, drops: bool = True) -> Computed:
         use_threads_of(self.run)
         module, function = self._modules[version % len(self._modules)], self._function
-        leaves: list[torch.Tensor] = []
-        values: list[torch.Tensor | None] = []
-        for entry, value in zip(function.entries, entered.values, strict=True):
-            if value is not None and entry.graded:
-                assert entry.dtype is not None
-                leaves.append(value.requires_grad_(torch.is_grad_enabled()))
-                value = value.to(entry.dtype)
-            values.append(value)
+        named = self.run.named(mb) if drops else None
         try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.run.dtype == "bfloat16"):
-                made, statistics = function.compute(module, values, self.run.named(mb) if drops else None)
+            leaves, (made, statistics) = function.apply(module, entered.values, named, self.device)
         except (IndexError, RuntimeError) as error:
             # A whole number from another peer with unknown bounds.
             if isinstance(error, IndexError) or "index" in str(error):
                 raise Refused(f"stage {self.stage} cannot look up what came for {mb}: {error}") from error
             raise
-        if self._last:
-            return Computed(leaves, [made[0]], {}, statistics)
         # What is sent again later must be what was sent now, whatever becomes of the weights meanwhile.
         made = [value.clone() if value is not None and self.state.holds(value) else value for value in made]
-        graded = [
-            made[number].to(dtype_of(what)) for number, what in enumerate(function.gives) if what.graded
-        ]
         others = {
             number: made[number]
             for number, what in enumerate(function.gives)
             if not what.graded and number not in function.passes
         }
-        return Computed(leaves, graded, others, statistics)
+        return Computed(leaves, function.graded(made), others, statistics)
 
     def _differentiate(
         self,

@@ -55,6 +55,27 @@ class StageFunction:
     compute: Callable[[nn.Module, Values, Microbatch | None], Output]
     """Outputs as `gives` has them (what passes is not looked at), or the loss; in the module's dtypes.
     Without a microbatch it evaluates: nothing is dropped, nor added to the loss."""
+    halves: bool
+    """It is computed in bfloat16 where that does no harm: by autocast."""
+
+    def apply(
+        self, module: nn.Module, given: Values, mb: Microbatch | None, device: torch.device
+    ) -> tuple[list[torch.Tensor], Output]:
+        """The inputs that have a gradient, as they came, and what is computed with all of them."""
+        leaves: list[torch.Tensor] = []
+        values: list[torch.Tensor | None] = []
+        for entry, value in zip(self.entries, given, strict=True):
+            if value is not None and entry.graded:
+                leaves.append(value.requires_grad_(torch.is_grad_enabled()))
+            values.append(None if value is None or entry.dtype is None else value.to(entry.dtype))
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.halves):
+            return leaves, self.compute(module, values, mb)
+
+    def graded(self, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of the outputs those that have a gradient, in the dtypes of the boundary; or the loss."""
+        if not self.gives:
+            return [made[0]]
+        return [made[n].to(getattr(torch, what.dtype)) for n, what in enumerate(self.gives) if what.graded]
 
 
 def stage_function(run: Run, stage: Stage) -> StageFunction:
@@ -80,6 +101,7 @@ def _built_in(run: Run, stage: Stage) -> StageFunction:
         passes={} if last else {1: len(hidden)},
         module=lambda: stage_skeleton(run, stage),
         compute=compute,
+        halves=run.dtype == "bfloat16",
     )
 
 
@@ -110,4 +132,5 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
         passes=passes,
         module=lambda: stage_module(run, stage),
         compute=compute,
+        halves=run.dtype == "bfloat16",
     )
