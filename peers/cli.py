@@ -104,7 +104,7 @@ PROGRAMS: dict[str, str] = {
     "peer": "peers.programs.roles.Peer",
     "train": "peers.programs.roles.Train",
     "keeper": "peers.programs.roles.Keeper",
-    "audit": "peers.programs.roles.Audit",
+    "audit": "peers.programs.audit.Audit",
     "pause": "peers.programs.owner.run_command",
     "resume": "peers.programs.owner.run_command",
     "health": "peers.programs.owner.run_health",

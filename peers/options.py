@@ -450,18 +450,6 @@ class KeeperOptions(MemberOptions, NetworkOptions):
     )
 
 
-class AuditOptions(MemberOptions, NetworkOptions):
-    """Compute again what peers added to a run of yours; serves nothing.
-
-    swarm audit --run 5a7c... --join ADDRESS --identity owner.key
-    """
-
-    stages: tuple[Stage, ...] = several(NUMBER, "audit these only (default: all, in turn)")
-    start: Path | None = optional(NEEDED_FILE, START_HELP)
-    device: str = option(DEVICE, "default: CUDA if there is, else CPU", "auto")
-    threads: int | None = optional(COUNT, "cores to compute on, each a microbatch (default: all)")
-
-
 # --- from the classes to a parser and back ---
 
 

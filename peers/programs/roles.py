@@ -25,7 +25,6 @@ from peers.net.nat import listening_host, settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.options import (
-    AuditOptions,
     BootstrapOptions,
     KeeperOptions,
     MemberOptions,
@@ -290,7 +289,7 @@ def check_code(run: Run, allow_code: Sequence[str]) -> None:
     import_handed(run, allow_code)
 
 
-def _choose_device(name: str) -> str:
+def device_named(name: str) -> str:
     """Imports torch. Raises SetupError: there is no such device."""
     from peers.device import choose_device
 
@@ -315,7 +314,7 @@ class Peer(Networked[PeerOptions]):
                 raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
 
         async with contextlib.AsyncExitStack() as stack:
-            prepare = partial(_choose_device, options.device)
+            prepare = partial(device_named, options.device)
             joined = self._joined("peer", options, prepare, accepts)
             node, run, device = await stack.enter_async_context(joined)
             import torch
@@ -482,7 +481,7 @@ class Peer(Networked[PeerOptions]):
         await paused.serve(stage, owner, build, hold, device=device, emit=emit)
 
 
-class _Looping(Networked[OptionsT]):
+class Looping(Networked[OptionsT]):
     """A program whose loop can be told to leave, perhaps before it has begun."""
 
     _left = False
@@ -500,7 +499,7 @@ class _Looping(Networked[OptionsT]):
             self.loop.leave()
 
 
-class Train(_Looping[TrainOptions]):
+class Train(Looping[TrainOptions]):
     """Feeds microbatches to a run."""
 
     async def run(self) -> None:
@@ -541,7 +540,7 @@ class Train(_Looping[TrainOptions]):
                     await end_tasks([announcing])
 
 
-class Keeper(_Looping[KeeperOptions]):
+class Keeper(Looping[KeeperOptions]):
     """Keeps checkpoints on this machine's disk, and gives them to newcomers."""
 
     async def run(self) -> None:
@@ -570,48 +569,6 @@ class Keeper(_Looping[KeeperOptions]):
                 assert isinstance(data, Dataset), "files are not samples that code makes"
                 BlockExchange(run, node.transport, node.directory, [data.blocks], self._emit)
             await self._run(keeping)
-
-
-class Audit(_Looping[AuditOptions]):
-    """Computes again what replicas added to a run."""
-
-    async def run(self) -> None:
-        options = self.options
-        prepare = partial(_choose_device, options.device)
-        async with self._joined("audit", options, prepare) as (node, run, device):
-            import torch
-
-            from peers.audit.auditor import Auditor
-            from peers.stage.device import DeviceThreads
-            from peers.storage.start_weights import offer_start
-            from swarm.model.stage import StageCompute
-
-            if not run.admission.may_audit(node.peer_id):
-                raise SetupError(
-                    f"this peer ({node.peer_id}) may not audit run {run.name!r}: give the key of its owner "
-                    "as --identity, or that of a trainer that its manifest names"
-                )
-            check_audited(run)
-            torch.set_num_threads(1)
-            await asyncio.to_thread(offer_start, run, options.start)
-            cores = (options.threads or usable_cores()) // run.batch.microbatch_threads
-            threads = DeviceThreads("audits", max(1, cores) if device == "cpu" else 1)
-            auditor = Auditor(
-                run, node.transport, node.directory, threads, kept_stages(run, options.stages),
-                lambda stage: StageCompute(run, stage, device), self._emit,
-            )  # fmt: skip
-            await self._run(auditor)
-
-
-def check_audited(run: Run) -> None:
-    """Raise SetupError if no auditor can compute again what is added to the run while it goes on."""
-    from swarm.audit.answers import is_audited
-
-    if run.cells > run.S or not (is_audited(run) and run.adds_exactly):
-        raise SetupError(
-            f"run {run.name!r} cannot be audited: it names no trainers, has islands, adds floats, or its "
-            "codecs leave numbers out. Check it afterwards, with swarm verify"
-        )
 
 
 def kept_stages(run: Run, chosen: tuple[Stage, ...]) -> tuple[Stage, ...]:

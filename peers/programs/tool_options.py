@@ -8,7 +8,9 @@ from peers import options as arg
 from peers.options import (
     Kind,
     Listen,
+    MemberOptions,
     Membership,
+    NetworkOptions,
     Options,
     WeightsOptions,
     between,
@@ -210,6 +212,18 @@ class RevokeOptions(Membership):
     """
 
     identity: Path = option(arg.FILE, "the key")
+
+
+class AuditOptions(MemberOptions, NetworkOptions):
+    """Compute again what peers added to a run of yours; serves nothing.
+
+    swarm audit --run 5a7c... --join ADDRESS --identity owner.key
+    """
+
+    stages: tuple[int, ...] = several(arg.NUMBER, "audit these only (default: all, in turn)")
+    start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
+    device: str = option(arg.DEVICE, "default: CUDA if there is, else CPU", "auto")
+    threads: int | None = optional(arg.COUNT, "cores to compute on, each a microbatch (default: all)")
 
 
 # --- of a machine's owner ---

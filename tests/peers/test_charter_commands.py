@@ -24,7 +24,8 @@ from peers.net.identity import Identity
 from peers.options import BootstrapOptions
 from peers.programs import charter as commands
 from peers.programs import tool_options
-from peers.programs.roles import Bootstrap, check_audited
+from peers.programs.audit import check_audited
+from peers.programs.roles import Bootstrap
 from peers.programs.stage_choice import choose_stage
 from peers.start_line import program
 from swarm import charter as rules
