@@ -64,15 +64,6 @@ def choose_device(asked: str = "auto") -> str:
     return f"cuda:{index}"
 
 
-def lacks_gpu() -> str:
-    """That this torch was made for GPUs and finds none, in words; empty if that is not so."""
-    import torch
-
-    if torch.version.cuda is None or torch.cuda.is_available():
-        return ""
-    return f"this torch ({torch.__version__}) {NO_GPU}"
-
-
 def describe(name: str) -> Device:
     """Model and memory of a device that `choose_device` returned."""
     if name == "cpu":

@@ -230,8 +230,8 @@ class Processes:
             SetupError: there is no such version.
         """
         from peers.net.node import Node
+        from peers.programs.trained import collect
         from peers.storage.weights import read_stage
-        from peers.transfer.keeper import collect
 
         run, found = self.run, dict[str, "torch.Tensor"]()
         with tempfile.TemporaryDirectory() as name:

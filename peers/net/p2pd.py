@@ -432,20 +432,3 @@ class Daemon:
                 if not os.read(process.stdout.fileno(), 65536):
                     return
             os.kill(self.pid, signal.SIGKILL)
-
-
-def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
-    """Whether p2pd can start and listen there, and a sentence about it. Blocks up to 15 s."""
-
-    async def probe() -> tuple[str, ...]:
-        daemon = Daemon.spawn(DaemonOptions(host=host, port=port))
-        try:
-            await daemon.ready()
-            return daemon.addresses
-        finally:
-            daemon.close_now()
-
-    try:
-        return True, f"p2pd starts and listens on {', '.join(asyncio.run(probe()))}"
-    except SetupError as error:
-        return False, error.text

@@ -76,18 +76,20 @@ def check_torch() -> Finding:
 
 def check_device(name: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
     """It exists and has memory to spare."""
-    from peers.device import choose_device, describe, lacks_gpu
+    from peers.device import NO_GPU, choose_device, describe
 
     try:
+        import torch
+
         device = describe(choose_device(name))
-        missing = lacks_gpu() if name == "auto" else ""
+        misses = name == "auto" and torch.version.cuda is not None and not torch.cuda.is_available()
     except SetupError as error:
         return Finding("device", f"{name}: not usable", error.text)
     except (RuntimeError, ImportError) as error:  # the CUDA driver has many ways to be broken
         return Finding("device", str(error).splitlines()[0], "try --device cpu, then nvidia-smi")
     words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
     words += f"; {_fitting(device.free_bytes, on_gpu=device.name != 'cpu')}"
-    words += f"; {missing}" if missing else ""
+    words += f"; this torch ({torch.__version__}) {NO_GPU}" if misses else ""
     fix = f"free at least {gb(least_bytes)}: stop other programs"
     return Finding("device", words, fix if device.free_bytes < least_bytes else "")
 
@@ -153,14 +155,31 @@ def is_local(host: str) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
 
 
-def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str]] | None = None) -> Finding:
-    """The libp2p daemon starts and listens."""
-    if probe is None:
+def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
+    """Whether p2pd can start and listen there, and a sentence about it. Blocks up to 15 s."""
+
+    from peers.net.p2pd import Daemon, DaemonOptions
+
+    async def probe() -> tuple[str, ...]:
+        daemon = Daemon.spawn(DaemonOptions(host=host, port=port))
         try:
-            from peers.net.p2pd import probe_p2pd as probe
-        except (ImportError, OSError) as error:
-            return Finding("p2pd", f"does not import: {error}", REINSTALL)
-    ok, words = probe(host, port)
+            await daemon.ready()
+            return daemon.addresses
+        finally:
+            daemon.close_now()
+
+    try:
+        return True, f"p2pd starts and listens on {', '.join(asyncio.run(probe()))}"
+    except SetupError as error:
+        return False, error.text
+
+
+def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str]] = probe_p2pd) -> Finding:
+    """The libp2p daemon starts and listens."""
+    try:
+        ok, words = probe(host, port)
+    except (ImportError, OSError) as error:
+        return Finding("p2pd", f"does not import: {error}", REINSTALL)
     fix = f"{REINSTALL}; it needs a writable /tmp, and Linux or macOS"
     return Finding("p2pd", words, "" if ok else fix)
 

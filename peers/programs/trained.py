@@ -22,7 +22,10 @@ import msgspec
 import numpy as np
 import torch
 
+from peers.clock import now_s
 from peers.device import choose_device
+from peers.events import Emit
+from peers.ports import Directory, Transport
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
@@ -34,6 +37,7 @@ from peers.storage.samples import Samples, open_data
 from peers.storage.tokenizer import Tokenizer, open_tokenizer
 from peers.storage.weights import Weights, find_weights, load_weights, say
 from peers.system import usable_cores
+from peers.transfer.keeper import POLL_S, CheckpointKeeper, KeepingSettings
 from swarm.errors import SetupError
 from swarm.evaluation import mean_loss, spread
 from swarm.ids import Stage
@@ -41,8 +45,10 @@ from swarm.manifest import Run
 from swarm.model.evaluate import loss_of
 from swarm.model.generate import generate
 from swarm.model.layout import stage_layout
+from swarm.policy.keeping import newest_common
 
 Options = TypeVar("Options", bound=ModelOptions)
+COLLECT_S = 15.0
 
 
 def run_export(options: ExportOptions) -> None:
@@ -68,6 +74,37 @@ def run_export(options: ExportOptions) -> None:
         print(f"try it: {program()} generate --model {shlex.quote(str(options.out))}{words} 'The '")
 
 
+async def collect(
+    run: Run, transport: Transport, directory: Directory, folder: Path, emit: Emit, *,
+    limit_s: float = COLLECT_S,
+) -> int:  # fmt: skip
+    """Fetch the newest version that is available for all stages into `folder`, and return it.
+
+    Tries again for `limit_s`: a directory that was opened a moment ago may know half of the peers.
+
+    Raises:
+        SetupError: no peer gives it; says of which stage.
+    """
+    keeper = CheckpointKeeper(run, transport, directory, KeepingSettings(folder=folder), emit)
+    until = now_s() + limit_s
+    while True:
+        await directory.lookup_all()
+        await keeper.fetch()
+        newest = newest_common(keeper.offers)
+        if newest is not None and newest == keeper.version:
+            return newest
+        if now_s() >= until:
+            there = "; ".join(
+                f"stage {stage}: {' '.join(map(str, versions)) or 'none'}"
+                for stage, versions in keeper.offers.items()
+            )
+            raise SetupError(
+                f"no version of all stages could be fetched (on offer: {there}). Peers offer the versions "
+                "that they save every checkpoint_every steps, and the last one"
+            )
+        await asyncio.sleep(POLL_S)
+
+
 def fetched(options: Options) -> Options:
     """These options; where they name a peer of a run, its newest version is on this machine then.
 
@@ -80,7 +117,6 @@ def fetched(options: Options) -> Options:
         raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
     from peers.net.node import Node
     from peers.programs.roles import manifest
-    from peers.transfer.keeper import collect
 
     called, folder = options.run, results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
 

@@ -50,7 +50,6 @@ LONGEST_REST_S = 300.0
 """Backoff of a peer that did not give what it offered: there are others, and no hurry."""
 LAST_S = 25.0
 """On leaving, for the run's last version: a cloud gives 30 s from the notice to the end."""
-COLLECT_S = 15.0
 MAX_SIGNED = 4
 """What so many peers sign of a checkpoint is saved with it."""
 SLACK_BYTES = 1 << 20
@@ -68,42 +67,6 @@ class KeepingSettings(msgspec.Struct, frozen=True, kw_only=True):
     joined_at: float = msgspec.field(default_factory=unix_s)
     charter: Callable[[], tuple[PeerId, bytes]] = lambda: ("", b"")
     """The owner's id and the charter of the run, as it is signed; empty: none."""
-
-
-async def collect(
-    run: Run,
-    transport: Transport,
-    directory: Directory,
-    folder: Path,
-    emit: events.Emit,
-    *,
-    limit_s: float = COLLECT_S,
-) -> int:
-    """Fetch the newest version that is available for all stages into `folder`, and return it.
-
-    Tries again for `limit_s`: a directory that was opened a moment ago may know half of the peers.
-
-    Raises:
-        SetupError: no peer gives it; says of which stage.
-    """
-    keeper = CheckpointKeeper(run, transport, directory, KeepingSettings(folder=folder), emit)
-    until = now_s() + limit_s
-    while True:
-        await directory.lookup_all()
-        await keeper.fetch()
-        newest = newest_common(keeper.offers)
-        if newest is not None and newest == keeper.version:
-            return newest
-        if now_s() >= until:
-            there = "; ".join(
-                f"stage {stage}: {' '.join(map(str, versions)) or 'none'}"
-                for stage, versions in keeper.offers.items()
-            )
-            raise SetupError(
-                f"no version of all stages could be fetched (on offer: {there}). Peers offer the versions "
-                "that they save every checkpoint_every steps, and the last one"
-            )
-        await asyncio.sleep(POLL_S)
 
 
 def _said(records: Sequence[PeerRecord], found: Found) -> dict[Stage, dict[PeerId, int]]:

@@ -1,4 +1,4 @@
-"""The loss of given weights on given samples, without training anything."""
+"""Given weights in their modules, and the loss of them on given samples, without training anything."""
 
 from __future__ import annotations
 
@@ -7,14 +7,56 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from swarm.errors import SetupError
+from swarm.ids import Stage
 from swarm.manifest import Run
-from swarm.model.gpt import boundary_dtype, given_stage
+from swarm.model.gpt import (
+    GptStage,
+    boundary_dtype,
+    replace_parameters,
+    stage_skeleton,
+    weights_dtype,
+)
 from swarm.model.graph.custom_model import model_inputs
 from swarm.model.graph.full_model import FullModel
-from swarm.model.same_bits import use_threads_of
+from swarm.model.same_bits import aligned, use_threads_of
 from swarm.wire.codec import round_trip
+
+
+def given_stage(
+    run: Run, stage: Stage, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Module:
+    """The module of a stage with these weights, by full name, in evaluation mode; not copied needlessly.
+
+    Raises:
+        SetupError: weights are missing or have another shape.
+    """
+    return _given(run, stage_skeleton(run, stage), weights, device)
+
+
+def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+    """All layers as one module without codecs: tokens [B, T] -> logits [B, T, V]; raises as `given_stage`."""
+    with torch.device("meta"):
+        module = GptStage(run, range(run.built_in.layers))
+    return _given(run, module, weights, device)
+
+
+def _given(
+    run: Run, module: nn.Module, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Module:
+
+    def found(name: str, empty: nn.Parameter) -> torch.Tensor:
+        tensor = weights.get(name)
+        if tensor is None:
+            raise SetupError(f"no weights for {name}: take those of all stages")
+        if tensor.shape != empty.shape:
+            raise SetupError(f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}")
+        return aligned(tensor.to(device=device, dtype=weights_dtype(run)))
+
+    replace_parameters(module, found)
+    return module.to(device).eval()
 
 
 def loss_of(

@@ -8,7 +8,7 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
-from swarm.model.gpt import given_decoder
+from swarm.model.evaluate import given_decoder
 from swarm.model.same_bits import threads_as_before
 
 FOR_ONE_THREAD = 20_000_000

@@ -17,7 +17,7 @@ parameters are named after the layer behind the cut, also in a module of all lay
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from typing import cast
 
@@ -26,10 +26,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import ModelSpec, Run
-from swarm.model.same_bits import aligned
 from swarm.model.seeded_random import Dropout, initial_normal
 
 NORM_EPS = 1e-5
@@ -311,40 +309,6 @@ def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:
     # What the codes of tokens add behind a cut is as large as what an embedding adds.
     std = 1.0 / math.sqrt(shape[1]) if name.endswith(".lift.weight") else INIT_STD / depth
     return initial_normal(run.seed, name, shape, std)
-
-
-def given_stage(
-    run: Run, stage: Stage, weights: Mapping[str, torch.Tensor], device: torch.device
-) -> nn.Module:
-    """The module of a stage with these weights, by full name, in evaluation mode; not copied needlessly.
-
-    Raises:
-        SetupError: weights are missing or have another shape.
-    """
-    return _given(run, stage_skeleton(run, stage), weights, device)
-
-
-def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
-    """All layers as one module without codecs: tokens [B, T] -> logits [B, T, V]; raises as `given_stage`."""
-    with torch.device("meta"):
-        module = GptStage(run, range(run.built_in.layers))
-    return _given(run, module, weights, device)
-
-
-def _given(
-    run: Run, module: nn.Module, weights: Mapping[str, torch.Tensor], device: torch.device
-) -> nn.Module:
-
-    def found(name: str, empty: nn.Parameter) -> torch.Tensor:
-        tensor = weights.get(name)
-        if tensor is None:
-            raise SetupError(f"no weights for {name}: take those of all stages")
-        if tensor.shape != empty.shape:
-            raise SetupError(f"weights {name} have shape {list(tensor.shape)}; expected {list(empty.shape)}")
-        return aligned(tensor.to(device=device, dtype=weights_dtype(run)))
-
-    replace_parameters(module, found)
-    return module.to(device).eval()
 
 
 def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:

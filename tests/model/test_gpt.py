@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from peers.programs.manifest import parameter_count
 from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run
+from swarm.model.evaluate import given_decoder, given_stage
 from swarm.model.gpt import (
     _rotate,  # pyright: ignore[reportPrivateUsage]
     _rotations,  # pyright: ignore[reportPrivateUsage]
-    given_decoder,
-    given_stage,
     layer_flops,
     layer_split,
 )

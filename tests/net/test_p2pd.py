@@ -18,8 +18,9 @@ import pytest
 
 from peers.net import p2pd as daemon_module
 from peers.net._hivemind import p2pd_pb2
-from peers.net.p2pd import Daemon, DaemonOptions, probe_p2pd
+from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl, peer_bytes
+from peers.programs.check import probe_p2pd
 from swarm.errors import SetupError
 from tests.stopping import stop
 

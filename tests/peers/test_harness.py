@@ -14,7 +14,7 @@ from peers.storage import checkpoint
 from peers.storage.dataset import open_dataset
 from peers.storage.tokenizer import load_tokenizer
 from swarm.manifest import BatchSpec, Run, demo_run
-from swarm.model.gpt import given_decoder
+from swarm.model.evaluate import given_decoder
 from swarm.model.layout import initial_state, named_weights
 from tests.byte_pairs import save_byte_pairs
 

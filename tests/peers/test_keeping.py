@@ -19,13 +19,14 @@ import torch
 from peers.clock import now_s
 from peers.events import Checkpointed, Kept, Note, Serving, StateFetched, Trouble
 from peers.ports import Answer, Request
+from peers.programs.trained import collect
 from peers.stage import joining
 from peers.stage.settings import Checkpoints
 from peers.storage import atomic_file as atomic
 from peers.storage import checkpoint
 from peers.storage.transcript import TranscriptWriter, path_of
 from peers.storage.weights import find_run
-from peers.transfer.keeper import CheckpointKeeper, KeepingSettings, collect
+from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from swarm.errors import SetupError, SwarmError
 from swarm.manifest import IslandsSpec, Run, audit_run
 from swarm.model.stage import StageCompute

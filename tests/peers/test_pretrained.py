@@ -20,7 +20,7 @@ from peers.storage.dataset import open_dataset
 from swarm.errors import SetupError
 from swarm.evaluation import spread
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run
-from swarm.model.gpt import given_decoder
+from swarm.model.evaluate import given_decoder
 from swarm.model.graph.custom_model import build, pin_model
 from swarm.model.layout import initial_state, named_weights
 
