@@ -381,12 +381,12 @@ class Trainer:
     def _learn_speeds(self, t: int, route: Sequence[PeerId], hops: Sequence[Hop], took_s: float) -> None:
         """Learn from what each stage and each link took of a microbatch of step `t`."""
         open_s = now_s() - self._step_began if t >= self._version else took_s
-        parts = [(hop.own_s, hop.device_s) for hop in hops]
+        parts, answered = [(hop.own_s, hop.device_s) for hop in hops], {hop.peer for hop in hops}
         for hop in hops:
             if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
                 self._router.answered(hop.stage, hop.peer, hop.work_s, min(took_s, open_s))
         for stage, peer in enumerate(route):
-            if peer not in {hop.peer for hop in hops}:
+            if peer not in answered:
                 self._router.passed_by(stage, peer, min(took_s, open_s))
         for here, there in pairwise(hops):
             if 0 < there.latency_s <= took_s:
