@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from peers.programs.descriptions import as_now, heading, shown_bytes, shown_names
+from peers.programs.descriptions import as_now, heading, job_of, shown_bytes, shown_names
 from swarm.errors import SetupError, count
 from swarm.manifest import IslandsSpec, Run
 from swarm.plan.islands import (
@@ -48,20 +48,6 @@ class IslandsAnswer:
     """How much of the network was measured, in words."""
 
 
-def island_job(run: Run, job: Job, islands: int) -> Job:
-    """The work of one of so many islands; `job`: of the run without them, `run`: with some."""
-    from peers.owner.memory_limit import needs_of
-    from swarm.model.layout import empty_state
-
-    states = [empty_state(run, s).values() for s in range(run.S)]
-    return replace(
-        job,
-        microbatches=run.M // islands,
-        state_bytes=tuple(float(sum(t.numel() * t.element_size() for t in state)) for state in states),
-        fixed_bytes=tuple(float(needs_of(run, s).fixed) for s in range(run.S)),
-    )
-
-
 def islands_of(run: Run) -> Islands:
     """How a run's islands meet."""
     from swarm.model.layout import stage_layout
@@ -86,7 +72,7 @@ def plan(
     Raises:
         SetupError: fewer devices than cells; an island whose stages fit no devices.
     """
-    islands, one = islands_of(run), island_job(run, job, run.islands.count)
+    islands, one = islands_of(run), job_of(run.island(0))
     check_cells(network, one, islands)
     began_s = time.process_time()
 
@@ -102,16 +88,16 @@ def plan(
     return IslandsAnswer(found, without.step.total_s, meeting_bytes(one, islands, found.cell_of), now_s)
 
 
-def proposal(network: Network, run: Run, job: Job, step_s: float, *, seed: int) -> str:
+def proposal(network: Network, run: Run, step_s: float, *, seed: int) -> str:
     """What a run without islands would gain by some, in a line; empty: little. `step_s`: as it is planned."""
     counts = [n for n in range(2, run.M + 1) if run.M % n == 0 and n * run.S <= len(network)]
     if not counts:
         return ""
     try:
-        islands = islands_of(with_islands(run, counts[0], 1))
+        some = with_islands(run, counts[0], 1)
     except SetupError as error:
         return f"islands, which seldom reduce, may be faster, but this run cannot have them: {error.text}"
-    one = island_job(with_islands(run, counts[0], 1), job, counts[0])
+    islands, one = islands_of(some), job_of(some.island(0))
     found = propose(network, lambda n: replace(one, microbatches=run.M // n), islands, counts, seed=seed)
     if found is None or step_s < WORTH * found[1].step_s:
         return ""

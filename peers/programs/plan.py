@@ -107,7 +107,7 @@ async def run_plan(options: PlanOptions) -> None:
             seed=options.seed, budget_s=budget_s, survive=options.survive_region,
         )  # fmt: skip
     else:
-        islands = plan_islands.proposal(network, run, job, answer.plan.step.total_s, seed=options.seed)
+        islands = plan_islands.proposal(network, run, answer.plan.step.total_s, seed=options.seed)
         answer = replace(answer, islands=islands)
     answer = replace(answer, without_s=worst_loss(network, job, answer.plan.stage_of))
     print(json.dumps(as_json(answer, run, network)) if options.json else render(answer, run, network, job))

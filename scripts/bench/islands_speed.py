@@ -36,7 +36,7 @@ import numpy as np
 from harness import machine, report
 from worldwide import DTFM, read_network
 
-from peers.islands.planning import island_job, islands_of
+from peers.islands.planning import islands_of
 from peers.programs.descriptions import job_of
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.islands import IslandsReport, simulate_islands
@@ -135,12 +135,12 @@ def without(network: Network, run: Run, job: Job, budget_s: float, churn: Churn)
     }
 
 
-def within(network: Network, run: Run, job: Job, churn: Churn, only: list[int]) -> list[dict[str, Any]]:
+def within(network: Network, run: Run, churn: Churn, only: list[int]) -> list[dict[str, Any]]:
     """A row for each of `LOCAL_STEPS`, of the count that is best for it."""
     counts = [n for n in range(2, run.M + 1) if run.M % n == 0 and n * run.S <= len(network)]
     counts = [n for n in counts if n in (only or counts)]
     some = replace(run, islands=IslandsSpec(count=counts[0], local_steps=512, codec="blockwise8"))
-    one, plans = island_job(some, job, counts[0]), dict[int, IslandsPlan]()
+    one, plans = job_of(some.island(0)), dict[int, IslandsPlan]()
     for count in counts:
         islands, its_job = replace(islands_of(some), count=count), replace(one, microbatches=run.M // count)
         plans[count] = search_islands(
@@ -202,11 +202,11 @@ def main() -> None:
         (devices, model), (network, stages, microbatches) = name.split(), made()
         stages, microbatches = options.stages or stages, options.microbatches or microbatches
         run, churn = run_of(model, stages, microbatches), Churn.of(options, len(network))
-        job, found = job_of(run), list[dict[str, Any]]()
+        found = list[dict[str, Any]]()
         for reduce in ("none", "rounded8"):
             rounded = run_of(model, stages, microbatches, reduce)
             found.append(without(network, rounded, job_of(rounded), options.budget, churn))
-        found += within(network, run, job, churn, options.counts)
+        found += within(network, run, churn, options.counts)
         for row in found:
             row |= {
                 "devices": devices,
