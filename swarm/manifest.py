@@ -1428,21 +1428,11 @@ def _refuse_missing(*tables: tuple[type[_Spec], dict[str, Any]]) -> None:
         raise SetupError(f"{', '.join(lacking)} are missing in the run's manifest: {told}{more}")
 
 
-def pin(
-    run: Run,
-    sha256: str,
-    tokens: int,
-    *,
-    tokenizer_sha256: str = "",
-    root: str = "",
-    mixture: str = "",
-    eos: int | None = None,
-) -> Run:
-    """`run` bound to its tokens, as `peers.storage.dataset` found them. Its id changes."""
-    found = {"tokenizer_sha256": tokenizer_sha256, "root": root, "mixture": mixture}
-    given: dict[str, Any] = {name: value for name, value in found.items() if value}
-    if eos is not None:
-        given["eos"] = eos
+def pin(run: Run, sha256: str, tokens: int, **others: Any) -> Run:
+    """`run` bound to its tokens, as they were found. `others`: keys of [data]; what is empty or None stays as
+    it is. Its id changes.
+    """
+    given = {name: value for name, value in others.items() if value not in ("", None)}
     return replace(run, data=replace(run.data, sha256=sha256, tokens=tokens, **given))
 
 

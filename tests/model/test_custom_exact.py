@@ -23,6 +23,7 @@ from swarm.manifest import (
     write_cut,
 )
 from swarm.model.graph.custom_model import custom_model, model_inputs
+from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.trace import trace
 from swarm.model.kept import foretold_bytes
 from swarm.model.reference import SingleProcess
@@ -126,7 +127,7 @@ QUICK = ("tied", "tied, rounded", "random numbers", "own functions, bfloat16")
 def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
     name, changes = CASES[case]
     run = run_of(name, cut_of(name, 3), **changes)
-    assert custom_model(run).shared or name != "gpt2"
+    assert shared_parameters(custom_model(run).plans) or name != "gpt2"
     chain = CustomModel(run)
     single = SingleProcess(run, lambda offsets: samples(run, offsets))
     for t in range(run.steps):

@@ -17,6 +17,7 @@ from swarm.errors import Refused, SetupError
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run, write_cut
 from swarm.model.graph.custom_model import build, custom_model, model_inputs, pin_model
 from swarm.model.graph.model_source import from_hf
+from swarm.model.graph.partition import shared_parameters
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import stage_inputs
@@ -120,7 +121,7 @@ def test_a_given_cut_is_taken() -> None:
     model = custom_model(changed(run, cut=f"0*1 1*{count - 1}"))
     assert model.assignment == (0, *(1,) * (count - 1))
     assert [plan.stage for plan in model.plans] == [0, 1]
-    assert model.shared == {}
+    assert shared_parameters(model.plans) == {}
 
 
 def test_samples_of_code_become_the_inputs_of_the_model() -> None:
@@ -252,9 +253,10 @@ def test_what_cannot_travel_is_named_with_the_operator_that_makes_it() -> None:
 
 def test_a_weight_of_several_stages_needs_exact_sums() -> None:
     run = of("gpt2", stages=3, length=10, vocab_size=41, data=replace(SAMPLES, code=f"{HERE}:tokens"))
-    shared = custom_model(run).shared
+    shared = shared_parameters(custom_model(run).plans)
     assert shared == {"tokens.weight": (0, 2)}
-    assert custom_model(replace(run, exact_sums=False, dtype="float64")).shared == shared
+    inexact = custom_model(replace(run, exact_sums=False, dtype="float64"))
+    assert shared_parameters(inexact.plans) == shared
     text = r"^tokens\.weight is in stages 0 and 2, .* Set exact_sums = true and codec\.reduce = \"none\""
     for other in (replace(run, exact_sums=False), replace(run, codec=replace(EXACT, reduce="bf16"))):
         with pytest.raises(SetupError, match=text):
@@ -266,7 +268,7 @@ def test_statistics_of_several_stages_need_exact_sums_and_equal_steps() -> None:
     graph = custom_model(run).traced.graph
     first = next(op.index for op in graph.operators if "batch_norm" in op.target)
     run = changed(run, cut=write_cut([int(op.index > first) for op in graph.operators]))
-    assert custom_model(run).shared == {}, "its norm has no weights"
+    assert shared_parameters(custom_model(run).plans) == {}, "its norm has no weights"
     eight_bits = replace(run, optimizer=replace(run.optimizer, name="adamw8bit"))
     for other, change in (
         (replace(run, exact_sums=False), "Set exact_sums = true"),

@@ -104,11 +104,6 @@ class Model:
     bounds: Mapping[str, Bounds]
     """Of the whole numbers that stages make of others, where it is known."""
 
-    @property
-    def shared(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several stages hold, each with its stages."""
-        return shared_parameters(self.plans)
-
     def value(self, name: str) -> torch.Tensor:
         """A parameter or buffer of version 0, by its full name."""
         tensor = (self.traced.parameters if name in self.traced.parameters else self.traced.buffers)[name]
