@@ -34,7 +34,7 @@ class IslandTrainers:
         held_out: Batches | None = None,
     ) -> None:
         """`held_out`: what the run is evaluated on. All islands have the same weights then: one does it."""
-        self._emit, self._left = emit, False
+        self._emit = emit
         self._done: dict[int, dict[int, events.StepDone]] = {}
         """What islands told of a step, until all have."""
         self.trainers = [

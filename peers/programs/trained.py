@@ -37,7 +37,6 @@ from peers.storage.samples import Samples, open_data
 from peers.storage.tokenizer import Tokenizer, open_tokenizer
 from peers.storage.weights import Weights, find_weights, load_weights, say
 from peers.system import usable_cores
-from peers.transfer.keeper import POLL_S, CheckpointKeeper, KeepingSettings
 from swarm.errors import SetupError
 from swarm.evaluation import mean_loss, spread
 from swarm.ids import Stage
@@ -85,6 +84,8 @@ async def collect(
     Raises:
         SetupError: no peer gives it; says of which stage.
     """
+    from peers.transfer.keeper import POLL_S, CheckpointKeeper, KeepingSettings
+
     keeper = CheckpointKeeper(run, transport, directory, KeepingSettings(folder=folder), emit)
     until = now_s() + limit_s
     while True:
