@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from swarm.errors import SetupError
-from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.gpt import (
     GptStage,
@@ -25,27 +24,22 @@ from swarm.model.same_bits import aligned, use_threads_of
 from swarm.wire.codec import round_trip
 
 
-def given_stage(
-    run: Run, stage: Stage, weights: Mapping[str, torch.Tensor], device: torch.device
+def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+    """All layers as one module, no codecs: tokens [B, T] -> logits [B, T, V]; raises as `with_weights`."""
+    with torch.device("meta"):
+        module = GptStage(run, range(run.built_in.layers))
+    return with_weights(run, module, weights, device)
+
+
+def with_weights(
+    run: Run, module: nn.Module, weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> nn.Module:
-    """The module of a stage with these weights, by full name, in evaluation mode; not copied needlessly.
+    """The built-in decoder, or a stage of it, with these weights, by full name, in evaluation mode; not
+    copied needlessly.
 
     Raises:
         SetupError: weights are missing or have another shape.
     """
-    return _given(run, stage_skeleton(run, stage), weights, device)
-
-
-def given_decoder(run: Run, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
-    """All layers as one module without codecs: tokens [B, T] -> logits [B, T, V]; raises as `given_stage`."""
-    with torch.device("meta"):
-        module = GptStage(run, range(run.built_in.layers))
-    return _given(run, module, weights, device)
-
-
-def _given(
-    run: Run, module: nn.Module, weights: Mapping[str, torch.Tensor], device: torch.device
-) -> nn.Module:
 
     def found(name: str, empty: nn.Parameter) -> torch.Tensor:
         tensor = weights.get(name)
@@ -82,7 +76,7 @@ def loss_of(
     if run.model.kind != "gpt":
         raise SetupError(f'model.kind = "{run.model.kind}" has no loss of its own')
     device = torch.device(device)
-    stages = [given_stage(run, stage, weights, device) for stage in range(run.S)]
+    stages = [with_weights(run, stage_skeleton(run, stage), weights, device) for stage in range(run.S)]
     used = {name for stage in stages for name, _ in stage.named_parameters()}
     if strange := sorted(weights.keys() - used):
         raise SetupError(f"weights that run {run.id} does not have: {', '.join(strange[:5])}")

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from peers.programs.manifest import parameter_count
 from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run
-from swarm.model.evaluate import given_decoder, given_stage
+from swarm.model.evaluate import given_decoder, with_weights
 from swarm.model.gpt import (
     _rotate,  # pyright: ignore[reportPrivateUsage]
     _rotations,  # pyright: ignore[reportPrivateUsage]
     layer_flops,
     layer_split,
+    stage_skeleton,
 )
 from swarm.model.layout import shared_terms
 from swarm.model.seeded_random import Dropout, initial_normal, seed_of
@@ -107,7 +108,9 @@ def test_what_crosses_a_bottleneck_is_narrow_and_of_all_stages_comes_one_decoder
     run = tiny_run(model={"bottleneck": 4}, dtype=dtype)
     weights = {name: w.detach() for s in range(3) for name, w in build_stage(run, s).named_parameters()}
     assert sum(w.numel() for w in weights.values()) == parameter_count(run.built_in)
-    stages = [given_stage(run, stage, weights, torch.device("cpu")) for stage in range(3)]
+    stages = [
+        with_weights(run, stage_skeleton(run, stage), weights, torch.device("cpu")) for stage in range(3)
+    ]
     ids_BT = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(1))
     x = ids_BT
     with torch.no_grad():
