@@ -841,6 +841,10 @@ class IslandsSpec(_Spec, section="islands"):
     )
     """How what an island has changed travels."""
 
+    warmup_steps: int = _rule(_integer(0, 1_000_000), 8, later=True)
+    """Steps after a meeting, and after the start, in which the learning rate rises to what it would be: an
+    optimizer that begins anew goes too far at first."""
+
     def trained(self, t: int) -> int:
         """Steps before `t` that are no meetings."""
         return t - t // (self.local_steps + 1) if self.count > 1 else t
@@ -1195,6 +1199,15 @@ class Run(_Spec):
         ):  # fmt: skip
             object.__setattr__(found, name, value)
         return found
+
+    def lr_at(self, t: int) -> float:
+        """The learning rate of step `t`, which is no meeting."""
+        lr, age, warmup = (
+            self.optimizer.lr_at(t, self.steps),
+            self.islands.moments_age(t),
+            self.islands.warmup_steps,
+        )
+        return lr if self.islands.count == 1 else lr * min(1.0, (age + 1) / (warmup + 1))
 
     def meets_at(self, t: int) -> bool:
         """Whether step `t` is a meeting of islands."""

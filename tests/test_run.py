@@ -777,6 +777,14 @@ def test_the_learning_rate_warms_up_linearly_and_falls_to_its_floor_on_the_last_
     assert all(a >= b for a, b in pairwise(rates[4:]))
 
 
+def test_the_rate_rises_again_after_each_meeting_of_islands() -> None:
+    terms = replace(audit_run(stages=2, steps=12), optimizer=OptimizerSpec(lr=0.5, schedule="constant"))
+    met = replace(terms, islands=IslandsSpec(count=2, local_steps=5, warmup_steps=3))
+    rates = [met.lr_at(t) for t in range(12) if not met.meets_at(t)]
+    assert rates == [0.125, 0.25, 0.375, 0.5, 0.5] * 2
+    assert [terms.lr_at(t) for t in range(3)] == [0.5] * 3
+
+
 def test_a_constant_rate_stays_and_a_run_of_one_step_has_a_rate() -> None:
     constant = OptimizerSpec(lr=0.4, warmup_steps=2)
     assert [constant.lr_at(t, 5) for t in range(5)] == [0.2, 0.4, 0.4, 0.4, 0.4]

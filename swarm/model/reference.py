@@ -156,7 +156,7 @@ class SingleProcess:
             self._statistics[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
         for name, dropped in self._dropped.items():
             dropped.copy_(dropped_after(totals[name], dropped, run.kept_bits))
-        lr = spec.lr_at(t, run.steps)
+        lr = run.lr_at(t)
         for name, parameter in self.parameters.items():
             if run.delayed_updates:
                 self._held[name].copy_(parameter)

@@ -120,7 +120,7 @@ class StageState:
         old, new = self.weights(t), self.weights(t + 1)
         gradient, told = reduced.to(self.device).split([self._layout.numel, self._layout.statistics_numel])
         self._optimizer.step(
-            self._run.islands.moments_age(t), spec.lr_at(t, self._run.steps), old, new, gradient, scale,
+            self._run.islands.moments_age(t), self._run.lr_at(t), old, new, gradient, scale,
             number=self._run.step_number(t),
         )  # fmt: skip
         means = told * (1.0 / M)

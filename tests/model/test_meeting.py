@@ -95,7 +95,7 @@ def test_islands_train_on_different_samples_and_part_between_meetings() -> None:
 
 def test_each_microbatch_of_each_island_counts_once() -> None:
     """One-hot gradients: after a meeting that goes all the way, each weight says how often it was counted."""
-    run = islands(audit_run(stages=2, steps=STEPS), outer_lr=1.0, outer_momentum=0.0)
+    run = islands(audit_run(stages=2, steps=STEPS), outer_lr=1.0, outer_momentum=0.0, warmup_steps=0)
     chains, _ = trained(run)
     for chain in chains:
         for weights in chain.named_weights().values():
