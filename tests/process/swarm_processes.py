@@ -488,9 +488,9 @@ class Swarm(Processes):
         )
 
     def peers(self, replicas: int = 2) -> None:
-        """Start peers until each stage has so many, and wait until all serve."""
+        """Start peers until each stage has so many that are not doomed, and wait until all serve."""
         for stage in range(self.run.cells):
-            for _ in range(replicas - len(self.serving(stage))):
+            for _ in range(replicas - sum(not p.kill_at for p in self.serving(stage))):
                 self.peer(stage)
         self.all_serve()
 
@@ -558,8 +558,8 @@ class Swarm(Processes):
         self.until(lambda: self.version() >= version, f"version {version} is not reached")
 
     def goes_on(self, steps: int = 2) -> None:
-        """Wait for so many steps more."""
-        self.until_version(self.version() + steps)
+        """Wait for so many steps more, or for the last one."""
+        self.until_version(min(self.version() + steps, self.run.steps))
 
     def until_all_stepped(self) -> None:
         """Wait until every serving peer says that it took the last step told, or has its weights."""

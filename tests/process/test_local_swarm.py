@@ -71,6 +71,8 @@ async def test_a_swarm_that_a_peer_from_elsewhere_joins_survives_a_death(mark: s
         )
         await until(lambda: any(isinstance(event, Serving) for event in joined) or joining.done())
         await until(lambda: any(isinstance(event, PeerJoined) and event.stage == 0 for event in heard))
+        # It has what the next step needs when it has added to one; until then only the other has.
+        await until(lambda: any(isinstance(event, Contributed) and event.microbatches for event in joined))
         os.kill(child_of(s, 0), signal.SIGKILL)
         for step in s:
             steps.append(step)
