@@ -231,7 +231,7 @@ class ContributionAudits:
     def _audit_again(self, claim: Claim) -> None:
         """With the others, which have one round to hear of it."""
         self._suspects[claim.member] = self._core.version + 1
-        self._convictions.tell_replicas(claim.accusation, [])
+        self._convictions.pass_on(claim.accusation, [], to_all=False)
 
     def _compare(self, case: _Case) -> tuple[bool, bool]:
         """Whether the contribution has the very bits that were computed; whether its chunk is far off."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from peers.ports import Answer, Buffer, Directory, Request, Transport
 from peers.transfer.client import download, state_of
 from swarm.audit.answers import proves_answer
 from swarm.audit.evidence import is_signed_by_accused, proves
-from swarm.errors import Refused, SwarmError, short
+from swarm.errors import Busy, Refused, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
@@ -40,6 +41,8 @@ from swarm.wire.messages import pack, say, unpack, unpack_answer
 
 PASS_ON_S = 30.0
 """Limit for one call with evidence."""
+MAX_BODIES = 4
+"""Evidence with its data that is looked at at once: 256 MiB, one of each peer."""
 SUSPECTS_STEPS = 20
 ASKED_TIMES = 5
 ASK_AGAIN_S = 1.0
@@ -59,7 +62,7 @@ class Convictions(Verdicts):
         self._stage = stage
         self._asking: set[PeerId] = set()
         self._referee = Referee(run, transport)
-        self._passed_on = Counter[PeerId]()
+        self._passed_on, self._showing = Counter[PeerId](), set[PeerId]()
         self.barred: set[PeerId] = set()
         """Of those, the ones that all can convict at any time: this peer is in no round with them."""
         self.suspect: Callable[[PeerId], None] = lambda peer: None
@@ -86,69 +89,78 @@ class Convictions(Verdicts):
         self.leave_out(accused, f"its signed {what} of step {evidence.statement.t} is false")
         return True
 
-    def pass_on(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
-        """Show it to the other replicas of this stage. The other stages are told of it, and ask them: of very
-        many peers some, and first those around this one, and stage 0, which coordinates the run. Some times
-        of each liar: of a stage of two, others judge by themselves, and the step may be over by then.
+    def pass_on(self, evidence: Evidence, body: Sequence[Buffer], *, to_all: bool = True) -> None:
+        """Show it to the other replicas of this stage. `to_all`: other stages are told of it and ask them,
+        first those around this one, and stage 0, which coordinates the run. Some times of each liar: of a
+        stage of two, others judge by themselves, and the step may be over by then.
         """
-        self._passed_on[evidence.accused] += 1
+        self._passed_on[evidence.accused] += to_all
         if self._passed_on[evidence.accused] > MAX_TRIES:
             return
-        near = {self._stage - 1, self._stage + 1, 0}
-        told = list[PeerId]()
-        for stages in near - {self._stage}, set(range(self._run.S)) - near - {self._stage}:
-            told += self._some({r.peer for stage in stages for r in self._directory.at(stage)})
-        self.tell_replicas(evidence, body, also=told)
-
-    def tell_replicas(
-        self, evidence: Evidence, body: Sequence[Buffer], *, also: Sequence[PeerId] = ()
-    ) -> None:
-        """Show it to the other replicas of this stage. `also`: told of it, without the body."""
         header = pack(ShowEvidence(run=self._run.id, evidence=evidence))
-        replicas = {r.peer for r in self._directory.at(self._stage)} - {self._transport.peer_id}
-        if sum(memoryview(b).nbytes for b in body) > MAX_EVIDENCE_BYTES:
-            body = []
-        for peer in self._some(replicas):
-            self._tasks.create_task(self._tell(peer, header, body))
-        for peer in also:
-            self._tasks.create_task(self._tell(peer, header, [], if_asked=body))
+        body = body if sum(memoryview(b).nbytes for b in body) <= MAX_EVIDENCE_BYTES else []
+        near = {self._stage - 1, self._stage + 1, 0} - {self._stage}
+        others = (near, set(range(self._run.S)) - near - {self._stage}) if to_all else ()
+        told: list[tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]] = []
+        told += [(peer, body, []) for peer in self._at({self._stage}) if peer != self._transport.peer_id]
+        told += [(peer, [], body) for stages in others for peer in self._at(stages)]
+        left = iter(told[: MAX_TOLD**2])
 
-    async def _tell(
-        self, peer: PeerId, header: bytes, body: Sequence[Buffer], *, if_asked: Sequence[Buffer] = ()
-    ) -> None:
-        with contextlib.suppress(SwarmError):
-            answer = await self._transport.call(peer, "evidence", header, body, deadline_s=PASS_ON_S)
-            if if_asked and unpack_answer(peer, answer.header, Heard).asks:
-                await self._transport.call(peer, "evidence", header, if_asked, deadline_s=PASS_ON_S)
+        async def tell_some() -> None:
+            for peer, shown, if_asked in left:
+                tell = partial(self._transport.call, peer, "evidence", header, deadline_s=PASS_ON_S)
+                with contextlib.suppress(SwarmError):
+                    answer = await tell(shown)
+                    if if_asked and unpack_answer(peer, answer.header, Heard).asks:
+                        await tell(if_asked)
+
+        for _ in range(MAX_TOLD):
+            self._tasks.create_task(tell_some())
+
+    def _at(self, stages: Collection[Stage]) -> list[PeerId]:
+        return self._in_order({record.peer for stage in stages for record in self._directory.at(stage)})
 
     async def _serve_evidence(self, request: Request) -> Answer:
         shown = unpack(request.header, ShowEvidence, self._run.id)
-        evidence, signer = shown.evidence, self._transport.signer
+        evidence = shown.evidence
         if evidence.accused in self.convicted:
             return Answer(pack(Heard()))
-        if not is_signed_by_accused(signer, self._run, evidence):
+        if not is_signed_by_accused(self._transport.signer, self._run, evidence):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
         if self._directory.find(evidence.accused) is None:
             raise Refused(f"nobody knows peer {short(evidence.accused)}")
-        between = self._is_between_two(request.peer, evidence)
-        if between and not request.body_sizes:
-            return Answer(pack(Heard(asks=True)))
-        body = await request.accept() if request.body_sizes else []
+        teller, between = request.peer, self._is_between_two(request.peer, evidence)
+        if not request.body_sizes:
+            asks = Answer(pack(Heard(asks=True)))
+            return asks if between else await self._hear(teller, evidence, [], between)
+        if not self._speaks_for(evidence.statement.stage, teller):
+            raise Refused("a replica of that stage has to show it")
+        if teller in self._showing or len(self._showing) == MAX_BODIES:
+            raise Busy("other evidence is looked at")
+        self._showing.add(teller)
+        try:
+            return await self._hear(teller, evidence, await request.accept(), between)
+        finally:
+            self._showing.discard(teller)
+
+    async def _hear(
+        self, teller: PeerId, evidence: Evidence, body: Sequence[Buffer], between: bool
+    ) -> Answer:
         if isinstance(evidence, WrongContribution) and evidence.statement.stage == self._stage:
-            self._note_suspect(request.peer, evidence)
+            self._note_suspect(teller, evidence)
             return Answer(pack(Heard()))
         if not body and not isinstance(evidence, FalseContribution):
-            shows = await self._stage_says(request.peer, evidence)
+            shows = await self._stage_says(teller, evidence)
         elif isinstance(evidence, WrongAnswer) and between:
-            liar = await self._referee.liar(evidence, body, request.peer)
-            if liar == request.peer:
+            liar = await self._referee.liar(evidence, body, teller)
+            if liar == teller:
                 why = f"it says that peer {short(evidence.accused)} lied, which answered truly"
-                self.leave_out(request.peer, why)
+                self.leave_out(teller, why)
             shows = liar == evidence.accused
         elif isinstance(evidence, WrongAnswer):
             shows = await self.judge(evidence, body)
         else:
-            shows = await asyncio.to_thread(proves, signer, self._run, evidence, body)
+            shows = await asyncio.to_thread(proves, self._transport.signer, self._run, evidence, body)
         if not shows:
             raise Refused(f"this does not show that peer {short(evidence.accused)} lied")
         self.convict(evidence)
@@ -166,8 +178,6 @@ class Convictions(Verdicts):
     def _speaks_for(self, stage: Stage, teller: PeerId) -> bool:
         """Whether it is a replica of a stage, with voice if any has it."""
         return teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])
-
-    # -- peers of other stages, which have no weights to judge with ----------------------------------
 
     def _is_between_two(self, teller: PeerId, evidence: Evidence) -> bool:
         """Whether one of two replicas, the only ones of their stage whose word counts, accuses the other one
@@ -202,7 +212,7 @@ class Convictions(Verdicts):
         ask = unpack(request.header, AskConvicted, self._run.id)
         evidence = self._shown.get(ask.peer) if ask.show else None
         signature = b"" if evidence is None else sign(self._transport.signer, self._run.id, judged(evidence))
-        others = tuple(self._some(self.convicted))
+        others = tuple(self._in_order(self.convicted)[:MAX_TOLD])
         yes = ask.peer in self.convicted
         return Answer(*say(Convicted(yes=yes, others=others, evidence=evidence, signature=signature)))
 

@@ -20,7 +20,7 @@ from swarm.records import PeerRecord
 from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted
 
 MAX_TOLD = 64
-"""Peers that are told, or asked: of a stage, and of others."""
+"""Peers that are told, or asked, at once."""
 
 
 class Verdicts:
@@ -71,9 +71,9 @@ class Verdicts:
                 self.leave_out(accused, "its stage has convicted it")
 
     async def most_have_convicted(self, stage: Stage, accused: PeerId) -> bool:
-        """Whether most of a stage, by voice, have; or its founder, where no third has voice. Of two that
-        contradict each other neither is believed: most of the stages around them, which judge by themselves.
-        The accused may be of another stage by now.
+        """Whether most of a stage, by voice, and two of it have; or its founder, where no third has voice.
+        Of two that contradict each other neither is believed: most of the stages around them, which judge by
+        themselves. The accused may be of another stage by now.
         """
         there, voice = [*dict.fromkeys([*self._there(stage), accused])], self._voices.of(stage)
         founders = set(self._run.admission.founders) if len(voice) <= 2 else set[PeerId]()
@@ -81,22 +81,24 @@ class Verdicts:
         if len(there) == 2 and around and founders.isdisjoint(there):
             there = [peer for near in around for peer in self._there(near)]
             voice = self._voices.of_all(around)
-        others = [peer for peer in there if peer != self._transport.peer_id]
-        weight = {peer: voice.get(peer, 0) if voice else 1 for peer in others}
-        said = await self._convicted_by([peer for peer in heard(others, voice) if peer != accused], accused)
+        me = self._transport.peer_id
+        weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there if peer != me}
+        judges = set(heard(there, voice)) - {accused}
+        said = await self._convicted_by(judges - {me}, accused)
         agree = {peer for peer, one in said.items() if one.yes}
         if accused not in founders and agree & founders:
             return True
-        return 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
+        several = len(agree) > 1 or len(judges) == 1
+        return several and 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
 
     def _there(self, stage: Stage) -> list[PeerId]:
         there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]
         return heard(there, self._voices.of(stage))[:MAX_TOLD]
 
-    def _some(self, peers: Collection[PeerId]) -> list[PeerId]:
-        """Of very many some, those with voice first: others cost nothing to make."""
+    def _in_order(self, peers: Collection[PeerId]) -> list[PeerId]:
+        """Those with voice first: others cost nothing to make."""
         voice = self._voices.of_all()
-        return sorted(peers, key=lambda peer: (peer not in voice, peer))[:MAX_TOLD]
+        return sorted(peers, key=lambda peer: (peer not in voice, peer))
 
     async def _convicted_by(
         self, peers: Collection[PeerId], accused: PeerId, *, show: bool = False

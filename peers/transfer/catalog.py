@@ -7,6 +7,7 @@ are refused that cannot be true.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -37,9 +38,8 @@ MAX_KEEPERS = 32
 AGAIN_S = 5.0
 MAX_VERSIONS = 64
 """Of one stage, from one peer: more than any peer keeps. The newest ones matter."""
-
-MAX_SIGNED = 1024
-"""Words in one answer, of all stages together: 0.6 MB."""
+MAX_SIGNED = 256
+"""Words in one answer, of all stages together: four of two versions of 32 stages."""
 SIGNERS = 2
 """One that took a step may lie of it."""
 
@@ -76,25 +76,36 @@ async def ask_saved(
     told = await ask_all(
         transport, asked, "saved", AskSaved(run=run.id), Saved,
         deadline_s=ASK_S, max_answer_bytes=MAX_LONG_BYTES,
-        check=lambda peer, saved: check_saved(run, asked[peer], saved, transport.signer), on_fault=on_fault,
+        check=lambda peer, saved: check_saved(run, asked[peer], saved), on_fault=on_fault,
     )  # fmt: skip
-    found, founders = Found({}, {}), run.admission.founders
-    for stage in range(run.S):
-        said = {peer: one for peer, saved in told.items() for one in saved.stages if one.stage == stage}
-        replicas = [peer for peer in told if asked[peer].stage == stage]
-        not_heard = set(replicas).difference(heard(replicas, voice))
-        sources, signed = dict[int, list[PeerId]](), dict[int, list[Word]]()
-        for peer, one in said.items():
-            for version in one.versions if peer not in not_heard else ():
-                sources.setdefault(version, []).append(peer)
-        if run.admission.named:
-            words = chain.from_iterable(one.signed for one in said.values())
-            for version, by in signed_states(run, transport.signer, words).items():
-                others = {*founders, *voice} if len(by) < SIGNERS else founders
-                if set(others).isdisjoint(sources.get(version, ())):
-                    signed[version] = by
-            sources = borne_out(sources, founders, voice, signed)
-        found.sources[stage], found.signed[stage] = sources, signed
+    found, liars = Found({}, {}), list[PeerFault]()
+    named, founders, signer = run.admission.named, run.admission.founders, transport.signer
+
+    def believe() -> None:
+        for peer, saved in list(told.items()) if named else ():
+            if not all(voice_behind(word, run, signer) for one in saved.stages for word in one.signed):
+                liars.append(BadAnswer(peer, "shows what no peer with voice signed"))
+                del told[peer]
+        for stage in range(run.S):
+            said = {peer: one for peer, saved in told.items() for one in saved.stages if one.stage == stage}
+            replicas = [peer for peer in told if asked[peer].stage == stage]
+            not_heard = set(replicas).difference(heard(replicas, voice))
+            sources, signed = dict[int, list[PeerId]](), dict[int, list[Word]]()
+            for peer, one in said.items():
+                for version in one.versions if peer not in not_heard else ():
+                    sources.setdefault(version, []).append(peer)
+            if named:
+                words = chain.from_iterable(one.signed for one in said.values())
+                for version, by in signed_states(run, signer, words).items():
+                    others = {*founders, *voice} if len(by) < SIGNERS else founders
+                    if set(others).isdisjoint(sources.get(version, ())):
+                        signed[version] = by
+                sources = borne_out(sources, founders, voice, signed)
+            found.sources[stage], found.signed[stage] = sources, signed
+
+    await asyncio.to_thread(believe)  # thousands of signatures take seconds
+    for liar in liars:
+        on_fault(liar)
     return found
 
 
@@ -147,27 +158,23 @@ def chosen(
     return asked
 
 
-def check_saved(run: Run, record: PeerRecord, saved: Saved, signer: Signer) -> None:
-    """Check what the peer of `record` says it can give out. Raises BadAnswer: it cannot be; says why."""
-    found = set[Stage]()
-
-    def known(word: Word) -> bool:
-        return word[0].stage == stage and word[0].end in versions and voice_behind(word, run, signer) > 0
-
+def check_saved(run: Run, record: PeerRecord, saved: Saved) -> None:
+    """Check what a peer says it can give, but for signatures. Raises BadAnswer: it cannot be; says why."""
+    found, why = set[Stage](), ""
     for offered in saved.stages:
-        stage, versions = offered.stage, offered.versions
+        stage, versions, signed = offered.stage, offered.versions, offered.signed
         if not 0 <= stage < run.S or stage in found:
-            raise BadAnswer(record.peer, f"offers checkpoints of stage {stage}, twice or of {run.S} stages")
-        if stage != record.stage and not is_keeper(record):
-            raise BadAnswer(record.peer, f"serves stage {record.stage} and offers checkpoints of {stage}")
-        if len(versions) > MAX_VERSIONS:
-            raise BadAnswer(record.peer, f"offers {len(versions)} checkpoints of stage {stage}")
-        if list(versions) != sorted(set(versions)) or not all(0 <= v <= run.steps for v in versions):
-            raise BadAnswer(
-                record.peer,
-                f"offers impossible versions of stage {stage}: {list(versions[:8])} of {run.steps}",
-            )
-        few = len(offered.signed) <= MAX_SIGNED // run.S
-        if run.admission.named and not (few and all(map(known, offered.signed))):
-            raise BadAnswer(record.peer, f"shows what no peer with voice signed of stage {stage}")
+            why = f"offers checkpoints of stage {stage}, twice or of {run.S} stages"
+        elif stage != record.stage and not is_keeper(record):
+            why = f"serves stage {record.stage} and offers checkpoints of {stage}"
+        elif len(versions) > MAX_VERSIONS:
+            why = f"offers {len(versions)} checkpoints of stage {stage}"
+        elif list(versions) != sorted(set(versions)) or not all(0 <= v <= run.steps for v in versions):
+            why = f"offers impossible versions of stage {stage}: {list(versions[:8])} of {run.steps}"
+        elif len(signed) > MAX_SIGNED // run.S or not all(
+            took.stage == stage and took.end in versions for took, _ in signed
+        ):
+            why = f"shows {len(signed)} signatures of stage {stage}, too many or of others than it offers"
+        if why:
+            raise BadAnswer(record.peer, why)
         found.add(stage)

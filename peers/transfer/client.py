@@ -99,12 +99,8 @@ def shown(stage: Stage, version: int, emit: Emit) -> Progress:
         nonlocal shown_at
         if now_s() - shown_at > SHOW_S or (done_bytes == total_bytes and shown_at > began):
             shown_at = now_s()
-            emit(
-                Downloading(
-                    stage=stage, version=version, done_bytes=done_bytes, total_bytes=total_bytes,
-                    sources=sources,
-                )
-            )  # fmt: skip
+            done = {"done_bytes": done_bytes, "total_bytes": total_bytes}
+            emit(Downloading(stage=stage, version=version, sources=sources, **done))
 
     return progress
 
@@ -258,9 +254,8 @@ def state_of(run: Run, stage: Stage, version: int = -1, signed: Sequence[Word] =
         try:
             check_generation(opened.generation, run)
         except Refused:
-            raise BadAnswer(
-                source, f"offers version {opened.version} of an impossible generation: {opened.generation}"
-            ) from None
+            impossible = f"an impossible generation: {opened.generation}"
+            raise BadAnswer(source, f"offers version {opened.version} of {impossible}") from None
 
     return Wanted(
         name=f"stage {stage}", method="state", question=OpenState(run=run.id, stage=stage, version=version),
@@ -368,10 +363,8 @@ class _Downloading:
         pending = set(opening)
         try:
             while pending and now_s() < until:
-                limit_s = None if until == float("inf") else until - now_s()
-                done, pending = await asyncio.wait(
-                    pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                left = {"timeout": None if until == float("inf") else until - now_s()}
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED, **left)
                 for task in done:
                     try:
                         offers.append(task.result())
@@ -539,12 +532,8 @@ class _Pull:
         while self._missing:
             if self._queue:
                 return self._queue.popleft()
-            wait_s = AGAIN_S
-            slow = [
-                (min(by.values()), index)
-                for index, by in self._flying.items()
-                if index in self._missing and source not in by
-            ]
+            wait_s, flying = AGAIN_S, self._flying.items()
+            slow = [(min(by.values()), i) for i, by in flying if i in self._missing and source not in by]
             if slow:
                 since, index = min(slow)
                 allowed_s = max(AGAIN_S, AGAIN_AFTER * self._slowest_s.get(source, 0.0))
@@ -588,9 +577,8 @@ class _Pull:
         limit_s = self._of.most_s(source, min(self._total_bytes - self._here_bytes, shared_bytes))
         for attempt in range(BUSY_TRIES):
             try:
-                return await self._of.transport.call(
-                    source, "chunk", header, max_answer_bytes=most, deadline_s=limit_s
-                )
+                call = self._of.transport.call
+                return await call(source, "chunk", header, max_answer_bytes=most, deadline_s=limit_s)
             except Busy as busy:
                 if attempt == BUSY_TRIES - 1:
                     raise

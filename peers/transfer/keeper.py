@@ -143,12 +143,8 @@ class CheckpointKeeper:
         loops: list[asyncio.Task[object]] = []
         try:
             await self._announce()
-            leaving = asyncio.create_task(self._leaving.wait())
-            loops = [
-                leaving,
-                asyncio.create_task(self._keep_often()),
-                *(asyncio.create_task(recorder.run()) for recorder in self._recorders),
-            ]
+            work = [self._leaving.wait(), self._keep_often(), *(one.run() for one in self._recorders)]
+            loops = [asyncio.create_task(loop) for loop in work]
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a bug in a loop ends the keeper, with its traceback
@@ -211,9 +207,8 @@ class CheckpointKeeper:
     async def _keep(self) -> None:
         """Fetch all that is offered and of use."""
         now = now_s()
-        records = [
-            r for r in await self._directory.refresh() if not self._backoff.in_backoff(r.peer, now=now)
-        ]
+        there = await self._directory.refresh()
+        records = [r for r in there if not self._backoff.in_backoff(r.peer, now=now)]
         voice = {stage: self._voices.of(stage) for stage in range(self._run.S)}
         of_all = {peer: much for of in voice.values() for peer, much in of.items()}
         found = await ask_saved(
@@ -221,17 +216,11 @@ class CheckpointKeeper:
         )
         self._shown = found.signed
         limit = reached(_said(records, found), of_all)
-        offered = {
-            stage: worth_fetching(
-                {
-                    version: peers
-                    for version, peers in found.sources[stage].items()
-                    if (limit is None or version <= limit) and self._run.is_common(version)
-                },
-                voice[stage], have_voiced=stage in self._voiced,
-            )
-            for stage in self.stages
-        }  # fmt: skip
+        offered = dict[Stage, dict[int, list[PeerId]]]()
+        for stage in self.stages:
+            there = {v: peers for v, peers in found.sources[stage].items() if self._run.is_common(v)}
+            there = {v: peers for v, peers in there.items() if limit is None or v <= limit}
+            offered[stage] = worth_fetching(there, voice[stage], have_voiced=stage in self._voiced)
         self.offers = {stage: sorted(versions) for stage, versions in offered.items()}
         while (wanted := next_download(self._believed(voice), offered)) is not None:
             stage, version = wanted
@@ -258,10 +247,8 @@ class CheckpointKeeper:
         offered = newest_common(self.offers)
         if offered is not None and (self.version is None or self.version < offered):
             kept = "nothing" if self.version is None else f"version {self.version}"
-            text = (
-                f"this keeper leaves with {kept}; version {offered} is with the peers only. Start the "
-                "keeper again before they leave, or give them --checkpoint-dir"
-            )
+            text = f"this keeper leaves with {kept}; version {offered} is with the peers only. Start the "
+            text += "keeper again before they leave, or give them --checkpoint-dir"
             self._emit(events.Trouble(text=text))
 
     def _believed(self, voice: Mapping[Stage, Mapping[PeerId, int]]) -> dict[Stage, list[int]]:
@@ -306,12 +293,9 @@ class CheckpointKeeper:
         most = signed_states(self._run, signer, words).get(version, [])
         if len(most) >= SIGNERS and weights_of(most[0]) != digest:
             return refused("its replicas signed another", found.sources)
-        self._emit(
-            events.StateFetched(
-                stage=stage, version=version, source=found.sources[0] if found.sources else "", bytes=size,
-                seconds=now_s() - began,
-            )
-        )  # fmt: skip
+        source, took_s = next(iter(found.sources), ""), now_s() - began
+        fetched = events.StateFetched(stage=stage, version=version, source=source, bytes=size, seconds=took_s)
+        self._emit(fetched)
 
         same = {by.peer: (took, by) for took, by in words if weights_of((took, by)) == digest}
 

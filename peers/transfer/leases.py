@@ -137,6 +137,7 @@ class Leases:
         self, pool: str, what: Hashable, content: Snapshot, lent: torch.Tensor | None = None
     ) -> Lease:
         """A new lease of `content`, whose chunks are hashed for it."""
+        self._drop_old()
         tensors = flat(content.tensors)
         chunks = chunks_of(tensors)
         hashes = await asyncio.to_thread(lambda: b"".join(map(chunk_digest, chunks)))
@@ -170,11 +171,15 @@ class Leases:
     def _sweep(self) -> None:
         """Drop what is not read: gigabytes must not wait for the next request."""
         self._sweeper = None
-        now = now_s()
-        for old in [k for k, lease in self._leases.items() if now - lease.read_at > LEASE_S]:
-            del self._leases[old]
+        self._drop_old()
         if self._leases:
             self._sweep_later()
+
+    def _drop_old(self) -> None:
+        self._leases = {name: lease for name, lease in self._leases.items() if not self._is_old(lease)}
+
+    def _is_old(self, lease: Lease) -> bool:
+        return now_s() - lease.read_at > LEASE_S
 
     async def _serve_chunk(self, request: Request) -> Answer:
         wanted = unpack(request.header, FetchChunk, *self._runs)
@@ -187,8 +192,9 @@ class Leases:
         lease.read_at = now
         chunk = lease.chunks[wanted.index]
         lease.readers.setdefault(request.peer, _Reader(now, now)).reads(wanted.index, chunk.nbytes, now)
-        is_sum = chunk.dtype == torch.int64
-        return Answer(pack(Ack()), whole_numbers.pack(chunk) if is_sum else [bytes_of(chunk)])
+        if chunk.dtype == torch.int64:
+            return Answer(pack(Ack()), whole_numbers.pack(chunk))
+        return Answer(pack(Ack()), [bytes(bytes_of(chunk))])  # a slow reader keeps this, and not all of it
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""
@@ -196,7 +202,7 @@ class Leases:
         lease = self._leases.get(wanted.lease)
         if lease is not None:
             lease.readers.pop(request.peer, None)
-            if lease.lent is not None and not lease.readers:
+            if lease.pool == "sum" and not lease.readers:
                 del self._leases[wanted.lease]
         return Answer(pack(Ack()))
 

@@ -51,8 +51,8 @@ SHARED_WAIT_S = 2.0
 """How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
 MAX_LEASES = 2
 """Copies of live weights in host memory at once, each with its optimizer; and as many of saved versions."""
-
-
+HELD_STEPS = 2
+"""Of so many steps that were taken, results are read to their end: the last one is held here anyway."""
 Start: TypeAlias = Callable[[Stage], Mapping[str, torch.Tensor]]
 """Stage -> the tensors that it starts with; called in worker threads. Raises SetupError: not here."""
 
@@ -92,9 +92,8 @@ class StateLeases(Leases):
         return [lease for lease in self.of("live", "saved") if lease.what == stage]
 
     async def _lend_start(self, stage: Stage, version: int) -> Lease:
-        for lease in self.of("start"):
-            if lease.what == stage:
-                return lease
+        if known := [lease for lease in self.of("start") if lease.what == stage]:
+            return known[0]
         if self._start is None:
             raise Refused("this peer has no weights that the run starts from")
         self.make_room("start", MAX_LEASES, version=-1)
@@ -111,16 +110,14 @@ class StateLeases(Leases):
         if version < 0:
             version = max(await self._versions(stage), default=-1)
             if version < 0:
-                raise NotReady(
-                    f"no version of stage {stage} is saved here yet", version=-1, retry_after_s=1.0
-                )
+                text = f"no version of stage {stage} is saved here yet"
+                raise NotReady(text, version=-1, retry_after_s=1.0)
         return await self._lend_saved(stage, version)
 
     async def _lend_saved(self, stage: Stage, version: int, *, newest: int = -1) -> Lease:
         """`newest`: of the versions that this peer has besides those that are saved."""
-        for lease in self._of_stage(stage):
-            if lease.opened.version == version:
-                return lease
+        if known := [lease for lease in self._of_stage(stage) if lease.opened.version == version]:
+            return known[0]
         there = await self._versions(stage)
         if version not in there:
             saved = ", ".join(map(str, there)) or "none"
@@ -211,6 +208,11 @@ class StateServer(StateLeases):
             last_commit=core.commits.get(version - 1),
         )  # fmt: skip
 
+    def _is_old(self, lease: Lease) -> bool:
+        t, met = lease.opened.version, self._core.met
+        held = t >= self._core.version - HELD_STEPS or (met is not None and met.t == t)
+        return super()._is_old(lease) or (lease.pool == "held" and not held)
+
     async def _serve_held(self, request: Request) -> Answer:
         """Open a step's result: this stage's sum, or a part that this stage shares with another."""
         wanted = unpack(request.header, OpenHeld, self._core.run.id)
@@ -249,5 +251,5 @@ class StateServer(StateLeases):
             version=wanted.t, tensors={"gradient": part}, generation=core.generation,
             last_commit=commit, prepared=prepared,
         )  # fmt: skip
-        what = (wanted.shared_with, wanted.shared_of, wanted.part, prepared, commit)
+        what = (max(-1, wanted.part if meets else other), prepared, commit)
         return await self.lend(request.peer, "held", what, content, vector)

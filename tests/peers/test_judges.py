@@ -80,6 +80,28 @@ async def test_a_crowd_of_strangers_does_not_keep_what_a_stage_says_from_others(
         assert not await s.peers["s0p0"].convictions.most_have_convicted(1, "s1p1")
 
 
+@pytest.mark.parametrize("judges", [1, 2])
+async def test_nobody_convicts_alone_where_a_third_has_voice_however_much_its_own_is(judges: int) -> None:
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *PEERS, steps={"s1p0": 100, "s1p1": 20, "s1p2": 20})
+        await s.until_serving()
+        for name in ("s1p0", "s1p1")[:judges]:
+            s.peers[name].convictions.convicted.add("s1p2")
+        assert await s.peers["s0p0"].convictions.most_have_convicted(1, "s1p2") == (judges == 2)
+
+
+async def test_all_are_told_of_a_liar_however_many_they_are() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        names = [*await crowd(s, 0), *PEERS]
+        told = s.network.peers
+        s.peers["s1p0"].convictions.pass_on(lies("s1p2"), [])
+        await s.until(
+            lambda: all(told[name].transport.calls["evidence"] for name in names if name != "s1p0"),
+            limit_s=40.0,
+        )
+
+
 async def test_evidence_reaches_those_with_voice_in_a_crowd_of_strangers() -> None:
     async with swarm(RUN, replicas=3) as s:
         await begun(s)
@@ -163,3 +185,13 @@ async def test_strangers_have_no_stage_asked_about_one_another() -> None:
         with pytest.raises(Refused, match="a replica of that stage has to say it, once"):
             await s.network.peers[teller].transport.call("s0p0", "evidence", show)
         assert not s.network.peers["s1p0"].transport.calls["convicted"]
+
+
+async def test_no_body_of_evidence_is_taken_from_a_stranger() -> None:
+    """It could have 256 of 64 MiB held at once, with a lie of its own."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        teller, accused, *_ = await crowd(s, 1, 2)
+        show = pack(ShowEvidence(run=RUN.id, evidence=lies(accused)))
+        with pytest.raises(Refused, match="a replica of that stage has to show it"):
+            await s.network.peers[teller].transport.call("s0p0", "evidence", show, [b"large"])

@@ -450,3 +450,13 @@ async def test_another_run_is_refused(source: Source, method: str, message: obje
     with pytest.raises(Refused) as caught:
         await source.call(method, message)
     assert caught.value.text == f"this peer serves run {RUN.id}, not 'other'"
+
+
+async def test_a_reader_has_no_results_kept_that_its_source_holds_no_more(source: Source) -> None:
+    """It opens that of each step, and reads on: the peer would keep the gradients of all steps."""
+    for t in range(6):
+        vector = torch.zeros(4)
+        content = Snapshot(version=t, tensors={"gradient": vector})
+        await source.server.lend("reader", "held", (-1, None, None), content, vector)
+        source.step()
+    assert [lease.opened.version for lease in source.server.of("held")] == [3, 4, 5]
