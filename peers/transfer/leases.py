@@ -176,7 +176,8 @@ class Leases:
             self._sweep_later()
 
     def _drop_old(self) -> None:
-        self._leases = {name: lease for name, lease in self._leases.items() if not self._is_old(lease)}
+        for old in [name for name, lease in self._leases.items() if self._is_old(lease)]:
+            del self._leases[old]
 
     def _is_old(self, lease: Lease) -> bool:
         return now_s() - lease.read_at > LEASE_S
@@ -188,8 +189,7 @@ class Leases:
             raise Refused(f"no such download: {wanted.lease[:20]!r}; open one again")
         if not 0 <= wanted.index < len(lease.chunks):
             raise Refused(f"there is no chunk {wanted.index} of {len(lease.chunks)}")
-        now = now_s()
-        lease.read_at = now
+        lease.read_at = now = now_s()
         chunk = lease.chunks[wanted.index]
         lease.readers.setdefault(request.peer, _Reader(now, now)).reads(wanted.index, chunk.nbytes, now)
         if chunk.dtype == torch.int64:
