@@ -72,7 +72,9 @@ def change_falsely(s: Swarm, lie: Lie, name: str = LIAR) -> None:
     honest = leases.lend
 
     async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
-        if pool == "held" and what[0] >= 0:
+        core = s.peers[name].core
+        known = [one for one in (*core.steps.values(), core.met) if one is not None]
+        if pool == "held" and any(lent is one.reduced for one in known):
             changed = content.tensors["gradient"].view(torch.float32)
             content = content._replace(tensors={"gradient": lie(changed).view(torch.uint8)})
         return await honest(reader, pool, what, content, lent)
