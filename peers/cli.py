@@ -467,7 +467,8 @@ def _open_output() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            with contextlib.suppress(OSError):  # a pipe in the place of a file, which has no position
+                stream.reconfigure(errors="replace")
 
 
 def _no_more_output(stream: TextIO) -> None:
