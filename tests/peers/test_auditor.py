@@ -107,7 +107,7 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
 
 async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
     """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
-    run = admitting(audited_run(steps=8), sybils.TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=5), sybils.TRAINER, AUDITOR)
     async with swarm(run, replicas=3) as s:
         sybils.give_voice(s, *(f"s{stage}p{replica}" for stage in range(run.S) for replica in range(3)))
         await s.until_serving()

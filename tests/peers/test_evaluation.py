@@ -157,7 +157,7 @@ async def evaluated(run: Run, *, liars: tuple[str, ...], voiced: tuple[str, ...]
 
 
 async def test_one_peer_alone_says_no_loss_of_an_evaluation_that_is_believed() -> None:
-    run = admitting(eval_run())
+    run = admitting(eval_run(steps=3))
     s = await evaluated(run, liars=("s2p1",))
     assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(expected(run)[0].items())
 
@@ -170,7 +170,7 @@ async def test_of_an_evaluation_only_those_with_voice_are_asked() -> None:
 
 
 async def test_of_two_routes_that_differ_neither_is_believed_and_that_is_said() -> None:
-    run = admitting(eval_run())
+    run = admitting(eval_run(steps=3))
     s = await evaluated(run, liars=("s2p1",), voiced=("s2p0", "s2p1"))
     assert not s.seen(Evaluated)
     assert "the last refusal: routes answered with the losses " in s.seen(Trouble)[0].text

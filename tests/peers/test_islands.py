@@ -150,13 +150,13 @@ async def test_an_island_that_rounds_and_is_lost_ends_with_the_bits_of_a_single_
 
 async def test_replicas_meet_at_once_and_give_one_another_nothing() -> None:
     """Those of a stage of an island have changed the same; each gives it to the other island."""
-    async with swarm(counting(steps=33, microbatches=8, local_steps=10)) as s:
+    async with swarm(counting(steps=22, microbatches=8, local_steps=10)) as s:
         await s.until_serving()
         asked: set[tuple[str, str]] = set()
         s.orders.append(lambda caller, callee, method: method == "chunk" and asked.add((caller, callee)))
         train(s)
         began = ended = 0.0
-        for met in (10, 21, 32):
+        for met in (10, 21):
             await s.until_version(met)
             began = s.network.loop.now_s
             await s.until_version(met + 1)
@@ -224,7 +224,7 @@ async def test_islands_that_are_cut_off_from_one_another_wait_for_each_other() -
         s.network.cut(here, there)
         train(s)
         await s.until(lambda: all(p.core.version == 2 for _, p in s.live()), limit_s=60.0)
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(20.0)
         assert all(p.core.version == 2 for _, p in s.live())
         s.network.heal()
         await s.until_finished(limit_s=120.0)
@@ -274,8 +274,8 @@ async def test_an_island_that_waits_for_a_slow_one_asks_now_and_then() -> None:
         s.add_trainer("trainer 0")
         await s.until(lambda: all(s.peers[name].core.version == 2 for name in names_of(s, 0)))
         calls = s.network.peers["s2p0"].transport.calls["held"]
-        await asyncio.sleep(60.0)
-        assert 0 < s.network.peers["s2p0"].transport.calls["held"] - calls < 70
+        await asyncio.sleep(20.0)
+        assert 0 < s.network.peers["s2p0"].transport.calls["held"] - calls < 24
         s.add_trainer("trainer 1", island=1)
         await s.until_finished(limit_s=60.0)
         assert_counted(s)

@@ -108,7 +108,7 @@ async def test_an_upload_that_was_measured_for_a_moment_only_makes_nobody_a_spar
         await s.until_serving()
         reduced = s.peers["s1p0"].all_reduce
         reduced.bandwidth_bps, reduced.measured_s = SLOW_BPS, 0.9
-        s.add_trainer("trainer")
+        s.add_trainer("trainer", window=1)
         await asyncio.sleep(2 * ANNOUNCE_S)
         assert not s.seen(Paused) and s.network.records["s1p0"].bandwidth_bps == 0.0
         reduced.measured_s = 1.0
