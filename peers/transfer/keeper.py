@@ -216,7 +216,7 @@ class CheckpointKeeper:
         )
         self._shown = found.signed
         limit = reached(_said(records, found), of_all)
-        offered = dict[Stage, dict[int, list[PeerId]]]()
+        offered = dict[Stage, dict[int, Sequence[PeerId]]]()
         for stage in self.stages:
             there = {v: peers for v, peers in found.sources[stage].items() if self._run.is_common(v)}
             there = {v: peers for v, peers in there.items() if limit is None or v <= limit}

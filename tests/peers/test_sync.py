@@ -13,12 +13,12 @@ import torch
 
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
+from peers.programs.trained import collect
 from peers.stage.state import StageCore
 from peers.storage.weights import read_stage
 from peers.transfer import leases
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
-from peers.transfer.keeper import collect
 from swarm.errors import NotNow, PeerFault, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
