@@ -5,7 +5,8 @@
 
 A small decoder in one process (`SingleProcess`), which arrives at what every swarm with that manifest
 arrives at. A case is COUNT/LOCAL_STEPS, then what differs from the defaults: a codec, `lr=0.5`,
-`momentum=0.8`; `1` is a run without islands. All cases of a seed see the same samples in the same steps.
+`momentum=0.8`, `warmup=0`; `1` is a run without islands. All cases of a seed see the same samples in the
+same steps.
 
 Each finished run is added to the JSON file, and none that is in it is done again. `above` is the mean over
 seeds of the difference to `1`, `from` and `to` its least and its largest.
@@ -43,7 +44,9 @@ def islands_of(case: str) -> IslandsSpec:
     spec = IslandsSpec(count=int(sizes[0]), local_steps=int(sizes[1]))
     for word in words:
         name, _, value = word.partition("=")
-        if value:
+        if name == "warmup":
+            spec = replace(spec, warmup_steps=int(value))
+        elif value:
             spec = replace(spec, **{f"outer_{name}": float(value)})
         else:
             spec = replace(spec, codec=word)
