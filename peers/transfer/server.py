@@ -251,5 +251,7 @@ class StateServer(StateLeases):
             version=wanted.t, tensors={"gradient": part}, generation=core.generation,
             last_commit=commit, prepared=prepared,
         )  # fmt: skip
-        what = (max(-1, wanted.part if meets else other), prepared, commit)
+        # What is not looked at above makes no other lease, whatever number it is.
+        of, index = -1 if other >= 0 else wanted.shared_of, wanted.part if meets else -1
+        what = (max(-1, min(other, 0) if meets else other), max(-1, of), max(-1, index), prepared, commit)
         return await self.lend(request.peer, "held", what, content, vector)
