@@ -54,6 +54,7 @@ reduce = "none"             # weight gradients; "rounded16", "rounded8": half an
 # [islands]                 # they train apart and meet now and then: for slow lines, at a price in loss
 # count = 2                 # divides microbatches_per_step
 # local_steps = 49          # between two meetings; steps, checkpoint_every and eval.every: multiples of 50
+# warmup_steps = 8          # after a meeting, in which the learning rate rises again
 
 [admission]
 owner = ""                  # peer id that signs the manifest; "" = its hash is enough

@@ -841,7 +841,7 @@ class IslandsSpec(_Spec, section="islands"):
     )
     """How what an island has changed travels."""
 
-    warmup_steps: int = _rule(_integer(0, 1_000_000), 8, later=True)
+    warmup_steps: int = _rule(_integer(0, 1_000_000), 0, later=True)
     """Steps after a meeting, and after the start, in which the learning rate rises to what it would be: an
     optimizer that begins anew goes too far at first."""
 

@@ -5,7 +5,7 @@
 
 A small decoder in one process (`SingleProcess`), which arrives at what every swarm with that manifest
 arrives at. A case is COUNT/LOCAL_STEPS, then what differs from the defaults: a codec, `lr=0.5`,
-`momentum=0.8`, `warmup=0`; `1` is a run without islands. All cases of a seed see the same samples in the
+`momentum=0.8`, `warmup=8`; `1` is a run without islands. All cases of a seed see the same samples in the
 same steps.
 
 Each finished run is added to the JSON file, and none that is in it is done again. `above` is the mean over

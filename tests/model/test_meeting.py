@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one stage": ({"model": {"stages": 1}}, {}),
     "four islands": ({}, {"count": 4}),
     "no outer momentum": ({}, {"outer_momentum": 0.0}),
+    "a rate that rises": ({}, {"warmup_steps": 3}),
     "dropout": ({"model": {"dropout": 0.2}}, {}),
     "tied weights": ({"model": {"head": "tied"}, "dtype": "float32"}, {"codec": "blockwise8"}),
     "coded": ({"dtype": "float32"}, {"codec": "blockwise8"}),
@@ -95,7 +96,7 @@ def test_islands_train_on_different_samples_and_part_between_meetings() -> None:
 
 def test_each_microbatch_of_each_island_counts_once() -> None:
     """One-hot gradients: after a meeting that goes all the way, each weight says how often it was counted."""
-    run = islands(audit_run(stages=2, steps=STEPS), outer_lr=1.0, outer_momentum=0.0, warmup_steps=0)
+    run = islands(audit_run(stages=2, steps=STEPS), outer_lr=1.0, outer_momentum=0.0)
     chains, _ = trained(run)
     for chain in chains:
         for weights in chain.named_weights().values():

@@ -40,7 +40,7 @@ def one_thread() -> None:
 
 def counting(*, steps: int = STEPS, microbatches: int = 4, **spec: Any) -> Run:
     """Whose weights say how often each microbatch of each island was counted, if all go all the way."""
-    given = {"count": 2, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "warmup_steps": 0, **spec}
+    given = {"count": 2, "local_steps": 2, "outer_lr": 1.0, "outer_momentum": 0.0, **spec}
     run = audit_run(stages=2, steps=steps, microbatches_per_step=microbatches)
     return replace(run, islands=IslandsSpec(**given))
 

@@ -61,7 +61,7 @@ async def trained_with_keeper(s: Swarm, folder: Path) -> CheckpointKeeper:
 async def test_a_keeper_keeps_what_a_meeting_of_islands_leaves_and_what_all_of_them_signed(
     tmp_path: Path,
 ) -> None:
-    islands = IslandsSpec(count=2, local_steps=2, outer_lr=1.0, outer_momentum=0.0, warmup_steps=0)
+    islands = IslandsSpec(count=2, local_steps=2, outer_lr=1.0, outer_momentum=0.0)
     run = replace(audit_run(stages=2, steps=6, microbatches_per_step=4), islands=islands)
     async with swarm(run, replicas=1) as s:
         keeper = add_keeper(s, tmp_path)
