@@ -210,9 +210,7 @@ def _of_islands(setting: Setting, dice: Dice) -> Setting:
         delayed_updates=False,
         codec=replace(run.codec, reduce="none"),
         checkpoint_every=window * bool(run.checkpoint_every),
-        islands=IslandsSpec(
-            count=count, local_steps=local_steps, outer_lr=1.0, outer_momentum=0.0, warmup_steps=0
-        ),
+        islands=IslandsSpec(count=count, local_steps=local_steps, outer_lr=1.0, outer_momentum=0.0),
     )
     return replace(
         setting, run=run, first_peers=[dice.pick((1, 2, 2)) for _ in range(run.cells)], first_trainers=1,
