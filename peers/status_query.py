@@ -69,18 +69,19 @@ async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) ->
     )  # fmt: skip
 
 
-async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int) -> bool:
+async def all_have(
+    run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int, *, silent: bool = True
+) -> bool:
     """Whether a version is borne out: in no stage do most say that they have not reached it.
 
-    `stages`: the replicas of each; up to `MAX_VOICES` of them are asked. A silent stage says nothing against
-    it.
+    `stages`: the replicas of each; up to `MAX_VOICES` of them are asked. `silent`: what a silent stage says.
     """
     dice = random.Random(f"{transport.peer_id} {version}")
     asked = [dice.sample(peers, min(MAX_VOICES, len(peers))) for peers in stages]
     told = await ask_status(run, transport, [peer for peers in asked for peer in peers])
     for peers in asked:
         reached = [told[peer].version >= version for peer in peers if peer in told]
-        if 2 * sum(reached) < len(reached):
+        if 2 * sum(reached) < len(reached) or not (reached or silent):
             return False
     return True
 

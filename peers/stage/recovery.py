@@ -17,7 +17,7 @@ from peers.islands.directory import Islands
 from peers.stage.coordination import StepCoordination
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
-from peers.status_query import ask_status
+from peers.status_query import all_have, ask_status
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import Found, ask_saved, is_keeper
 from peers.transfer.client import MAX_SOURCES, Partial, download, shown, state_of
@@ -89,17 +89,30 @@ class Recovery:
         believes = self._coordination.believes
         serving = [r.peer for r in self._directory.at(self._stage) if r.state == "serving"]
         others = sorted({*sources, *serving} - {core.me})
+        proven = any(c.t == goal.version - 1 and believes(c) for c in directive.commits)
         told = await ask_status(self._run, self._transport, heard(others, voice))
         found = bearers(
             goal, directive.digest, ReplicaState(core.position, core.digest, core.kind),
             {peer: ReplicaState(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
             me=core.me,
-            is_proven=any(c.t == goal.version - 1 and believes(c) for c in directive.commits),
+            is_proven=proven or await self._others_have(goal.version),
         )  # fmt: skip
         if not found:
             text = f"stage {self._stage}: {short(directive.coordinator)}, who coordinates, wants version"
             self._emit(events.Note(text=f"{text} {goal.version} of it taken; others do not bear that out"))
         return found
+
+    async def _others_have(self, version: int) -> bool:
+        """Whether all other stages say that they have a version. They may have taken what proves it while no
+        peer with voice served this stage; once one does, that proves nothing any more.
+        """
+        core, serving = self._core, [r for r in self._directory.peers() if r.state == "serving"]
+        stages = [
+            heard((r.peer for r in serving if r.stage == stage), core.voices.of(stage, version=core.version))
+            for stage in range(self._run.S)
+            if stage != self._stage
+        ]
+        return bool(stages) and await all_have(self._run, self._transport, stages, version, silent=False)
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
         """Go to the newest position of those whose word counts, or a step further; False: none gave it."""

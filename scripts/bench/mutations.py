@@ -3533,6 +3533,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_believing",),
     ),
     Mutation(
+        "what-other-stages-took-proves-nothing",
+        "peers/stage/recovery.py",
+        "proven or await self._others_have(goal.version)",
+        "proven",
+        "One that was cut off, and alone has voice in its stage, waits for ever: the step that it missed was "
+        "proven without voice.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "silence-bears-a-step-out",
+        "peers/status_query.py",
+        " or not (reached or silent):",
+        ":",
+        "Cut off from the other stages, a replica takes a step on a stranger's word.",
+        ("test_believing",),
+    ),
+    Mutation(
         "one-with-much-voice-is-enough",
         "swarm/policy/borne_out.py",
         "several = len(agree) > 1 or len(counted) == 1",

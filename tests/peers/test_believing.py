@@ -18,6 +18,7 @@ import torch
 from peers.clock import now_s
 from peers.events import HandedOver, Note, Trouble
 from peers.ports import Answer, Handler, Request
+from peers.status_query import all_have
 from peers.storage import checkpoint
 from peers.transfer.leases import Leases, Snapshot
 from peers.transfer.server import StateLeases
@@ -100,6 +101,36 @@ async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() ->
         await joined(s)
         assert s.peers["newcomer"].core.version == 2
         assert_honest(s)
+
+
+@pytest.mark.parametrize("alone", some([0, 1], quick=[0]))
+async def test_the_only_one_with_voice_takes_what_its_stage_did_without_it(alone: int) -> None:
+    """What proved those steps then proves nothing once it is back. The other stage has taken them."""
+    away = f"s{alone}p0"
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, away, f"s{1 - alone}p0", f"s{1 - alone}p1")
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(1)
+        s.network.cut([away])
+        s.network.dht.cut_off.add(away)
+        s.network.dht.forget(away)
+        went_on = [s.peers[name] for name in PEERS if name != away]
+        await s.until(lambda: all(peer.core.version >= 4 for peer in went_on))
+        s.network.heal()
+        s.network.dht.cut_off.clear()
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_stages_that_do_not_answer_bear_out_what_they_are_not_needed_for_only() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        transport, stages = s.peers["s0p0"].core.transport, [["s0p1"], ["s1p0", "s1p1"]]
+        assert await all_have(RUN, transport, stages, 2, silent=False)
+        s.network.cut(["s1p0", "s1p1"])
+        assert await all_have(RUN, transport, stages, 2)
+        assert not await all_have(RUN, transport, stages, 2, silent=False)
 
 
 @pytest.mark.parametrize("lost_stage", some([0, 1], quick=[0]))
