@@ -337,6 +337,7 @@ class Chaos:
                 program.wait()
                 if "can be reached" in "".join(program.errors):
                     program.sentenced = True
+                    self._returning.pop(program, None)
                     self._note("contacts died", program.name)
 
     def _started(self, program: Program) -> bool:
