@@ -3535,10 +3535,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-other-stages-took-proves-nothing",
         "peers/stage/recovery.py",
-        "proven or await self._others_have(goal.version)",
-        "proven",
-        "One that was cut off, and alone has voice in its stage, waits for ever: the step that it missed was "
-        "proven without voice.",
+        " and await self._others_have(goal.version):",
+        " and False:",
+        "Those with voice that were cut off wait for ever: what they missed was proven without voice.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "strangers-replace-the-weights-of-the-only-voice",
+        "peers/stage/recovery.py",
+        "if core.position < goal and voice and not is_here",
+        "if voice and not is_here",
+        "Where one alone has voice, more strangers than it is replace the weights that it has.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "two-with-voice-ask-only-each-other",
+        "peers/stage/recovery.py",
+        "proven, voice, told = True, {}, await ask_status(self._run, self._transport, others)",
+        "proven = True",
+        "Two with voice that were cut off wait for ever: neither has what their stage did meanwhile.",
         ("test_believing",),
     ),
     Mutation(

@@ -32,7 +32,7 @@ from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import HandedSum, Watched, pack
 from swarm.wire.trails import Word
 from tests.peers.loops import Swarm, swarm
-from tests.peers.sybils import TRAINER, MadeUp, add_liar, admitting, give_voice
+from tests.peers.sybils import FIRST, TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.test_keeping import add_keeper
 from tests.seeds import some
 
@@ -103,24 +103,43 @@ async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() ->
         assert_honest(s)
 
 
-@pytest.mark.parametrize("alone", some([0, 1], quick=[0]))
-async def test_the_only_one_with_voice_takes_what_its_stage_did_without_it(alone: int) -> None:
-    """What proved those steps then proves nothing once it is back. The other stage has taken them."""
-    away = f"s{alone}p0"
-    async with swarm(RUN, replicas=2) as s:
-        give_voice(s, away, f"s{1 - alone}p0", f"s{1 - alone}p1")
+@pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
+@pytest.mark.parametrize("with_voice", [1, 2])
+async def test_those_with_voice_take_what_their_stage_did_without_them(with_voice: int, stage: int) -> None:
+    """What proved those steps then proves nothing once they are back. The other stage has taken them."""
+    away = [f"s{stage}p{number}" for number in range(with_voice)]
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *away, *s.of_stage(1 - stage))
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(1)
-        s.network.cut([away])
-        s.network.dht.cut_off.add(away)
-        s.network.dht.forget(away)
-        went_on = [s.peers[name] for name in PEERS if name != away]
+        s.network.cut(away)
+        for name in away:
+            s.network.dht.cut_off.add(name)
+            s.network.dht.forget(name)
+        went_on = [peer for name, peer in s.live() if name not in away]
         await s.until(lambda: all(peer.core.version >= 4 for peer in went_on))
         s.network.heal()
         s.network.dht.cut_off.clear()
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+async def test_strangers_replace_no_weights_of_the_only_one_with_voice() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        give_voice(s, "s0p0", "s1p0")
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        strangers = tuple(f"a{number}" for number in range(3))
+        for name in strangers:
+            await add_liar(s, name, 1, 2)
+        to = Directive(
+            run=RUN.id, stage=1, coordinator="a0", generation=FIRST, version=2, sources=strangers
+        )  # fmt: skip
+        assert not await s.peers["s1p0"]._recovery.to(to)  # pyright: ignore[reportPrivateUsage]
+        assert "others do not bear that out" in s.seen(Note)[-1].text
+        assert_honest(s)
 
 
 async def test_stages_that_do_not_answer_bear_out_what_they_are_not_needed_for_only() -> None:
