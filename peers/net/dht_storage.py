@@ -28,6 +28,8 @@ SEARCH_WAIT_S = 1.0
 """A search among dead nodes takes long; our own record must be renewed meanwhile."""
 BOOTSTRAP_S = 1.0
 """How long to wait for the others to join at once one of them answered."""
+MORE_TRIES = 3
+"""To join where peers answer, and none reaches this one back: a line may be busy, or cut, for some seconds."""
 _MAX_MET = 64
 """Peers whose addresses are kept after their records ran out, to find the swarm again when all were lost."""
 _MET_GREETED = 2
@@ -95,6 +97,18 @@ class DhtStorage:
         Raises:
             SetupError: none of them can be reached, or answers, or they find fault with us; says what.
         """
+        await self._meet_those_to_join_at()
+        for _ in range(MORE_TRIES):
+            if any(one.reaches_us for one in self.node.welcomes):
+                break
+            self.node.welcomes.clear()
+            await self._meet_those_to_join_at()
+        if wrong := what_is_wrong(self.node.welcomes):
+            raise SetupError(wrong)
+        if self.join:
+            await self.search([], wait_s=BOOTSTRAP_S)
+
+    async def _meet_those_to_join_at(self) -> None:
         places = self._addresses()
         meeting = {self.tasks.create_task(self._meet(*one, joining=True)): one for one in places.items()}
         left, answered = set(meeting), False
@@ -105,10 +119,6 @@ class DhtStorage:
             await asyncio.wait(left, timeout=BOOTSTRAP_S)
         if meeting and not answered:
             raise SetupError(_why_none([(*one, task.exception()) for task, one in meeting.items()]))
-        if wrong := what_is_wrong(self.node.welcomes):
-            raise SetupError(wrong)
-        if meeting:
-            await self.search([], wait_s=BOOTSTRAP_S)
 
     async def _meet(self, peer: PeerId, addresses: Sequence[str], *, joining: bool = False) -> bool:
         """Dial a peer; whether it answers. Raises ControlError: it cannot be reached."""

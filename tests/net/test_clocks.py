@@ -9,6 +9,7 @@ import pytest
 
 from peers.net.dht_protocol import Welcome
 from peers.net.dht_storage import what_is_wrong
+from peers.net.identity import Identity
 from swarm.errors import SetupError
 from tests.net.memory_dht import MemoryDht, MemoryNode, record
 
@@ -80,6 +81,19 @@ async def test_a_peer_whose_clock_differs_from_most_is_refused_with_the_seconds(
 async def test_a_newcomer_that_none_can_reach_back_does_not_join() -> None:
     assert "cannot reach this one back" in what_is_wrong([Welcome(0.0, False), Welcome(0.0, False)])
     assert what_is_wrong([Welcome(0.0, False), Welcome(0.0, True)]) == ""
+
+
+@pytest.mark.parametrize(("for_s", "joins"), [(5.0, True), (60.0, False)])
+async def test_a_newcomer_that_none_reaches_back_for_some_seconds_joins(for_s: float, joins: bool) -> None:
+    async with MemoryDht() as dht:
+        first, newcomer = await dht.add(0), Identity((1).to_bytes(32, "big")).peer_id
+        dht.hung.add(newcomer)
+        asyncio.get_running_loop().call_later(for_s, dht.hung.clear)
+        if joins:
+            assert (await dht.add(1, join=first)).directory.storage.neighbours == 1
+        else:
+            with pytest.raises(SetupError, match="cannot reach this one back"):
+                await dht.add(1, join=first)
 
 
 async def test_a_newcomer_of_another_version_than_most_does_not_join() -> None:
