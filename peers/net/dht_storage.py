@@ -29,7 +29,7 @@ SEARCH_WAIT_S = 1.0
 BOOTSTRAP_S = 1.0
 """How long to wait for the others to join at once one of them answered."""
 MORE_TRIES = 3
-"""To join where peers answer, and none reaches this one back: a line may be busy, or cut, for some seconds."""
+"""To join where peers answer, and none reaches this one back: a line may be busy or cut for a while."""
 _MAX_MET = 64
 """Peers whose addresses are kept after their records ran out, to find the swarm again when all were lost."""
 _MET_GREETED = 2
