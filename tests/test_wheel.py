@@ -38,12 +38,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(folder.glob("*.whl")))
 
 
-def test_the_wheel_holds_every_module_of_both_packages(wheel: zipfile.ZipFile) -> None:
-    inside = {name for name in wheel.namelist() if name.endswith((".py", "py.typed"))}
+def test_the_wheel_holds_every_module_of_both_packages_and_what_they_read(wheel: zipfile.ZipFile) -> None:
+    inside = {name for name in wheel.namelist() if name.endswith((".py", "py.typed", ".toml", ".css"))}
     tree = {
         str(path.relative_to(ROOT))
         for package in ("swarm", "peers")
-        for path in (*(ROOT / package).rglob("*.py"), ROOT / package / "py.typed")
+        for kind in ("*.py", "py.typed", "*.toml", "*.css")
+        for path in (ROOT / package).rglob(kind)
     }
     assert inside == tree
     assert {"swarm/manifest.py", "peers/cli.py", "swarm/py.typed"} <= inside

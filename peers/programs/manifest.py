@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from peers.programs.tool_options import ManifestOptions
-from swarm.example import EXAMPLE
 from swarm.manifest import CustomModelSpec, ModelSpec, load_run
+
+EXAMPLE = Path(__file__).with_name("example.toml").read_text(encoding="utf-8")
 
 
 def run_manifest(options: ManifestOptions) -> None:

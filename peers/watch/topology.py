@@ -28,23 +28,6 @@ WIDEST = 7.0
 FEW = 24
 """Lines, up to which the busiest is that wide: many are thinner."""
 
-CSS = """
-.topology { overflow-x: auto; }
-.topology svg { display: block; width: 100%; font: 11px sans-serif; }
-.topology text { fill: currentColor; text-anchor: middle; }
-.topology .name { font-weight: bold; font-size: 13px; }
-.topology line { stroke: #4c8bf5; stroke-opacity: .55; }
-.topology line.feed { stroke: #8a6fd1; }
-.topology line.average { stroke: #999; stroke-dasharray: 3 3; }
-.topology circle { stroke: currentColor; stroke-opacity: .4; fill: #2e9e5b; }
-.topology .joining circle, .topology .leaving circle { fill: #b9b9b9; }
-.topology .keeping circle { fill: #8d6e4f; }
-.topology .paused circle { fill: #9aa0a6; }
-.topology .trainer circle { fill: #8a6fd1; }
-.topology .odd circle { fill: #e0a100; }
-.topology .silent circle { fill: #d3342f; }
-"""
-
 
 def svg(health: SwarmHealth) -> str:
     """The whole picture. Its size in pixels is that of its view box, or less where the page is narrow."""

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -261,29 +262,6 @@ def _about(peer: PeerHealth) -> list[str]:
     return lines + [f"doubted: {text}" for text in peer.inconsistencies]
 
 
-CSS = """
-.nicegui-content { max-width: 1500px; margin: 0 auto; width: 100%; gap: .8rem; padding: .8rem; }
-.q-card { width: 100%; padding: .7rem 1rem; min-width: 0; }
-.stats { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: .6rem;
-  width: 100%; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: .8rem;
-  width: 100%; }
-.number { font-size: 1.35rem; font-weight: 600; line-height: 1.3; }
-.faint { opacity: .65; font-size: .85rem; }
-.title { font-size: 1.15rem; font-weight: 600; }
-.head { display: flex; align-items: center; gap: .8rem; width: 100%; flex-wrap: wrap; }
-.grow { flex: 1; min-width: 0; overflow-wrap: anywhere; }
-.alert { padding: .35rem .7rem; border-radius: .3rem; border-left: 5px solid; overflow-wrap: anywhere;
-  width: 100%; }
-.alert.error { border-color: #d3342f; background: #d3342f22; }
-.alert.warning { border-color: #e0a100; background: #e0a10022; }
-.alert.info { border-color: #888; background: #8882; }
-.lines { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .9rem; line-height: 1.5;
-  max-height: 22rem; overflow-y: auto; width: 100%; }
-.plot { height: 15rem; width: 100%; }
-.q-table__container { width: 100%; }
-"""
-
 GREY = "#8a8a8a"
 
 
@@ -293,7 +271,7 @@ def div(classes: str) -> ui.element:
 
 def head(back: bool) -> ui.label:
     """The first line, with the switch between dark and light. Returns the label to its left."""
-    ui.add_css(CSS + topology.CSS)
+    ui.add_css(Path(__file__).with_name("page.css"))
     ui.dark_mode(None)
     with div("head"):
         if back:

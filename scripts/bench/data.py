@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import machine, report
 
+from peers.programs.manifest import EXAMPLE
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import NAME, TREE, Index, Shard, Source
 from swarm.data import check_samples, sample_offsets
-from swarm.example import EXAMPLE
 from swarm.manifest import AdmissionSpec, Run, parse_run, pin
 from swarm.merkle import BLOCK_BYTES, NODE_BYTES, block_count, block_levels, grow
 

@@ -15,6 +15,7 @@ import pytest
 from peers.cli import Exit, main
 from peers.islands.planning import render as render_islands
 from peers.programs.descriptions import job_of
+from peers.programs.manifest import EXAMPLE as RUN
 from peers.programs.plan import (
     WORTH,
     as_json,
@@ -26,7 +27,6 @@ from peers.programs.plan import (
     with_codecs,
 )
 from swarm.errors import SetupError
-from swarm.example import EXAMPLE as RUN
 from swarm.manifest import CodecSpec, demo_run, parse_run
 from swarm.monitoring.health import Observation
 from swarm.plan.network import Device, Network, read_devices
