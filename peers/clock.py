@@ -31,24 +31,16 @@ class VirtualTime:
 
 def now_s() -> float:
     """Monotonic seconds."""
-    virtual = _virtual()
-    return time.monotonic() if virtual is None else virtual.time()
+    loop = asyncio._get_running_loop()  # None in another thread, and before the loop runs
+    return loop.time() if isinstance(loop, VirtualTime) else time.monotonic()
 
 
 def unix_s() -> float:
     """Unix seconds."""
-    virtual = _virtual()
-    return time.time() if virtual is None else virtual.unix_s()
+    loop = asyncio._get_running_loop()
+    return loop.unix_s() if isinstance(loop, VirtualTime) else time.time()
 
 
 def is_virtual() -> bool:
     """Whether the running loop moves its clock instead of waiting; it runs no threads then."""
-    return _virtual() is not None
-
-
-def _virtual() -> VirtualTime | None:
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:  # another thread, or before the loop runs
-        return None
-    return loop if isinstance(loop, VirtualTime) else None
+    return isinstance(asyncio._get_running_loop(), VirtualTime)

@@ -180,7 +180,7 @@ def short(peer: str) -> str:
 
 def printable(text: str) -> str:
     """`text` for a terminal: its lines, without control characters. It may come from a stranger."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 MAX_WORDS_CHARS = 400

@@ -70,7 +70,7 @@ class Process:
         self.slow_s = 0.0
         """Its worker threads take up to so much longer."""
         self.main: asyncio.Task[None] | None = None
-        self.held: list[asyncio.TimerHandle] = []
+        self.held: list[_Handle] = []
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -121,6 +121,19 @@ WORLD = contextvars.Context()
 """What no process does."""
 
 
+class _Handle:
+    """As asyncio's handles, which ask the loop at each step whether it is being debugged."""
+
+    __slots__ = ("args", "callback", "cancelled", "context")
+
+    def __init__(self, callback: Callable[..., Any], args: Any, context: contextvars.Context | None) -> None:
+        self.callback, self.args, self.cancelled = callback, args, False
+        self.context = contextvars.copy_context() if context is None else context
+
+    def cancel(self) -> None:
+        self.callback, self.args, self.cancelled = bool, (), True
+
+
 class _Numbered:
     """Hashes by number instead of by address, so that sets are iterated over in the same order each time."""
 
@@ -147,8 +160,8 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def __init__(self, thread_s: Callable[[], float] = float) -> None:
         super().__init__()
         self._thread_s = thread_s
-        self._due: deque[asyncio.TimerHandle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._due: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
         self._order = itertools.count()
         self._tasks, self._futures = itertools.count(1), itertools.count(1 << 30)
         self._owner = threading.get_ident()
@@ -179,8 +192,9 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """What `run_until_complete` repeats."""
-        if not self._run_due(math.inf):
-            raise Deadlock(self._waiting_tasks())
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not self._run_due(math.inf):
+                raise Deadlock(self._waiting_tasks())
 
     def _run_due(self, limit_s: float) -> bool:
         """Run what is due now, or else at the next timer; False if that comes after `limit_s`, or never."""
@@ -189,7 +203,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
             if not timers or timers[0][0] > limit_s:
                 return False
             due_s, _, handle = heapq.heappop(timers)
-            if not handle._cancelled:
+            if not handle.cancelled:
                 if due_s > self.now_s:
                     self.now_s, self._callbacks_before = due_s, self.callbacks
                 due.append(handle)
@@ -198,16 +212,16 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
             return False
         for _ in range(len(due)):
             handle = due.popleft()
-            if handle._cancelled:
+            if handle.cancelled:
                 continue
-            process = handle._context.get(PROCESS)
+            process = handle.context.get(PROCESS)
             if process is not None and process.halted:
                 if process.alive:
                     process.held.append(handle)
                 continue
             self.callbacks += 1
             try:
-                handle._context.run(handle._callback, *handle._args)
+                handle.context.run(handle.callback, *handle.args)
             except Killed:
                 pass
             except Exception as error:  # noqa: BLE001  a bug, which is told
@@ -219,7 +233,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         if not isinstance(error, (Killed, torch.AcceleratorError)):
             self.bugs.append(f"{what}: {type(error).__name__}: {error}")
 
-    def again(self, handles: list[asyncio.TimerHandle]) -> None:
+    def again(self, handles: list[_Handle]) -> None:
         """Run what was held."""
         self._due.extend(handles)
 
@@ -249,7 +263,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     ) -> Any:
         if context is AT_ONCE:
             return callback(*args)
-        handle = asyncio.TimerHandle(self.now_s, callback, args, self, context)
+        handle = _Handle(callback, args, context)
         self._due.append(handle)
         return handle
 
@@ -260,25 +274,19 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
-        self,
-        when: float,
-        callback: Callable[..., Any],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Any:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _Handle(callback, args, context)
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
     def call_later(  # type: ignore[override]
-        self,
-        delay: float,
-        callback: Callable[..., Any],
-        *args: Any,
-        context: contextvars.Context | None = None,
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Any:
+        handle = _Handle(callback, args, context)
         when = self.now_s + delay if delay > 0.0 else self.now_s
-        return self.call_at(when, callback, *args, context=context)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+        return handle
 
     def create_future(self) -> asyncio.Future[Any]:
         future = _Future(loop=self)

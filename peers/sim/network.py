@@ -187,8 +187,8 @@ class Network:
         self._open[call.number] = call
         timer = None
         if deadline_s is not None:
-            late = PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s")
-            timer = loop.call_later(deadline_s, self._fail, call, late)
+            why = f"no answer to {method!r} within {deadline_s:g} s"
+            timer = loop.call_later(deadline_s, self._silent, call, why)
         if callee.process.stopped:
             loop.call_later(self.silence_s, self._check_stopped, call)
         self._send(call, len(header), self._arrive)
@@ -272,8 +272,8 @@ class Network:
             call.result.set_exception(error)
             call.result.exception()  # a caller that dies before it hears of it misses nothing
 
-    def _silent(self, call: _Call) -> None:
-        self._fail(call, PeerSilent(call.callee.peer_id, f"no sign of life for {self.silence_s} s"))
+    def _silent(self, call: _Call, why: str = "") -> None:
+        self._fail(call, PeerSilent(call.callee.peer_id, why or f"no sign of life for {self.silence_s} s"))
 
     def _check_stopped(self, call: _Call) -> None:
         if call.callee.process.stopped:
