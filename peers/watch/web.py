@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +46,7 @@ async def served(listen: tuple[str, int], health: Callable[[], SwarmHealth]) -> 
             place.bind(listen)
         port = place.getsockname()[1]
         config = uvicorn.Config(
-            _app(health), log_level="warning", access_log=False, timeout_graceful_shutdown=CLOSE_S
+            _app(health), log_level="error", access_log=False, timeout_graceful_shutdown=CLOSE_S
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[place]))
@@ -81,6 +82,8 @@ def _app(health: Callable[[], SwarmHealth]) -> FastAPI:
     def one(peer: str) -> None:
         OnePeer(health, peer)
 
+    # Any visitor can have a line logged, by an address or over the page's socket; a bug has its traceback.
+    logging.getLogger("nicegui").addFilter(lambda record: record.exc_info is not None)
     ui.run_with(app, dark=None, tailwind=False, show_welcome_message=False, title="swarm")
     return app
 
@@ -314,13 +317,6 @@ class Lines:
             self._shown = text
 
 
-def _columns(names: Iterable[str]) -> list[dict[str, Any]]:
-    return [
-        {"name": n, "label": n, "field": n, "sortable": True, "align": "left" if n in LEFT else "right"}
-        for n in names
-    ]
-
-
 LEFT = frozenset({"peer", "state", "device", "slowest", "fastest", "last"})
 
 
@@ -332,16 +328,16 @@ class Table:
     ) -> None:
         """`columns`: what stands in each, of one thing; that named `id` is not shown, and names its peer."""
         self._cells, key = columns, "id" if "id" in columns else next(iter(columns))
+        heads = [
+            {"name": n, "label": n, "field": n, "sortable": True, "align": "left" if n in LEFT else "right"}
+            for n in columns
+            if n != "id"
+        ]
         with ui.card():
             with div("head"):
                 ui.label(title).classes("title grow")
                 find = ui.input(placeholder="find").props("dense clearable") if search else None
-            self._table = ui.table(
-                rows=[],
-                columns=_columns(name for name in columns if name != "id"),
-                row_key=key,
-                pagination=rows,
-            ).props("dense flat")
+            self._table = ui.table(rows=[], columns=heads, row_key=key, pagination=rows).props("dense flat")
         if find is not None:
             find.bind_value_to(self._table, "filter")
         if key == "id":

@@ -33,7 +33,7 @@ EVIL = "<img src=x onerror=document.title='me'>"
 
 
 @contextlib.contextmanager
-def shown(path: Path) -> Iterator[str]:
+def shown(path: Path, complaints: int | None = None) -> Iterator[str]:
     """A dashboard that plays a history, as a process: NiceGUI has one app for each."""
     words = [
         sys.executable,
@@ -48,7 +48,9 @@ def shown(path: Path) -> Iterator[str]:
         ":0",
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, cwd=path.parent) as program:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=complaints, text=True, env=env, cwd=path.parent
+    ) as program:
         try:
             assert program.stdout is not None
             said = program.stdout.readline()
@@ -119,6 +121,21 @@ def test_the_page_names_no_other_host_and_is_for_this_machine_only(address: str)
         other.settimeout(5)
         with pytest.raises(OSError):
             other.connect(("127.0.0.2", port))
+
+
+def test_visitors_write_nothing_on_the_terminal(tmp_path: Path) -> None:
+    path, said = tmp_path / "history.jsonl", tmp_path / "stderr"
+    with Recorder(path, RUN) as take:
+        take(Observation(at=START, records=(record("peer-a", 0),)))
+    with said.open("wb") as complaints, shown(path, complaints.fileno()) as address:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            fetched(f"{address}%1b%5b31mred")  # decoded, it turns the terminal red
+        refused.value.close()
+        port = int(address.rstrip("/").rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            line.sendall(b"\x1b[31mred\r\n\r\n")
+            assert line.recv(64).startswith(b"HTTP/1.1 400 ")
+    assert said.read_bytes() == b""
 
 
 async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
