@@ -588,7 +588,7 @@ def _by_id(seen: Iterable[_Seen]) -> list[_Seen]:
 def _slower(seen: _Seen, speeds: Sequence[tuple[float, PeerId]]) -> float:
     """Times by which the median of the others is faster."""
     others = [speed for speed, peer in speeds if peer != seen.record.peer]
-    warming = seen.status is not None and seen.status.computed < WARM
+    warming = (seen.status or NOTHING_SAID).computed < WARM
     if not others or not seen.serves or seen.speed <= 0 or warming:
         return 0.0
     return statistics.median(others) / seen.speed

@@ -435,6 +435,12 @@ def test_a_peer_that_has_just_begun_is_not_called_slow() -> None:
     assert texts(seen.look(statuses=(*told, status("d", 1)))) == []
 
 
+def test_a_peer_that_was_not_asked_yet_is_not_called_slow() -> None:
+    """Its record has the speed of a device that warms up, perhaps on a busy machine."""
+    cold = msgspec.structs.replace(record("b", 0), speed=0.01)
+    assert not any("slower" in text for text in texts(Seen(record("a", 0), cold).look()))
+
+
 def test_while_the_run_waits_for_a_stage_no_time_left_is_told() -> None:
     seen = Seen()
     for version in range(4, 7):
