@@ -57,8 +57,7 @@ async def ask(path: Path, named: str, answer: type[T], do: Do = "look", *, limit
 
 async def _ask_peer(path: Path, do: Do, limit_s: float) -> PeerAnswer:
     """What the peer at `path` answers, once it has done that; raises as `ask`."""
-    name = f"the peer with pid {path.stem}"
-    return await ask(path, name, PeerAnswer, do, limit_s=limit_s)
+    return await ask(path, f"the peer with pid {path.stem}", PeerAnswer, do, limit_s=limit_s)
 
 
 async def run_command(options: PauseOptions | ResumeOptions, *, question_s: float = QUESTION_S) -> None:
@@ -85,7 +84,8 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
     fits = [key in (None, said.identity) and options.device in (None, said.device) for said in found.values()]
     meant = [*compress(found, fits)]
     if not meant and not trouble:
-        there = "; ".join(said.line() for said in found.values()) or "none runs"
+        none = "none runs" if options.pid is None else f"none has pid {options.pid}"
+        there = "; ".join(said.line() for said in found.values()) or none
         raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
     answers = await asyncio.gather(
         *(_ask_peer(path, do, DONE_S + question_s) for path in meant), return_exceptions=True

@@ -79,6 +79,8 @@ async def test_who_is_meant_is_told_by_key_device_or_process(tmp_path: Path) -> 
         ):  # fmt: skip
             with pytest.raises(SetupError, match="no peer of yours on this machine is meant by that"):
                 await run_command(other)
+        with pytest.raises(SetupError, match=r"is meant by that: none has pid 1$"):
+            await run_command(PauseOptions(pid=1))
         assert not owner.paused
         await run_command(PauseOptions(identity=tmp_path / "a.key", device="cuda:1"))
         assert owner.paused
