@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class LocalSwarm:
         self._weights: tuple[dict[str, torch.Tensor], int] | None = None
 
     def __enter__(self) -> LocalSwarm:
+        if self._processes.children:
+            raise SetupError("a swarm is started once: for another, call swarm.local again")
         self._background = Background()
         try:
             self._background.call(self._processes.start())
@@ -100,10 +103,11 @@ class LocalSwarm:
         if self._progress is not None:
             self._progress.close()
         if background is not None:
-            try:
-                background.call(self._processes.close())
-            finally:
-                background.close()
+            with contextlib.closing(background):
+                try:
+                    background.call(self._processes.close())
+                finally:  # interrupted, it has killed them: wait for their ends
+                    background.call(self._processes.close())
 
 
 def local(
@@ -132,7 +136,6 @@ def local(
         SetupError: there would be more processes than this machine is likely to bear, or no such device.
     """
     check_size(run.terms.cells, peers, yes)
-    emit = on_event or (lambda event: None)
     own = None if folder is None else Path(folder)
-    processes = Processes(run, peers, emit, folder=own, device=device)
+    processes = Processes(run, peers, on_event or (lambda event: None), folder=own, device=device)
     return LocalSwarm(run, processes, progress=progress)

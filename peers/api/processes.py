@@ -165,9 +165,8 @@ class Processes:
             SetupError: one of them cannot start.
         """
         run, folder, peers = self.run, self._folder, count(self.run.cells * self._peers, "peer")
-        self._emit(
-            Note(text=f"starting {peers}, a trainer and a bootstrap, through which they meet: 10 to 60 s")
-        )
+        text = f"starting {peers}, a trainer and a bootstrap, through which they meet: 10 to 60 s"
+        self._emit(Note(text=text))
         if run.cells > run.S:
             last = run.cells - 1
             text = f"stages of all islands are numbered in a row, as cells: {last} is {run.place(last)}"
@@ -197,11 +196,10 @@ class Processes:
         assert trainer is not None, "started"
         first = self.tally.steps == 0
         why = "the first step is not taken" if first else f"step {self.tally.steps + 1} is not taken"
-
-        def over() -> bool:
-            return self.tally.steps >= self.run.steps or (trainer.returncode == 0 and not self._steps)
-
-        await self._until(lambda: bool(self._steps) or over(), START_S if first else STALL_S, why)
+        await self._until(
+            lambda: bool(self._steps) or self.tally.steps >= self.run.steps or trainer.returncode == 0,
+            START_S if first else STALL_S, why,
+        )  # fmt: skip
         if not self._steps:
             return None
         died, self._died = tuple(self._died), []
@@ -263,16 +261,15 @@ class Processes:
         return child
 
     async def _spawn_peer(self, stage: Stage) -> None:
-        folder, first = self._folder, stage not in {self._stages.get(child) for child in self._keeping}
+        folder = None if stage in {self._stages.get(child) for child in self._keeping} else self._folder
         words = ["--stage", str(stage), "--device", next(self._devices), "--threads", "1"]
-        keeps = folder is not None and first
-        if folder is not None and keeps:
+        if folder is not None:
             if stage < self.run.S:  # what is saved is the same on all islands
                 words += ["--checkpoint-dir", str(folder / "checkpoints")]
             words += _key(key) if (key := folder / f"peer{stage}.key").is_file() else []
         child = await self._spawn(["peer", *self._meeting, *self._allowed, *self._start, *words])
         self._stages[child] = stage
-        if keeps:
+        if folder is not None:
             self._keeping.add(child)
 
     def _hear(self, child: Child, line: str) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import swarm
+from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
 from peers.events import Event, Note
+from peers.programs.fleet import Child
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
@@ -229,6 +236,38 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         next(iter(idle))
     with pytest.raises(SetupError, match="the run is not trained to its end"):
         idle.model()
+
+
+class Deaf(Processes):
+    """One process, which does not leave when it is asked to."""
+
+    waited = False
+
+    async def start(self) -> None:
+        words = ("sh", "-c", "trap '' TERM; echo here; exec sleep 60")
+        process = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
+        self.children.append(Child(process, lambda child, line: self._changed.set()))
+        await self._changed.wait()
+
+    async def close(self) -> None:
+        await super().close()
+        self.waited = True
+
+
+def test_a_local_swarm_that_is_interrupted_at_its_end_waits_for_its_processes() -> None:
+    made = swarm.Run.of(demo_run())
+    processes = Deaf(made, 1, lambda event: None)
+    interrupt = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), LocalSwarm(made, processes, progress=False):
+        interrupt.start()
+    assert processes.waited and processes.children[0].returncode == -signal.SIGKILL
+
+
+def test_a_local_swarm_is_started_once() -> None:
+    found = swarm.local(run(steps=1), peers=1)
+    found._processes.children.append(object())  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=r"started once: for another, call swarm.local again"), found:
+        pass
 
 
 async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
