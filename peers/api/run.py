@@ -111,7 +111,7 @@ class Run:
         elif any(given is not None for given in (inputs, loss, targets)):
             raise SetupError("inputs, loss and targets belong to a module: its table [model] names none")
         else:
-            table = dict(model)
+            table = {"stages": 2, **model}
         given = {"stages": stages, "vocab_size": vocab_size}
         values["model"] = table | {key: value for key, value in given.items() if value is not None}
         found, code = run_of(values), None

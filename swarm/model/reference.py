@@ -36,13 +36,9 @@ class SingleProcess:
     """All stages of a run in a row, with the codecs' round trips at the boundaries."""
 
     def __init__(
-        self,
-        run: Run,
-        batch: Callable[[list[int]], Any],
-        device: str | torch.device = "cpu",
-        *,
+        self, run: Run, batch: Callable[[list[int]], Any], device: str | torch.device = "cpu", *,
         only: Stage | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`batch`: offsets -> samples, as a dataset's method of that name.
 
         `only`: of the stages this one, without weights until it is given a state (`swarm.audit.by_stage`).
@@ -93,7 +89,11 @@ class SingleProcess:
         self._optimizer = _optimizer_of(run, self.parameters, others)
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
-        """The mean loss of a microbatch of the present step; `grad`: also add its gradient."""
+        """The mean loss of a microbatch of the present step; `grad`: also add its gradient.
+
+        Raises:
+            SetupError: it is not finite.
+        """
         use_threads_of(self.run)
         arriving, stages = self.samples(mb), [*self.stages.values()]
         passed: list[Passed] = []
@@ -101,12 +101,14 @@ class SingleProcess:
             passed.append(stage.forward(arriving, mb, grad=grad))
             arriving = passed[-1].arriving
         (loss,) = passed[-1].outputs
+        if not math.isfinite(found := float(loss.item())):
+            raise SetupError(f"the loss of microbatch {mb} is not finite: {found}")
         if grad:
             back = [torch.ones_like(loss)]
             before = [None, *passed[:-1]]
             for stage, own, sender in zip(stages[::-1], passed[::-1], before[::-1], strict=True):
                 back = stage.backward(own, back, sender.places if sender else [], mb)
-        return float(loss.item())
+        return found
 
     def samples(self, mb: Microbatch) -> list[torch.Tensor]:
         """What enters the first stage."""

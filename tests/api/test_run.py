@@ -140,6 +140,12 @@ class Weighted(nn.Module):
         return functional.cross_entropy(logits * self.scale, target)
 
 
+def test_a_loss_that_is_no_number_ends_the_reference_as_it_ends_a_swarm() -> None:
+    single = swarm.reference(run(loss=lambda *given: functional.cross_entropy(*given) * float("nan")))
+    with pytest.raises(SetupError, match=r"the loss of microbatch \(0, 0\) is not finite: nan"):
+        next(iter(single))
+
+
 def test_a_loss_may_have_weights_which_are_trained_too() -> None:
     single = swarm.reference(run(loss=Weighted(), steps=2))
     weights = single.weights()
@@ -151,7 +157,7 @@ def test_a_loss_may_have_weights_which_are_trained_too() -> None:
 @pytest.mark.parametrize("made", [{"preset": "1M"}, None])
 def test_the_built_in_decoder_needs_no_module(made: dict[str, Any] | None) -> None:
     if made is not None:
-        found = swarm.Run(model=made, data={"source": "tales", "sequence_length": 16}, steps=1, stages=2)
+        found = swarm.Run(model=made, data={"source": "tales", "sequence_length": 16}, steps=1)
         assert (found.terms.S, found.terms.built_in.hidden, found.code) == (2, 128, None)
         return
     terms = demo_run(stages=2, steps=1)
