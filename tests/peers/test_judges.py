@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from peers.audit.convictions import MAX_BODIES
 from peers.audit.verdicts import MAX_TOLD
 from peers.events import PeerLost
 from peers.ports import Answer, Request
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
-from swarm.errors import Refused
+from swarm.errors import Busy, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.statements import Statement, sign
 from swarm.protocol.sums import Contribution, Reduced
@@ -195,3 +196,42 @@ async def test_no_body_of_evidence_is_taken_from_a_stranger() -> None:
         show = pack(ShowEvidence(run=RUN.id, evidence=lies(accused)))
         with pytest.raises(Refused, match="a replica of that stage has to show it"):
             await s.network.peers[teller].transport.call("s0p0", "evidence", show, [b"large"])
+
+
+async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_once() -> None:
+    """Those with voice could have as many of 64 MiB held as they have calls."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        accused = await crowd(s, 1, 2)
+        looked, done = list[str](), asyncio.Event()
+
+        async def judge(evidence: WrongAnswer, body: object) -> bool:
+            looked.append(evidence.accused)
+            await done.wait()
+            return False
+
+        s.peers["s0p0"].convictions.judge = judge
+
+        def shows(teller: str, liar: str) -> asyncio.Task[Answer]:
+            said = Answered(int(teller[1]), 2, 0, NOTHING, NOTHING, NOTHING, NOTHING, 1.0)
+            evidence = WrongAnswer(
+                accused=liar, statement=said, signature=signed(liar, said), inputs=(), output_grads=(),
+                outputs=(), input_grads=(),
+            )  # fmt: skip
+            show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
+            call = s.network.peers[teller].transport.call("s0p0", "evidence", show, [b"large"])
+            return asyncio.create_task(call)
+
+        calls = [shows("s1p0", accused[0])]
+        await s.until(lambda: len(looked) == 1)
+        with pytest.raises(Busy):
+            await shows("s1p0", accused[1])
+        calls += [shows(teller, accused[0]) for teller in ("s1p1", "s1p2", "s0p1")]
+        await s.until(lambda: len(looked) == MAX_BODIES)
+        with pytest.raises(Busy):
+            await shows("s0p2", accused[0])
+        done.set()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert all("does not show" in str(answer) for answer in answers)
+        with pytest.raises(Refused, match="does not show"):
+            await shows("s0p2", accused[1])

@@ -12,6 +12,7 @@ import torch
 from peers.ports import Answer
 from peers.sim.device import SimDevice
 from peers.sim.network import SimTransport
+from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
@@ -24,6 +25,7 @@ from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
 from swarm.policy import pace
 from swarm.policy.backoff import Backoff
+from swarm.protocol.ledger import Ledger
 from swarm.sim.dice import Dice
 from swarm.wire import whole_numbers
 from swarm.wire.messages import (
@@ -460,3 +462,18 @@ async def test_a_reader_has_no_results_kept_that_its_source_holds_no_more(source
         await source.server.lend("reader", "held", (-1, None, None), content, vector)
         source.step()
     assert [lease.opened.version for lease in source.server.of("held")] == [3, 4, 5]
+
+
+async def test_what_a_meeting_had_is_read_until_the_next_one(source: Source) -> None:
+    """An island that comes late reads it when the others have taken many steps."""
+    vector = torch.zeros(4)
+    content = Snapshot(version=0, tensors={"gradient": vector})
+    source.core.met = OpenStep(0, Ledger(0, 4))
+    await source.server.lend("reader", "held", (-1, None, None), content, vector)
+    for _ in range(6):
+        source.step()
+        source.server._drop_old()
+    assert len(source.server.of("held")) == 1
+    source.core.met = None
+    source.server._drop_old()
+    assert not source.server.of("held")
