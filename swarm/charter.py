@@ -40,7 +40,9 @@ MAX_WORK_BITS = 40
 """Each bit doubles the work: 27 take two minutes of a core, 40 a fortnight."""
 MAX_WHY_CHARS = 100
 MAX_REVOCATIONS_TAKEN = 64
-"""Into one charter, of those that were seen: anybody can make keys that revoke themselves."""
+"""Into charters, of keys that the owner did not name: anybody can make keys that revoke themselves."""
+MAX_USES = 1000
+"""Identities that a token admits at a time, and beyond what it admits that are counted."""
 Role: TypeAlias = Literal["peer", "trainer", "keeper"]
 ROLES: tuple[Role, ...] = ("peer", "trainer", "keeper")
 Door: TypeAlias = Literal["open", "list", "token"]
@@ -177,13 +179,13 @@ class TokenUses:
 
     def saw(self, token: bytes, peer: PeerId, *, until: float, now: float) -> None:
         """A peer uses a token, for all that we know until then (Unix seconds)."""
-        is_new = peer not in self._until.get(token, {})
-        if is_new and self._count >= self._most:
+        known = self._until.get(token, {})
+        if peer not in known and (self._count >= self._most or len(known) > MAX_USES):
             self._expire(now)
-            if self._count >= self._most:
+            if self._count >= self._most or len(self._until.get(token, ())) > MAX_USES:
                 return
         users = self._until.setdefault(token, {})
-        self._count += is_new
+        self._count += peer not in users
         users[peer] = max(until, users.get(peer, 0.0))
 
     def users(self, token: bytes, *, now: float) -> int:
@@ -253,7 +255,7 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
         return why
     if who.role == "trainer" and terms.trainers and who.peer not in terms.trainers:
         return "the run's manifest names its trainers (admission.trainers), and this is none of them"
-    if _is_named(terms, who):
+    if is_named(terms, who):
         return ""
     rule, credential = charter.rule(who.role), who.credential
     trusted = who.stage in [one + terms.stages * (one < 0) for one in charter.trusted_stages]
@@ -272,7 +274,8 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
     return ""
 
 
-def _is_named(terms: Terms, who: Candidate) -> bool:
+def is_named(terms: Terms, who: Candidate) -> bool:
+    """Whether the owner named a peer as that role, in the charter or the manifest."""
     named: Iterable[PeerId] = terms.charter.rule(who.role).named
     if who.role == "peer":
         named = (*named, *terms.charter.founders, *terms.founders)

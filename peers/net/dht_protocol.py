@@ -445,7 +445,8 @@ class DhtNode:
     def _drop(self, key: bytes, subkey: str) -> None:
         del self._kept[key][subkey]
         self._entries -= 1
-        self._of -= Counter([subkey])
+        if left := self._of.pop(subkey) - 1:
+            self._of[subkey] = left
         if not self._kept[key]:
             del self._kept[key]
 

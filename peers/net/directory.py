@@ -81,13 +81,9 @@ class NetDirectory:
         self.door.on_change.append(self._recheck)
         self._manifests = ManifestKeeper(self.storage, self._random, timings.manifest_life_s)
         self.charters = CharterKeeper(
-            self.storage,
-            self.door,
-            self._random,
-            timings.manifest_life_s,
-            charters,
+            self.storage, self.door, self._random, timings.manifest_life_s, charters,
             lambda peer: self.find(peer) is not None,
-        )
+        )  # fmt: skip
         self.reader = RecordReader(
             self.storage, self._table, run_id, self._random, timings.refresh_s, scale, learn
         )

@@ -17,7 +17,7 @@ from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Rule
-from swarm.errors import SetupError, count
+from swarm.errors import SetupError, clean, count
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import MAX_FOUNDERS, demo_run, load_run
 
@@ -73,14 +73,9 @@ def run_init(options: tool_options.InitOptions) -> None:
     held_out = open_eval(run, options.eval_data, options.tokenizer)
     run = pinned(run, data, options.start, held_out)
     charter = rules.make(
-        name=run.name,
-        run=run.id,
-        sequence=1,
-        expires=int(unix_s() + options.days * DAY_S),
-        peers=Rule(options.peers),
-        keepers=Rule(options.keepers),
-        work_bits=options.work_bits,
-    )
+        name=run.name, run=run.id, sequence=1, expires=int(unix_s() + options.days * DAY_S),
+        peers=Rule(options.peers), keepers=Rule(options.keepers), work_bits=options.work_bits,
+    )  # fmt: skip
     with atomic_file.told(f"{folder} cannot be made", ". Name another folder"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with atomic_file.told("cannot write", "name another folder", folder=folder):
@@ -201,10 +196,12 @@ async def run_unban(options: tool_options.UnbanOptions) -> None:
 
 
 def _succeed(node: Node, charter: Charter, **changes: Any) -> Charter:
-    """The next charter, with the keys that revoked themselves since the last one."""
-    seen = sorted(node.directory.charters.revoked)[: rules.MAX_REVOCATIONS_TAKEN]
-    revocations = (*charter.revocations, *changes.pop("revocations", ()), *seen)
-    return rules.succeed(charter, now=unix_s(), revocations=revocations, **changes)
+    """The next charter, with the keys that revoked themselves since the last one: those that the owner
+    named, and others while there is room for them."""
+    charters, known = node.directory.charters, charter.revocations
+    seen = sorted(charters.revoked.difference(known), key=lambda peer: (not charters.names(peer), peer))
+    most = max(rules.MAX_REVOCATIONS_TAKEN - len(known), sum(map(charters.names, seen)))
+    return rules.succeed(charter, now=unix_s(), revocations=(*known, *seen[:most]), **changes)
 
 
 async def run_charter(options: tool_options.CharterOptions) -> None:
@@ -259,7 +256,7 @@ def told(charter: Charter, owner: PeerId) -> str:
         lines.append(f"trusted stages: {', '.join(map(str, charter.trusted_stages))}")
     if charter.bans:
         lines.append(f"{count(len(charter.bans), 'ban')}:")
-        lines += [f"  {one.peer} {one.why}" for one in charter.bans]
+        lines += [f"  {one.peer} {clean(one.why)}" for one in charter.bans]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ from swarm import charter as rules
 from swarm.charter import (
     MAX_CHARTER_BYTES,
     MAX_LIFE_S,
+    MAX_USES,
     Ban,
     Candidate,
     Charter,
@@ -254,6 +255,19 @@ def test_what_is_remembered_of_tokens_is_bounded_and_forgotten() -> None:
     assert [uses.users(token, now=NOW + 20) for token in (b"a", b"b", b"c")] == [0, 0, 1]
     uses.saw(b"c", KIM.peer_id, until=NOW + 25, now=NOW + 20)
     assert uses.users(b"c", now=NOW + 28) == 1, "the later time holds"
+
+
+def test_a_token_that_is_everywhere_costs_no_more_than_one_that_is_used_twice() -> None:
+    """Its users are counted at each call: of a thousand more than it admits no more is said."""
+    uses = TokenUses()
+    for n in range(3 * MAX_USES):
+        uses.saw(b"thief's", f"peer {n}", until=NOW + 10, now=NOW)
+    assert MAX_USES < uses.users(b"thief's", now=NOW) <= MAX_USES + 1
+    uses.saw(b"thief's", "peer 0", until=NOW + 30, now=NOW)
+    uses.saw(b"thief's", "late", until=NOW + 30, now=NOW + 20)
+    assert uses.users(b"thief's", now=NOW + 20) == 2, "those that are there are seen, once others have gone"
+    uses.saw(b"other", KIM.peer_id, until=NOW + 30, now=NOW)
+    assert uses.users(b"other", now=NOW) == 1
 
 
 def test_an_open_door_may_ask_for_work() -> None:
@@ -612,6 +626,9 @@ def test_what_admits_nobody_is_not_kept() -> None:
         asking.show(KIM.peer_id, b"x")
     assert "bits of work" in asking.why_not_record(record(KIM, signed.seal_credential(None, 1)))
     assert asking.shown(KIM.peer_id) == b""
+    stamp = signed.seal_credential(None, signed.find_stamp(RUN, KIM.peer_id, 1))
+    with pytest.raises(Refused, match="a credential that is worth nothing here"):
+        door(peers=Rule("token")).show(KIM.peer_id, stamp)  # two hashes, and a place in memory
 
 
 def test_a_new_charter_is_told_of_once() -> None:

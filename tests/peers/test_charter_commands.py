@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from peers.cli import build_parser, main
@@ -301,6 +302,37 @@ async def test_a_key_is_revoked_by_itself_and_the_owner_makes_it_last(
         assert "revoked by itself" in peers[1].directory.door.refusal(KIM.peer_id, "status", True)
         await commands.run_charter(given(tool_options.CharterOptions, owner=keys / "owner.key"))
         assert f"revoked keys:\n  {KIM.peer_id}" in capsys.readouterr().out
+
+
+@virtual
+async def test_strangers_that_revoke_themselves_neither_fill_a_charter_nor_keep_a_stolen_key_out_of_it(
+    monkeypatch: pytest.MonkeyPatch, keys: Path
+) -> None:
+    """Sixty-four keys of small ids before each charter: at the fifth the owner could ban nobody any more."""
+    owner = keys / "owner.key"
+    crowd = sorted(Identity(n.to_bytes(32, "big")).peer_id for n in range(400))
+    stolen = max(crowd)
+    async with a_run(monkeypatch) as peers:
+        named = given(tool_options.CharterOptions, owner=owner, name_trainer=(stolen,))
+        await commands.run_charter(named)
+        for renewed in range(5):
+            seen = frozenset({stolen, *crowd[64 * renewed : 64 * (renewed + 1)]})
+            monkeypatch.setattr(CharterKeeper, "revoked", seen)
+            await commands.run_charter(given(tool_options.CharterOptions, owner=owner))
+        await asyncio.sleep(30)
+        charter = peers[0].directory.charters.charter
+        assert charter is not None and stolen in charter.revocations
+        assert len(charter.revocations) <= rules.MAX_REVOCATIONS_TAKEN + 1
+        await commands.run_ban(given(tool_options.BanOptions, peer=SAM.peer_id, why="x" * 100, owner=owner))
+
+
+def test_what_an_owner_wrote_says_nothing_to_a_terminal() -> None:
+    """Anybody may read the charter of a run that somebody else made."""
+    why = "lies\x1b[2J\u202e\nrun of somebody else"
+    charter = msgspec.structs.replace(charter_of(), bans=(Ban(SAM.peer_id, why),))
+    assert rules.decode(rules.encode(charter)) == charter, "it may say that"
+    last = commands.told(charter, OWNER.peer_id).splitlines()[-1]
+    assert last.startswith(f"  {SAM.peer_id} lies?[2J??run") and last.isprintable()
 
 
 @virtual

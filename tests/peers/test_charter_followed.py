@@ -43,15 +43,15 @@ def charter(sequence: int = 1, **changes: Any) -> Charter:
     return rules.make(**(fields | changes))
 
 
-async def swarm(dht: MemoryDht, count: int, **options: Any) -> list[MemoryNode]:
+async def swarm(dht: MemoryDht, count: int, *, run: Run = RUN, **options: Any) -> list[MemoryNode]:
     """Peers of the run, the first of which has published its manifest; not yet a charter."""
-    first = await dht.add(1, run_id=RUN.id, **options)
+    first = await dht.add(1, run_id=run.id, **options)
     first.directory._identity = OWNER  # the bootstrap's key is the owner's
-    await first.directory.publish_manifest(RUN.to_toml())
+    await first.directory.publish_manifest(run.to_toml())
     first.directory._identity = first.identity
-    others = [await dht.add(n, run_id=RUN.id, join=first, **options) for n in range(2, count + 1)]
+    others = [await dht.add(n, run_id=run.id, join=first, **options) for n in range(2, count + 1)]
     for other in others:
-        await other.directory.fetch_manifest(RUN.id)
+        await other.directory.fetch_manifest(run.id)
     return [first, *others]
 
 
@@ -294,6 +294,48 @@ async def test_strangers_that_revoke_themselves_do_not_crowd_out_a_peer_of_the_r
             charters._revoke(signed.Revocation("ab" * 16, known), 0.0)
         assert len(charters.revoked) == 3
         assert {nodes[2].peer_id, THIEF.peer_id} < charters.revoked
+
+
+async def test_no_crowd_that_revokes_itself_has_a_stolen_key_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a trainer whom the manifest names, say: identities with records of their own are free."""
+    monkeypatch.setattr("peers.net.charter.keeper.MAX_REVOKED", 3)
+    named, invited, late = (Identity(bytes([n]) * 32).peer_id for n in (201, 202, 203))
+    crowd = [Identity(n.to_bytes(32, "big")).peer_id for n in range(100, 110)]
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 2, run=run_of(trainers=(named, late)))
+        run = nodes[0].directory.charters.run
+        assert run is not None
+        await nodes[0].directory.charters.publish(charter(1, run=run.id), OWNER)
+        await within(FOLLOWED_S, lambda: sequences(nodes) == [1] * 2)
+        charters = nodes[1].directory.charters
+        there = {invited, *crowd}
+        charters._is_there = lambda peer: peer in there
+        for peer in (named, invited, *crowd):
+            charters._revoke(signed.Revocation(run.id, peer), 0.0)
+            there.discard(peer)  # nobody believes its record any more
+        assert {named, invited} < charters.revoked and len(charters.revoked) == 3
+        charters._revoke(signed.Revocation(run.id, late), 0.0)
+        assert {named, late} < charters.revoked and len(charters.revoked) == 3
+
+
+async def test_a_crowd_that_revokes_itself_costs_one_look_at_all_that_is_known() -> None:
+    """Each record that is here is judged again: 300 keys stopped each peer of 1000 for 3.5 s."""
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 2)
+        await nodes[0].directory.charters.publish(charter(1), OWNER)
+        await within(FOLLOWED_S, lambda: sequences(nodes) == [1] * 2)
+        directory, looked = nodes[1].directory, list[int]()
+        directory.door.on_change.append(lambda: looked.append(1))
+        keys = [Identity(n.to_bytes(32, "big")) for n in range(100, 150)]
+        key = directory.storage.place(signed.revocations_key(RUN.id)).key
+        crowd = [Entry(k.peer_id, signed.seal_revocation(RUN.id, k), unix_s() + 300) for k in keys]
+        directory.charters._take(key, crowd)
+        assert len(directory.charters.revoked) == len(crowd) and len(looked) == 1
+        assert "revoked by itself" in directory.door.refusal(keys[-1].peer_id, "status", True)
+        directory.charters._take(key, crowd)
+        assert len(looked) == 1
 
 
 async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:

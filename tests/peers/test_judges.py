@@ -225,11 +225,11 @@ async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_onc
         calls = [shows("s1p0", accused[0])]
         await s.until(lambda: len(looked) == 1)
         with pytest.raises(Busy):
-            await shows("s1p0", accused[1])
+            await asyncio.wait_for(shows("s1p0", accused[1]), 5.0)
         calls += [shows(teller, accused[0]) for teller in ("s1p1", "s1p2", "s0p1")]
         await s.until(lambda: len(looked) == MAX_BODIES)
         with pytest.raises(Busy):
-            await shows("s0p2", accused[0])
+            await asyncio.wait_for(shows("s0p2", accused[0]), 5.0)
         done.set()
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert all("does not show" in str(answer) for answer in answers)

@@ -148,7 +148,7 @@ class Doorkeeper:
             raise Refused(f"a credential of {count(len(credential), 'byte')}")
         if self.terms is not None:
             opened = self._open(peer, credential)
-            if opened.token is None and opened.stamp_bits < max(1, self.terms.charter.work_bits):
+            if opened.token is None and not 0 < self.terms.charter.work_bits <= opened.stamp_bits:
                 raise Refused("a credential that is worth nothing here")
         self._keep(peer, credential)
 

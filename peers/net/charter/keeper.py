@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterable
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from peers.clock import now_s, unix_s
@@ -29,7 +29,7 @@ from peers.net.charter.signed import (
 from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
-from swarm.charter import ROLES, Charter, Terms, check_life
+from swarm.charter import ROLES, Candidate, Charter, Terms, check_life, is_named
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import Run
@@ -73,8 +73,8 @@ class CharterKeeper:
         """The charter as its owner signed it."""
         self._storage, self._door, self._random, self._life_s = storage, door, rng, life_s
         self._cache, self._is_there = cache, is_there
-        self._revoked: dict[PeerId, float] = {}
-        """Keys that revoked themselves, and until when the DHT keeps that (Unix time)."""
+        self._revoked: dict[PeerId, tuple[float, int]] = {}
+        """Keys that revoked themselves: until when the DHT keeps that (Unix time), and their `_rank` then."""
         self._polled_at = self._stored_at = self._warned_at = -math.inf
         self._polling: asyncio.Task[None] | None = None
 
@@ -171,7 +171,8 @@ class CharterKeeper:
         for place in places:
             self._take(place.key, storage.node.entries(place.key))
         near = {peer for place in places for peer in storage.nearest(place, max(REPLICAS, most))}
-        known = [self._known_charter(), dict(islice(self._revoked.items(), MAX_SUBKEYS))]
+        revoked = {peer: until for peer, (until, _) in islice(self._revoked.items(), MAX_SUBKEYS)}
+        known = [self._known_charter(), revoked]
         keys = {place.key: one for place, one in zip(places, known, strict=False)}
         asked = self._random.sample(sorted(near), min(most, len(near)))
         for answered in await asyncio.gather(*(storage.node.read(peer, keys, MOST_BYTES) for peer in asked)):
@@ -193,33 +194,37 @@ class CharterKeeper:
         return (unix_s() // period_s + 3) * period_s + later_s
 
     def _take(self, key: bytes, entries: Iterable[Entry]) -> None:
+        before = self.revoked
         for entry in entries:
             opened = self._storage.check.open(key, entry)
             if isinstance(opened, Charter):
                 self.adopt(opened, entry.subkey, entry.value)
             elif isinstance(opened, Revocation) and self.charter is not None:
                 self._revoke(opened, entry.expires)
+        if self.revoked != before:
+            self._tell()
 
     def _revoke(self, revocation: Revocation, expires: float) -> None:
         assert self.charter is not None
         if revocation.run != self.charter.run:
             return
-        is_new = revocation.peer not in self._revoked
-        if is_new and len(self._revoked) >= MAX_REVOKED:
+        peer, rank = revocation.peer, self._rank(revocation.peer)
+        if peer not in self._revoked and len(self._revoked) >= MAX_REVOKED:
             # Anybody can make keys that revoke themselves: those that nobody knows give way.
-            unknown = next((peer for peer in self._revoked if not self._matters(peer)), None)
-            if unknown is None or not self._matters(revocation.peer):
+            least = min(self._revoked, key=lambda one: self._revoked[one][1])
+            if self._revoked[least][1] >= rank:
                 return
-            del self._revoked[unknown]
-        self._revoked[revocation.peer] = expires
-        if is_new:
-            self._tell()
+            del self._revoked[least]
+        self._revoked[peer] = expires, max(rank, self._revoked.get(peer, (0.0, 0))[1])
 
-    def _matters(self, peer: PeerId) -> bool:
-        """Whether a peer is of this run, as far as we know."""
-        assert self.charter is not None
-        named = (self.charter.rule(role).named for role in ROLES)
-        return self._is_there(peer) or peer in {self.owner, *self.charter.founders, *chain(*named)}
+    def _rank(self, peer: PeerId) -> int:
+        """2: the owner named it; 1: it is there, which costs it nothing where all are admitted."""
+        return 2 if self.names(peer) else int(self._is_there(peer))
+
+    def names(self, peer: PeerId) -> bool:
+        """Whether the owner named a peer as anything, in the charter or the manifest."""
+        terms = self._door.terms
+        return terms is not None and any(is_named(terms, Candidate(peer, role)) for role in ROLES)
 
     @property
     def revoked(self) -> frozenset[PeerId]:
@@ -249,17 +254,11 @@ class CharterKeeper:
     def _tell(self) -> None:
         """Let the doorkeeper go by what we know."""
         if self.charter is not None:
-            run = self.run
-            self._door.set(
-                Terms(
-                    self.charter,
-                    self.owner,
-                    stages=run.S if run is not None else 0,
-                    trainers=run.admission.trainers if run is not None else (),
-                    founders=run.admission.founders if run is not None else (),
-                    revoked=self.revoked,
-                )
-            )
+            terms = Terms(self.charter, self.owner, revoked=self.revoked)
+            if (run := self.run) is not None:
+                named = run.admission
+                terms = terms._replace(stages=run.S, trainers=named.trainers, founders=named.founders)
+            self._door.set(terms)
 
     # -- kept -------------------------------------------------------------------------------------
 
