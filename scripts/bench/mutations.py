@@ -3172,7 +3172,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "worthless-credentials-kept",
         DOORKEEPER,
-        "            if opened.token is None and opened.stamp_bits < max(1, self.terms.charter.work_bits):\n",
+        "            if opened.token is None and not 0 < self.terms.charter.work_bits <= opened.stamp_bits:\n",
         "            if False:\n",
         "Strangers crowd out what honest callers showed.",
         ("test_charter",),
@@ -3902,7 +3902,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-crowd-has-a-revocation-forgotten",
-        "peers/net/charter/keeper.py",
+        FOLLOWER,
         "            if self._revoked[least][1] >= rank:\n                return\n",
         "",
         "A thousand keys that revoke themselves have a stolen one believed again.",
@@ -3910,7 +3910,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-named-key-is-like-any-other",
-        "peers/net/charter/keeper.py",
+        FOLLOWER,
         "return 2 if self.names(peer) else int(",
         "return int(",
         "Strangers that are there keep the stolen key of a trainer from being revoked.",
@@ -3918,7 +3918,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forget-who-was-there-when-it-was-revoked",
-        "peers/net/charter/keeper.py",
+        FOLLOWER,
         "expires, max(rank, self._revoked.get(peer, (0.0, 0))[1])",
         "expires, self._rank(peer)",
         "An invited peer that revoked its key is one that nobody knows, and gives way to a crowd.",
@@ -3926,7 +3926,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "judge-all-again-for-each-revocation",
-        "peers/net/charter/keeper.py",
+        FOLLOWER,
         "        self._revoked[peer] = expires, max(",
         "        self._tell()\n        self._revoked[peer] = expires, max(",
         "Three hundred keys that revoke themselves stop each peer of a large run for seconds.",
@@ -3958,7 +3958,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "all-users-of-a-token-are-counted",
-        "swarm/charter.py",
+        CHARTER,
         " or len(known) > MAX_USES)",
         ")",
         "Each call of a token that thousands use costs the peer milliseconds.",
@@ -3966,7 +3966,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-stamp-that-is-not-asked-for-is-kept",
-        "peers/net/charter/doorkeeper.py",
+        DOORKEEPER,
         "not 0 < self",
         "not 0 <= self",
         "Two hashes are enough to have what others showed forgotten.",
@@ -4871,7 +4871,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "call-any-peer-for-blocks",
-        "swarm/charter.py",
+        CHARTER,
         'return ("trainer", "keeper")',
         'return ("peer",)',
         "With a charter no trainer or keeper is asked for data.",

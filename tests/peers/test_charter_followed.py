@@ -315,6 +315,7 @@ async def test_no_crowd_that_revokes_itself_has_a_stolen_key_forgotten(
         for peer in (named, invited, *crowd):
             charters._revoke(signed.Revocation(run.id, peer), 0.0)
             there.discard(peer)  # nobody believes its record any more
+            charters._revoke(signed.Revocation(run.id, peer), 1.0)
         assert {named, invited} < charters.revoked and len(charters.revoked) == 3
         charters._revoke(signed.Revocation(run.id, late), 0.0)
         assert {named, late} < charters.revoked and len(charters.revoked) == 3
