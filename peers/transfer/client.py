@@ -264,15 +264,11 @@ def state_of(run: Run, stage: Stage, version: int = -1, signed: Sequence[Word] =
 
 
 async def download(
-    transport: Transport,
-    wanted: Wanted,
-    sources: Sequence[PeerId],
-    *,
-    voice: Mapping[PeerId, int] = NO_VOICE,
-    partial: Partial | None = None,
+    transport: Transport, wanted: Wanted, sources: Sequence[PeerId], *,
+    voice: Mapping[PeerId, int] = NO_VOICE, partial: Partial | None = None,
     progress: Progress = lambda done, total, sources: None,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
-) -> Download:
+) -> Download:  # fmt: skip
     """What is wanted, checked chunk by chunk.
 
     Args:

@@ -88,13 +88,9 @@ class CheckpointKeeper:
     """Keeps checkpoints of `run` until told to leave."""
 
     def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        directory: Directory,
-        settings: KeepingSettings,
+        self, run: Run, transport: Transport, directory: Directory, settings: KeepingSettings,
         emit: events.Emit,
-    ) -> None:
+    ) -> None:  # fmt: skip
         islands = Islands(run.island(0), transport.signer, directory).all
         file = TranscriptWriter(settings.folder, run)
         self._recorders = [
@@ -109,7 +105,8 @@ class CheckpointKeeper:
             stage: CheckpointStore(run, stage, settings.folder, tell=self._not_kept) for stage in self.stages
         }
         # Their tensors are maps of files: a copy in memory is the system's to drop.
-        self._leases = StateLeases(run, transport, self._stores, most_saved=2 * len(self._stores))
+        most = (settings.keep + 2) * len(self._stores)
+        self._leases = StateLeases(run, transport, self._stores, most_saved=most)
         transport.serve("status", self._serve_status)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
@@ -177,8 +174,8 @@ class CheckpointKeeper:
 
     async def _take_stock(self) -> None:
         """Note what is on the disk now; say so if the newest whole version is another."""
-        for stage, store in self._stores.items():
-            versions = await asyncio.to_thread(store.versions)
+        for stage in self.stages:
+            versions = await self._leases.versions(stage)
             voiced = await asyncio.to_thread(self._voiced_of, stage, versions)
             self._have[stage] = voiced or versions
             if voiced and self._run.admission.named:

@@ -96,8 +96,8 @@ class Leases:
     def __init__(self, run: Run, transport: Transport) -> None:
         self._run, self._runs = run, (run.id, run.whole.id)
         self._leases: dict[str, Lease] = {}
-        self._rests: dict[PeerId, float] = {}
-        """Readers that lost their place because they were slow, and until when they get no other."""
+        self._rests: dict[PeerId, tuple[float, str]] = {}
+        """Readers that get no other place: until when, and why."""
         self._lending = asyncio.Lock()
         self._sweeper: asyncio.TimerHandle | None = None
         transport.serve("chunk", self._serve_chunk)
@@ -113,12 +113,11 @@ class Leases:
         return [lease for lease in self._leases.values() if lease.pool in pools]
 
     def require_no_rest(self, peer: PeerId, *, version: int) -> None:
-        """Return if `peer` may have a place. Raises NotReady: it lost one a moment ago."""
+        """Return if `peer` may have a place. Raises NotReady: it had one a moment ago."""
         now = now_s()
-        self._rests = {other: until for other, until in self._rests.items() if now < until}
+        self._rests = {other: rest for other, rest in self._rests.items() if now < rest[0]}
         if peer in self._rests:
-            text = "this download was slower than any line, and others waited: try again later"
-            raise NotReady(text, version=version, retry_after_s=1.0)
+            raise NotReady(f"{self._rests[peer][1]}: try again later", version=version, retry_after_s=1.0)
 
     def make_room(self, pool: str, most: int, *, version: int) -> None:
         """Make room for one more copy: those without a live reader go.
@@ -126,10 +125,11 @@ class Leases:
         Raises:
             NotReady: as many as there may be are being read. `version`: this peer's.
         """
-        now = now_s()
+        now, why = now_s(), "this download was slower than any line, and others waited"
         for unread in [lease for lease in self.of(pool) if not lease.wanted(now)]:
             del self._leases[unread.opened.lease]
-            self._rests |= {peer: now + REST_S for peer, r in unread.readers.items() if r.too_slow(now)}
+            slow = [peer for peer, reader in unread.readers.items() if reader.too_slow(now)]
+            self._rests |= dict.fromkeys(slow, (now + REST_S, why))
         if len(self.of(pool)) >= most:
             raise NotReady("others are downloading from this peer", version=version, retry_after_s=1.0)
 

@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import torch
 
+from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.state import StageCore
@@ -51,6 +52,8 @@ SHARED_WAIT_S = 2.0
 """How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
 MAX_LEASES = 2
 """Copies of live weights in host memory at once, each with its optimizer; and as many of saved versions."""
+COPY_TIMES = 3.0
+"""So many times as long as a copy took, its reader has no other one made: others have their turn."""
 HELD_STEPS = 2
 """Of so many steps that were taken, results are read to their end: the last one is held here anyway."""
 Start: TypeAlias = Callable[[Stage], Mapping[str, torch.Tensor]]
@@ -61,17 +64,15 @@ class StateLeases(Leases):
     """Serves `state` and `saved` from checkpoint stores, and what it opens."""
 
     def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        stores: Mapping[Stage, CheckpointStore],
-        *,
-        most_saved: int = MAX_LEASES,
-        start: Start | None = None,
-    ) -> None:
-        """`most_saved`: copies of saved versions in memory at once. `start`: what a stage starts with."""
+        self, run: Run, transport: Transport, stores: Mapping[Stage, CheckpointStore], *,
+        most_saved: int = 0, start: Start | None = None,
+    ) -> None:  # fmt: skip
+        """`most_saved`: maps of saved versions at once, which stay while their files do: gigabytes are hashed
+        for each. 0: few, and only while they are read. `start`: what a stage starts with."""
         super().__init__(run, transport)
         self._stores, self._most_saved, self._start = stores, most_saved, start
+        self._there: dict[Stage, list[int]] = {}
+        """Versions in the stores, when that was last looked at."""
         self._opening = asyncio.Lock()
         transport.serve("state", self._serve_state)
         transport.serve("saved", self._serve_saved)
@@ -85,8 +86,12 @@ class StateLeases(Leases):
             self.require_no_rest(request.peer, version=-1)
             for other in self._of_stage(wanted.stage):
                 other.readers.pop(request.peer, None)  # with another version it has done
-            lend = self._lend_start if wanted.version == START else self._lend
-            return self.read_by(request.peer, await lend(wanted.stage, wanted.version))
+            lend, began = self._lend_start if wanted.version == START else self._lend, now_s()
+            try:
+                return self.read_by(request.peer, await lend(wanted.stage, wanted.version))
+            finally:
+                until = now_s() + COPY_TIMES * (now_s() - began)
+                self._rests[request.peer] = until, "a state was copied for this peer a moment ago"
 
     def _of_stage(self, stage: Stage) -> list[Lease]:
         return [lease for lease in self.of("live", "saved") if lease.what == stage]
@@ -108,7 +113,7 @@ class StateLeases(Leases):
         if stage not in self._stores:
             raise Refused(f"this peer keeps no checkpoints of stage {stage}")
         if version < 0:
-            version = max(await self._versions(stage), default=-1)
+            version = max(await self.versions(stage), default=-1)
             if version < 0:
                 text = f"no version of stage {stage} is saved here yet"
                 raise NotReady(text, version=-1, retry_after_s=1.0)
@@ -118,7 +123,7 @@ class StateLeases(Leases):
         """`newest`: of the versions that this peer has besides those that are saved."""
         if known := [lease for lease in self._of_stage(stage) if lease.opened.version == version]:
             return known[0]
-        there = await self._versions(stage)
+        there = await self.versions(stage)
         if version not in there:
             saved = ", ".join(map(str, there)) or "none"
             text = f"version {version} of stage {stage} is not here; saved are: {saved}"
@@ -126,20 +131,28 @@ class StateLeases(Leases):
             if version > newest:
                 raise NotReady(text, version=newest, retry_after_s=1.0)
             raise Refused(text)
-        self.make_room("saved", self._most_saved, version=version)
+        if len(self.of("saved")) >= self._most_saved:
+            self.make_room("saved", self._most_saved or MAX_LEASES, version=version)
         try:
             tensors = await asyncio.to_thread(self._stores[stage].load, version)
         except SetupError as error:
             raise Refused(f"version {version} of stage {stage} cannot be given: {error.text}") from None
         return await self.add("saved", stage, Snapshot(version=version, tensors=tensors))
 
-    async def _versions(self, stage: Stage) -> list[int]:
-        """Ascending."""
+    async def versions(self, stage: Stage) -> list[int]:
+        """Ascending. What was opened of others ends when it was read."""
         store = self._stores.get(stage)
-        return sorted(await asyncio.to_thread(store.versions)) if store is not None else []
+        there = sorted(await asyncio.to_thread(store.versions)) if store is not None else []
+        self._there[stage] = there
+        return there
+
+    def _is_old(self, lease: Lease) -> bool:
+        kept = [(stage, version) for stage, there in self._there.items() for version in there]
+        stays = self._most_saved and lease.pool == "saved" and (lease.what, lease.opened.version) in kept
+        return super()._is_old(lease) and not stays
 
     async def _offered(self) -> dict[Stage, set[int]]:
-        return {stage: set(await self._versions(stage)) for stage in self._stores}
+        return {stage: set(await self.versions(stage)) for stage in self._stores}
 
     async def _serve_saved(self, request: Request) -> Answer:
         asked = unpack(request.header, AskSaved, *self._runs).run

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import pytest
 import torch
 
+from peers.clock import now_s
 from peers.ports import Answer
 from peers.sim.device import SimDevice
 from peers.sim.network import SimTransport
@@ -157,7 +158,7 @@ OTHERS = "others are downloading from this peer"
 
 async def test_joiners_at_one_version_after_another_need_not_wait(source: Source) -> None:
     for version in range(5):
-        assert (await source.download())[0] == version
+        assert (await source.download(by=f"joiner{version}"))[0] == version
         source.step()
 
 
@@ -277,6 +278,30 @@ async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
         await source.read(opened)
 
 
+async def test_one_peer_has_a_state_copied_a_quarter_of_the_time(source: Source) -> None:
+    """It opened that of each step, and read nothing: a device copies gigabytes meanwhile, and others wait."""
+    snapshot, copies = source.server.snapshot, list[float]()
+
+    async def slow() -> Snapshot:
+        copies.append(now_s())
+        await asyncio.sleep(4.0)
+        return await snapshot()
+
+    source.server.snapshot = slow  # type: ignore[method-assign]
+    until = now_s() + 160.0
+    while now_s() < until:
+        with contextlib.suppress(NotReady):
+            await source.open("stranger")
+        source.step()
+        await asyncio.sleep(0.5)
+    assert 9 <= len(copies) <= 10
+    assert "a state was copied" in (await source.refusal("stranger")).text
+    assert (await source.open("joiner")).version == source.core.version, "others need not wait"
+    await asyncio.sleep(16.0)
+    source.step()
+    assert (await source.open("stranger")).version == source.core.version
+
+
 async def test_who_opens_at_the_same_moment_gets_the_same_copy(source: Source) -> None:
     first, second = await asyncio.gather(source.open("first"), source.open("second"))
     assert first.lease == second.lease
@@ -351,7 +376,7 @@ async def test_a_copy_that_was_saved_or_made_before_the_run_went_back_is_not_the
     saving.step()
     for number in (1, 2):
         saving.core.generation = Generation(number, 2)
-        newest = await saving.open()
+        newest = await saving.open(f"joiner{number}")
         assert (newest.version, newest.generation) == (2, saving.core.generation)
     assert await saving.open() == newest
     assert (await saving.open("keeper", version=2)).lease in (saved.lease, newest.lease)
@@ -442,6 +467,25 @@ async def test_a_keeper_gives_out_what_is_on_its_shelves() -> None:
     )
     with pytest.raises(NotReady, match=OTHERS):
         await network.join("other").transport.call("source", "state", pack(OpenState(run=RUN.id, stage=0)))
+
+
+async def test_a_keeper_reads_each_version_once_whoever_opens_them_how_often() -> None:
+    """Gigabytes are hashed for it: a crowd that opened one version after another kept it busy for ever."""
+    network, saved = CalmNetwork(), SavedHere(2, 4, 6)
+    leases = StateLeases(RUN, network.join("source").transport, {0: saved}, most_saved=5)
+    for opened in range(30):
+        crowd = network.join(f"stranger{opened}").transport
+        question = OpenState(run=RUN.id, stage=0, version=saved.here[opened % 3])
+        await crowd.call("source", "state", pack(question), max_answer_bytes=1 << 20)
+        await asyncio.sleep(state_leases.LEASE_S / 2)
+    assert saved.loads == 3
+    await asyncio.sleep(10 * state_leases.LEASE_S)
+    assert len(leases.of("saved")) == 3
+    del saved.here[0]
+    assert await leases.versions(0) == [4, 6]
+    await asyncio.sleep(2 * state_leases.LEASE_S)
+    assert [lease.opened.version for lease in leases.of("saved")] == [4, 6], "the disk has its room again"
+    await network.close()
 
 
 @pytest.mark.parametrize(

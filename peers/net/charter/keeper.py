@@ -54,14 +54,9 @@ class CharterKeeper:
     """The charter of one run. Follows nothing until it is told of a name."""
 
     def __init__(
-        self,
-        storage: DhtStorage,
-        door: Doorkeeper,
-        rng: random.Random,
-        life_s: float,
-        cache: Path | None,
+        self, storage: DhtStorage, door: Doorkeeper, rng: random.Random, life_s: float, cache: Path | None,
         is_there: Callable[[PeerId], bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`cache`: a folder for the highest charters seen; None: they are forgotten at the end. `is_there`:
         whether a peer has a record."""
         self.charter: Charter | None = None
