@@ -3204,8 +3204,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "worthless-credentials-kept",
         DOORKEEPER,
-        "            if opened.token is None and not 0 < self.terms.charter.work_bits <= opened.stamp_bits:\n",
-        "            if False:\n",
+        "            if opened.token is None and not 0 <",
+        "            if False and not 0 <",
         "Strangers crowd out what honest callers showed.",
         ("test_charter",),
     ),
