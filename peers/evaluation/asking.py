@@ -41,16 +41,10 @@ class Evaluations:
     """Those of one trainer: which are due, the one that runs, and what they came to."""
 
     def __init__(
-        self,
-        run: Run,
-        entering: Callable[[list[int]], list[Buffer]] | None,
-        transport: Transport,
-        counted: Callable[[Stage], Sequence[PeerId]],
-        route: Callable[[Collection[PeerId]], list[PeerId]],
-        failed: Callable[[PeerFault], None],
-        emit: events.Emit,
-        expected_s: Callable[[int], float],
-    ) -> None:
+        self, run: Run, entering: Callable[[list[int]], list[Buffer]] | None, transport: Transport,
+        counted: Callable[[Stage], Sequence[PeerId]], route: Callable[[Collection[PeerId]], list[PeerId]],
+        failed: Callable[[PeerFault], None], emit: events.Emit, expected_s: Callable[[int], float],
+    ) -> None:  # fmt: skip
         """`entering`: offsets -> what stage 0 is sent; None: there is nothing to evaluate on. `counted`: the
         peers of a stage whose word counts. `route`: one of these of each stage, and where there are others
         none of those given. `expected_s`: seconds of so many microbatches of training; infinite: unknown.

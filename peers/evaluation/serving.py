@@ -6,7 +6,7 @@ from peers.incoming import Incoming
 from peers.ports import Answer, Rank, Request
 from peers.stage.microbatches import buffer_sizes, split
 from peers.stage.state import StageCore
-from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused
+from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, short
 from swarm.evaluation import is_due, microbatches, version_of
 from swarm.model.stage_io import body_bytes, input_metas
 from swarm.wire.codec import Encoded
@@ -51,6 +51,8 @@ class EvaluationServer:
         self._check(wanted, request)
         if core.stage > 0:
             await core.membership.require(request.peer, core.stage - 1)
+            if request.peer not in (core.voices.of(core.stage - 1, version=core.version) or [request.peer]):
+                raise Refused(f"peer {short(request.peer)} has no voice at stage {core.stage - 1}")
         if self._inflight >= MAX_AT_ONCE:
             raise Busy(f"{self._inflight} evaluations are in flight")
         self._inflight += 1

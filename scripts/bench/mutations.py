@@ -2137,6 +2137,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_state_leases",),
     ),
     Mutation(
+        "evaluate-for-anybody",
+        "peers/evaluation/serving.py",
+        "if request.peer not in (core.voices.of(core.stage - 1, version=core.version) or [request.peer]):",
+        "if False:",
+        "Identities without work have all stages but the first compute forwards, as many as they like.",
+        ("test_evaluation",),
+    ),
+    Mutation(
         "results-are-kept-while-they-are-read",
         LEASES,
         ' or (lease.pool == "held" and not held)',

@@ -17,6 +17,7 @@ from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
 from peers.programs.status import ask, picture
 from peers.programs.trained import evaluate
+from peers.stage.microbatches import buffer_sizes
 from peers.storage.dataset import open_dataset
 from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of
@@ -26,12 +27,13 @@ from swarm.evaluation import eval_data, eval_offsets, is_due, mean_loss, microba
 from swarm.manifest import DataSpec, EvalSpec, Run, demo_run, parse_run
 from swarm.model.evaluate import loss_of
 from swarm.model.reference import SingleProcess
+from swarm.model.stage_io import input_metas
 from swarm.wire.codec import encode
 from swarm.wire.messages import Evaluate, pack
 from swarm.wire.messages import Evaluated as Told
 from tests.model.chain import TEXT, Chain, batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
-from tests.peers.sybils import TRAINER, admitting, give_voice
+from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
 from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
@@ -167,6 +169,35 @@ async def test_of_an_evaluation_only_those_with_voice_are_asked() -> None:
     run = admitting(eval_run())
     s = await evaluated(run, liars=("s2p1", "s2p2"), voiced=("s2p0",))
     assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(expected(run)[0].items())
+
+
+@pytest.mark.parametrize("voiced", [True, False])
+async def test_a_mere_record_has_no_stage_behind_evaluate_what_it_made_up(voiced: bool) -> None:
+    """Each call costs the device a forward: thirty-two at once are nine tenths of its work."""
+    run = admitting(eval_run())
+    async with swarm(run, replicas=2, batches=Text(batch_of(run))) as s:
+        if voiced:
+            give_voice(s, "s0p0", "s0p1", "s1p0")
+        await s.until_serving()
+        await add_liar(s, "stranger", 0, 0)
+        await asyncio.sleep(1.0)
+        compute, made = s.peers["s1p0"].core.compute, list[int]()
+        compute.evaluate = lambda *args: made.append(1) or 1.0  # type: ignore[func-returns-value, method-assign]
+        metas = input_metas(run, 1)
+        wanted = pack(Evaluate(run=run.id, t=0, e=0, tensors=metas, route=()))
+        body = [bytes(size) for size in buffer_sizes(metas)]
+
+        async def ask(by: str) -> None:
+            await s.network.peers[by].transport.call("s1p0", "eval", wanted, body)
+
+        await ask("s0p1")
+        assert made == [1], "by who works at the stage before"
+        if voiced:
+            with pytest.raises(Refused, match="has no voice at stage 0"):
+                await ask("stranger")
+            assert made == [1]
+        else:
+            await ask("stranger")
 
 
 async def test_of_two_routes_that_differ_neither_is_believed_and_that_is_said() -> None:
