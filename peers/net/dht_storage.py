@@ -171,18 +171,23 @@ class DhtStorage:
         """Nodes near a key, nearest first, without us: those found by searching, and the routing table's."""
         return nearest(place.key_id, {*self.node.near(place.key_id, count), *place.near}, count)
 
+    def some(self, count: int) -> list[PeerId]:
+        """Nodes that we know, wherever they are: all that are near a key may be one stranger's."""
+        known = sorted(self.node.table.peer_id_to_uid)
+        return self._random.sample(known, min(count, len(known)))
+
     def place(self, key: str) -> Place:
         return self._places.setdefault(key, Place(key_bytes(key)))
 
-    async def store(self, key: str, entry: Entry) -> int:
-        """Put a value on the nodes nearest to the key; how many took it."""
+    async def store(self, key: str, entry: Entry, besides: int = 0) -> int:
+        """Put a value on the nodes nearest to the key, and on some `besides`; how many took it."""
         place = self.place(key)
         self.node.keep(place.key, entry, first_hand=True)
         if not self.online:
             return 0
         if place.is_new:
             await self.search([place])
-        near = self.nearest(place, REPLICAS)
+        near = {*self.nearest(place, REPLICAS), *self.some(besides)}
         answers = await asyncio.gather(*(self.node.store(peer, [(place.key, entry)]) for peer in near))
         return 1 + sum(bool(answer and answer[0]) for answer in answers)
 

@@ -3941,6 +3941,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_judges",),
     ),
     Mutation(
+        "a-charter-is-asked-for-near-its-key-only",
+        FOLLOWER,
+        ", *storage.some(most // 2)}",
+        "}",
+        "A few identities whose nodes stand nearest to the charter keep each ban from all peers.",
+        ("test_charter_followed",),
+    ),
+    Mutation(
+        "a-charter-is-given-to-those-near-its-key-only",
+        FOLLOWER,
+        "return await self._store(REPLICAS)",
+        "return await self._store()",
+        "The owner gives a ban to nodes of a liar, which say that they have it, and to nobody else.",
+        ("test_charter_followed",),
+    ),
+    Mutation(
         "a-crowd-has-a-revocation-forgotten",
         FOLLOWER,
         "            if self._revoked[least][1] >= rank:\n                return\n",

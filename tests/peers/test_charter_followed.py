@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from peers.clock import now_s, unix_s
+from peers.net._hivemind import DHTID
 from peers.net.charter import signed
-from peers.net.dht_protocol import Entry
+from peers.net.dht_protocol import REPLICAS, Entry, key_bytes, nearest
 from peers.net.identity import Identity
 from swarm import charter as rules
 from swarm.charter import Ban, Charter, Rule
@@ -129,6 +130,34 @@ async def test_a_ban_is_followed_by_all_within_thirty_seconds_and_its_record_goe
         assert any("banned" in why for node in others for why in node.directory.storage.check.rejected)
         await nodes[0].directory.charters.publish(charter(3), OWNER)
         await within(60, lambda: all(node.directory.find(banned.peer_id) for node in others))
+
+
+async def test_a_ban_is_followed_though_all_nodes_near_its_key_are_a_liars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a node stands follows from its id, and ids are made in milliseconds: a few dozen stood nearest to
+    the charter, took the ban, and told nobody."""
+    key = DHTID.from_bytes(key_bytes(signed.charter_key(NAME)))
+    ids = {n: Identity(n.to_bytes(32, "big")).peer_id for n in range(1000, 2000)}
+    near = nearest(key, ids.values(), 2 * REPLICAS)
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 12)
+        await nodes[0].directory.charters.publish(charter(), OWNER)
+        await within(FOLLOWED_S, lambda: sequences(nodes) == [1] * 12)
+        for number in (n for n, peer in ids.items() if peer in near):
+            liar = await dht.add(number, run_id=RUN.id, join=nodes[number % 12])
+            monkeypatch.setattr(liar.node, "_store", lambda *_: True)
+            monkeypatch.setattr(liar.node, "entries", lambda key: [])
+        await asyncio.sleep(240)  # searches find them
+        owner = await dht.add(99, run_id=RUN.id, join=nodes[3])
+        await owner.directory.fetch_manifest(RUN.id)
+        place = owner.directory.storage.place(signed.charter_key(NAME))
+        await owner.directory.storage.search([place])
+        assert {*owner.directory.storage.nearest(place, REPLICAS)} < {*near}
+        assert await owner.directory.charters.publish(charter(2, bans=(Ban(near[0], "x"),)), OWNER) > 1
+        await dht.kill(owner)  # the command has ended
+        took = await within(120.0, lambda: sequences(nodes) == [2] * 12)
+        print(f"\na ban is followed by 12 peers after {took:.1f} s")
 
 
 async def test_an_older_charter_is_not_taken_however_long_it_would_live() -> None:

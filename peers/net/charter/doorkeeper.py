@@ -93,15 +93,9 @@ class Doorkeeper:
         return not enough and bool(self.why_not(peer, role, now=now))
 
     def why_not(
-        self,
-        peer: PeerId,
-        role: Role,
-        *,
-        now: float,
-        stage: Stage | None = None,
-        carried: bytes | None = None,
-        stamped_bits: int = 0,
-    ) -> str:
+        self, peer: PeerId, role: Role, *, now: float, stage: Stage | None = None,
+        carried: bytes | None = None, stamped_bits: int = 0,
+    ) -> str:  # fmt: skip
         """Why a peer is not admitted as a role; empty if it is, or everybody is.
 
         Args:

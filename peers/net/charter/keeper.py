@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 POLL_EVERY_S = 8.0
 """With two nodes asked each time, a ban is known everywhere within 30 s though some of them keep it back."""
 POLLED_NODES = 2
+"""Near its key, and half as many anywhere."""
 DAY_S = 86_400.0
 WARNED_S = 3 * DAY_S
 MOST_BYTES = 65_536
@@ -169,7 +170,7 @@ class CharterKeeper:
         revoked = {peer: until for peer, (until, _) in islice(self._revoked.items(), MAX_SUBKEYS)}
         known = [self._known_charter(), revoked]
         keys = {place.key: one for place, one in zip(places, known, strict=False)}
-        asked = self._random.sample(sorted(near), min(most, len(near)))
+        asked = {*self._random.sample(sorted(near), min(most, len(near))), *storage.some(most // 2)}
         for answered in await asyncio.gather(*(storage.node.read(peer, keys, MOST_BYTES) for peer in asked)):
             for key, found in (answered[0] if answered is not None else {}).items():
                 self._take(key, found.entries)
@@ -265,19 +266,19 @@ class CharterKeeper:
         """Go by a charter that was opened unless a higher one is known, and store the highest."""
         self.follow(RunName(charter.name, fingerprint_of(owner)))
         self.adopt(charter, owner, sealed)
-        return await self._store()
+        return await self._store(REPLICAS)
 
     async def revoke(self, run_id: str, peer: PeerId, sealed: bytes) -> int:
         """Store a revocation; how many nodes took it."""
         entry = Entry(peer, sealed, unix_s() + REVOCATION_LIFE_S)
-        return await self._storage.store(revocations_key(run_id), entry)
+        return await self._storage.store(revocations_key(run_id), entry, REPLICAS)
 
-    async def _store(self) -> int:
+    async def _store(self, besides: int = 0) -> int:
         assert self.name is not None
         # Not all peers at the same moment.
         self._stored_at = now_s() - self._life_s / 6 * self._random.random()
         entry = Entry(self.owner, self.sealed, self._kept_until())
-        return await self._storage.store(charter_key(self.name), entry)
+        return await self._storage.store(charter_key(self.name), entry, besides)
 
     def _path(self) -> Path | None:
         return None if self._cache is None or self.name is None else self._cache / str(self.name)
