@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.example import EXAMPLE
+from peers.programs.manifest import EXAMPLE
 from swarm.manifest import Run, parse_run
 
 
