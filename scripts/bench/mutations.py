@@ -2117,7 +2117,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         LEASES,
         " and not stays",
         "",
-        "Whoever opens the versions of a keeper in turn keeps it hashing, and nobody joins meanwhile.",
+        "One stranger opens the versions of a keeper in turn, which hashes, and nobody joins.",
         ("test_state_leases",),
     ),
     Mutation(
@@ -3921,7 +3921,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         CONVICTIONS,
         "teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])",
         "teller in [record.peer for record in self._directory.at(stage)]",
-        "Whoever announces itself at a stage has others hold and compute what it likes.",
+        "A stranger that announces itself at a stage has others hold and compute what it likes.",
         ("test_judges",),
     ),
     Mutation(
@@ -4009,7 +4009,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "peers/programs/charter.py",
         "{clean(one.why)}",
         "{one.why}",
-        "The owner of a run writes to the terminal of whoever looks at its charter.",
+        "The owner of a run writes to the terminal of all that look at its charter.",
         ("test_charter_commands",),
     ),
     Mutation(
