@@ -306,10 +306,14 @@ async def test_a_key_revokes_itself_without_the_owner() -> None:
         assert await nodes[2].directory.storage.store(key, forged) == 1, "nobody but us"
 
 
-async def test_strangers_that_revoke_themselves_do_not_crowd_out_a_peer_of_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three keys that revoked themselves are kept, no more."""
     monkeypatch.setattr("peers.net.charter.keeper.MAX_REVOKED", 3)
+
+
+@pytest.mark.usefixtures("room_for_three")
+async def test_strangers_that_revoke_themselves_do_not_crowd_out_a_peer_of_the_run() -> None:
     async with MemoryDht() as dht:
         nodes = await swarm(dht, 3)
         await nodes[0].directory.charters.publish(charter(1, founders=(THIEF.peer_id,)), OWNER)
@@ -328,11 +332,9 @@ async def test_strangers_that_revoke_themselves_do_not_crowd_out_a_peer_of_the_r
         assert {nodes[2].peer_id, THIEF.peer_id} < charters.revoked
 
 
-async def test_no_crowd_that_revokes_itself_has_a_stolen_key_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("room_for_three")
+async def test_no_crowd_that_revokes_itself_has_a_stolen_key_forgotten() -> None:
     """Of a trainer whom the manifest names, say: identities with records of their own are free."""
-    monkeypatch.setattr("peers.net.charter.keeper.MAX_REVOKED", 3)
     named, invited, late = (Identity(bytes([n]) * 32).peer_id for n in (201, 202, 203))
     crowd = [Identity(n.to_bytes(32, "big")).peer_id for n in range(100, 110)]
     async with MemoryDht() as dht:
