@@ -188,7 +188,7 @@ class StagePeer:
             await self.status.announce()
             self.actions.spawn(self.status.rehearse())
             leaving = asyncio.create_task(self._leaving.wait())
-            loops = [asyncio.create_task(self._join()), leaving]
+            loops = [asyncio.create_task(self._join()), leaving, asyncio.create_task(self._prober.run())]
             await asyncio.wait([*loops, watch], return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
                 watch.result()
@@ -206,7 +206,7 @@ class StagePeer:
                 )
             )  # fmt: skip
             self.actions.spawn(self._tell_of_no_trainer())
-            often = [self.coordination.run(), self._prober.run(), self._lines.run(), self.status.run()]
+            often = [self.coordination.run(), self._lines.run(), self.status.run()]
             if self._run.rebalance_every_s:
                 often.append(self.moving.run())
             loops += [asyncio.create_task(loop) for loop in often]

@@ -3621,6 +3621,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_believing",),
     ),
     Mutation(
+        "newcomers-ask-no-silent-peer-again",
+        "peers/stage/server.py",
+        "leaving, asyncio.create_task(self._prober.run())]",
+        "leaving]",
+        "A newcomer that found its stage silent once, as a line was cut, waits for ever.",
+        ("test_probe",),
+    ),
+    Mutation(
         "silence-bears-a-step-out",
         "peers/status_query.py",
         " or not (reached or silent):",

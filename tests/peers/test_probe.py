@@ -122,3 +122,16 @@ async def test_after_a_cut_heals_the_peers_behind_it_are_used_again(monkeypatch:
         for name, _ in s.live():
             version_of, counts = await s.counted(name)
             assert counts == [version_of] * s.run.M
+
+
+async def test_a_newcomer_asks_silent_replicas_again_before_it_has_joined() -> None:
+    """It came while a line was cut, say. It had waited for ever for those that it found silent then."""
+    async with swarm(audit_run(stages=2, steps=4, microbatches_per_step=4)) as s:
+        await s.until_serving()
+        s.add_trainer("trainer", steps=2)
+        await s.until_version(2)
+        newcomer = s.add_peer("newcomer", 1)
+        for name in ("s1p0", "s1p1"):
+            newcomer.core.backoff.failed(name, now=now_s(), silent=True)
+        await s.until(lambda: newcomer.core.joined, limit_s=30.0)
+        assert newcomer.core.version == 2
