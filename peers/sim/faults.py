@@ -191,13 +191,19 @@ def _side(swarm: Swarm, fault: Fault) -> list[PeerId]:
 
 @_kind(6)
 def cut(swarm: Swarm, fault: Fault, *, one_way: bool = False) -> bool:
-    """Some of all are cut off from the rest, and come back some seconds later."""
-    side = _side(swarm, fault)
+    """Some of all are cut off from the rest, and come back some seconds later: half of them as after a long
+    time, when their records have run out.
+    """
+    side, forgotten = _side(swarm, fault), not one_way and int(1000 * fault.which) % 2 == 1
     if not side:
         return False
-    how = "reach nobody of the rest" if one_way else "are cut off"
+    how = "reach nobody of the rest" if one_way else "are cut off" + " and forgotten" * forgotten
     swarm.say(f"*** {', '.join(sorted(side))} {how} for {fault.lasts_s:.1f} s")
     number = swarm.network.cut(side, one_way=one_way)
+    if forgotten:
+        _cut_off(swarm, side, fault.lasts_s)
+        for peer in side:
+            swarm.dht.forget(peer)
     _later(swarm, fault.lasts_s, "the cut is healed", swarm.network.heal, number)
     return True
 
@@ -215,9 +221,13 @@ def cut_off(swarm: Swarm, fault: Fault) -> bool:
     if not side:
         return False
     swarm.say(f"*** {', '.join(sorted(side))} reach nobody of the DHT for {fault.lasts_s:.1f} s")
-    swarm.dht.cut_off.update(side)
-    swarm.loop.call_later(fault.lasts_s, swarm.dht.cut_off.difference_update, side)
+    _cut_off(swarm, side, fault.lasts_s)
     return True
+
+
+def _cut_off(swarm: Swarm, side: Sequence[PeerId], lasts_s: float) -> None:
+    swarm.dht.cut_off.update(side)
+    swarm.loop.call_later(lasts_s, swarm.dht.cut_off.difference_update, side)
 
 
 # --- members come, go and change ----------------------------------------------------------------------------
