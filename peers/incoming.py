@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from peers.ports import Buffer, Request
 from swarm.errors import NotReady
 from swarm.ids import PeerId
-from swarm.policy.pace import GRACE_S, most_s
+from swarm.policy.timeouts import GRACE_S, most_s
 
 BEFORE_S = GRACE_S / 2
 """Sooner than a caller that waits for the same microbatch would give this peer up for it."""
@@ -29,7 +29,7 @@ class Incoming:
         self._wanted = asyncio.Event()
 
     async def receive(self, request: Request, late: Callable[[], None] = lambda: None) -> Sequence[Buffer]:
-        """The body of a request; `late` is called if it is slower than `swarm.policy.pace` asks for.
+        """The body of a request; `late` is called if it is slower than `swarm.policy.timeouts` asks for.
 
         Raises:
             NotReady: it is late, and others wait.

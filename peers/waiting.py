@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from peers.clock import is_virtual
 from swarm.errors import SwarmError
@@ -16,6 +16,7 @@ from swarm.errors import SwarmError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741
 
 
 async def within(awaitable: Awaitable[T], limit_s: float) -> T:
@@ -77,6 +78,21 @@ async def unless(watch: asyncio.Future[Any], awaitable: Awaitable[T]) -> T:
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it was looked at
 
 
+async def for_each(items: Iterable[I], work: Callable[[I], Awaitable[T]], most: int) -> list[T]:
+    """What `work` gives for each of them, done for so many at a time. The first error ends all of it."""
+    room = asyncio.Semaphore(most)
+
+    async def one(item: I) -> T:
+        async with room:
+            return await work(item)
+
+    tasks = [asyncio.ensure_future(one(item)) for item in items]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(tasks)
+
+
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel all of them, and return when none runs any more, whatever became of it."""
     ended = list(tasks)
@@ -131,3 +147,36 @@ async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await asyncio.wrap_future(result)
+
+
+K = TypeVar("K")
+"""Whom it goes to, and as what."""
+M = TypeVar("M")
+
+
+class LatestValueSender(Generic[K, M]):
+    """At most one message in flight under each key; what is posted meanwhile replaces what waits."""
+
+    def __init__(self, send: Callable[[K, M], Awaitable[None]]) -> None:
+        self._send = send
+        self._waiting: dict[K, M] = {}
+        self._running: dict[K, asyncio.Task[None]] = {}
+
+    def post(self, key: K, message: M) -> None:
+        """Send `message` as soon as the one before it under that key is answered."""
+        self._waiting[key] = message
+        if key not in self._running:
+            self._running[key] = asyncio.get_running_loop().create_task(self._deliver(key))
+
+    async def _deliver(self, key: K) -> None:
+        try:
+            while key in self._waiting:
+                await self._send(key, self._waiting.pop(key))
+        finally:  # not in a callback of the task: what is posted before that ran would wait for the next post
+            self._running.pop(key, None)
+
+    async def close(self, which: Callable[[K], bool] = lambda key: True) -> None:
+        """Stop sending what has one of these keys."""
+        self._waiting = {key: message for key, message in self._waiting.items() if not which(key)}
+        tasks = [task for key, task in self._running.items() if which(key)]
+        await end_tasks(tasks)

@@ -1,13 +1,9 @@
 """Replicas compute again what others of their stage contributed to a step: all microbatches of one of them.
 
-An answer that is true shows that a peer computed, not that it added. Whom to audit is decided when all
-contributions are signed and the round's result is there: by chance, or since a contribution looks unlike the
-others'. The auditor copies the weights, so the run goes on meanwhile; the audited replica shows what it keeps
-of the step, with its neighbours' signatures on it.
-
-Each replica believes only what it computed itself. Who finds a lie first tells the others, which look at the
-next contribution, and looks itself once more before it leaves the liar out: left out sooner, it would have
-nothing to show to the others.
+An answer that is true shows that a peer computed, not that it added. Each replica believes only what it
+computed itself. Who finds a lie first tells the others, which look at the next contribution, and looks itself
+once more before it leaves the liar out: left out sooner, it would have nothing to show to the others. Whom to
+audit, and when: docs/decisions/audits.md.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.ports import Device, Rank
 from peers.stage.state import StageCore
-from peers.waiting import end_tasks
+from peers.waiting import for_each
 from swarm.audit.answers import is_audited
 from swarm.audit.contributions import Recount
 from swarm.audit.evidence import numbers
@@ -65,22 +61,15 @@ async def count_again(
     Raises:
         SwarmError: it does not show one as its neighbours signed it.
     """
-    room = asyncio.Semaphore(AT_ONCE)
 
     async def again(mb: Microbatch) -> bool:
-        async with room:
-            shown = await kept.of(member, mb, made=False)
-            neighbours = kept.signed_by(mb, shown)
-            saw(mb, shown)
-            job = (recount.add, mb.m, shown.forth, shown.back, device.books)
-            await device.run(Rank.FORWARD, mb.t, *job)
-            return all(kept.counts(*neighbour) for neighbour in neighbours)
+        shown = await kept.of(member, mb, made=False)
+        neighbours = kept.signed_by(mb, shown)
+        saw(mb, shown)
+        await device.run(Rank.FORWARD, mb.t, recount.add, mb.m, shown.forth, shown.back, device.books)
+        return all(kept.counts(*neighbour) for neighbour in neighbours)
 
-    tasks = [asyncio.ensure_future(again(mb)) for mb in microbatches]
-    try:
-        return sum(await asyncio.gather(*tasks))
-    finally:
-        await end_tasks(tasks)
+    return sum(await for_each(microbatches, again, AT_ONCE))
 
 
 def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> bool:

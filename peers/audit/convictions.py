@@ -15,6 +15,7 @@ from peers.audit.verdicts import MAX_TOLD, Verdicts
 from peers.device import host_memory
 from peers.ports import Answer, Buffer, Directory, Request, Transport
 from peers.transfer.client import download, state_of
+from peers.waiting import for_each
 from swarm.audit.answers import proves_answer
 from swarm.audit.evidence import is_signed_by_accused, proves
 from swarm.errors import Busy, Refused, SwarmError, short
@@ -104,18 +105,16 @@ class Convictions(Verdicts):
         told: list[tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]] = []
         told += [(peer, body, []) for peer in self._at({self._stage}) if peer != self._transport.peer_id]
         told += [(peer, [], body) for stages in others for peer in self._at(stages)]
-        left = iter(told[: MAX_TOLD**2])
 
-        async def tell_some() -> None:
-            for peer, shown, if_asked in left:
-                tell = partial(self._transport.call, peer, "evidence", header, deadline_s=PASS_ON_S)
-                with contextlib.suppress(SwarmError):
-                    answer = await tell(shown)
-                    if if_asked and unpack_answer(peer, answer.header, Heard).asks:
-                        await tell(if_asked)
+        async def tell(one: tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]) -> None:
+            peer, shown, if_asked = one
+            show = partial(self._transport.call, peer, "evidence", header, deadline_s=PASS_ON_S)
+            with contextlib.suppress(SwarmError):
+                answer = await show(shown)
+                if if_asked and unpack_answer(peer, answer.header, Heard).asks:
+                    await show(if_asked)
 
-        for _ in range(MAX_TOLD):
-            self._tasks.create_task(tell_some())
+        self._tasks.create_task(for_each(told[: MAX_TOLD**2], tell, MAX_TOLD))
 
     def _at(self, stages: Collection[Stage]) -> list[PeerId]:
         return self._in_order({record.peer for stage in stages for record in self._directory.at(stage)})

@@ -1,9 +1,8 @@
 """The all-reduce between the replicas of a stage: all of it or nothing.
 
-A butterfly: each replica owns a part of the flat gradient. All replicas send their contributions to a part to
-its owner, and the *answer* to that call is the reduced part; so a failure anywhere is a failed call, and a
-replica has either every part or no result. The owner adds contributions in the order of the replicas' ids,
-encodes the sum once, and uses the decoded bytes itself: all end with identical bits whatever the codec.
+A butterfly: each replica owns a part of the flat gradient, and the *answer* to a contribution is the reduced
+part: a replica has either every part or no result. The owner adds contributions in the order of the replicas'
+ids, encodes the sum once, and uses the decoded bytes itself: all end with identical bits whatever the codec.
 Nothing changes the replicas' own sums, so an aborted round costs only its time.
 """
 
@@ -24,12 +23,11 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
-from peers.waiting import happens, pulse, unless
+from peers.waiting import for_each, happens, pulse, unless
 from swarm.errors import BadAnswer, NotReady, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
-from swarm.policy.pace import is_too_slow, most_s
-from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.policy.timeouts import AdaptiveTimeout, is_too_slow, most_s
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes, host_empty
@@ -340,39 +338,33 @@ class AllReduce:
 
     async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:
         """Send this replica's contribution to each chunk that `owner` owns, and take the reduced chunk."""
-        room = asyncio.Semaphore(CHUNKS_IN_FLIGHT)
         check, place = this.check, this.plan.members.index(owner)
 
-        async def exchange(index: int, start: int, numel: int) -> None:
-            async with room:
-                tensors: tuple[TensorMeta, ...] = ()
-                body: Sequence[Buffer] = ()
-                if this.plan.ledgers[this.plan.members.index(self._me)]:
-                    meta, body = await asyncio.to_thread(
-                        packed, this.total[start : start + numel], self._codec, name="a gradient sum"
-                    )
-                    tensors = (meta,)
-                part = Part(
-                    run=self._run, t=this.t, round=this.plan.round, start=start, numel=numel,
-                    crc=0 if check else checksum(body), tensors=tensors,
-                    proof=check.proof(place) if check else None,
-                )  # fmt: skip
-                answer = await self._call_until_ready(owner, part, body, this.deadline_s)
-                done = unpack_answer(owner, answer.header, PartDone)
-                this.reduced[start : start + numel] = read_part(
-                    owner, done.tensors, None if check else done.crc, answer.body, numel, self._codec,
-                    self._dtype,
-                )  # fmt: skip
-                if check is not None:
-                    check.came(place, done.proof)
-                this.sent_bytes += sum(memoryview(b).nbytes for b in body)
+        async def exchange(chunk: tuple[int, int]) -> None:
+            start, numel = chunk
+            tensors: tuple[TensorMeta, ...] = ()
+            body: Sequence[Buffer] = ()
+            if this.plan.ledgers[this.plan.members.index(self._me)]:
+                meta, body = await asyncio.to_thread(
+                    packed, this.total[start : start + numel], self._codec, name="a gradient sum"
+                )
+                tensors = (meta,)
+            part = Part(
+                run=self._run, t=this.t, round=this.plan.round, start=start, numel=numel,
+                crc=0 if check else checksum(body), tensors=tensors,
+                proof=check.proof(place) if check else None,
+            )  # fmt: skip
+            answer = await self._call_until_ready(owner, part, body, this.deadline_s)
+            done = unpack_answer(owner, answer.header, PartDone)
+            this.reduced[start : start + numel] = read_part(
+                owner, done.tensors, None if check else done.crc, answer.body, numel, self._codec,
+                self._dtype,
+            )  # fmt: skip
+            if check is not None:
+                check.came(place, done.proof)
+            this.sent_bytes += sum(memoryview(b).nbytes for b in body)
 
-        tasks = [asyncio.create_task(exchange(index, *chunk)) for index, chunk in enumerate(chunks)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        await for_each(chunks, exchange, CHUNKS_IN_FLIGHT)
 
     async def _call_until_ready(
         self, owner: PeerId, part: Part, body: Sequence[Buffer], limit_s: float

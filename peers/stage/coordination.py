@@ -17,12 +17,11 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from peers.clock import now_s
-from peers.latest_value import LatestValueSender
 from peers.ports import Answer, Request
 from peers.stage.all_reduce import AllReduce
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
-from peers.waiting import end_tasks, happens, pulse
+from peers.waiting import LatestValueSender, end_tasks, happens, pulse
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary

@@ -2,9 +2,8 @@
 
     block   AskBlock → Ack + the block's bytes
 
-A trainer that gives blocks says so in a record (`feeding`), and a keeper with data is asked like all keepers.
-Who gives a block does not matter, since the index has its Merkle node: wrong bytes cost a download, and their
-sender its turn for a while. Only what is on this machine is given: nothing is fetched for others.
+Who gives a block does not matter, since the index has its Merkle node. Only what is on this machine is given:
+nothing is fetched for others. Who is asked, and in which order: docs/design.md, *Work that is counted*.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.merkle import block_levels
 from swarm.policy.backoff import Backoff
-from swarm.policy.pace import most_s
+from swarm.policy.timeouts import most_s
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import Ack, AskBlock, pack, unpack, unpack_answer
 

@@ -1,8 +1,7 @@
 """Which saved versions (checkpoints) of which stage are available, and at which peers.
 
-Peers are asked for the versions of their own stage, keepers for those of all. What they say is a claim: the
-download checks the bytes, by what peers with voice signed of them if a keeper shows that. Here only claims
-are refused that cannot be true.
+What peers say is a claim: the download checks the bytes, by what peers with voice signed of them if a keeper
+shows that. Here only claims are refused that cannot be true.
 """
 
 from __future__ import annotations

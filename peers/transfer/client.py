@@ -1,19 +1,16 @@
 """Downloading large things, such as the state of a stage, from several peers at once.
 
 Each source is asked to open a lease (`peers.transfer.leases`); it answers with the digest of every chunk.
-Which of them are believed: `docs/design.md`, *Joining*. Each has a few requests in flight and takes the next
-missing chunk, so fast ones give more. A source that dies gives its chunks back to the others, and what is
-here is kept even when all of them die (`Partial`).
-
-What this proves: the bytes are those that the believed group agrees on. A single source that lies with hashes
-that fit its lie cannot be found out here. What a wrong state could do is bounded further on: replicas compare
-the digests of their weights at every step.
+Which of them are believed, and what becomes of those that stall or die: docs/design.md, *Joining*. A single
+source that lies with hashes that fit its lie cannot be found out here. What a wrong state could do is bounded
+further on: replicas compare the digests of their weights at every step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from asyncio import FIRST_COMPLETED
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +31,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state
 from swarm.model.reductions import state_digest
-from swarm.policy.pace import most_s
+from swarm.policy.timeouts import most_s
 from swarm.protocol.rollback import check_generation
 from swarm.protocol.rounds import NO_VOICE, Commit
 from swarm.protocol.voice import heard, weight
@@ -95,12 +92,14 @@ def shown(stage: Stage, version: int, emit: Emit) -> Progress:
     """Says every `SHOW_S` how far a download is, and its end if it took that long."""
     shown_at = began = now_s()
 
-    def progress(done_bytes: int, total_bytes: int, sources: int) -> None:
+    def progress(done: int, total: int, sources: int) -> None:
         nonlocal shown_at
-        if now_s() - shown_at > SHOW_S or (done_bytes == total_bytes and shown_at > began):
+        if now_s() - shown_at > SHOW_S or (done == total and shown_at > began):
             shown_at = now_s()
-            done = {"done_bytes": done_bytes, "total_bytes": total_bytes}
-            emit(Downloading(stage=stage, version=version, sources=sources, **done))
+            said = Downloading(
+                stage=stage, version=version, done_bytes=done, total_bytes=total, sources=sources
+            )
+            emit(said)
 
     return progress
 
@@ -282,8 +281,8 @@ async def download(
     """
     others = [p for p in dict.fromkeys(sources) if p != transport.peer_id]
     asked = sorted(others, key=lambda peer: peer not in voice)[:MAX_SOURCES]
-    this = _Downloading(transport, wanted, voice, partial or Partial(), progress, on_fault)
-    return await this.from_(asked)
+    downloading = _Downloading(transport, wanted, voice, partial or Partial(), progress, on_fault)
+    return await downloading.from_(asked)
 
 
 @dataclass(eq=False, slots=True)
@@ -355,20 +354,20 @@ class _Downloading:
     async def _open_all(self, sources: Sequence[PeerId]) -> list[Offer]:
         offers: list[Offer] = []
         opening = {asyncio.create_task(self._open(p, self.wanted.question)): p for p in sources}
-        until = float("inf")
+        until: float | None = None
         pending = set(opening)
         try:
-            while pending and now_s() < until:
-                left = {"timeout": None if until == float("inf") else until - now_s()}
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED, **left)
+            while pending and (until is None or now_s() < until):
+                left_s = None if until is None else until - now_s()
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=FIRST_COMPLETED)
                 for task in done:
                     try:
                         offers.append(task.result())
                     except SwarmError as error:
                         self._failed(opening[task], error)
                 waits = self._has_voice(opening[task] for task in pending)
-                if until == float("inf") and (self._has_voice(o.source for o in offers) or not waits):
-                    until = now_s() + (self.wanted.gather_s if offers else float("inf"))
+                if offers and until is None and (self._has_voice(o.source for o in offers) or not waits):
+                    until = now_s() + self.wanted.gather_s
         finally:
             await end_tasks(pending)
         return offers
@@ -433,7 +432,7 @@ class _Downloading:
         pending: set[asyncio.Task[object]] = {complete, *work}
         try:
             while not pull.complete.is_set() and (pull.active or pending & readers.keys()):
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(pending, return_when=FIRST_COMPLETED)
                 for task in done - {complete}:
                     error = task.exception()
                     if isinstance(error, SwarmError):

@@ -101,8 +101,12 @@ class CheckpointKeeper:
         self._run, self._settings, self._emit = run, settings, emit
         self._transport, self._directory = transport, directory
         self.stages = settings.stages or tuple(range(run.S))
+
+        def not_kept(damaged: str) -> None:
+            emit(events.Trouble(text=f"not kept: {damaged}"))
+
         self._stores = {
-            stage: CheckpointStore(run, stage, settings.folder, tell=self._not_kept) for stage in self.stages
+            stage: CheckpointStore(run, stage, settings.folder, tell=not_kept) for stage in self.stages
         }
         # Their tensors are maps of files: a copy in memory is the system's to drop.
         most = (settings.keep + 2) * len(self._stores)
@@ -169,9 +173,6 @@ class CheckpointKeeper:
 
     # -- what is here -----------------------------------------------------------------------------
 
-    def _not_kept(self, damaged: str) -> None:
-        self._emit(events.Trouble(text=f"not kept: {damaged}"))
-
     async def _take_stock(self) -> None:
         """Note what is on the disk now; say so if the newest whole version is another."""
         for stage in self.stages:
@@ -204,8 +205,8 @@ class CheckpointKeeper:
     async def _keep(self) -> None:
         """Fetch all that is offered and of use."""
         now = now_s()
-        there = await self._directory.refresh()
-        records = [r for r in there if not self._backoff.in_backoff(r.peer, now=now)]
+        known = await self._directory.refresh()
+        records = [r for r in known if not self._backoff.in_backoff(r.peer, now=now)]
         voice = {stage: self._voices.of(stage) for stage in range(self._run.S)}
         of_all = {peer: much for of in voice.values() for peer, much in of.items()}
         found = await ask_saved(

@@ -22,7 +22,7 @@ from peers.ports import Answer, Request, Transport
 from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
 from swarm.manifest import Run
-from swarm.policy.pace import is_too_slow
+from swarm.policy.timeouts import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import bytes_of, chunk_digest, dtype_name

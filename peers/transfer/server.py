@@ -4,13 +4,9 @@
     saved   AskSaved  → Saved
     held    OpenHeld  → Opened + hashes      the gradient of one step
 
-`StateLeases` serves the first two, and needs no training: a keeper serves its checkpoint stores by it,
-
-    StateLeases(run, transport, {stage: CheckpointStore(run, stage, folder) for stage in range(run.S)})
-
-and a stage peer's `StateServer` one store and live weights, plus `held`, and what stages start with, where
-the manifest names weights and this peer has them. Stores are read in worker threads;
-they may change at any time, and be added to the mapping.
+`StateLeases` serves the first two, and needs no training: a keeper serves its checkpoint stores by it, which
+may change at any time and are read in worker threads. A stage peer's `StateServer` serves one store and live
+weights, plus `held`, and what stages start with, where the manifest names weights and this peer has them.
 """
 
 from __future__ import annotations

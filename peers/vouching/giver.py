@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from peers.ports import Buffer, Directory, Transport
 from peers.vouching.tickets import ticket_for
-from peers.waiting import TaskKeeper
+from peers.waiting import TaskKeeper, for_each
 from swarm.errors import SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import Run
@@ -80,16 +79,14 @@ class VoucherGiver:
         await self._giving.close()
 
     async def _give_all(self, due: Sequence[Worked]) -> None:
-        room = asyncio.Semaphore(AT_ONCE)
         if self._ask is not None:
             await self._ask()
 
         async def give(worked: Worked) -> None:
-            async with room:
-                if self._directory.find(worked.peer) is None:
-                    return  # it is gone, or never was
-                message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
-                with contextlib.suppress(SwarmError):
-                    await self._transport.call(worked.peer, "voucher", pack(message), deadline_s=GIVE_S)
+            if self._directory.find(worked.peer) is None:
+                return  # it is gone, or never was
+            message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
+            with contextlib.suppress(SwarmError):
+                await self._transport.call(worked.peer, "voucher", pack(message), deadline_s=GIVE_S)
 
-        await asyncio.gather(*map(give, due))
+        await for_each(due, give, AT_ONCE)

@@ -3910,8 +3910,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "only-some-are-told-of-a-liar",
         CONVICTIONS,
-        "left = iter(told[: MAX_TOLD**2])",
-        "left = iter(told[:MAX_TOLD])",
+        "for_each(told[: MAX_TOLD**2], tell, MAX_TOLD)",
+        "for_each(told[:MAX_TOLD], tell, MAX_TOLD)",
         "In a run of more than sixty-four peers some go on with one that was shown to lie.",
         ("test_judges",),
     ),
@@ -4568,7 +4568,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "all-lines-are-the-slowest",
-        "swarm/policy/pace.py",
+        "swarm/policy/timeouts.py",
         "size_bytes / max(LEAST_BYTES_PER_S, line_bps / 8 / TIMES_SLOWER)",
         "size_bytes / LEAST_BYTES_PER_S",
         "Over a line of 100 Mbit/s a source may take minutes for what comes in a second.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from peers.latest_value import LatestValueSender
+from peers.waiting import LatestValueSender
 
 
 async def test_what_is_posted_in_the_moment_the_last_one_is_answered_goes_out_at_once() -> None:

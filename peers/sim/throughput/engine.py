@@ -1,16 +1,6 @@
 """Simulation of a run in virtual time: the live policies over devices, lines, deaths and joins.
 
-A microbatch takes the route of `docs/design.md`: the trainer's `Router` chooses a peer of each stage; it goes
-forward through them, has loss and backward in the last one, and comes back, and each peer takes it into its
-`Ledger`. Devices do one job at a time, backwards first. When a stage has all microbatches its replicas
-reduce; when all stages have, the run coordinator commits and the next step begins, whose first requests wait
-at stage 0 already. What a dead peer had in flight goes to another one of its stage, what it had in its sum is
-run again through the `WorkList`.
-
-What is coarse: control messages take no bandwidth; tokens and labels are small; a reduce is a formula
-(`SharedLines.reduce_s`) and does not share the lines with transfers; trainers know of each other's claims
-at once, so nothing is done twice and undone; full peers let requests wait instead of refusing them; a joiner
-serves as soon as it has the state; a keeper has whatever a lost stage goes back to.
+A microbatch takes the route of `docs/design.md`, whose *The throughput simulation* says what is coarse here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Throughput of a run of islands: each is simulated by itself, since between meetings none knows of another.
 
-The slowest island says when all meet. A meeting is a formula, as the reduces are: `swarm.plan.islands`. With
-a trace each has its share of the devices that are up, by its size, and whoever comes stays on its island.
+A meeting is a formula, as the reduces are: `swarm.plan.islands`. With a trace each has its share of the
+devices that are up, by its size, and whoever comes stays on its island.
 """
 
 from __future__ import annotations

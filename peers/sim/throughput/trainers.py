@@ -1,8 +1,6 @@
 """Trainers: the microbatches that they start, their way through the stages and back, and which run again.
 
-A microbatch is a coroutine, and each stage a call of it. As in `peers/stage/next_stage.py`, a peer that has
-computed the forward calls one of the next stage, and another one if that is gone. What the stages behind have
-done by then counts.
+A microbatch is a coroutine, and each stage a call of it, as in `peers/stage/next_stage.py`.
 """
 
 from __future__ import annotations
