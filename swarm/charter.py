@@ -1,21 +1,15 @@
 """The charter of a run: which peers its owner lets take part, as what. Rules only: bytes in, decisions out.
 
-A manifest is what a run computes, and never changes; a charter says who may compute it, and changes whenever
-its owner says so. It is signed by the owner (`peers.net.charter.signed`), lies in the directory under the
-owner's id, and is found by the run's name and a *fingerprint* of the owner: `demo@k3f7a-2xq4m-7dhzp-c5wta`.
+How it is signed, found and followed: docs/design.md, *The charter*. Of two charters the one with the higher
+sequence holds (`Charter.rank`). One that has expired holds no more: nobody is admitted, and the run stands
+still until the owner has signed another. So who withholds a new charter from a peer gains 30 days at most.
 
-Of two charters the one with the higher sequence holds (`Charter.rank`). One that has expired holds no more:
-then nobody is admitted, the run stands still, and goes on as soon as the owner has signed another one. So who
-withholds a new charter from a peer, with a ban in it, gains 30 days at most.
-
-Roles: a *peer* serves a stage, a *trainer* sends microbatches, a *keeper* keeps checkpoints. The owner may be
-each. Others are admitted as the charter says of their role:
+A *peer* serves a stage, a *trainer* sends microbatches, a *keeper* keeps checkpoints; who only reads needs no
+admission, and only a ban keeps it out. Others than the owner are admitted as the charter says of their role:
 
     open    everybody; with a stamp, if `work_bits` asks for one
     token   who is named, or brings a token that the owner made (`swarm invite`)
     list    who is named
-
-Who only reads (status, weights) has no role and needs no admission: a ban is all that keeps a reader out.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Which samples a microbatch holds, and in which order a trainer walks the microbatches of a step.
 
 Both are drawn from hashes of their names, so they are the same in every process, on every machine and in
-every version of Python and numpy, and (t, m) is enough to know them: no stream has to be wound forward.
-
-The tokens are cut into *windows*, one behind the other, and an epoch has each of them once. Its order is a
-permutation that is computed place by place, in no memory: windows come in a pool of chunks from all over the
-data, shuffled. So who fetches tokens from far away needs little of them at a time: one pool.
-
-A mixture has its sources one behind the other in the array. Each turn of as many samples as the weights sum
-up to has exactly the weight of each, and every source has epochs of its own.
+every version of Python and numpy, and no stream has to be wound forward. An epoch has each *window* of the
+tokens once, in an order that is computed place by place, from a pool of chunks at a time. Each turn of as
+many samples as a mixture's weights sum up to has exactly the weight of each source.
 """
 
 from __future__ import annotations

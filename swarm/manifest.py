@@ -378,11 +378,6 @@ class ModelSpec(_Spec, section="model"):
         return self.kv_heads or self.heads
 
     @property
-    def boundary_width(self) -> int:
-        """Channels of a token at a stage boundary."""
-        return self.bottleneck or self.hidden
-
-    @property
     def code_width(self) -> int:
         """Width of the table of tokens behind a bottleneck."""
         return min(MAX_CODE_WIDTH, self.hidden)

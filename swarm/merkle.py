@@ -4,13 +4,9 @@ The tokens, as little-endian integers of the narrow dtype, are cut into leaves o
 be shorter. The tree is that of RFC 6962: a node without a sibling goes up as it is. Leaves, nodes and the
 root are hashed apart, and the root covers the number of bytes.
 
-Nodes are kept by level, as bytes. An index of data has those of its *blocks* of 4 MiB and all above them, the
-upper nodes, in a file; and who has a block keeps the nodes inside it, down to *parts* of 4 KiB: 1.6 % of the
-tokens. Those below are made again from a part when they are needed.
-
-A sample starts and ends inside of leaves. Its proof is what is missing of the first and the last leaf, and
-the nodes beside the way up of both: for 1 GB of tokens 1.0 kB on average, for 1 TB 1.3 kB, and at most 2.6 kB
-where a sample lies across the middle of so many.
+Nodes are kept by level, as bytes: by an index those of *blocks* of 4 MiB and all above them (the upper
+nodes), by who has a block those inside it, down to *parts* of 4 KiB. Those below are made again from a part.
+A proof is what is missing of a sample's first and last leaf, and the nodes beside the way up of both.
 """
 
 from __future__ import annotations

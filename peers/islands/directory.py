@@ -1,8 +1,7 @@
 """The directory as one island of a run sees it.
 
-In the directory the stages of all islands are numbered in a row, as cells (`Run.cells`): what looks for peers
-of a stage finds those of one island, and what moves peers between stages moves them between islands too. An
-island's own loops know nothing of the others: to them its cells are the stages of a run.
+In the directory the stages of all islands are numbered in a row, as cells (`Run.cells`). An island's own
+loops know nothing of the others: to them its cells are the stages of a run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Meetings of islands: what the others have changed of this stage is fetched, and added to what this one has.
 
-A meeting is a step without microbatches. As soon as it opens each replica encodes what its island has
-changed since the last one, gives it out, and asks replicas of the same stage on the other islands for
-theirs. As with tied weights (`peers.stage.tied_weights`) only a replica that has all of it is prepared;
-so an island takes the step when each of its stages can. Replicas of a stage of an island have the same
-bits, so it does not matter which is asked, and one that has all of it gives out what it got from others
-too.
+A meeting is a step without microbatches (docs/design.md, *Islands*). Replicas of a stage of an island have
+the same bits, so it does not matter which is asked, and one that has all of it gives out what it got from
+others too.
 """
 
 from __future__ import annotations

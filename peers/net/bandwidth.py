@@ -37,10 +37,9 @@ URGENT_S = 2.0
 class RateLimiter:
     """Keeps what is sent within a limit: all links of a peer draw on one.
 
-    Bodies wait for their turn, first come, first served; a turn is short, so that each body keeps moving and
-    no receiver takes its sender for dead. Frames without a body (control messages, heartbeats) go at once,
-    and the bodies after them wait for what they took, but bodies keep half of the line: a stranger that makes
-    us answer without end, such as by asking for our status, cannot stop them.
+    Bodies wait for their turn, first come, first served; a turn is short, so that no receiver takes its
+    sender for dead. Frames without a body go at once, and the bodies after them wait for what they took, but
+    keep half of the line: a stranger that makes us answer without end cannot stop them.
     """
 
     def __init__(self, limit_bps: float) -> None:

@@ -1,12 +1,9 @@
 """A node of the DHT: which others it knows, what it keeps for them, and how it is asked for it.
 
-Kademlia, with hivemind's ids and routing table. A question carries a mark and the age of each record that is
-known already, the answer only what is new, and never more than was asked for.
-
-Identities cost nothing, so a stranger can make as many records as he likes. But a peer that sends its own
-record itself (libp2p proves which one it is) gets the place of one that another peer sent. Of one identity a
-node keeps a few records, and takes a few a second; and an answer begins with what its reader does not know at
-all, then with what it was told of longest ago. So a thousand that renew their records do not hide a new one.
+Kademlia, with hivemind's ids and routing table; what is ours: docs/design.md, *The directory*. Of one
+identity a node keeps a few records, and takes a few a second; and an answer begins with what its reader does
+not know at all, then with what it was told of longest ago. So a thousand that renew their records do not hide
+a new one.
 """
 
 from __future__ import annotations

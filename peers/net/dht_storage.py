@@ -1,8 +1,7 @@
 """Our node of the DHT: joins it, finds the nodes near a key, stores values there.
 
-No node is needed for long: a peer that joined knows the addresses of those it met, and those to join at are
-greeted again whenever they were lost, so that a bootstrap that returns finds the run, and two halves become
-one.
+Those to join at are greeted again whenever they were lost, so that a bootstrap that returns finds the run,
+and two halves become one.
 """
 
 from __future__ import annotations

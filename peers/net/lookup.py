@@ -1,8 +1,7 @@
 """Under which keys of a run records lie, which of them are read, and which nodes are asked for them. Pure.
 
-On level L the records of a stage are spread over 4^L keys. Each peer takes the level from the number of
-replicas that it knows, says it in its record, and is also on every level above with a chance that makes those
-keys equally large. Why, and what a large run changes: `docs/design.md`, *The directory*.
+On level L the records of a stage are spread over 4^L keys. Which level a peer takes, and what a large run
+changes: docs/design.md, *The directory*.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Reads the records of a run into a table: what is near often, the rest in turn.
 
 Each refresh asks a few random nodes of those near the keys, one question per node for all of its keys, and
-gets what is new (`dht_protocol`); the answers add up in a table whose entries leave when they expire. Keys of
-the stages that this peer works with are read every refresh; the others take turns, within an allowance of
-bytes, as do all if there are many.
+gets what is new (`dht_protocol`). What is read when, and how much: docs/design.md, *The directory*.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the owner of this machine wants of a peer: that it works, pauses, or leaves.
 
-The owner comes first. A command holds at once, whatever the peer is doing: joining, moving, in the middle of
-a reduce. `peers.stage.pause` carries it out; `peers.owner.control_socket` and `peers.owner.gpu_contention`
-only give it here.
+A command holds at once, whatever the peer is doing. `peers.stage.pause` carries it out;
+`peers.owner.control_socket` and `peers.owner.gpu_contention` only give it here.
 """
 
 from __future__ import annotations

@@ -220,12 +220,7 @@ def plan_codecs(
 ) -> tuple[CodecSpec, float]:
     """AdaTopK for a layout: as little is compressed as costs nearly nothing of a step.
 
-    What takes no longer than the computation of the slowest stage hides behind it, but not in the first and
-    the last microbatches of a step, which wait for all stages and lines in turn. So less is allowed as long
-    as a step is predicted to gain by it.
-
-    A boundary that is given another codec than the manifest has gets its gradients back in as few bits: they
-    have the same line. `stage_of`: of each device, or `IDLE`.
+    By which rule: docs/design.md, *Top-k on slow lines*. `stage_of`: of each device, or `IDLE`.
 
     Returns:
         `[codec]` of the manifest, with a list for each direction; a step's seconds with it, as predicted.

@@ -26,7 +26,7 @@ from swarm.manifest import CustomModelSpec, ModelSpec, Run
 from swarm.model.gpt import NORM_EPS
 from swarm.model.graph.custom_model import build
 from swarm.model.graph.full_model import FullModel
-from swarm.model.graph.lora import is_adapter, is_transposed, merge
+from swarm.model.graph.lora import adapted, is_adapter, is_transposed, merge
 
 WHY_NOT = {
     "gpt": 'transformers has the built-in decoder only with model.mlp = "swiglu", model.norm = "rmsnorm", '
@@ -169,7 +169,8 @@ def write_adapter(folder: Path, run: Run, step: int, weights: Mapping[str, torch
     spec, made = run.lora, build(run)
     config = {
         "peft_type": "LORA", "r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets),
-        "fan_in_fan_out": is_transposed(made.module), "bias": "none", "inference_mode": True,
+        "fan_in_fan_out": any(is_transposed(layer) for _, layer in adapted(made.module)), "bias": "none",
+        "inference_mode": True,
         "base_model_name_or_path": run.start.weights.removeprefix("hf:").partition("@")[0],
         "revision": run.start.weights.partition("@")[2] or None,
         "task_type": "CAUSAL_LM" if "CausalLM" in type(made.module).__name__ else None,

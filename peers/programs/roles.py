@@ -37,7 +37,7 @@ from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.stage_choice import choose_stage, unserved
 from peers.start_line import as_given, program, start_line
-from peers.storage import atomic_file, charters_folder, results_folder, stamps_folder
+from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
 from peers.system import usable_cores
 from peers.waiting import end_tasks, happens, unless
 from swarm.charter import Role, succeed
@@ -148,8 +148,8 @@ class Networked(Generic[OptionsT]):
                 accepts(terms)
                 audits = role == "audit" and node.peer_id in terms.admission.trainers
                 admitted_as = "trainer" if audits else AS[role]
-                entering = enter(node, admitted_as, run.token, stamps_folder(), self._note)
-                await unless(prepared, entering)
+                stamps = cache_folder() / "stamps"  # each takes minutes to make
+                await unless(prepared, enter(node, admitted_as, run.token, stamps, self._note))
                 found = await prepared
                 self.preparing = False
                 yield node, terms, found

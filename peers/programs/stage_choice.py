@@ -26,10 +26,8 @@ async def choose_stage(
 ) -> Stage:  # fmt: skip
     """The stage that needs this peer most, of those that are allowed; none: of all.
 
-    The peer first announces that it is choosing, and looks which others are: they place one another, in the
-    order of their machines and ids, by the same rule. So ten that start together do not all go to the stage
-    that was slowest before they came, and those of one machine come next to one another. What others may
-    serve is not known here: they are taken to be as this one, as cards of one kind are.
+    Those that choose at the same time place one another (docs/design.md, *Moving*). What others may serve is
+    not known here: they are taken to be as this one, as cards of one kind are.
     """
     mine = PeerRecord(
         peer=me, run=run.id, stage=NO_STAGE, state="choosing", version=0, addresses=tuple(addresses),

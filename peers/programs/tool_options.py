@@ -38,10 +38,6 @@ def _codec(text: str) -> str:
     return text
 
 
-def _text_file(text: str) -> Path | str:
-    return text if text.startswith("hf:") else Path(text)
-
-
 DOORS = ("open", "list", "token")
 OWNER_HELP = "the owner's key, as swarm init made it"
 TEXT = Kind(str, "PROMPT")
@@ -490,7 +486,7 @@ class TokenizeOptions(Options):
     """
 
     files: tuple[Path | str, ...] = option(
-        Kind(_text_file, "FILE", arg.is_there),
+        Kind(lambda text: text if text.startswith("hf:") else Path(text), "FILE", arg.is_there),
         ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
         "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,

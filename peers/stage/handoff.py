@@ -4,15 +4,9 @@
     leaving → taker   give    fetch it (`sum`, from me)            → all of it is here, kept aside
     leaving → taker   take    count these microbatches as yours    → added, in one job, with the ledger
 
-From the offer on the sum is frozen, and reported as being computed: no replica counts it, no trainer runs it
-again. Whatever happens to the answer of `take`, the leaving replica drops its sum: the microbatches are in
-the taker's ledger, or in none, and then they are lacking and run again. They can never count twice.
-
-A sum is taken from a peer with voice only, where any has it (`swarm.protocol.voice`): what a stranger gives
-was perhaps never computed.
-
-What was handed off cannot be retracted (its boundary tensors stay behind), so ledgers call it inherited: of a
-duplicate the other copy is retracted. A repeated request for it is computed again and not added.
+From the offer on the sum is frozen, and reported as being computed. Whatever happens to the answer of `take`,
+the leaving replica drops its sum: the microbatches are in the taker's ledger, or in none. What was handed off
+is *inherited*. Why they never count twice, and whose sum is taken: docs/design.md, *Leaving*.
 """
 
 from __future__ import annotations

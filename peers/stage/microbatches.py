@@ -137,10 +137,8 @@ class MicrobatchServer:
     def _check(self, work: Work, request: Request) -> None:
         """Refuse what does not belong here, before any of its tensors is received.
 
-        A request names no generation, and needs none. One that was sent before the run rolled back may come
-        after it, and is computed or answered as any other: the tensors of `(t, m)` follow from the manifest
-        and weights of `version`, which are the same in every generation, and the ledger of the present step
-        counts it once. A refusal would only make trainers that have not heard of the rollback give up.
+        A request names no generation, and needs none: one that was sent before the run rolled back counts as
+        any other. A refusal would only make trainers that have not heard of the rollback give up.
         """
         core = self._core
         trainers = core.run.admission.trainers

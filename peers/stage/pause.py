@@ -1,9 +1,8 @@
 """A peer whose owner wants the device: it keeps its place in the run, and the state of its stage.
 
-`serve` is the life of a peer with its pauses. Before a pause the peer leaves: what is in flight ends, sums go
-to a replica, the device is freed. Then a `PausedPeer` says in the directory that it is paused, so that no
-work is sent, and gives the state out to peers that lost it. Afterwards a new `StagePeer` starts from the
-state in host memory: if the run still has those weights nothing is downloaded, a step later one gradient.
+`serve` is the life of a peer with its pauses. Before a pause the peer leaves; then a `PausedPeer` says so in
+the directory and gives the state out. Afterwards a new `StagePeer` starts from the state in host memory:
+docs/design.md, *Pausing*.
 """
 
 from __future__ import annotations

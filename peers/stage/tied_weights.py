@@ -1,9 +1,7 @@
 """Weights that lie on several stages: their gradients are added up before a step is taken.
 
-A stage that has its own sum of a step gives out the part of it that others share, and asks a replica of each
-of those for theirs. Only a replica that has all of them is prepared; so the commit comes when every stage can
-complete the gradient, and all copies of a tied weight take the same step. Any complete sum of a stage is the
-sum (`swarm.protocol.rounds`), so it does not matter which replica is asked.
+Only a replica that has the sums of all of those stages is prepared. Any complete sum of a stage is the sum,
+so it does not matter which replica is asked: docs/design.md, *The path of a step*.
 """
 
 from __future__ import annotations

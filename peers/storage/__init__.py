@@ -23,11 +23,6 @@ def charters_folder() -> Path:
     return cache_folder() / "charters"
 
 
-def stamps_folder() -> Path:
-    """Stamps that this machine made: each takes minutes."""
-    return cache_folder() / "stamps"
-
-
 def results_folder() -> Path | None:
     """Where the last version of a finished run goes if its peer was given no folder; None: nowhere."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"

@@ -2,10 +2,8 @@
 
     CACHE/blocks/12/1234…    a block of 4 MiB, by the node that the index has of it
 
-A file has the Merkle nodes inside the block, and the tokens behind them unless they are in files of this
-machine. It gets its name when all of it was compared with the index, so the names are the journal of what
-was verified, and nothing is hashed again at a start. When tokens are used, the parts of 4 KiB that they are
-in are compared once more: a disk that forgets costs a download, and never a wrong token.
+A file gets its name when all of it was compared with the index, and nothing is hashed again at a start; parts
+of 4 KiB are compared once more when they are used. More: docs/design.md, *Work that is counted*.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@
     FOLDER/RUN-ID/step-000000040/stage-2.json    the index: size, SHA-256 and tensors of the file below
     FOLDER/RUN-ID/step-000000040/stage-2-DIGEST.safetensors
 
-The index is renamed into place after the tensors are on the disk, so a checkpoint exists exactly when its
-index does. The tensors' file has its digest in its name: two members of a stage that save the same step at
-the same time write the same file, or two files, but never a mixture.
-
-A checkpoint may come from a stranger: sizes, names, shapes and digest are checked before a tensor is
-believed, and nothing is ever unpickled.
+The index is renamed into place last, so a checkpoint exists exactly when its index does. With the digest in
+its name two members of a stage that save at the same time write the same file, or two files, but never a
+mixture. One may come from a stranger: sizes, names, shapes and digest are checked before a tensor is
+believed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     tensors = await device.run(...)      # a copy of the state, taken between two jobs of the device
     writer.save(version, tensors)        # returns at once; hashing and writing are a thread's work
 
-One checkpoint is written at a time. While it is, the newest other one waits, and takes the place of one that
-waited before it: so at most two copies of the state are in memory, however slow the disk is.
+At most two copies of the state are in memory, however slow the disk is: docs/design.md, *Checkpoints*.
 """
 
 from __future__ import annotations

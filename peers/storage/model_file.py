@@ -3,9 +3,7 @@
     NAME.safetensors    the weights of all stages, by full name
     NAME.json           what they are: the run's manifest, the step, and the digest of the file beside it
 
-The JSON is written last, so a model is there exactly when its JSON fits its weights.
-
-A model may come from a stranger: digest, names, shapes and finiteness are checked before it is believed.
+The JSON is written last. A model may come from a stranger: digest, names, shapes and finiteness are checked.
 """
 
 from __future__ import annotations

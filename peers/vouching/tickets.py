@@ -1,9 +1,6 @@
 """Tickets: a trainer's word for a microbatch, without which no stage computes it.
 
-In a run whose manifest names trainers. A ticket names what stage 0 is sent by its digest: of a built-in model
-the tokens, which go on from there to all stages. So a peer in between may spoil what it computes, but feeds
-the stages behind it nothing that no trainer asked for, and cannot exchange the labels. Of a custom model only
-what enters stage 0 is compared.
+In a run whose manifest names trainers; what they prove, and what not: docs/design.md, *Work that is counted*.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The loop of the dashboard: read the directory, ask some peers for their status, pass on what is new.
 
-A plain client of the DHT: it announces nothing, and costs others little. It asks a few peers a second
-whatever their number, and none more often than every few seconds. Most of what it knows of many peers is in
-their records.
+A plain client of the DHT, which announces nothing and asks a few peers a second whatever their number. Most
+of what it knows of many peers is in their records.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`SingleProcess` for a model that does not fit into one machine: one stage at a time is in memory.
 
 Of a step all microbatches pass stage 0, then all pass stage 1, and so to the last and back; each stage
-computes its forward again in its backward. Islands do so one after another; when they take the step, a stage
-of all is in memory. What passes boundaries, the sums of the stages, and the states of those that are not
-being computed lie elsewhere, such as in a folder. The results are those of `SingleProcess`, to the bit.
+computes its forward again in its backward. What is not being computed lies elsewhere, such as in a folder.
+The results are those of `SingleProcess`, to the bit.
 """
 
 from __future__ import annotations

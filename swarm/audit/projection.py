@@ -1,17 +1,10 @@
 """Products of sums with random coefficients: a result is what its contributions add up to, or its product
 differs from theirs.
 
-Coefficients are odd whole numbers from -32767 to 32767. Contributions are whole numbers
-(`swarm.model.fixed_point`), and their products are exact, modulo 2^64. Where gradients are rounded, a result
-is of whole numbers, too, and its product is theirs. Otherwise it is rounded to float32: its product may
-differ from theirs by that of the rounding errors, each at most 2^-24 of its element. By Hoeffding's
-inequality that is more than `DEVIATIONS` times 32767 · 2^-24 · |result| with a probability of
-2 exp(-DEVIATIONS² / 2) = 5e-56.
-
-What an owner adds of length d, relative to the chunk, is missed with a probability of about 3e-6 / d: a
-thousandth of the chunk once in 300 times, a flipped sign of an element of a chunk of a million once in 700.
-Whatever it is, it is missed once in 32768 times at most by equal coefficients: moving a number from one
-element to another changes nothing if theirs are alike. (Once in 128 with coefficients of 8 bits.)
+Coefficients are odd whole numbers from -32767 to 32767, and products are exact, modulo 2^64. Where a result
+was rounded to float32, its product may differ by that of the rounding errors, each at most 2^-24 of its
+element: by Hoeffding's inequality more than `DEVIATIONS` times 32767 · 2^-24 · |result| with a probability of
+2 exp(-DEVIATIONS² / 2) = 5e-56. What is missed, and how often: docs/decisions/audits.md.
 """
 
 from __future__ import annotations

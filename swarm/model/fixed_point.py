@@ -1,20 +1,12 @@
 """Sums that do not depend on the order of their terms.
 
-Float addition rounds, so the last bit of a sum of gradients depends on which peer computed which microbatch;
-an 8-bit codec or Adam can turn that bit into a visible difference some steps later. Here each gradient is
-rounded once, to a multiple of 2^-44, and whole numbers are added: the sum of a step is the same to the last
-bit in any order, and retracting a microbatch leaves no trace. (The idea of a fixed-point accumulator is
-Kulisch's; here one 64-bit word suffices, since gradients of a mean loss are bounded.)
+Each gradient is rounded once, to a multiple of 2^-44, and whole numbers are added (Kulisch's accumulator; one
+64-bit word suffices here, since gradients of a mean loss are bounded). 2^-44 = 6e-14: Adam's eps is 1e-8, so
+what is rounded away is five orders below what Adam can tell from zero.
 
-2^-44 = 6e-14: Adam's eps is 1e-8, so what is rounded away is five orders below what Adam can tell from zero.
-
-With `codec.reduce = "rounded16"` a gradient is rounded further, so that less of a sum travels. Of each
-block of 256 numbers of a weight so many low bits are dropped that the largest sum of the step before, which
-every replica has, keeps 14 (`rounded8`: 6): while it does not double, two bytes (one) are enough. What is
-dropped is rounded up or down at random, drawn from run, step, microbatch, weight and place, so that on
-average nothing is lost, and it does not matter which peer does it. Nothing saturates: where a gradient is
-larger than before, its sum has more bits (`swarm.wire.whole_numbers`). A block without a step before drops
-nothing.
+With `codec.reduce = "rounded16"` or `"rounded8"` a gradient is rounded further, in blocks of 256 numbers of a
+weight, up or down at random by name: docs/design.md, *Exactness*, has why and how far. Nothing saturates:
+where a gradient is larger than before, its sum has more bits (`swarm.wire.whole_numbers`).
 """
 
 from __future__ import annotations

@@ -3,15 +3,11 @@
 Shapes: B samples, T tokens, H hidden, N heads, K of keys and values, D = H / N, V vocabulary, C channels that
 cross a bottleneck.
 
-A block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)), without biases; rotary or learned
-positions; K heads of keys and values; an MLP of two matrices, or a gated one (SwiGLU, arXiv 2002.05202). A
-tied head is the embedding's matrix, which the first and the last stage both hold then. There is no dropout on
-the attention weights (fused kernels draw it from a generator of their own), only on what enters the residual
-stream.
-
-Parameters have the same full name in every split (`layers.3.qkv.weight`), and their initial values are
-functions of that name: any split trains the same model. With a bottleneck the cuts are part of the model: its
-parameters are named after the layer behind the cut, also in a module of all layers.
+A block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)), without biases. There is no dropout on the
+attention weights (fused kernels draw it from a generator of their own), only on what enters the residual
+stream. Parameters have the same full name in every split (`layers.3.qkv.weight`), and their initial values
+are functions of that name: any split trains the same model. With a bottleneck the cuts are part of the model:
+its parameters are named after the layer behind the cut, also in a module of all layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Where islands meet: what each has changed since the last time, and the step that follows from all of it.
 
-Every few steps the islands of a run compare their weights: the mean of what they changed is the gradient of
-an outer step, with Nesterov's momentum (DiLoCo, arXiv 2311.08105). Each difference is encoded by its island,
-and all add up the decoded ones in the order of the islands: so they end with the same bits.
+The mean of what they changed is the gradient of an outer step, with Nesterov's momentum (DiLoCo, arXiv
+2311.08105). All add up the decoded differences in the order of the islands, and so end with the same bits.
 """
 
 from __future__ import annotations

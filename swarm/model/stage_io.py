@@ -42,7 +42,8 @@ def stage_inputs(run: Run, stage: Stage) -> tuple[StageInput, ...]:
     tokens = StageInput("tokens", (rows, length + 1), token_dtype(vocab), False, vocab)
     if stage == 0:
         return (tokens,)
-    shape = (1, 1, 1) if run.model.kind == "counting" else (rows, length, run.built_in.boundary_width)
+    model = run.built_in
+    shape = (1, 1, 1) if model.kind == "counting" else (rows, length, model.bottleneck or model.hidden)
     return (StageInput("hidden", shape, run.dtype, True), tokens)
 
 

@@ -1,9 +1,7 @@
 """Aggregator of observations of a run: observations in, a picture out. Pure.
 
-The same history of observations gives the same pictures. No peer is believed alone: the run's position and
-loss are the medians of what was answered lately, by voice (`swarm.protocol.voice`): if any peer has it, the
-others do not count. A peer that contradicts them gets an *inconsistency*, shown beside it. Impossible
-statements never get here (`swarm.monitoring.validation`).
+The same history of observations gives the same pictures. No peer is believed alone (docs/design.md,
+*Watching*); one that contradicts the others gets an *inconsistency*, shown beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Validation of what peers say about themselves, so that it can be kept, drawn and counted. Pure.
 
-Records and answers come from strangers. An impossible number is refused or counts as not said; texts are cut,
-and characters that would steer a terminal or change the direction of writing become `?`. Statements that are
-merely untrue pass: `swarm.monitoring.aggregator` compares them with what others say.
+An impossible number is refused or counts as not said; texts are cut, and characters that would steer a
+terminal or change the direction of writing become `?`. Statements that are merely untrue pass.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """How long each operator takes: it is called, forward and backward, with made-up tensors.
 
-Called with tensors that have no memory (torch's fake tensors), the kernels that it comes to are reckoned:
-
-    seconds = overhead + operations / rate + bytes / bandwidth
-
-Operations are those that torch knows of products and convolutions, bytes those that a kernel reads and
-writes; a view costs nothing. So an operator needs no rule of its own. Called with real tensors, it can be
-timed (`swarm graph --calibrate`).
+With tensors that have no memory (torch's fake tensors) the kernels that it comes to are reckoned, by what
+torch counts of them: seconds = overhead + operations / rate + bytes / bandwidth; a view costs nothing. With
+real ones it can be timed (`swarm graph --calibrate`).
 """
 
 from __future__ import annotations

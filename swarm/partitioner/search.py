@@ -1,13 +1,8 @@
 """Where to cut a model into stages, for devices that are all alike and lines that are slow.
 
-People's lines are slow, so a cut that sends less may take a part longer to compute (`WORTH`). Of those cuts
-the one is taken whose widest boundary sends least; among equal ones that with the fastest slowest stage, then
-that which sends least in all.
-
-In a given order of the operators the best cut is found exactly: an order turns a cut into places to cut a row
-at, and what crosses a place follows from the place alone. A chain has one order. Of a DAG several orders that
-keep branches together are tried. What every stage computes for itself (`partition.recomputed`) is in no row,
-and little work.
+Which cut is the best, and which orders of the operators are tried: docs/design.md, *Where a model is cut*. In
+a given order the best one is found exactly. What every stage computes for itself (`partition.recomputed`) is
+in no row, and little work.
 """
 
 from __future__ import annotations

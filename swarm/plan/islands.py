@@ -1,8 +1,7 @@
 """Islands of a run: near devices on one, so that between meetings nothing crosses the slow lines.
 
-First the devices are divided into islands, along the row of regions and about equally fast each; then those
-of an island into its stages, by the search of a run without islands. A step costs what the slowest island
-takes, and its part of a meeting: DT-FM's two costs, with the exchange amortised over the steps between two.
+How they are divided: docs/design.md, *Planning*. A step costs what the slowest island takes, and its part of
+a meeting: DT-FM's two costs, with the exchange amortised over the steps between two.
 """
 
 from __future__ import annotations

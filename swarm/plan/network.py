@@ -10,7 +10,6 @@ every pair differs, each device is a region of its own.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
@@ -18,11 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from swarm.errors import SetupError, did_you_mean
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+from swarm.manifest import tomllib
 
 BACKWARD_FORWARDS = 2.0
 """A backward pass is two products where a forward is one: for the inputs, and for the weights."""
@@ -111,8 +106,8 @@ class Network:
                 )
             matrix_RR.flags.writeable = False
             object.__setattr__(self, name, matrix_RR)
-        self._check_pairs(self.latency_s, "a latency", "s", least=0.0, most=1e6)
-        self._check_pairs(self.bandwidth_bps, "a bandwidth", "bit/s", least=0.0, most=math.inf)
+        self._check_pairs(self.latency_s, "a latency", "s", most=1e6)
+        self._check_pairs(self.bandwidth_bps, "a bandwidth", "bit/s", most=math.inf)
         cut = np.argwhere(self.bandwidth_bps == 0)
         if len(cut):
             a, b = (self.regions[i] for i in cut[0])
@@ -137,8 +132,8 @@ class Network:
             of_each = [getattr(device, name) for device in self.devices]
             object.__setattr__(self, name, np.array(of_each, dtype=np.float64))
 
-    def _check_pairs(self, matrix_RR: np.ndarray, what: str, unit: str, *, least: float, most: float) -> None:
-        wrong = np.argwhere(~((matrix_RR >= least) & (matrix_RR <= most)))
+    def _check_pairs(self, matrix_RR: np.ndarray, what: str, unit: str, *, most: float) -> None:
+        wrong = np.argwhere(~((matrix_RR >= 0.0) & (matrix_RR <= most)))
         if len(wrong):
             i, j = wrong[0]
             raise SetupError(

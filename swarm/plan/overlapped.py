@@ -1,14 +1,9 @@
 """The overlapped objective: how long a step takes in a runtime that computes while it transfers.
 
-What it is a model of: trainers send each microbatch through one peer of each stage, to faster ones more often
-(stochastic wiring, Ryabinin et al., SWARM Parallelism, ICML 2023, section 3.2); a device computes one thing
-at a time; a line's two directions, an upload and a download are each shared by what flows there. When the
-last backward of a stage is done its members add their sums up (butterfly: everybody owns a part, gets it from
-the others, and gives the sum back), all stages at once; then a barrier.
-
-So a step takes as long as one microbatch is on its way, plus what the busiest device, upload, download, line
-or memory still has to do meanwhile, plus the exchange that ends last. A stage in front begins first and ends
-last, so it has longer for its work. Unequal numbers of replicas are fine.
+A step takes as long as one microbatch is on its way, plus what the busiest device, upload, download, line or
+memory still has to do meanwhile, plus the exchange that ends last (docs/design.md, *Planning*). A stage in
+front begins first and ends last, so it has longer for its work. Work goes to faster replicas more often
+(stochastic wiring, Ryabinin et al., SWARM Parallelism, ICML 2023, section 3.2).
 
 All are means: routers price a line by what is under way on it, so none is met much more often than others,
 and leave slow ways to the middle of a step. The simulation that runs the live policies mostly agrees to 10 %.

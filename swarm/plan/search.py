@@ -329,10 +329,8 @@ def clustered_layouts(
     """(shape, [N] stages) of every shape, if the devices divide evenly into stages.
 
     A start cuts the devices into clusters of a · b near ones and gives each cluster `a` consecutive stages of
-    `b` pipelines. `a = 1` keeps a stage's members together (cheap exchange), `b = 1` a pipeline's (cheap
-    transfers); what lies between is often better than both.
-
-    The tightest clusters come into the same stages; a few change places as long as that makes `cost_s` less.
+    `b` pipelines. The tightest clusters come into the same stages; a few change places as long as that makes
+    `cost_s` less.
     """
     stages, replicas = job.stages, len(network) // job.stages
     bandwidth_NN = network.bandwidth_matrix_bps()

@@ -1,13 +1,10 @@
 """Which boundaries send only a part of their numbers, and how small a part: AdaTopK.
 
 FusionLLM (Tang et al., 2024, adaptive compression) compresses a link i by max(1, 3 r R_i / max R), R being
-the estimated times of transfer, r what the slowest is compressed by, and 3 what places of 8 bytes cost
-beside values of 4. So what is compressed takes as long everywhere, and fast links stay as they are. Here
-the same rule with our own bytes instead of the 3: the slowest boundary gets the smallest part that is
-allowed, and every other one the largest with which it takes no longer; those that take no longer as they
-are keep their codec, bit for bit, and those that take no longer with all numbers in fewer bits keep all.
-
-A boundary that hides behind the computation needs no compression at all: `enough_s`.
+the estimated times of transfer, r what the slowest is compressed by, 3 what places cost. Here the same rule
+with our own bytes: the slowest boundary gets the smallest part that is allowed, every other one the largest
+with which it takes no longer, and those that need none of it keep their codec, or take one of all numbers in
+fewer bits. A boundary that hides behind the computation needs no compression at all: `enough_s`.
 """
 
 from __future__ import annotations

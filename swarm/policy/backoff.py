@@ -39,10 +39,8 @@ class _Account:
 class LostTime:
     """What each peer cost the run lately, and which are left out for it.
 
-    A peer may be slow, die, or answer nothing: within 20 steps it costs at most 30 seconds and
-    `BUDGET_ROUNDS` aborted rounds, by what this peer saw itself. Then it is left out for twice as long, and
-    for twice as long each time after that, whatever it answers meanwhile. Being left out costs time, never a
-    weight.
+    Within 20 steps one costs at most 30 seconds and `BUDGET_ROUNDS` aborted rounds, by what this peer saw
+    itself: docs/design.md, *What one peer may cost*.
     """
 
     def __init__(self) -> None:

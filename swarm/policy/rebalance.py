@@ -4,30 +4,7 @@ Every peer calls `rebalance` once a period with the public records and acts only
 are named. From one view all compute the same answer, in whatever order the records come. All should call in
 the middle of a period of Unix time, where small differences of clocks do not matter.
 
-What moves. The pipeline is as fast as its slowest stage, so the speed of a stage is the sum over its peers,
-and that of the run the least of the stages. The slowest stage gets the peer that best levels the two stages
-it moves between, and as many move at once as are needed. The paper takes the least useful peer of the most
-idle stage, one at a time; how these compare: docs/decisions/routing.md.
-
-What does not move, and why:
-
-- A stage keeps somebody (I6): its *anchor*, one of those that serve it, drawn for each period from their ids
-  alone. The only peer of a stage is its anchor. Views differ in speeds and loads all the
-  time; two peers that each believe they are the one to go still leave the anchor behind.
-- A quarter of all peers, drawn anew for each period, sits out if others can go instead: one that is named
-  again and again and cannot go, or lies, holds the others up for four periods and not for ever.
-- A peer whose owner chose its stage stays there.
-- A peer rests two periods after it came, unless a stage stands empty and nobody else can go.
-- Moves must raise the speed of the run by 10 % (less where many peers' errors of measurement average out),
-  alone or a few together: several stages may be equally slow, or large. Their downloads, priced as if the run
-  stood still for them, must be earned back within the horizon. After these the next few are weighed in the
-  same way, from the speed that the run then has.
-- A move that leaves its stage to a single peer, for one that has several, must raise the slower of the two by
-  25 %: a few per cent are not worth that one more death stops the run.
-- If the slowest stage is not the one where microbatches wait, the speeds are not the limit: nobody moves.
-
-Strangers write records: a number that cannot be is taken as not measured, and nobody is believed to be more
-than 32 times as fast as the median.
+What moves, what does not, and why: docs/design.md, *Moving*.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Which peers coordinate while steps are late. Pure: times are given by the caller.
 
-From outside nobody can tell a coordinator that holds a step up from one that others hold up. But whoever has
-voice can coordinate, so it is enough that another one does: each peer charges the coordinators of all stages
-with steps that take longer than usual, itself too, and so all come to the same. One that cost too much does
-not coordinate for a while. That costs it nothing else.
+From outside nobody can tell a coordinator that holds a step up from one that others hold up. So each peer
+charges all of them with late steps, and has others take turns: docs/design.md, *What one peer may cost*.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Router: picks the peer that gets the next microbatch of a stage. Stochastic wiring (SWARM, section 3.2).
 
-Interleaved weighted round-robin: each peer carries a virtual clock that advances by its expected work
-whenever it is chosen, and the peer whose clock is furthest behind is next. Over time each peer gets work in
-proportion to its speed, interleaved rather than in bursts.
-
-Pure: no clock, sockets or threads. Times are monotonic seconds given by the caller.
+Interleaved weighted round-robin: the peer whose virtual clock (`swarm.policy.fair_queue`) is furthest behind
+is next. Pure: no clock, sockets or threads. Times are monotonic seconds given by the caller.
 """
 
 from __future__ import annotations

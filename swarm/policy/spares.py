@@ -1,8 +1,7 @@
 """Which peers make the run slower, and stand by as spares. Pure: a prediction from public records.
 
-More replicas compute a step sooner, but all of a stage exchange its gradients at the pace of the slowest
-upload: a home line among data centres can make a step many times longer. The prediction is the planner's
-(`swarm.plan.overlapped`), as far as records say what it needs: devices and uploads, no lines of pairs.
+Why, and by which rule: docs/design.md, *Spares*. The prediction is the planner's (`swarm.plan.overlapped`),
+as far as records say what it needs: devices and uploads, no lines of pairs.
 """
 
 from __future__ import annotations

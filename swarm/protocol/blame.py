@@ -1,9 +1,7 @@
 """Which replicas hold their stage up, as its coordinator sees it. Pure: times are given by the caller.
 
 A replica is charged (`swarm.policy.backoff`) by what the coordinator saw itself, or for what it says of
-itself, never on the word of another. One that cost too much is left out: of plans, and of those that a
-prepared stage waits for. What it holds is run again by others; whatever it does later, a result is complete
-only with each microbatch once (`rounds.check_plan`), so this costs time only.
+itself, never on the word of another: docs/design.md, *What one peer may cost*.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Signed results, and what proves a commit: no single peer's word makes a run take a step. Pure.
 
-Each replica signs the result that it holds, with its squared norm. A commit carries, for each stage, such
-statements of two replicas, or of the only one that there is. Every replica checks them before it takes the
-step: otherwise one peer that coordinates could end all others with an infinite norm, or make their steps
-vanish with a huge one. Only runs that name trainers or founders sign: in others all words count alike.
+Each replica signs the result that it holds, with its squared norm, and a commit carries such statements of
+two replicas of each stage, or of the only one: docs/design.md, *The path of a step*. Only runs that name
+trainers or founders sign: in others all words count alike.
 """
 
 from __future__ import annotations

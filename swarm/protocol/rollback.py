@@ -1,15 +1,9 @@
 """Rollback: what a run does when a stage has lost all of its replicas (invariant I5). Pure.
 
-Every state of a run is a function of its manifest, so going back to an earlier one is always safe and costs
-only time. What peers must agree on is *where to go on*, which a generation says. The peer that restores a
-lost stage starts one; all stages then go back to its `start`, a version that each of them can get from
-somewhere, and go on from there. The greater generation wins, so two peers that each start one agree without a
-message.
-
-A generation is a claim: that a stage had no replica left where the run was. Each peer checks it with that
-stage before it follows (`is_disproved`). After a partition one half may have followed it and the other not:
-then the larger half decides (`is_followed`). To leave a generation costs nothing, since a version is the same
-state in every one.
+What peers must agree on is *where to go on*, which a generation says: docs/design.md, *Generations*. The
+greater one wins, so two peers that each start one agree without a message. A generation is a claim: that a
+stage had no replica left where the run was. Each peer checks it with that stage before it follows
+(`is_disproved`); after a partition the larger half decides (`is_followed`).
 """
 
 from __future__ import annotations

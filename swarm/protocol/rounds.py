@@ -1,16 +1,10 @@
 """Which replicas average, and when a step is taken. Pure functions over plain data.
 
-There are three roles, and none of them holds anything that cannot be asked for again:
-
-- a *replica* serves one stage and knows its own ledger and sum;
-- the *coordinator* of a stage (`elect`ed of its live replicas) reads its replicas' reports and publishes what
-the stage should do: `decide`;
-- the *run coordinator* (the coordinator of stage 0) reads the stages' summaries: `decide_commit`.
-
-What travels is state, not commands: reports up, directives down, each complete and idempotent. A lost, late
-or doubled message therefore changes nothing but time. Safety does not rest on there being one coordinator: a
-result is complete only if its group's ledgers hold each microbatch once, which every replica checks for
-itself (`check_plan`), so any complete result of a step is *the* result.
+A *replica* knows its own ledger and sum; the *coordinator* of a stage (`elect`ed) reads its replicas'
+reports: `decide`; the *run coordinator* (that of stage 0) reads the stages' summaries: `decide_commit`. What
+travels is state, not commands, each message complete and idempotent. Safety does not rest on there being one
+coordinator: every replica checks for itself that a plan's ledgers hold each microbatch once (`check_plan`),
+so any complete result of a step is *the* result. More: docs/design.md, *The path of a step*.
 """
 
 from __future__ import annotations

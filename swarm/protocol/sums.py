@@ -4,12 +4,9 @@
     Reduced       owner → all members: the digests of the results, and the contributions that they are of
     Projected     member → all members: the product of its sum with coefficients that follow from all nonces
 
-A nonce is revealed when all results have arrived, so the coefficients are unknown to whoever could still
-change a contribution or a result. Sums are exact and products are linear: the product of a result is that of
-its contributions, but for the rounding of the result. Why this suffices: docs/decisions/audits.md.
-
 Each lie in a statement shows in that statement and the data that it names; none needs a second statement, so
-a member that repeats a round, or computes anew, can say something else than before and is no liar.
+a member that repeats a round, or computes anew, can say something else than before and is no liar. Why this
+suffices: docs/decisions/audits.md.
 """
 
 from __future__ import annotations

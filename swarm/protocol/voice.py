@@ -1,15 +1,9 @@
 """Voice: whose word counts in a stage. Pure.
 
-Identities cost nothing, so a peer's word counts by the work that it has done. The trainers that the manifest
-admits see which peers answer their microbatches. From time to time they give each such peer a *voucher*: a
-signed statement of the number of steps in which it answered, at whichever stage. A peer carries its voucher
-in its record, so each reader checks it with nothing but the manifest.
-
-Peers without voice compute, and take the steps that others decide. They do not coordinate, own no part of a
-reduce, and their word does not count where words are counted.
-
-Those that the manifest names as founders have voice from the start, before the first vouchers they alone. In
-a run that names neither trainers nor founders all peers have it: it is among people who trust each other.
+Identities cost nothing, so a peer's word counts by the work that it has done: by the *voucher* that it
+carries in its record, a signed statement of a trainer that the manifest admits. Founders have voice from the
+start, before the first vouchers they alone; in a run that names neither trainers nor founders all peers have
+it. What voice decides, and how work is counted: docs/design.md, *Work that is counted*.
 """
 
 from __future__ import annotations
@@ -142,13 +136,8 @@ class _Work:
 class WorkCount:
     """The steps and microbatches that peers answered, as a trainer counts them for its vouchers.
 
-    Steps count by their numbers, upwards: one that the run takes again after a rollback counts nothing, and
-    an answer to a step that is older than the newest of that peer neither. So no peer has more steps than
-    there are.
-
-    A trainer that is new goes on from the vouchers that the peers carry: one that says more steps than it
-    counted itself takes the place of its count. The steps up to the voucher's last one then count no more, so
-    also of two trainers that both saw a step it counts once.
+    Steps count by their numbers, upwards, so no peer has more than there are. A voucher that says more steps
+    than were counted takes the place of the count: docs/design.md, *Work that is counted*.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,8 @@
 """Receipts: what a peer answered, signed by it, so that its work can be counted, checked and shown to others.
 
 A receipt names the bytes that came and went by their digests, descriptions of the tensors included: what
-entered the stage, what it sent on, and the gradients of both. What the next stage's receipt says came in is
-what this one says went out; so the receipts of a microbatch's hops are a chain from the trainer to the loss.
-
-A request may be answered with what another request for the same microbatch was answered: then the receipt
-says what entered with that one. Devices of two kinds send different last bits, and both are honest. Such an
-answer is taken, and earns nothing: its link of the chain is broken.
-
-Receipts are part of runs whose manifest names trainers; in others nobody counts them.
+entered the stage, what it sent on, and the gradients of both. What makes a chain of those of a microbatch,
+and what breaks one honestly: docs/design.md, *Work that is counted*.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """The largest numbers of a tensor, and where they were in few bits.
 
-**Which.** A tensor is looked at in rows of equal length, a function of its shape
-(`.tensor_meta.row_length`): as a rule one token's hidden vector. Of each row the same number of elements
-is kept, those largest in magnitude, of equal ones the first. By rows and not by tensor as in FusionLLM
-(Tang et al., 2024): what a token keeps then depends on no other token, neither of its future, which a
-causal model must not see, nor of another sample.
+**Which.** Of each row of a tensor (`.tensor_meta.row_length`), as a rule one token's hidden vector, the same
+number of elements is kept, those largest in magnitude, of equal ones the first. By rows and not by tensor as
+in FusionLLM (Tang et al., 2024): what a token keeps then depends on no other token, neither of its future,
+which a causal model must not see, nor of another sample.
 
-**Where.** k sorted places among n take log2(n choose k) bits at least. Written down by Elias and Fano's
-quasi-succinct code (Elias, 1974): the lowest `low` bits of each place as they are, the rest in unary, as a
-row of k ones among zeros: the i-th place, p, sets bit (p >> low) + i. Its size is a formula of n and k
-(`swarm.wire.tensor_meta.index_layout`), about half a bit a place above the least. Where so many are kept that
-`low` would be 0, a bitmap of n bits is smaller, and is taken.
+**Where.** By Elias and Fano's quasi-succinct code (Elias, 1974): the lowest `low` bits of each place as they
+are, the rest in unary: the i-th place, p, sets bit (p >> low) + i of a row of k ones among zeros. Where `low`
+would be 0, a bitmap of n bits is smaller, and is taken. (Sizes: `swarm.wire.tensor_meta.index_layout`.)
 
-Bits are packed with the highest first; the unary row, or the bitmap, is followed by `low` rows of k bits,
-one for each low bit from the lowest on, each padded with zeros to a whole byte.
+Bits are packed with the highest first; the unary row, or the bitmap, is followed by `low` rows of k bits, one
+for each low bit from the lowest on, each padded with zeros to a whole byte.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which streams, calls and records are let in, by the charter that holds now. Without a charter, all.
 
-The transport and the directory ask it of each call and record, and know nothing of charters. It keeps what
-peers brought with them, opened when it is needed: a caller may come before we know of the charter.
+It keeps what peers brought with them, opened when it is needed: a caller may come before we know of the
+charter.
 """
 
 from __future__ import annotations

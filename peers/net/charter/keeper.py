@@ -1,8 +1,7 @@
 """Follows the charter of a run: found in the DHT, looked at again and again, kept there and on the disk.
 
-Each peer of a run asks nodes near the charter's key every few seconds. It goes by the charter of the highest
-rank that it ever saw, also before it was started again (`cache`), and keeps that one in the DHT, so that the
-owner need not be there, and nobody can bring back an older one.
+Each peer goes by the charter of the highest rank that it ever saw, also before it was started again
+(`cache`): docs/design.md, *The charter*.
 """
 
 from __future__ import annotations

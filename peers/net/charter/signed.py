@@ -1,10 +1,8 @@
 """What owners and peers sign of taking part: charters, tokens, certificates, revocations.
 
-A token holds a secret key, and the owner's signature over that key's public half. Who uses it signs its own
-peer id with that key: the *certificate*, which its record carries, and which proves that it was invited.
-
-Each signature covers a word that says what kind of statement it is, and the run: no statement passes for
-another one. Opening is for strangers' bytes: bounded, and refused with a reason.
+A token holds a secret key, and the owner's signature over its public half. Who uses it signs its own peer id
+with that key: the *certificate*. Each signature covers a word that says what kind of statement it is, and the
+run. Opening is for strangers' bytes: bounded, and refused with a reason.
 """
 
 from __future__ import annotations

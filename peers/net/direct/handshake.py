@@ -4,10 +4,8 @@
            ◀──GrantDirect: another, and a port, signed──
            ──TCP: the ticket, then sealed records──▶
 
-Both names and all that was said go into the keys, and both keys of X25519 are new each time: what was
-recorded opens nothing, now or when an identity is stolen later. p2pd's streams are authenticated and
-encrypted already; the signatures bind the connection to the identities themselves, whatever carried the
-messages. The ticket is a part of the derived secret, so only the caller can show it.
+The ticket is a part of the derived secret, so only the caller can show it. Why so: docs/design.md, *On the
+wire*.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
            ◀──a sealed record──
            ◀──8 bytes at a time: so much I wrote into my ring, so much I have read of yours──▶
 
-All that a `Connection` sends goes through the rings. The socket only says how much: that wakes the other end,
-has what was written be there before it is read, and breaks at once when a process dies. Nothing that one end
-counts by lies where the other can change it. Bytes are copied out before anything looks at them. The socket
-has an abstract name and the memory has none, so SIGKILL leaves nothing behind. Linux only.
+Nothing that one end counts by lies where the other can change it, and bytes are copied out before anything
+looks at them. More: docs/design.md, *On the wire*. Linux only.
 """
 
 from __future__ import annotations

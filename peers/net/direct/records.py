@@ -2,9 +2,8 @@
 
     record = length (4) | AES-256-GCM of at most 64 KiB, with its tag
 
-Each direction has a key. A record's nonce is its number, so one that is changed, left out, repeated or put
-elsewhere is refused, and no key seals two records with one nonce. A stream that is cut ends early, which
-tells nothing by itself: what is in it says its own length (`swarm.wire.frames`).
+Each direction has a key, and a record's nonce is its number. A stream that is cut ends early, which tells
+nothing by itself: what is in it says its own length (`swarm.wire.frames`).
 """
 
 from __future__ import annotations

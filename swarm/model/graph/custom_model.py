@@ -1,9 +1,7 @@
 """A user's model as a run has it: built as the manifest says, traced, cut, and compared with what it pins.
 
-Nothing of the model travels: each peer builds it from code that is installed there. So that all have the
-same, the manifest pins the code's version, the operators that it traces to, and the weights of version 0.
-What is built has forms only; the numbers of a stage are made where it is served
-(`swarm.model.graph.lazy_tensors`).
+What is pinned, and why: docs/design.md, *Any model*. What is built has forms only; the numbers of a stage are
+made where it is served (`swarm.model.graph.lazy_tensors`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A custom model as one module, with given weights, in evaluation mode.
 
-So dropout is off, batch norms normalise by their running statistics, and no codec stands between stages: it
-is the model that leaves the swarm. What the training reports is another loss, with all of these.
+No dropout, running statistics, no codec: it is the model that leaves the swarm.
 """
 
 from __future__ import annotations

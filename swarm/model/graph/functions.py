@@ -1,8 +1,7 @@
 """A model's own autograd.Functions as operators of the graph: the author's forward and the author's backward.
 
-torch.export takes the forward alone, so each call is traced apart: what `forward` computes and saves, and
-what `backward` makes of that. Both are graphs of ATen calls. In the model's graph the call is one operator;
-a stage that has it computes these graphs as a Function, so that no cut and no repetition changes a gradient.
+torch.export takes the forward alone, so each call is traced apart, as two graphs of ATen calls that a stage
+computes as a Function: docs/design.md, *Any model*.
 """
 
 from __future__ import annotations

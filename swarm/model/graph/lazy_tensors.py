@@ -1,9 +1,7 @@
 """Initial weights of a user's model, each drawn when it is asked for: no peer has to hold all of them.
 
-The code that makes the model runs as it is, but its draws are only noted, and so is all that is computed from
-them: such a tensor has a place in memory that nothing was ever written to, which costs nothing. What is asked
-for is then computed, from the steps that it follows from and no others. Each draw has a seed of its own, by
-its number in the code.
+The code that makes the model runs as it is, but what it computes of its draws is only noted, on tensors whose
+memory was never written to, which costs nothing. Each draw has a seed of its own, by its number in the code.
 """
 
 from __future__ import annotations

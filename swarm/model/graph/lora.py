@@ -52,7 +52,7 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int) -> None:
     layers = {
         name: part
         for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) or _is_transposed(part)
+        if isinstance(part, nn.Linear) or is_transposed(part)
     }
     chosen: dict[str, nn.Module] = {}
     for target in spec.targets:
@@ -82,7 +82,7 @@ def merge(module: nn.Module, spec: LoraSpec) -> None:
     """Add what was trained to the layers that it stands beside, which are then as any others."""
     for _, part in list(adapted(module)):
         more = getattr(part, B).weight @ getattr(part, A).weight * (spec.alpha / spec.rank)
-        part.weight.add_(more.T if _is_transposed(part) else more)
+        part.weight.add_(more.T if is_transposed(part) else more)
         part.lora_hook.remove()
         del part.lora_hook
         delattr(part, A)
@@ -94,11 +94,6 @@ def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, part) for name, part in module.named_modules() if hasattr(part, "lora_hook"))
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether an adapted layer has its weight as [in, out]."""
-    return any(_is_transposed(part) for _, part in adapted(module))
-
-
 def _matrix(seed: int, name: str, rows: int, columns: int, std: float) -> nn.Module:
     found = nn.Linear(columns, rows, bias=False, device="meta")
     value = initial_normal(seed, name, (rows, columns), std) if std else torch.zeros(rows, columns)
@@ -106,15 +101,15 @@ def _matrix(seed: int, name: str, rows: int, columns: int, std: float) -> nn.Mod
     return found
 
 
-def _is_transposed(part: nn.Module) -> bool:
-    """GPT-2's layers in transformers, which does not have to be installed."""
+def is_transposed(part: nn.Module) -> bool:
+    """Whether a layer has its weight as [in, out]: as GPT-2's in transformers, which may not be installed."""
     return type(part).__name__ == "Conv1D" and hasattr(part, "nf")
 
 
 def _sizes(part: Any) -> tuple[int, int]:
     """Inputs and outputs."""
     first, second = part.weight.shape
-    return (first, second) if _is_transposed(part) else (second, first)
+    return (first, second) if is_transposed(part) else (second, first)
 
 
 def _some(names: Any) -> str:

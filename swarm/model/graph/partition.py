@@ -1,8 +1,6 @@
 """What each stage of a cut computes, takes and gives: pure bookkeeping on an operator graph.
 
-Stages call one another in a row, so a value that skips over stages is carried through them. A value that
-follows from constants, or from inputs of the model that are no larger (a mask made of the padding), is
-computed where it is needed (`recomputed`).
+What is carried through stages, and what each computes for itself: docs/design.md, *Any model*.
 """
 
 from __future__ import annotations

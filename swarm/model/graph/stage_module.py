@@ -1,12 +1,7 @@
 """The stages of a cut model as modules.
 
-A stage has the parameters that its operators read, under their full names, and gives the same numbers
-however often it is called. A parameter that several stages read is in each of them: its gradient is the sum
-of theirs (`partition.shared_parameters`), and so each of them steps alike.
-
-Batch norm, in training: a stage normalises by the microbatch's own statistics, as torch does, and gives them
-(mean and unbiased variance) beside its outputs, under the names of the buffers that they are for. Added up
-over the microbatches of a step like gradients, they enter the state when the step is taken (`StageState`).
+A stage has the parameters that its operators read, under their full names, and gives the same numbers however
+often it is called. What of a batch norm it gives beside its outputs: docs/design.md, *Any model*.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Any PyTorch model as a graph of operators: `trace`.
 
-FusionLLM (Tang et al., 2024, section 3) cuts a model into operators and places them. Here an operator is an
-ATen call as the model made it in training. What a stage must not do (draw from torch's generators, change a
-buffer) is replaced by what may be done in any order and any number of times, or refused by name.
-
+An operator is an ATen call as the model made it in training (FusionLLM, Tang et al., 2024, section 3). What a
+stage must not do is replaced by what may be done in any order and any number of times, or refused by name.
 The graph is made for the sizes of the sample.
 """
 
