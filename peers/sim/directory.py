@@ -57,10 +57,11 @@ class Dht(msgspec.Struct, dict=True):
                 picture.due.append((now if own else now + self.dice.between(*self.lag_s), entry))
 
     def forget(self, peer: PeerId) -> None:
-        """A record runs out at once, everywhere."""
+        """A record runs out at once, for all others."""
         self.entries.pop(peer, None)
         for picture in self.pictures:
-            picture.forget(peer)
+            if picture.process.name != peer:
+                picture.forget(peer)
 
 
 class SimDirectory:
