@@ -2107,9 +2107,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "copies-for-one-peer-without-end",
         LEASES,
-        "COPY_TIMES * (now_s() - began)",
-        "0.0 * (now_s() - began)",
+        "COPY_TIMES * took_s",
+        "0.0 * took_s",
         "One stranger opens the state of each step, and its source copies gigabytes at each.",
+        ("test_state_leases",),
+    ),
+    Mutation(
+        "a-keeper-gives-a-joiner-one-version",
+        LEASES,
+        "took_s = 0.0 if self._most_saved else",
+        "took_s =",
+        "A version that cannot be had keeps a lost stage from the one before, and the run goes back further.",
         ("test_state_leases",),
     ),
     Mutation(

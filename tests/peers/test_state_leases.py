@@ -17,7 +17,7 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
-from peers.transfer.leases import Leases, Snapshot
+from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.transfer.server import MAX_LEASES, StateLeases, StateServer
 from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
@@ -473,6 +473,16 @@ async def test_a_keeper_reads_each_version_once_whoever_opens_them_how_often() -
     """Gigabytes are hashed for it: a crowd that opened one version after another kept it busy for ever."""
     network, saved = CalmNetwork(), SavedHere(2, 4, 6)
     leases = StateLeases(RUN, network.join("source").transport, {0: saved}, most_saved=5)
+    add, joiner = leases.add, network.join("joiner").transport
+
+    async def slow(pool: str, what: object, content: Snapshot) -> Lease:
+        await asyncio.sleep(4.0)
+        return await add(pool, what, content)
+
+    leases.add = slow  # type: ignore[assignment, method-assign]
+    for version in saved.here:  # it need not wait where the one before could not be had
+        question = OpenState(run=RUN.id, stage=0, version=version)
+        await joiner.call("source", "state", pack(question), max_answer_bytes=1 << 20)
     for opened in range(30):
         crowd = network.join(f"stranger{opened}").transport
         question = OpenState(run=RUN.id, stage=0, version=saved.here[opened % 3])
