@@ -410,6 +410,11 @@ class DhtNode:
         has_room = entry.subkey in held or (few and self._has_room(key, len(held), first_hand))
         return has_room and self.keep(key, entry, first_hand=first_hand)
 
+    def keep_read(self, key: bytes, entry: Entry) -> None:
+        """Hold what others gave, while there is room: all nodes near its key may be one stranger's."""
+        if self._has_room(key, len(self._kept.get(key, ())), False):
+            self.keep(key, entry, first_hand=False)
+
     def keep(self, key: bytes, entry: Entry, *, first_hand: bool) -> bool:
         """Hold a value that was checked; whether it is later than the one that is held, and not over."""
         old, opened = self._kept.get(key, {}).get(entry.subkey), self.check.open(key, entry)

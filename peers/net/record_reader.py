@@ -33,7 +33,9 @@ from swarm.records import NO_STAGE
 FAR_SEARCH_EVERY_S = 1800.0
 FIRST_ANSWERS = 2
 """For each key, in the first refresh: a node that was away has missed what was stored meanwhile."""
-NEAR_QUESTIONS = 8
+ANYWHERE = 2
+"""Nodes that are asked in each refresh wherever they are: those near a key may all be one stranger's."""
+NEAR_QUESTIONS = 6
 FAR_QUESTIONS = 2
 """Nodes asked in one refresh: a question costs 1 ms of CPU over all processes."""
 NEAR_BYTES_PER_S = 64e3
@@ -104,15 +106,9 @@ class RecordReader:
     """What is known of one run, and what is read next."""
 
     def __init__(
-        self,
-        storage: DhtStorage,
-        table: Table,
-        run_id: str | None,
-        rng: random.Random,
-        refresh_s: float,
-        scale: Scale,
-        learn: Callable[[PeerId, Iterable[str]], None] | None,
-    ) -> None:
+        self, storage: DhtStorage, table: Table, run_id: str | None, rng: random.Random, refresh_s: float,
+        scale: Scale, learn: Callable[[PeerId, Iterable[str]], None] | None,
+    ) -> None:  # fmt: skip
         """`learn` is told addresses."""
         self.run_id, self.scale = run_id, scale
         self.stages = 0
@@ -187,9 +183,12 @@ class RecordReader:
             return
         due_s = self._refresh_s * (self.stretch - 1.0) * _NEAR_STRETCH
         near = [place for place in near if now_s() - place.read_at >= due_s]
+        most = max(_MIN_ANSWER_BYTES, int(self.near.left(now=now_s())) // 2)
+        anywhere = self._storage.some(ANYWHERE) if near else ()
         await asyncio.gather(
             self._read_in_turn(near, NEAR_QUESTIONS, self.near, search_every_s=math.inf),
             self._read_in_turn(far, FAR_QUESTIONS, self.far, search_every_s=FAR_SEARCH_EVERY_S),
+            *(self._ask(peer, near[:MAX_KEYS_PER_CALL], self.near, most) for peer in anywhere),
         )
 
     async def _read_in_turn(
@@ -210,14 +209,9 @@ class RecordReader:
         await self._read(due, first, allowance, most_bytes, limit_s=REFRESH_LIMIT_S)
 
     async def _read(
-        self,
-        places: Sequence[Place],
-        holders: Mapping[bytes, Sequence[PeerId]],
-        allowance: Allowance | None,
-        most_bytes: int,
-        *,
-        limit_s: float,
-    ) -> bool:
+        self, places: Sequence[Place], holders: Mapping[bytes, Sequence[PeerId]],
+        allowance: Allowance | None, most_bytes: int, *, limit_s: float,
+    ) -> bool:  # fmt: skip
         """Ask for what is new under some keys; whether that was answered for any of them.
 
         Args:
@@ -284,6 +278,7 @@ class RecordReader:
                 continue
             if self._table.put(opened, record_ids(opened)):
                 took = True
+                self._storage.node.keep_read(key, entry)  # others may ask here
                 self._storage.meet(opened.record)
                 if self._learn is not None and opened.record.addresses:
                     self._learn(opened.record.peer, opened.record.addresses)

@@ -15,6 +15,7 @@ from peers.net._hivemind import DHTID
 from peers.net.charter import signed
 from peers.net.dht_protocol import REPLICAS, Entry, key_bytes, nearest
 from peers.net.identity import Identity
+from peers.net.signed_records import record_keys
 from swarm import charter as rules
 from swarm.charter import Ban, Charter, Rule
 from swarm.errors import SetupError
@@ -161,6 +162,41 @@ async def test_a_ban_is_followed_though_all_nodes_near_its_key_are_a_liars(
         newest = charter(3)  # one peer has it from before
         nodes[5].directory.charters.adopt(newest, OWNER.peer_id, signed.seal_charter(newest, OWNER))
         await within(240.0, lambda: sequences(nodes) == [3] * 12)
+
+
+async def test_peers_see_one_another_though_all_nodes_near_their_stage_are_a_liars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten identities that took all records of a stage, and told nobody, stood the run still."""
+    async with MemoryDht() as dht:
+        nodes = await swarm(dht, 12)
+        for node in nodes:
+            await node.directory.announce(mine(node))
+        ids = {n: Identity(n.to_bytes(32, "big")).peer_id for n in range(1000, 2000)}
+        key = DHTID.from_bytes(key_bytes(record_keys(mine(nodes[0]), 0)[0]))
+        near = nearest(key, ids.values(), 2 * REPLICAS)
+        for number in (n for n, peer in ids.items() if peer in near):
+            liar = await dht.add(number, run_id=RUN.id, join=nodes[number % 12])
+            monkeypatch.setattr(liar.node, "_store", lambda *_: True)
+            monkeypatch.setattr(liar.node, "entries", lambda key: [])
+        await asyncio.sleep(240)
+        for _ in range(8):
+            await asyncio.sleep(15)
+            seen = [sum(bool(one.directory.find(other.peer_id)) for other in nodes) for one in nodes]
+            assert sum(seen) > 0.95 * 12 * 12
+        late = await dht.add(99, run_id=RUN.id, join=nodes[3])
+        await late.directory.fetch_manifest(RUN.id)
+        await within(20.0, lambda: all(late.directory.find(node.peer_id) for node in nodes))
+
+
+async def test_what_is_read_is_held_for_others_while_there_is_room() -> None:
+    async with MemoryDht() as dht:
+        at = (await swarm(dht, 1))[0].node
+        at.max_subkeys, key, end = 3, bytes(20), unix_s() + 100.0
+        at.check.open = lambda key, entry: ""  # type: ignore[method-assign]
+        for number in range(5):
+            at.keep_read(key, Entry(f"peer {number}", b"", end))
+        assert len(at.entries(key)) == 3
 
 
 async def test_an_older_charter_is_not_taken_however_long_it_would_live() -> None:
