@@ -60,8 +60,8 @@ class PeerFault(SwarmError):
     """Nothing was heard of it: perhaps only the line is cut, and a sign of life ends its backoff."""
 
     def __init__(self, peer: str, text: str) -> None:
-        super().__init__(f"peer {short(peer)}: {one_line(text)}")
-        self.peer = peer
+        self.peer, self.why = peer, one_line(text)
+        super().__init__(f"peer {short(peer)}: {self.why}")
 
 
 class PeerGone(PeerFault):

@@ -151,7 +151,7 @@ class IslandMeeting:
 
     def _failed(self, fault: PeerFault) -> None:
         self._core.failed(fault)
-        self._core.emit(PeerLost(peer=fault.peer, stage=self._core.stage, why=fault.text))
+        self._core.emit(PeerLost(peer=fault.peer, stage=self._core.stage, why=fault.why))
 
     def _holders(self, number: int) -> list[tuple[int, Island]]:
         """Islands whose replicas may have it, first that which makes it. Where each adds up a part, no third

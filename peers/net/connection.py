@@ -31,7 +31,6 @@ from swarm.errors import (
     Refused,
     SwarmError,
     from_wire,
-    short,
 )
 from swarm.ids import PeerId
 from swarm.wire import frames
@@ -720,7 +719,7 @@ class ServerConnection(Connection):
 
 def _again(fault: PeerFault, peer: PeerId) -> PeerFault:
     """The same fault, for another call: a traceback belongs to one."""
-    return type(fault)(peer, fault.text.removeprefix(f"peer {short(fault.peer)}: "))
+    return type(fault)(peer, fault.why)
 
 
 def read_varint(data: memoryview) -> tuple[int, int] | None:

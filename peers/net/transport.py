@@ -346,7 +346,7 @@ class NetTransport:
         try:
             return await within(running(), deadline_s)
         except asyncio.TimeoutError:
-            raise PeerSilent(peer, f"no answer to {method!r} within {deadline_s:g} s") from None
+            raise PeerSilent(peer, f"no answer to {method!r} within {deadline_s:.4g} s") from None
 
     # -- serving --------------------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ class Network:
         self._open[call.number] = call
         timer = None
         if deadline_s is not None:
-            why = f"no answer to {method!r} within {deadline_s:g} s"
+            why = f"no answer to {method!r} within {deadline_s:.4g} s"
             timer = loop.call_later(deadline_s, self._silent, call, why)
         if callee.process.stopped:
             loop.call_later(self.silence_s, self._check_stopped, call)

@@ -242,7 +242,7 @@ class Actions:
             core.backoff.failed(fault.peer, now=now_s())
             if fault.silent:  # it says that it has the result, and gives none: as good as a round that failed
                 core.backoff.charge(fault.peer, t=step.t, since_s=began, now=now_s(), rounds=1)
-            core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.text))
+            core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.why))
 
         if core.run.meets_at(step.t):  # replicas have changed the same
             reduced = await self._meeting.difference(step)

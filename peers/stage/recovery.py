@@ -163,7 +163,7 @@ class Recovery:
 
         def fault(fault: PeerFault) -> None:
             core.backoff.failed(fault.peer, now=now_s())
-            self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.text))
+            self._emit(events.PeerLost(peer=fault.peer, stage=self._stage, why=fault.why))
 
         # Of a stage that is lost the keepers of founders say what its state was.
         founders = dict.fromkeys(self._run.admission.founders, FOUNDERS_VOICE)

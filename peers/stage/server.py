@@ -370,7 +370,7 @@ class StagePeer:
         self.actions.spawn(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:
-        self._emit(events.PeerLost(peer=fault.peer, stage=self.stage + 1, why=fault.text))
+        self._emit(events.PeerLost(peer=fault.peer, stage=self.stage + 1, why=fault.why))
 
     def _say_damaged(self, text: str) -> None:
         self._emit(events.Trouble(text=f"passed over: {text}"))
