@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, clean
 
 ENTRY_POINTS = "swarm.models"
 """Group of entry points, each of which is a function that manifests may name."""
@@ -130,5 +130,5 @@ def _digest(source: Path) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, to be quoted in a message."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """The first line of an error's text, to be quoted in a message: some list all that they know."""
+    return clean(str(error).strip().partition("\n")[0]) or type(error).__name__
