@@ -220,7 +220,8 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     run, entries, rest = transcript.read(options.transcript)
     check_code(run, options.allow_code)
     if not first < last <= run.steps:
-        raise SetupError(f"--from {first} --to {last}: run {run.name!r} has versions 0 to {run.steps}")
+        has = f"run {run.name!r} has versions 0 to {run.steps}"
+        raise SetupError(f"--from {first} --to {last}: {has}, and --to is a later one than --from")
     if options.stage is not None and options.stage >= run.cells:
         of = "cells" if run.cells > run.S else "stages"
         raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
