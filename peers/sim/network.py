@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.sim.lines import Lines, Sent
@@ -128,10 +128,10 @@ class SimTransport:
         size = _size(answer.body)
         if size > max_answer_bytes:
             raise BadAnswer(peer, f"an answer of {size} bytes; at most {max_answer_bytes} fit")
-        line = self.lines.get(peer, NetworkPath())
-        sent_bytes = line.sent_bytes + len(header) + _size(body)
-        received_bytes = line.received_bytes + len(answer.header) + size
-        self.lines[peer] = replace(line, sent_bytes=sent_bytes, received_bytes=received_bytes)
+        was = self.lines.get(peer, NetworkPath())
+        sent_bytes = was.sent_bytes + len(header) + _size(body)
+        came_bytes = was.received_bytes + len(answer.header) + size
+        self.lines[peer] = NetworkPath(was.rtt_s, was.bandwidth_bps, sent_bytes, came_bytes, was.memory_bytes)
         return answer
 
 
