@@ -47,6 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.set_threshold(20_000, 20, 20)  # Python's own 700 looked thousands of times in a file of swarms
+        gc.freeze()
         gc.enable()
 
 
