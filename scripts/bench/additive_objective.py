@@ -146,11 +146,12 @@ def shortest_open_path(length_SS: np.ndarray) -> tuple[float, list[int]]:
     if nodes > MAX_EXACT_STAGES:
         return _short_open_path(length_SS)
     best = np.full((1 << nodes, nodes), np.inf)
-    best[1 << np.arange(nodes), np.arange(nodes)] = 0.0
+    last_S = np.arange(nodes)
+    best[1 << last_S, last_S] = 0.0
     for count in range(1, nodes):
-        for last in range(nodes):
-            sets = _subsets(nodes, count, last)
-            best[sets | (1 << last), last] = (best[sets] + length_SS[:, last]).min(axis=1)
+        sets_SX = _subsets(nodes, count)
+        added_SX = (best[sets_SX] + length_SS.T[:, None]).min(axis=2)
+        best[sets_SX | (1 << last_S)[:, None], last_S[:, None]] = added_SX
     visited = (1 << nodes) - 1
     order = [int(best[visited].argmin())]
     total = float(best[visited, order[0]])
@@ -160,11 +161,11 @@ def shortest_open_path(length_SS: np.ndarray) -> tuple[float, list[int]]:
     return total, order[::-1]
 
 
-@lru_cache(maxsize=2048)
-def _subsets(nodes: int, count: int, without: int) -> np.ndarray:
-    """All sets (as bits) of `count` out of `nodes` nodes, without one."""
-    found = [s for s in range(1 << nodes) if bin(s).count("1") == count and not s >> without & 1]
-    return np.array(found, dtype=np.int64)
+@lru_cache(maxsize=128)
+def _subsets(nodes: int, count: int) -> np.ndarray:
+    """[S, X] all sets (as bits) of `count` out of `nodes` nodes, without each one of these."""
+    every = [s for s in range(1 << nodes) if s.bit_count() == count]
+    return np.array([[s for s in every if not s >> without & 1] for without in range(nodes)], dtype=np.int64)
 
 
 def _short_open_path(length_SS: np.ndarray) -> tuple[float, list[int]]:

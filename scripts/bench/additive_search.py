@@ -8,12 +8,12 @@ looked at, of which the first two (by pipeline and by stage) always are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.bench.additive_grid import Grid
+from scripts.bench.additive_grid import Grid, Segments
 from scripts.bench.additive_objective import AdditiveCost, AdditiveTerms, additive_cost
 from swarm.plan.search import even_clusters, shapes
 
@@ -37,11 +37,20 @@ newcomers, one jittered layout of DT-FM's was 2 to 5 % cheaper after 10 s, anoth
 (2026-11-22)."""
 LAST_HEAT = 0.2
 """Of the first. 0.1 to 0.3 did alike on DT-FM's layouts (2026-11-22)."""
-EVOLVING = 0.5
-"""Part of the budget for the evolution. The rest is one long annealing of the best."""
-LONG_HEAT, LONG_LAST_HEAT = 0.01, 0.1
+DESCENDING, EVOLVING, HOT_ANNEALING = 0.3, 0.5, 0.85
+"""Parts of the budget after which starts are not improved any more, the evolution ends, and the long
+annealing that starts hot. The rest is a cooler one of the best."""
+LONG = ((1, 0.016, 0.008, 0.4), (2, 0.012, 0.003, 0.5), (3, 0.003, 0.001, 0.1))
+LONG_COOL = ((2, 0.004, 0.002, 0.5), (3, 0.004, 0.001, 0.5))
+"""Of these annealings: squarings of the norm, heat at first and at last, part of the time. With the 2-norm
+all lines of a boundary count and not its slowest alone, so that a hot grid still finds which devices belong
+together (2026-11-27)."""
 REMATCHED = 100
 """Swaps after which pipelines are matched and stages ordered anew, as no swap could."""
+
+SEGMENTS_WEIGHT = 2.4
+"""Logarithm of how many pairs of segments each that is looked at stands for; 64 devices in 8 stages have
+2,816, of which 256 are."""
 
 MAX_PLACED = 256
 """Clusters whose places are sought; the time grows with their square. More stay as they come."""
@@ -89,9 +98,10 @@ def search_additive(
         members.append(_Member(cost.total_s, cost, shape, bands))
     members.sort(key=lambda member: member.total_s)
     start_s = members[0].total_s
-    grid = Grid(terms, members[0].cost.grid)
+    segments = Segments(terms.stages, terms.replicas, rng) if terms.stages >= 4 else None
+    grid = Grid(terms, members[0].cost.grid, segments)
     for member in members:
-        if over() or member.total_s > HOPELESS * start_s:
+        if spent_s() >= DESCENDING * budget_s or member.total_s > HOPELESS * start_s:
             break
         grid.place(member.cost.grid)
         better = additive_cost(terms, anneal(grid, steps=grid.size, heat_s=0.0, rng=rng, stop=over))
@@ -103,10 +113,15 @@ def search_additive(
         turns += 1
         _evolve(terms, grid, members, rng, over, min(MAX_STEPS, FIRST_STEPS + MORE_STEPS * turns))
         members = _best_of(members)
-    if not over() and terms.stages * terms.replicas > 1:
-        begun_s = spent_s()
-        better = long_anneal(grid, members[0].cost, rng, lambda: (spent_s() - begun_s) / (budget_s - begun_s))
-        members[0].cost = min(members[0].cost, better, key=lambda cost: cost.total_s)
+    for until, phases in ((HOT_ANNEALING, LONG), (1.0, LONG_COOL)):
+        if not over() and terms.stages * terms.replicas > 1:
+            begun_s, until_s = spent_s(), until * budget_s
+
+            def share(begun_s: float = begun_s, until_s: float = until_s) -> float:
+                return (spent_s() - begun_s) / max(until_s - begun_s, 1e-9)
+
+            better = long_anneal(grid, members[0].cost, rng, share, phases)
+            members[0].cost = min(members[0].cost, better, key=lambda cost: cost.total_s)
     best = members[0]
     origin = f"clusters of {best.shape[0]} stages × {best.shape[1]} pipelines" + ", banded" * best.bands
     return Found(best.cost, start_s, origin, turns)
@@ -248,19 +263,14 @@ def anneal(
     for step in range(steps):
         if stop():
             break
-        change_NN = grid.changes_s()
-        if draws is not None:
-            offset = int(rng.integers(0, len(draws) - size * size + 1))
-            noise_NN = draws[offset : offset + size * size].reshape(size, size)
-            change_NN += np.float32(heat_s * LAST_HEAT ** (step / steps)) * noise_NN
-        i, j = divmod(int(change_NN.argmin()), size)
-        if not change_NN[i, j] < np.inf:
-            break  # all are twins
-        grid.swap(i, j)
+        pairs = _drawn(grid, heat_s * LAST_HEAT ** (step / steps), draws, rng)
+        if not pairs:
+            break
+        grid.swap_all(pairs)
         if not heat_s:
             after_s = grid.smooth_s()
             if not after_s < smooth_s * (1 - 1e-6):
-                grid.swap(i, j)
+                grid.swap_all(pairs[::-1])
                 break
             smooth_s = after_s
         cost_s = grid.cost_s()
@@ -271,30 +281,62 @@ def anneal(
 
 
 def long_anneal(
-    grid: Grid, start: AdditiveCost, rng: np.random.Generator, share: Callable[[], float]
-) -> AdditiveCost:
-    """The best layout of one annealing that lasts until `share` of its time is 1."""
-    terms, size, best, step = grid.terms, grid.size, start, 0
+    grid: Grid, start: AdditiveCost, rng: np.random.Generator, share: Callable[[], float],
+    phases: Sequence[tuple[int, float, float, float]],
+) -> AdditiveCost:  # fmt: skip
+    """The best layout of one annealing in phases such as `LONG` that lasts until `share` of its time is 1."""
+    terms, best, step, begun = grid.terms, start, 0, 0.0
     grid.place(start.grid)
-    draws = _gumbel(rng, size)
-    while (done := share()) < 1.0:
-        step += 1
-        change_NN = grid.changes_s()
-        offset = int(rng.integers(0, len(draws) - size * size + 1))
-        heat_s = start.total_s * LONG_HEAT * LONG_LAST_HEAT**done
-        change_NN += np.float32(heat_s) * draws[offset : offset + size * size].reshape(size, size)
-        i, j = divmod(int(change_NN.argmin()), size)
-        if not change_NN[i, j] < np.inf:
-            break  # all are twins
-        grid.swap(i, j)
-        if step % REMATCHED == 0 or grid.cost_s() < best.total_s:
-            matched = additive_cost(terms, grid.grid)
-            best = min(best, matched, key=lambda cost: cost.total_s)
-            if matched.total_s < grid.cost_s() * (1 - 1e-9):
-                grid.place(matched.grid)
-        if step % (10 * REMATCHED) == 0:
-            draws = _gumbel(rng, size)
+    draws = _gumbel(rng, grid.size)
+    for squarings, first, last, part in phases:
+        if share() >= begun + part:
+            begun += part
+            continue
+        grid.sharpen(squarings)
+        least_s, least_SD = grid.cost_s(), grid.grid
+        while (done := (share() - begun) / part) < 1.0:
+            step += 1
+            pairs = _drawn(grid, start.total_s * first * (last / first) ** done, draws, rng)
+            if not pairs:
+                break
+            grid.swap_all(pairs)
+            cost_s = grid.cost_s()
+            if cost_s < least_s:
+                least_s, least_SD = cost_s, grid.grid
+            if step % REMATCHED == 0:
+                matched = additive_cost(terms, grid.grid)
+                best = min(best, matched, key=lambda cost: cost.total_s)
+                if matched.total_s < cost_s * (1 - 1e-9):
+                    grid.place(matched.grid)
+            if step % (10 * REMATCHED) == 0:
+                draws = _gumbel(rng, grid.size)
+        best = min(best, additive_cost(terms, least_SD), key=lambda cost: cost.total_s)
+        begun += part
     return best
+
+
+def _drawn(
+    grid: Grid, heat_s: float, draws: np.ndarray | None, rng: np.random.Generator
+) -> list[tuple[int, int]]:
+    """The positions that change places in one step: two, or those of two segments. None: all are twins."""
+    change_NN, size = grid.changes_s(), grid.size
+    if draws is not None:
+        offset = int(rng.integers(0, len(draws) - size * size + 1))
+        change_NN += np.float32(heat_s) * draws[offset : offset + size * size].reshape(size, size)
+    i, j = divmod(int(change_NN.argmin()), size)
+    if not change_NN[i, j] < np.inf:
+        return []
+    if draws is not None and grid.segments is not None:
+        some = grid.segments.some(rng)
+        change_m = grid.segment_changes_s(some)
+        offset = int(rng.integers(0, len(draws) - len(change_m) + 1))
+        change_m += np.float32(heat_s) * (
+            draws[offset : offset + len(change_m)] - np.float32(SEGMENTS_WEIGHT)
+        )
+        best = int(change_m.argmin())
+        if change_m[best] < change_NN[i, j]:
+            return grid.segments.swaps(some.start + best)
+    return [(i, j)]
 
 
 def _gumbel(rng: np.random.Generator, size: int) -> np.ndarray:

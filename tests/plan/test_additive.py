@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.additive_grid import Grid, twins
+from scripts.bench.additive_grid import LOOKED_AT, Grid, Segments, twins
 from scripts.bench.additive_objective import (
     MAX_EXACT_STAGES,
     AdditiveTerms,
@@ -153,6 +153,26 @@ def test_the_changes_are_those_that_swaps_make(stages: int, replicas: int, seed:
     assert grid.cost_s() == pytest.approx(fresh.cost_s(), rel=1e-5)
     assert grid.smooth_s() == pytest.approx(fresh.smooth_s(), rel=1e-5)
     assert np.allclose(grid.changes_s(), fresh.changes_s(), atol=1e-3, rtol=1e-3)
+
+
+@given(st.integers(4, 9), st.integers(1, 4), st.integers(0, 10_000), st.integers(1, 3))
+@settings(max_examples=20)
+def test_the_changes_are_those_that_exchanged_segments_make(
+    stages: int, replicas: int, seed: int, squarings: int
+) -> None:
+    of, rng = terms(stages, replicas, seed), np.random.default_rng(seed)
+    segments = Segments(stages, replicas, rng)
+    grid = Grid(of, random_grid(stages * replicas, stages, rng), segments)
+    grid.sharpen(squarings)
+    some = segments.some(rng)
+    changes_m, before, start = grid.segment_changes_s(some), grid.smooth_s(), grid.grid
+    for number in rng.choice(LOOKED_AT, 5, replace=False):
+        pairs = segments.swaps(some.start + int(number))
+        assert len(pairs) >= 2 and len({position for pair in pairs for position in pair}) == 2 * len(pairs)
+        grid.swap_all(pairs)
+        assert grid.smooth_s() - before == pytest.approx(float(changes_m[number]), abs=2e-3 * (1 + before))
+        grid.swap_all(pairs[::-1])
+        assert (grid.grid == start).all()
 
 
 def test_a_grid_is_never_said_to_cost_less_than_it_does() -> None:
