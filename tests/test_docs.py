@@ -2,7 +2,7 @@
 made from data that are up to date.
 
 Every command of a page is read: options, files of this repository, arguments of the image. Those of `swarm`
-are also run, by tests/process/test_docs_run.py.
+are also run, by tests/process/users/test_docs_run.py.
 """
 
 from __future__ import annotations

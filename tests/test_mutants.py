@@ -15,6 +15,7 @@ from scripts.bench.mutants import (
     break_rule,
     forked,
     ordered,
+    path_of,
     row,
     share_of,
     targets_of,
@@ -38,7 +39,7 @@ def test_a_mutation_changes_one_place_of_code_that_still_parses() -> None:
         ast.parse(mutation.applied((ROOT / mutation.file).read_text()))
         assert mutation.goes_wrong.endswith("."), mutation.name
         for name in mutation.tests:
-            assert (ROOT / "tests" / "peers" / f"{name}.py").exists(), f"{mutation.name}: {name}"
+            assert (ROOT / path_of(name)).exists(), mutation.name
 
 
 def test_a_place_that_is_gone_is_said() -> None:

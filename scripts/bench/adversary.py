@@ -35,10 +35,10 @@ from peers.trainer import Batches
 from swarm.errors import SwarmError
 from swarm.manifest import CodecSpec, Run, demo_run
 from tests.peers.admitted import TRAINER, admitting
+from tests.peers.liars.test_false_answers import audited_run, lie
+from tests.peers.liars.test_false_contributions import add_falsely
+from tests.peers.liars.test_false_sums import value
 from tests.peers.loops import Swarm, swarm
-from tests.peers.test_false_answers import audited_run, lie
-from tests.peers.test_false_contributions import add_falsely
-from tests.peers.test_false_sums import value
 
 STAGES, REPLICAS, MICROBATCHES = 3, 5, 16
 HONEST_STEPS = 42

@@ -38,7 +38,7 @@ from swarm.records import PeerRecord
 RUN = "f" * 32
 SALT = b"saltsalt"
 SEARCH_CALLS, SEARCH_BYTES = 20, 1350
-"""Of one search for a key, and of a call: seen among 140 nodes in memory (`tests/net/memory_dht.py`)."""
+"""Of one search for a key, and of a call: seen among 140 nodes of `tests/net/directory/memory_dht.py`."""
 
 
 def entry(me: Identity, stage: int, level: int, expires: float) -> Entry:

@@ -47,7 +47,7 @@ from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import Traced, trace
 from swarm.partitioner.cost import operations, reckoned_s
 from swarm.partitioner.search import find_cut
-from tests.model.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
+from tests.model.graph.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
 
 STAGES = (2, 4, 8)
 MB = Microbatch(0, 0)

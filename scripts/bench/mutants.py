@@ -58,7 +58,10 @@ PURE = {
         "tests/model/test_fixed_point.py",
         "tests/model/test_reference_resumes.py",
     ),
-    "swarm/model/graph": ("tests/model/test_own_functions.py", "tests/model/test_stage_module.py"),
+    "swarm/model/graph": (
+        "tests/model/graph/test_own_functions.py",
+        "tests/model/graph/test_stage_module.py",
+    ),
     "swarm/policy": ("tests/policy",),
     "swarm/protocol": ("tests/protocol", "tests/policy"),
     "swarm/wire": ("tests/wire",),
@@ -311,6 +314,12 @@ class Rings:
         return self._fails_anyway[name]
 
 
+def path_of(name: str) -> str:
+    """The file of tests/peers with that name."""
+    (path,) = (ROOT / "tests" / "peers").rglob(f"{name}.py")
+    return path.relative_to(ROOT).as_posix()
+
+
 def targets_of(ring: str, mutation: Mutation) -> tuple[str, ...]:
     """What a ring runs for a mutation, the likeliest first; nothing if it cannot see the code that is
     changed.
@@ -318,10 +327,11 @@ def targets_of(ring: str, mutation: Mutation) -> tuple[str, ...]:
     if ring == "sim":
         return ("peers.sim",)
     if ring == "peers":
-        return tuple(f"tests/peers/{name}.py" for name in mutation.tests) or ALL_PEERS
+        return tuple(path_of(name) for name in mutation.tests) or ALL_PEERS
     path = Path(mutation.file)
     found = PURE.get(path.parent.as_posix(), ())
-    return tuple(dict.fromkeys((f"tests/{path.parent.name}/test_{path.stem}.py", *found))) if found else ()
+    own = Path("tests", *path.parent.parts[1:], f"test_{path.stem}.py").as_posix()
+    return tuple(dict.fromkeys((own, *found))) if found else ()
 
 
 def ordered(tests: Iterable[str], targets: Sequence[str], last_time: str) -> list[str]:

@@ -20,9 +20,9 @@ from swarm.model.graph.capture import find_loss
 from swarm.model.graph.model_source import CustomModel, from_code
 from swarm.model.graph.trace import Traced
 from tests.api.nets import net, samples
-from tests.model import zoo
-from tests.model.parity import cut, gradients
-from tests.model.test_own_functions import BODIES, Net, X
+from tests.model.graph import zoo
+from tests.model.graph.parity import cut, gradients
+from tests.model.graph.test_own_functions import BODIES, Net, X
 from tests.seeds import some
 
 

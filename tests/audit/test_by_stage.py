@@ -15,8 +15,8 @@ from swarm.manifest import IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
-from tests.model.test_custom_exact import CASES as CUSTOM
-from tests.model.test_custom_exact import CustomModel, cut_of, run_of, samples
+from tests.model.graph.test_custom_exact import CASES as CUSTOM
+from tests.model.graph.test_custom_exact import CustomModel, cut_of, run_of, samples
 from tests.model.test_meeting import CASES as ISLANDS
 from tests.model.test_meeting import islands, meet
 from tests.model.test_reference_resumes import CASES

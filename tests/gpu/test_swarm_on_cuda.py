@@ -14,8 +14,8 @@ from peers.programs.tool_options import VerifyOptions
 from peers.programs.verify import run_verify
 from peers.storage.transcript import path_of
 from swarm.manifest import Run
+from tests.process.faults.test_exact import tiny
 from tests.process.swarm_processes import LIMIT_S, Swarm, farthest, swarm_command
-from tests.process.test_exact import tiny
 
 DEVICE = "cuda:0"
 

@@ -11,8 +11,8 @@ from swarm.ids import Microbatch
 from swarm.model.reductions import state_digest
 from swarm.model.reference import SingleProcess
 from tests.model.chain import Chain, batch_of, tiny_run
-from tests.model.test_custom_exact import CASES as CUSTOM
-from tests.model.test_custom_exact import CustomModel, cut_of, run_of, samples
+from tests.model.graph.test_custom_exact import CASES as CUSTOM
+from tests.model.graph.test_custom_exact import CustomModel, cut_of, run_of, samples
 from tests.seeds import some
 
 CASES: dict[str, dict[str, Any]] = {

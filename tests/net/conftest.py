@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
-from tests.net.memory_dht import MachinesLoop
+from tests.net.directory.memory_dht import MachinesLoop
 
 
 def pytest_asyncio_loop_factories(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from tests.model.zoo import ResNet
+from tests.model.graph.zoo import ResNet
 
 CLASSES, SIZE = 4, 16
 

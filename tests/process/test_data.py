@@ -14,8 +14,8 @@ from peers.events import StepDone
 from peers.net.identity import Identity
 from swarm.manifest import AdmissionSpec
 from swarm.model.reference import SingleProcess
+from tests.process.faults.test_exact import tiny
 from tests.process.swarm_processes import Swarm, farthest, swarm_command
-from tests.process.test_exact import tiny
 from tests.serving import Server
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(400)]

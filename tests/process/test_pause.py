@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from peers.events import Paused, Serving, StateFetched
+from tests.process.faults.test_exact import tiny
 from tests.process.swarm_processes import Swarm, swarm_command
-from tests.process.test_exact import tiny
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

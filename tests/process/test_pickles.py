@@ -19,7 +19,7 @@ from peers.net.node import Node
 from swarm.errors import SwarmError
 from swarm.manifest import audit_run
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack
-from tests.peers.test_extremes import REQUESTS, honest
+from tests.peers.liars.test_extremes import REQUESTS, honest
 from tests.process.swarm_processes import Swarm
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(240)]

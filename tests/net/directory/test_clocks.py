@@ -1,0 +1,104 @@
+"""Machines whose clocks are wrong, or jump, in virtual time: what others depend on goes on or says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from peers.net.dht_protocol import Welcome
+from peers.net.dht_storage import what_is_wrong
+from peers.net.identity import Identity
+from swarm.errors import SetupError
+from tests.net.directory.memory_dht import MemoryDht, MemoryNode, record
+
+pytestmark = pytest.mark.virtual_time
+
+HOUR_S = 3600.0
+
+
+def seen(node: MemoryNode, other: MemoryNode) -> int | None:
+    """The version that a node believes another to have."""
+    found = node.directory.find(other.peer_id)
+    return found.version if found is not None else None
+
+
+@pytest.mark.parametrize("jump_s", [10.0, 300.0, HOUR_S, -HOUR_S])
+async def test_a_peer_whose_clock_jumps_and_returns_is_seen_again_and_says_so(
+    jump_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with MemoryDht() as dht:
+        first = await dht.add(0)
+        peer = await dht.add(1, join=first)
+        for node in (first, peer):
+            node.directory.watch({0})
+        await peer.directory.announce(record(peer, version=1))
+        await first.directory.announce(record(first, version=1))
+        await asyncio.sleep(30.0)
+        assert seen(first, peer) == seen(peer, first) == 1
+        peer.clock.ahead_s = jump_s
+        await asyncio.sleep(60.0)
+        peer.clock.ahead_s = 0.0
+        await peer.directory.announce(record(peer, version=2))
+        await first.directory.announce(record(first, version=2))
+        await asyncio.sleep(12.0)
+        assert seen(first, peer) == seen(peer, first) == 2
+        # And it goes on: its record is renewed as before.
+        await asyncio.sleep(120.0)
+        newcomer = await dht.add(2, join=first)
+        newcomer.directory.watch({0})
+        await asyncio.sleep(5.0)
+        assert seen(newcomer, peer) == seen(first, peer) == 2
+    said = [line for line in caplog.messages if "clock jumped" in line]
+    assert len(said) == 2 and f"jumped by {jump_s:+.0f} s" in said[0] and "set it (NTP)" in said[0]
+
+
+async def join_eight(wrong: int, ahead_s: float) -> None:
+    """Join at eight peers, some of which have a wrong clock."""
+    async with MemoryDht() as dht:
+        eight = [await dht.add(number, ahead_s=ahead_s if number < wrong else 0.0) for number in range(8)]
+        newcomer = await dht.add(9, join=eight)
+        assert newcomer.directory.storage.neighbours >= 8 - wrong
+
+
+@pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
+async def test_three_wrong_clocks_of_eight_do_not_keep_a_newcomer_out(ahead_s: float) -> None:
+    await join_eight(3, ahead_s)
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(HOUR_S, "3600 s behind"), (-90.0, "90 s ahead of")])
+async def test_a_peer_whose_clock_differs_from_most_is_refused_with_the_seconds(
+    ahead_s: float, words: str
+) -> None:
+    with pytest.raises(SetupError) as refusal:
+        await join_eight(5, ahead_s)
+    assert f"this machine's clock is {words} that of 5 of the 8 peers to join at" in refusal.value.text
+    assert "set it, or theirs (NTP)" in refusal.value.text
+
+
+async def test_a_newcomer_that_none_can_reach_back_does_not_join() -> None:
+    assert "cannot reach this one back" in what_is_wrong([Welcome(0.0, False), Welcome(0.0, False)])
+    assert what_is_wrong([Welcome(0.0, False), Welcome(0.0, True)]) == ""
+
+
+@pytest.mark.parametrize(("for_s", "joins"), [(5.0, True), (60.0, False)])
+async def test_a_newcomer_that_none_reaches_back_for_some_seconds_joins(for_s: float, joins: bool) -> None:
+    async with MemoryDht() as dht:
+        first, newcomer = await dht.add(0), Identity((1).to_bytes(32, "big")).peer_id
+        dht.hung.add(newcomer)
+        asyncio.get_running_loop().call_later(for_s, dht.hung.clear)
+        if joins:
+            assert (await dht.add(1, join=first)).directory.storage.neighbours == 1
+        else:
+            with pytest.raises(SetupError, match="cannot reach this one back"):
+                await dht.add(1, join=first)
+
+
+async def test_a_newcomer_of_another_version_than_most_does_not_join() -> None:
+    ours, other = Welcome(0.0, True), Welcome(0.0, True, 99)
+    assert "the swarm that it joins version 99: update the older program" in what_is_wrong(
+        [ours, other, other]
+    )
+    assert what_is_wrong([ours, other]) == ""

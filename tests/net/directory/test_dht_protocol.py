@@ -1,0 +1,372 @@
+"""What a node keeps for others, and what it answers: bounded; a peer that speaks for itself goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peers.clock import unix_s
+from peers.net import dht_protocol, signed_records
+from peers.net.dht_protocol import (
+    Asked,
+    DhtNode,
+    Entry,
+    Find,
+    Found,
+    Ping,
+    Pong,
+    Question,
+    RecordCheck,
+    Store,
+    answer,
+    ask,
+    key_bytes,
+    node_id_of,
+    read_request,
+)
+from peers.net.identity import Identity
+from peers.net.lookup import Shard
+from peers.waiting import TaskKeeper
+from swarm.errors import Refused
+from swarm.records import PeerRecord
+from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
+from tests.net.directory.memory_dht import MemoryDht
+
+RUN = "f" * 32
+KEY, OTHER_KEY, SALT = b"k" * 20, b"o" * 20, b"saltsalt"
+STAGE_0 = signed_records.peers_key(RUN, Shard(0, 0, 0))
+
+
+@functools.lru_cache(maxsize=1)
+def soon() -> float:
+    return time.time() + 300.0
+
+
+@functools.lru_cache(maxsize=4096)
+def entry(number: int, stage: int = 0, later_s: float = 0.0) -> Entry:
+    me = Identity(number.to_bytes(32, "big"))
+    record = PeerRecord(peer=me.peer_id, run=RUN, stage=stage, state="serving", version=0)
+    return Entry(me.peer_id, signed_records.seal_record(record, soon() + later_s, me), soon() + later_s)
+
+
+def asked(
+    keys: Mapping[bytes, Mapping[str, float]], held: Mapping[bytes, list[Entry]], most_bytes: int = 10**6
+) -> list[Found]:
+    return answer(ask(keys, most_bytes, SALT), lambda key: held.get(key, []))
+
+
+# -- questions and answers ---------------------------------------------------------------------------------
+
+
+def test_only_what_is_not_known_is_told() -> None:
+    old, renewed, new = Entry("a", b"A", 1.0), Entry("b", b"B", 2.0), Entry("c", b"C", 3.0)
+    known = {"a": 1.0, "b": 1.5, "gone": 9.0}
+    (found,) = asked({KEY: known}, {KEY: [old, renewed, new]})
+    assert found == Found((new, renewed), 0)
+    assert asked({KEY: {}, OTHER_KEY: {}}, {OTHER_KEY: [new]}) == [Found((), 0), Found((new,), 0)]
+
+
+def test_what_is_older_than_what_is_known_is_not_told_again() -> None:
+    """A node that missed a renewal would tell of the version before it, each time."""
+    stale = Entry("a", b"A", 100.0)
+    later = 100.0 + 2 * dht_protocol.VERSION_S
+    assert asked({KEY: {"a": later}}, {KEY: [stale]}) == [Found((), 0)]
+    renewed = Entry("a", b"B", later)
+    assert asked({KEY: {"a": 100.0}}, {KEY: [renewed]}) == [Found((renewed,), 0)]
+    wrapped = 2.0**32 * dht_protocol.VERSION_S
+    assert asked({KEY: {"a": wrapped - 5.0}}, {KEY: [Entry("a", b"C", wrapped + 5.0)]})[0].entries
+
+
+def test_first_is_told_what_is_not_known_at_all_then_what_was_told_longest_ago() -> None:
+    held = [Entry(name, name.encode(), 100.0) for name in ("just told", "long ago", "never", "never too")]
+    (found,) = asked({KEY: {"just told": 99.0, "long ago": 80.0}}, {KEY: held})
+    assert [one.subkey for one in found.entries] == ["never", "never too", "long ago", "just told"]
+
+
+def test_an_answer_takes_no_more_than_it_may_shared_by_the_keys() -> None:
+    held = {
+        key: [Entry(f"{key[:1].decode()}{n}", bytes(920), 1.0) for n in range(50)] for key in (KEY, OTHER_KEY)
+    }
+    first, second = asked({KEY: {}, OTHER_KEY: {}}, held, most_bytes=20_000)
+    assert len(first.entries) == len(second.entries) == 10
+    assert first.left == second.left == 40
+    one, all_else = asked(
+        {KEY: dict.fromkeys((e.subkey for e in held[KEY]), 1.0), OTHER_KEY: {}}, held, 20_000
+    )
+    assert one == Found((), 0) and len(all_else.entries) == 20, "what one does not need the other gets"
+    assert asked({KEY: {}}, held, most_bytes=999) == [Found((), 50)]
+    assert [len(found.entries) for found in asked({KEY: {}, OTHER_KEY: {}}, held, most_bytes=1000)] == [1, 0]
+
+
+def test_asking_again_and_again_brings_everything() -> None:
+    held = {KEY: [Entry(f"p{n}", bytes(300), float(n + 1)) for n in range(100)]}
+    known: dict[str, float] = {}
+    for _ in range(40):
+        (found,) = asked({KEY: known}, held, most_bytes=2000)
+        known |= {told.subkey: told.expires for told in found.entries}
+        assert found.left == 100 - len(known)
+    assert len(known) == 100
+
+
+@given(st.binary(max_size=200))
+def test_a_strangers_question_is_refused_or_bounded(data: bytes) -> None:
+    try:
+        question = read_request(data)
+    except Refused as refusal:
+        assert refusal.text.startswith("a malformed question")
+    else:
+        assert isinstance(question, Ping | Store) or len(question.keys) <= dht_protocol.MAX_KEYS_PER_CALL
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ask({bytes([n]) * 20: {} for n in range(65)}, 1, SALT),
+        ask({b"short": {}}, 1, SALT),
+        Question(1, SALT, [Asked(KEY, b"half")]),
+        Find([KEY] * 65),
+        Find([bytes(10**6)]),
+        Store([(KEY, Entry("a", b"A", 1.0))] * 65),
+        Store([(b"short", Entry("a", b"A", 1.0))]),
+        *(Store([(KEY, Entry(subkey, b"A", 1.0))]) for subkey in (5, None, b"a")),  # type: ignore[arg-type]
+    ],
+)
+async def test_a_question_beyond_its_bounds_is_refused(request_: dht_protocol.Request) -> None:
+    with pytest.raises(Refused, match="a malformed question"):
+        await node().answer(msgspec.msgpack.encode(request_), peer_id(1))
+
+
+# -- keeping -----------------------------------------------------------------------------------------------
+
+
+def node(check: RecordCheck | None = None) -> DhtNode:
+    """A node that is asked by calling it."""
+    return DhtNode(peer_id(0), check or RecordCheck(), TaskKeeper())
+
+
+def peer_id(number: int) -> str:
+    return Identity(number.to_bytes(32, "big")).peer_id
+
+
+async def store(at: DhtNode, *entries: Entry, sender: int, key: str = STAGE_0) -> list[bool]:
+    request = Store([(key_bytes(key), one) for one in entries])
+    return msgspec.msgpack.decode(await at.answer(msgspec.msgpack.encode(request), peer_id(sender)))
+
+
+def kept(at: DhtNode, key: str = STAGE_0) -> list[str]:
+    return [one.subkey for one in at.entries(key_bytes(key))]
+
+
+async def test_of_a_flood_through_one_node_no_record_keeps_out_a_peer_that_speaks_for_itself() -> None:
+    at = node()
+    at.max_subkeys = 10
+    assert await store(at, *(entry(n) for n in range(100, 115)), sender=99) == [True] * 10 + [False] * 5
+    assert await store(at, entry(1), sender=99) == [False], "one more that another peer brings"
+    assert await store(at, entry(1), sender=1) == [True]
+    assert len(kept(at)) == 10 and kept(at)[0] == entry(1).subkey, "told first"
+    assert await store(at, entry(1, 0, 5.0), sender=99) == [True], "what is there is renewed by any peer"
+    assert kept(at)[0] == entry(1).subkey
+    for number in range(2, 11):
+        assert await store(at, entry(number), sender=number) == [True]
+    assert await store(at, entry(11), sender=11) == [False], "all places are taken by such peers"
+    assert set(kept(at)) == {entry(n).subkey for n in range(1, 11)}
+
+
+async def test_of_one_identity_a_few_records_are_kept_and_the_next_one_finds_room() -> None:
+    """Records of as many stages as there are keys, from their peer itself, took all places of a node."""
+    at = node()
+    at.max_entries = 20 * dht_protocol.MAX_OF_ONE
+    for number in range(10):
+        for stage in range(2 * dht_protocol.MAX_OF_ONE):
+            key = signed_records.peers_key(RUN, Shard(stage, 0, 0))
+            stored = await store(at, entry(number, stage), sender=number, key=key)
+            assert stored == [stage < dht_protocol.MAX_OF_ONE]
+    assert await store(at, entry(99), sender=99) == [True]
+
+
+@pytest.mark.virtual_time
+async def test_one_who_offers_too_much_is_not_listened_to_and_others_are() -> None:
+    async with MemoryDht() as dht:
+        at = (await dht.add(0)).node
+        forged = [entry(n)._replace(value=b"forged %d" % n) for n in range(64)]
+        most = int(dht_protocol.HANDED_ON_AT_ONCE)
+        for _ in range(most // len(forged)):
+            await store(at, *forged, sender=99)
+        assert sum(at.check.rejected.values()) == most
+        in_time = [of_now(1), of_now(99)]
+        assert await store(at, *forged, sender=99) == [False] * len(forged)
+        assert sum(at.check.rejected.values()) == most, "nothing of it was looked at"
+        assert await store(at, in_time[0], sender=1) == [True]
+        assert await store(at, in_time[1], sender=99) == [True], "its own is no part of what it hands on"
+        own = in_time[1]._replace(value=b"forged")
+        for _ in range(int(dht_protocol.STORED_AT_ONCE) // 64):
+            await store(at, *[own] * 64, sender=99)
+        assert sum(at.check.rejected.values()) == most + dht_protocol.STORED_AT_ONCE - 1
+        await asyncio.sleep(1.0)
+        assert await store(at, of_now(2), sender=99) == [True]
+
+
+def of_now(number: int) -> Entry:
+    """A record by the clock of the loop."""
+    me, expires = Identity(number.to_bytes(32, "big")), unix_s() + 100.0
+    said = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
+    return Entry(me.peer_id, signed_records.seal_record(said, expires, me), expires)
+
+
+@pytest.mark.virtual_time
+async def test_what_has_expired_is_not_told() -> None:
+    async with MemoryDht() as dht:
+        at = (await dht.add(0)).node
+        for subkey, life_s in (("soon", 5.0), ("later", 10.0)):
+            at.keep(key_bytes(STAGE_0), Entry(subkey, b"", unix_s() + life_s), first_hand=False)
+        await asyncio.sleep(6.0)
+        assert kept(at) == ["later"]
+
+
+async def test_a_full_node_forgets_all_at_once_in_a_moment() -> None:
+    """One stranger stores what ends in one second; a count that was made anew for each took 1.7 s."""
+    at = node()
+    at.check.open = lambda key, entry: ""  # type: ignore[method-assign]
+    for number in range(at.max_entries):
+        entry = Entry(f"peer {number}", b"", unix_s() + 300.0)
+        at.keep(bytes([number // at.max_subkeys]), entry, first_hand=True)
+    began = time.process_time()
+    for number in range(at.max_entries):
+        at._drop(bytes([number // at.max_subkeys]), f"peer {number}")
+    assert time.process_time() - began < 0.5
+    assert (at._entries, len(at._of), at._kept) == (0, 0, {})
+
+
+async def test_a_node_that_is_full_makes_room_in_its_largest_key() -> None:
+    at, other = node(), signed_records.peers_key(RUN, Shard(1, 0, 0))
+    at.max_entries = 10
+    assert all(await store(at, *(entry(n) for n in range(100, 110)), sender=99))
+    assert await store(at, entry(1, 1), sender=99, key=other) == [False]
+    assert await store(at, entry(1, 1), sender=1, key=other) == [True]
+    assert (len(kept(at)), kept(at, other)) == (9, [entry(1, 1).subkey])
+
+
+async def test_a_record_that_is_refused_drives_none_out() -> None:
+    at = node()
+    at.max_subkeys = 2
+    assert all(await store(at, entry(100), entry(101), sender=99))
+    assert await store(at, entry(1)._replace(value=b"forged"), sender=1) == [False]
+    assert await store(at, entry(1, 1), sender=1) == [False], "of another stage"
+    assert set(kept(at)) == {entry(100).subkey, entry(101).subkey}
+
+
+async def test_a_strangers_records_are_not_stored() -> None:
+    check = RecordCheck()
+    at = node(check)
+    me, victim = Identity((1).to_bytes(32, "big")), Identity((2).to_bytes(32, "big"))
+    own = PeerRecord(peer=me.peer_id, run=RUN, stage=0, state="serving", version=0)
+    about_victim = PeerRecord(peer=victim.peer_id, run=RUN, stage=0, state="serving", version=0)
+    packed = signed_records._pack(about_victim, 0)
+    forged = msgspec.msgpack.encode([packed, soon(), me.sign(b"not what it should be"), PROTOCOL_VERSION])
+    good = signed_records.seal_record(own, soon(), me)
+    other_run = signed_records.peers_key("e" * 32, Shard(0, 0, 0))
+    wrong: list[tuple[str, str, str, bytes, float]] = [
+        ("a record with a wrong signature", STAGE_0, victim.peer_id, forged, soon()),
+        ("a record with a wrong signature", STAGE_0, victim.peer_id, good, soon()),
+        ("stored for another time", STAGE_0, me.peer_id, good, soon() + 30),
+        ("a value that wants to live too long", STAGE_0, me.peer_id, good, soon() + 1e6),
+        ("a value under a key where it does not belong", other_run, me.peer_id, good, soon()),
+        ("a malformed manifest", "anything", "x", b"what is this", soon()),
+        ("a value that is too large", STAGE_0, me.peer_id, bytes(100_000), soon()),
+        ("a malformed record", STAGE_0, me.peer_id, b"\x91" * 900, soon()),
+    ]
+    for number, (reason, key, subkey, value, expires) in enumerate(wrong, start=1):
+        assert await store(at, Entry(subkey, value, expires), sender=1, key=key) == [False], reason
+        assert sum(check.rejected.values()) == number and any(reason in text for text in check.rejected)
+    assert not at._kept
+    # His own record, about himself, is as good as any. An older one does not replace it.
+    assert await store(at, Entry(me.peer_id, good, soon()), sender=1) == [True]
+    renewed = msgspec.structs.replace(own, version=7)
+    older = signed_records.seal_record(renewed, soon() - 5, me)
+    assert await store(at, Entry(me.peer_id, older, soon() - 5), sender=1) == [False]
+    (kept_now,) = at.entries(key_bytes(STAGE_0))
+    assert kept_now.value == good
+
+
+async def test_a_manifest_that_expires_never_or_not_at_a_number_is_not_kept() -> None:
+    """A NaN is not later than the latest time, and no time is later than a NaN: it stayed for ever."""
+    at = node()
+    run = example_run()
+    _, value = signed_records.seal_manifest(run.to_toml(), None)
+    key = signed_records.manifest_key(run.id)
+    for never in (float("nan"), float("inf")):
+        assert await store(at, Entry("", value, never), sender=1, key=key) == [False]
+    assert at.check.rejected == {"a value that wants to live too long": 2}
+    assert await store(at, Entry("", value, soon()), sender=1, key=key) == [True]
+
+
+def test_what_is_handed_on_goes_in_batches() -> None:
+    due = [(key_bytes("k"), entry(n)) for n in range(300)]
+    batches = list(dht_protocol._batches(due))
+    assert [one for batch in batches for one in batch] == due
+    assert all(len(batch) <= dht_protocol.MAX_KEYS_PER_CALL for batch in batches)
+    large = [(key_bytes("k"), Entry("a", bytes(16_000), 1.0))] * 9
+    assert [len(batch) for batch in dht_protocol._batches(large)] == [4, 4, 1]
+
+
+# -- believing ---------------------------------------------------------------------------------------------
+
+
+class Control:
+    """A p2pd at which every node says the same."""
+
+    def __init__(self, said: object) -> None:
+        self.said = msgspec.msgpack.encode(said)
+
+    async def call_peer(self, peer: str, data: bytes) -> bytes:
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        ([Found((Entry("a", bytes(50), 1.0),), 0)], True),
+        ([Found((Entry("a", bytes(100_000), 1.0),), 0)], False),
+        ([Found((), 0), Found((), 0)], False),
+        ([["nonsense"]], False),
+    ],
+)
+async def test_an_answer_that_cannot_be_ends_nothing_and_costs_little(said: object, believed: bool) -> None:
+    at = node()
+    at.control = Control(said)  # pyright: ignore
+    assert (await at.read(peer_id(1), {bytes(20): {}}, 1000) is not None) == believed
+
+
+@pytest.mark.parametrize(("said", "known"), [(Pong(1.0, False, 1), True), ("no pong", False)])
+async def test_who_asks_is_known_as_a_node_once_it_has_answered(said: object, known: bool) -> None:
+    """Hundreds of strangers that only ask would stand between the nodes and their keys."""
+    at = node()
+    at.control = Control(said)  # pyright: ignore
+    await at.answer(msgspec.msgpack.encode(Find([KEY])), peer_id(1))
+    while at._tasks._tasks:
+        await asyncio.sleep(0)
+    assert at.table.peer_id_to_uid == ({peer_id(1): node_id_of(peer_id(1))} if known else {})
+
+
+@pytest.mark.virtual_time
+async def test_no_more_of_those_who_ask_are_pinged_than_may_be() -> None:
+    at, asked = node(), list[str]()
+
+    async def call_peer(peer: str, data: bytes) -> bytes:
+        asked.append(peer)
+        return b""
+
+    at.control = Control("")  # pyright: ignore
+    at.control.call_peer = call_peer  # pyright: ignore
+    for number in range(1, 2 * int(dht_protocol.PINGED_AT_ONCE)):
+        await at.answer(msgspec.msgpack.encode(Find([KEY])), peer_id(number))
+    await asyncio.sleep(1.0)
+    assert len(asked) == dht_protocol.PINGED_AT_ONCE

@@ -1,0 +1,396 @@
+"""Records and manifests among real directories in virtual time: found, renewed, lost and found again."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from peers.clock import now_s, unix_s
+from peers.net.bandwidth import Allowance
+from peers.net.dht_protocol import DhtNode, Entry, key_bytes
+from peers.net.identity import Identity
+from peers.net.lookup import Scale, shards_at
+from peers.net.signed_records import _pack, open_record, peers_key, record_keys, seal_record
+from peers.net.timings import NetTimings
+from peers.sim.loop import BEGAN_UNIX_S
+from swarm.errors import SetupError
+from swarm.records import PeerRecord
+from swarm.wire.version import PROTOCOL_VERSION
+from tests.example import example_run
+from tests.net.directory.memory_dht import RUN, MemoryDht, MemoryNode, record
+
+pytestmark = pytest.mark.virtual_time
+
+RARELY = NetTimings(refresh_s=60.0)
+STAGES, EACH = 8, 300
+LEVEL = Scale().level_for(EACH)
+
+
+@pytest_asyncio.fixture
+async def dht() -> AsyncIterator[MemoryDht]:
+    async with MemoryDht() as dht:
+        yield dht
+
+
+async def watching(dht: MemoryDht, number: int, *join: MemoryNode, **options: object) -> MemoryNode:
+    """A peer of a run of which no node has the manifest."""
+    node = await dht.add(number, join=join, **options)
+    node.directory.watch({0, 1, 2, 3})
+    return node
+
+
+async def run_of(dht: MemoryDht, count: int) -> tuple[MemoryNode, list[MemoryNode]]:
+    """A bootstrap, and so many peers joined at it that know each other."""
+    bootstrap = await dht.add(0, run_id=None)
+    nodes = [await watching(dht, number, bootstrap) for number in range(1, count + 1)]
+    for node in nodes:
+        await node.directory.announce(record(node))
+    await asyncio.sleep(5.0)
+    assert all(seen(node) == ids(*nodes) for node in nodes)
+    return bootstrap, nodes
+
+
+def seen(node: MemoryNode) -> list[str]:
+    return [record.peer for record in node.directory.peers()]
+
+
+def ids(*nodes: MemoryNode) -> list[str]:
+    return sorted(node.peer_id for node in nodes)
+
+
+# -- records -----------------------------------------------------------------------------------------------
+
+
+async def test_the_records_are_the_same_object_until_one_changes_or_runs_out(dht: MemoryDht) -> None:
+    first = await watching(dht, 0)
+    second = await watching(dht, 1, first)
+    await first.directory.announce(record(first))
+    await second.directory.refresh()
+    peers = second.directory.peers()
+    assert seen(second) == [first.peer_id] and second.directory.peers() is peers
+    await second.directory.announce(record(second))
+    both = second.directory.peers()
+    assert both is not peers and seen(second) == ids(first, second)
+    assert second.directory.peers() is both
+    await second.directory.withdraw()
+    assert seen(second) == [first.peer_id]
+    await dht.kill(first)
+    await asyncio.sleep(21.0)
+    assert second.directory.peers() == []
+
+
+async def test_a_moved_peer_and_one_that_left_are_seen(dht: MemoryDht) -> None:
+    _, (one, two, three) = await run_of(dht, 3)
+    await three.directory.announce(record(three, 2, 9))
+    await asyncio.sleep(5.0)
+    assert one.directory.find(three.peer_id) == record(three, 2, 9)
+    await three.directory.withdraw()
+    await asyncio.sleep(5.0)
+    assert two.directory.find(three.peer_id).state == "left"
+    assert not one.directory.storage.check.rejected
+
+
+async def test_a_fresh_nodes_first_reading_finds_all_that_live_though_holders_are_dead(
+    dht: MemoryDht,
+) -> None:
+    bootstrap, nodes = await run_of(dht, 5)
+    for node in nodes[2:]:
+        await dht.kill(node)
+    for number in range(10, 13):
+        began, fresh = now_s(), await watching(dht, number, bootstrap)
+        found = {record.peer for record in await fresh.directory.refresh()}
+        assert found >= {node.peer_id for node in nodes[:2]}
+        assert now_s() - began < 5.0
+
+
+async def test_a_fresh_nodes_first_reading_does_not_depend_on_one_holder_that_missed_a_record(
+    dht: MemoryDht,
+) -> None:
+    first, (other,) = await run_of(dht, 1)
+    for number in range(10, 18):  # each asks in an order of its own
+        first.node._kept.clear()  # as if it had been away when it was stored
+        fresh = await watching(dht, number, other, timings=RARELY)
+        await asyncio.sleep(0.1)
+        assert fresh.directory.storage.neighbours == number - 10 + 2
+        fresh.forget_records()
+        fresh.directory.reader.refreshed = False
+        assert [record.peer for record in await fresh.directory.refresh()] == [other.peer_id]
+
+
+async def test_a_hung_holder_does_not_delay_a_refresh(dht: MemoryDht) -> None:
+    first = await dht.add(0, run_id=None)
+    watcher = await watching(dht, 1, first, timings=RARELY)
+    holder = await watching(dht, 2, first)
+    await holder.directory.announce(record(holder))
+    await watcher.directory.refresh()
+    dht.hung.add(holder.peer_id)
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        watcher.forget_records()
+        began = now_s()
+        assert [record.peer for record in await watcher.directory.refresh()] == [holder.peer_id]
+        assert now_s() - began < 3.0
+
+
+# -- entry points come and go ------------------------------------------------------------------------------
+
+
+async def test_a_bootstrap_that_returns_is_greeted_and_newcomers_find_the_run_through_it(
+    dht: MemoryDht,
+) -> None:
+    bootstrap, nodes = await run_of(dht, 3)
+    await dht.kill(bootstrap)
+    for node in nodes:
+        assert len(await node.directory.refresh()) == 3
+    # A newcomer at any live peer; of its addresses to join at, one is dead.
+    late = await watching(dht, 10, bootstrap, nodes[1])
+    assert [record.peer for record in await late.directory.refresh()] == ids(*nodes)
+    back = await watching(dht, 0)
+    await asyncio.sleep(12.0)
+    assert seen(back) == ids(*nodes)
+    newcomer = await watching(dht, 11, back)
+    assert [record.peer for record in await newcomer.directory.refresh()] == ids(*nodes)
+
+
+async def test_two_halves_that_forgot_each_other_become_one_network_again(dht: MemoryDht) -> None:
+    """As after a long cut, with the bootstrap dead, at which all of them joined."""
+    bootstrap, nodes = await run_of(dht, 4)
+    await dht.kill(bootstrap)
+    for half, others in ((nodes[:2], nodes[2:]), (nodes[2:], nodes[:2])):
+        for node in half:
+            node.forget_nodes(*others)
+            node.forget_records()
+            node.node._kept.clear()
+    await asyncio.sleep(12.0)
+    assert all(seen(node) == ids(*nodes) for node in nodes)
+    for node in nodes:
+        known = set(node.node.table.peer_id_to_uid)
+        assert known >= set(ids(*nodes)) - {node.peer_id}
+
+
+async def test_a_node_that_lost_all_that_it_could_join_at_finds_those_it_met(dht: MemoryDht) -> None:
+    bootstrap, (one, two) = await run_of(dht, 2)
+    await dht.kill(bootstrap)
+    # As after a long cut: the record is over, and the routing table is empty.
+    two.forget_nodes()
+    two.forget_records()
+    await asyncio.sleep(12.0)
+    assert seen(two) == ids(one, two)
+
+
+async def test_a_swarm_that_lost_its_node_finds_it_again(dht: MemoryDht) -> None:
+    _, (other,) = await run_of(dht, 1)
+    other.forget_nodes()
+    assert other.directory.storage.neighbours == 0
+    await asyncio.sleep(6.0)
+    assert other.directory.storage.neighbours == 1
+
+
+# -- manifests ---------------------------------------------------------------------------------------------
+
+
+async def test_a_manifest_is_found_by_its_id_and_kept_as_long_as_one_that_fetched_it_is_there(
+    dht: MemoryDht,
+) -> None:
+    text, run_id = example_run().to_toml(), example_run().id
+    bootstrap = await dht.add(0)
+    publisher = await dht.add(1, join=bootstrap)
+    assert await publisher.directory.publish_manifest(text) == run_id
+    joiners = [await dht.add(number, join=bootstrap) for number in (2, 3)]
+    for joiner in joiners:
+        assert await joiner.directory.fetch_manifest(run_id) == text
+    for node in (bootstrap, publisher, joiners[0]):
+        await dht.kill(node)
+    await asyncio.sleep(700.0)  # the life of what the publisher stored has passed twice
+    newcomer = await dht.add(4, join=joiners[1])
+    assert await newcomer.directory.fetch_manifest(run_id) == text
+    with pytest.raises(SetupError, match="no peer here knows a run 0123: check the id"):
+        await newcomer.directory.fetch_manifest("0123")
+
+
+async def test_a_run_says_by_its_manifest_how_many_stages_there_are_to_read(dht: MemoryDht) -> None:
+    run = example_run()
+    first = await dht.add(0, run_id=run.id)
+    await first.directory.publish_manifest(run.to_toml())
+    last = record(first, run.S - 1, run=run.id)
+    await first.directory.announce(last)
+    reader = await dht.add(1, run_id=run.id, join=first)
+    assert list(await reader.directory.refresh()) == [last], "though no caller asked it for the manifest"
+
+
+# -- strangers ---------------------------------------------------------------------------------------------
+
+
+def hold(stranger: MemoryNode, peer: str, value: bytes, expires: float) -> None:
+    """It checks nothing of what it keeps for others itself."""
+    (key,) = [peers_key(RUN, shard) for shard in shards_at(0, 0)]
+    stranger.node.keep(key_bytes(key), Entry(peer, value, expires), first_hand=False)
+
+
+async def test_what_a_strangers_node_answers_is_verified(dht: MemoryDht) -> None:
+    victim = await watching(dht, 0)
+    stranger = await watching(dht, 1, victim)
+    await asyncio.sleep(1.0)
+    me, soon = stranger.identity, unix_s() + 20.0
+    about_victim = record(victim, state="left")
+    forged = msgspec.msgpack.encode([_pack(about_victim, 0), soon, me.sign(b""), PROTOCOL_VERSION])
+    hold(stranger, victim.peer_id, forged, soon)
+    # An infinite expiration would make hivemind's own search stop at him.
+    hold(stranger, "x" * 52, b"no record", float("inf"))
+    assert list(await victim.directory.refresh()) == []
+    assert "a record with a wrong signature" in victim.directory.storage.check.rejected
+    stranger.node._kept.clear()
+    hold(stranger, me.peer_id, seal_record(record(stranger), soon, me), soon)
+    await asyncio.sleep(0.1)
+    assert [record.peer for record in await victim.directory.refresh()] == [me.peer_id]
+
+
+async def test_a_flood_of_made_up_peers_hides_no_peer_that_speaks_for_itself(dht: MemoryDht) -> None:
+    first = await dht.add(0, run_id=None)
+    first.node.max_subkeys = 100
+    flooding = await dht.add(1, join=first, run_id=None)
+    (key,) = [peers_key(RUN, shard) for shard in shards_at(3, 0)]
+    expires, stored = unix_s() + 500.0, 0
+    for number in range(150):
+        me = Identity((10**6 + number).to_bytes(32, "big"))
+        made_up = PeerRecord(peer=me.peer_id, run=RUN, stage=3, state="serving", version=0)
+        entry = Entry(me.peer_id, seal_record(made_up, expires, me), expires)
+        answer = await flooding.node.store(first.peer_id, [(key_bytes(key), entry)])
+        stored += bool(answer and answer[0])
+    assert stored == 100, "the key is full"
+    honest, reader = await watching(dht, 2, first), await watching(dht, 3, first)
+    mine = record(honest, 3, 7)
+    await honest.directory.announce(mine)
+    await asyncio.sleep(5.0)
+    assert reader.directory.find(honest.peer_id) == mine
+    told = first.node.entries(key_bytes(key))
+    assert told[0].subkey == honest.peer_id and len(told) == 100
+
+
+# -- thousands of records ----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def crowd() -> dict[str, dict[str, Entry]]:
+    """Real records of made-up peers: key -> peer -> entry."""
+    found: dict[str, dict[str, Entry]] = {}
+    expires = BEGAN_UNIX_S + 500.0
+    for number in range(STAGES * EACH):
+        me = Identity((10**4 + number).to_bytes(32, "big"))
+        made_up = PeerRecord(
+            peer=me.peer_id, run=RUN, stage=number % STAGES, state="serving", version=7,
+            addresses=(f"/ip4/203.0.113.7/tcp/31337/p2p/{me.peer_id}",),
+        )  # fmt: skip
+        value = seal_record(made_up, expires, me, level=LEVEL)
+        for key in record_keys(made_up, LEVEL):
+            found.setdefault(key, {})[me.peer_id] = Entry(me.peer_id, value, expires)
+    return found
+
+
+async def crowded(dht: MemoryDht) -> MemoryNode:
+    """A node with which the crowd has stored its records."""
+    node = await dht.add(0, run_id=None)
+    for key, entries in crowd().items():
+        for entry in entries.values():
+            node.node.keep(key_bytes(key), entry, first_hand=False)
+    return node
+
+
+async def reading(dht: MemoryDht, number: int, join: MemoryNode, *stages: int) -> MemoryNode:
+    """A peer that works with these stages, and reads nothing unless it is told to."""
+    node = await dht.add(number, join=join, timings=RARELY)
+    node.directory.reader.stages = STAGES
+    node.directory.watch(stages)
+    return node
+
+
+def per_stage(node: MemoryNode) -> Counter[int]:
+    return Counter(record.stage for record in node.directory.peers())
+
+
+async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(
+    dht: MemoryDht, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One of a thousand nodes is near few keys; one of two would be given all of them to keep.
+    monkeypatch.setattr(DhtNode, "_hand_on", lambda *_: None)
+    directory = (peer := await reading(dht, 1, await crowded(dht), 2, 3, 4)).directory
+    directory.reader.far = Allowance(20e3, 20e3)
+    await directory.refresh()
+    assert LEVEL == 1, "a stage lies under several keys"
+    assert [len(directory.at(stage)) for stage in (2, 3, 4)] == [EACH] * 3
+    assert sum(per_stage(peer).values()) == 3 * EACH
+
+    # The others come in within their allowance: so much a second, and what was saved up.
+    began = now_s()
+    while now_s() - began < 2.0:
+        await directory.reader.read_some()
+        await asyncio.sleep(0.1)
+    far = sum(per_stage(peer).values()) - 3 * EACH
+    size = len(next(iter(next(iter(crowd().values())).values())).value)
+    assert 0 < far * size <= 20e3 * (now_s() - began + 1)
+    assert directory.lag_s > 2.0
+
+    # What is known is not read again: a refresh of three stages costs their fingerprints.
+    before = directory.reader.read_bytes
+    await directory.refresh()
+    assert directory.reader.read_bytes - before <= 3 * EACH * 8 + 10_000
+
+    # With a larger allowance the picture is whole, and says so.
+    directory.reader.far = Allowance(1e7, 1e7)
+    for _ in range(20):
+        await directory.reader.read_some()
+        await asyncio.sleep(0.1)
+    assert sum(per_stage(peer).values()) == STAGES * EACH
+    assert directory.lag_s < 60.0
+
+    directory.reader.near = directory.reader.far = Allowance(0.0, 0.0)
+    before = directory.reader.read_bytes
+    await directory.reader.read_some()
+    assert directory.reader.read_bytes == before, "nothing is asked for that may not be answered"
+
+
+async def test_all_is_read_at_once_and_a_node_that_joins_is_given_what_it_should_hold_in_batches(
+    dht: MemoryDht,
+) -> None:
+    """hivemind sends whole keys in one call, which hangs beyond 4 MiB."""
+    first = await crowded(dht)
+    node = await reading(dht, 1, first, 0)
+    records = await node.directory.lookup_all()
+    assert Counter(record.stage for record in records) == dict.fromkeys(range(STAGES), EACH)
+    assert records[0].addresses == (f"/ip4/203.0.113.7/tcp/31337/p2p/{records[0].peer}",)
+    await asyncio.sleep(1.0)
+    held = sum(len(node.node.entries(key)) for key in node.node._kept)
+    assert held == sum(map(len, crowd().values()))
+    assert not node.directory.storage.check.rejected
+
+
+async def test_a_newcomer_to_a_large_stage_is_seen_at_once_and_one_that_moves_away_too(
+    dht: MemoryDht,
+) -> None:
+    first = await crowded(dht)
+    replica, newcomer = await reading(dht, 1, first, 2, 3, 4), await reading(dht, 2, first, 2, 3, 4)
+    for node in (replica, newcomer):
+        await node.directory.refresh()
+    mine = record(newcomer, 3, 7)
+    await newcomer.directory.announce(mine)
+    assert newcomer.directory._level == LEVEL, "spread as its replicas are"
+    await asyncio.sleep(0.1)
+    await replica.directory.refresh()
+    assert replica.directory.find(newcomer.peer_id) == mine and mine in replica.directory.at(3)
+    moved = msgspec.structs.replace(mine, stage=0)
+    await newcomer.directory.announce(moved)
+    await asyncio.sleep(0.1)
+    await replica.directory.refresh()
+    # It does not read stage 0; but the newcomer is not of stage 3 any more.
+    assert [r.state for r in replica.directory.at(3) if r.peer == newcomer.peer_id] == ["left"]
+    home = key_bytes(record_keys(mine, LEVEL)[0])
+    (told,) = [entry for entry in first.node.entries(home) if entry.subkey == newcomer.peer_id]
+    assert open_record(told.value, told.subkey, told.expires).record.state == "left", "told where it was"
+    await replica.directory.refresh({0})
+    assert replica.directory.find(newcomer.peer_id) == moved

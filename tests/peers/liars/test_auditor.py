@@ -1,0 +1,233 @@
+"""`swarm audit`: one that serves nothing computes contributions again, and the stage looks there, too."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from peers.audit.asking import AuditCaller
+from peers.audit.auditor import Auditor
+from peers.events import Note, Trouble
+from peers.ports import Answer, Request
+from peers.sim.device import SimDevice
+from peers.sim.network import SimSigner
+from swarm.errors import NotNow, NotReady, Refused, Stale
+from swarm.manifest import Run
+from swarm.model.stage import StageCompute
+from swarm.protocol.statements import sign
+from swarm.protocol.sums import Projected
+from swarm.wire.evidence import AskKept, AskProducts, Products, ShowEvidence, WrongContribution
+from swarm.wire.messages import pack, unpack
+from tests.peers import sybils
+from tests.peers.admitted import OTHER as AUDITOR
+from tests.peers.admitted import admitting
+from tests.peers.liars.test_false_answers import LIES as ANSWERS
+from tests.peers.liars.test_false_answers import TRAINER, accused, audited_run, lie
+from tests.peers.liars.test_false_contributions import LIES, add_falsely
+from tests.peers.loops import JOB_S, Swarm, swarm
+from tests.seeds import some
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
+
+
+def run_of(*, steps: int, microbatches: int = 8) -> Run:
+    return admitting(audited_run(steps=steps, microbatches=microbatches), TRAINER, AUDITOR)
+
+
+def add_auditor(s: Swarm, *stages: int) -> Auditor:
+    end = s.network.join(AUDITOR)
+
+    def build(stage: int) -> StageCompute:
+        return StageCompute(s.run, stage)
+
+    auditor = Auditor(
+        s.run, end.transport, end.directory, SimDevice(s.dice, JOB_S), stages or range(s.run.S), build,
+        s.events.append,
+    )  # fmt: skip
+    s.start(end, auditor.run())
+    return auditor
+
+
+async def play(run: Run, liar: str | None = None, *, audits: bool = True) -> tuple[Swarm, Auditor | None]:
+    """Run beside a liar so bold that one look in 60,000 misses it: its own chance decides an auditor's."""
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        if liar is not None:
+            add_falsely(s.peers[liar], 1000.0)
+        for peer in s.peers.values():  # they look where the auditor points
+            peer.contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s) if audits else None
+        await s.until(lambda: all(p.core.version >= run.steps for n, p in s.peers.items() if n != liar))
+        await asyncio.sleep(10.0)
+        return s, auditor
+
+
+@pytest.mark.slow
+async def test_honest_contributions_fit_and_the_auditor_ends_with_the_run() -> None:
+    s, auditor = await play(run_of(steps=8))
+    assert auditor is not None and auditor.audited >= 8 and not auditor.found
+    assert not accused(s) and not s.seen(Trouble)
+    assert s.tasks[AUDITOR].done()
+    assert s.seen(Note)[-1].text == f"{auditor.audited} contributions were computed again"
+    assert all((row == 8).all() for row in s.count_matrix().values())
+
+
+@pytest.mark.parametrize("audits", some([True, False], quick=[True]))
+async def test_what_an_auditor_finds_the_stage_finds_as_well_and_nobody_does_without_it(audits: bool) -> None:
+    s, auditor = await play(run_of(steps=5, microbatches=16), "s1p1", audits=audits)
+    assert accused(s) == ({"s1p1"} if audits else set())
+    if auditor is not None:
+        assert auditor.found == {"s1p1"}
+        said = s.seen(Trouble)[0].text
+        assert said.startswith("stage 1, step ") and "peer s1p1 added something else than its" in said
+        assert s.seen(Note)[-1].text.endswith("were computed again; other work was signed by s1p1")
+
+
+@pytest.mark.parametrize("kind", ["sign flip", "zero"])
+async def test_an_answer_that_a_caller_got_is_computed_again(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sum is true, and its receipt is what its caller has. Callers have nothing computed again."""
+    monkeypatch.setattr(AuditCaller, "answered", lambda *_: None)
+    run = run_of(steps=10)
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        lie(s.peers["s1p1"], ANSWERS[kind])
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until(lambda: auditor.found or "s1p1" in s.peers["s1p0"].convictions.convicted)
+        assert auditor.found == {"s1p1"}
+        said = s.seen(Trouble)[0].text
+        assert said.startswith("stage 1: peer s1p1 answered microbatch (")
+
+
+async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
+    """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
+    run = admitting(audited_run(steps=5), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=3) as s:
+        sybils.give_voice(s, *(f"s{stage}p{replica}" for stage in range(run.S) for replica in range(3)))
+        await s.until_serving()
+        for number in range(100):
+            await sybils.add_liar(s, f"a{number:03}", 1, 0)
+        s.add_trainer(sybils.TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        honest = list(s.peers.values())
+        await s.until(lambda: all(peer.core.version >= run.steps for peer in honest))
+        assert auditor.audited >= 2 and not auditor.found
+
+
+async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
+    """The replica itself might show an auditor another signature than the round had."""
+    run = run_of(steps=6, microbatches=16)
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        mate, asked = s.network.peers["s1p0"].transport, list[tuple[str, str]]()
+        honest, _ = mate.handlers["products"]
+
+        async def others(request: Request) -> Answer:
+            answer = await honest(request)
+            told = unpack(answer.header, Products)
+            sums = tuple(bytes(8) if one else b"" for one in told.said.sums)
+            digests = tuple(bytes(32) for _ in told.said.contributions)
+            said = msgspec.structs.replace(told.said, sums=sums, contributions=digests)
+            return Answer(pack(msgspec.structs.replace(told, said=said)))
+
+        mate.serve("products", others)
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        calls = s.network.peers[AUDITOR].transport
+        call = calls.call
+
+        async def noted(peer: str, method: str, header: bytes, *args: Any, **more: Any) -> Answer:
+            if method == "products":
+                asked.append((peer, unpack(header, AskProducts).member))
+            return await call(peer, method, header, *args, **more)
+
+        calls.call = noted  # type: ignore[method-assign]
+        await s.until_finished()
+        assert auditor.audited and not auditor.found
+        assert ("s1p0", "s1p1") in asked and all(peer != member for peer, member in asked)
+
+
+async def test_who_shows_an_auditor_nothing_is_looked_at_by_its_stage() -> None:
+    """A liar may know who audits. What it hides from that one, the replicas of its stage see."""
+    run = run_of(steps=10)
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        liar = s.peers["s1p1"]
+        add_falsely(liar, LIES["a tenth more"])
+        honest, _ = s.network.peers["s1p1"].transport.handlers["kept"]
+
+        async def hides(request: Request) -> Answer:
+            if request.peer == AUDITOR:
+                raise Stale("microbatch (0, 0) is not kept here", version=0)
+            return await honest(request)
+
+        s.network.peers["s1p1"].transport.serve("kept", hides)
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        others = [p for n, p in s.peers.items() if n != "s1p1" and p.stage == 1]
+        await s.until(lambda: all("s1p1" in p.convictions.convicted for p in others))
+        assert not auditor.found
+        assert "s1p1 does not show what it added: microbatch (0, 0)" in s.seen(Trouble)[0].text
+
+
+async def test_an_auditor_cannot_have_an_honest_replica_left_out_and_is_heard_once_in_a_while() -> None:
+    run = run_of(steps=6)
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        end = s.network.join(AUDITOR)
+        s.add_trainer(TRAINER)
+        await s.until_version(1)
+
+        async def accuse(t: int, teller: str) -> None:
+            said = Projected(1, t, "r", (), (), ())
+            evidence = WrongContribution(
+                accused="s1p2", statement=said, signature=sign(SimSigner("s1p2"), run.id, said)
+            )
+            show = pack(ShowEvidence(run=run.id, evidence=evidence))
+            await s.network.peers[teller].transport.call("s1p0", "evidence", show, deadline_s=1.0)
+
+        await accuse(1, end.peer_id)
+        with pytest.raises(Refused, match="may name a suspect once in 20 steps"):
+            await accuse(20, end.peer_id)
+        s.network.join("stranger")
+        with pytest.raises(Refused, match="may name a suspect"):
+            await accuse(40, "stranger")
+        await s.until_finished()
+        assert s.peers["s1p0"].contribution_audits.audited > 0 and not accused(s)
+
+
+async def test_only_auditors_are_shown_what_replicas_keep_and_each_microbatch_once() -> None:
+    run = run_of(steps=4)
+    async with swarm(run, replicas=2) as s:
+        await s.until_serving()
+        for name in (AUDITOR, "stranger"):
+            s.network.join(name)
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+
+        async def ask(caller: str, method: str, question: Any) -> Answer:
+            calls = s.network.peers[caller].transport
+            return await calls.call("s1p0", method, pack(question), max_answer_bytes=1 << 20, deadline_s=9.0)
+
+        products = AskProducts(run=run.id, t=1, member="s1p1")
+        assert await ask(AUDITOR, "products", products)
+        with pytest.raises(NotReady, match="no products of step 2 are known here"):
+            await ask(AUDITOR, "products", AskProducts(run=run.id, t=2, member="s1p1"))
+        with pytest.raises(Refused, match="the owner of a run audits it, and the trainers that its manifest"):
+            await ask("stranger", "products", products)
+        applied = s.peers["s1p0"].core.applied
+        assert applied is not None
+        kept = [AskKept(run=run.id, t=applied.t, m=m, made=False) for m in applied.audit_kept]
+        for question in kept:
+            assert await ask(AUDITOR, "kept", question)
+        with pytest.raises(Refused, match="was shown to this peer before"):
+            await ask(AUDITOR, "kept", kept[0])
+        assert await ask("s1p1", "kept", kept[0]) and await ask("s1p1", "kept", kept[0])
+        with pytest.raises(NotNow, match="is not announced at stage 1"):
+            await ask("stranger", "kept", kept[0])

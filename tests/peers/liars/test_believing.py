@@ -1,0 +1,626 @@
+"""Peers believe those that worked for the run, however many others speak; also outside of the steps.
+
+The strangers of these tests answer first, and are more than the peers that answer honestly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peers.clock import now_s
+from peers.events import HandedOver, Note, Trouble
+from peers.ports import Answer, Handler, Request
+from peers.status_query import all_have
+from peers.storage import checkpoint
+from peers.transfer.leases import Leases, Snapshot
+from peers.transfer.server import StateLeases
+from swarm.errors import Busy, Refused, SwarmError
+from swarm.ids import Generation
+from swarm.manifest import audit_run
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
+from swarm.protocol.rounds import StepReport
+from swarm.records import NO_STAGE, PeerRecord
+from swarm.wire.messages import HandedSum, Watched, pack
+from swarm.wire.trails import Word
+from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import FIRST, TRAINER, MadeUp, add_liar, admitting, give_voice
+from tests.peers.transfer.test_keeping import add_keeper
+from tests.seeds import some
+
+pytestmark = pytest.mark.virtual_time
+
+RUN = admitting(replace(audit_run(stages=2, steps=12, microbatches_per_step=4), checkpoint_every=2))
+PEERS = tuple(f"s{stage}p{replica}" for stage in range(2) for replica in range(2))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+async def begun(s: Swarm, *, version: int = 2) -> None:
+    """A run that has taken some steps and then lost its trainer: it stands still. Its peers have voice."""
+    give_voice(s, *PEERS)
+    await s.until_serving()
+    s.add_trainer(TRAINER, steps=version)
+    await s.until_version(version)
+
+
+async def joined(s: Swarm, stage: int = 1) -> None:
+    s.add_peer("newcomer", stage)
+    await s.until(lambda: s.peers["newcomer"].core.joined, limit_s=120.0)
+
+
+def assert_honest(s: Swarm) -> None:
+    """All live peers of a stage have the same weights, and each microbatch is in them once a step."""
+    for name, row in s.count_matrix().items():
+        assert (row == s.peers[name].core.version).all(), f"{name}: {row.tolist()}"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+@pytest.mark.parametrize("strangers", [3, 20])
+async def test_a_newcomer_takes_the_state_of_those_with_voice(ahead: int, strangers: int) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(strangers):
+            await add_liar(s, f"a{number}", 1, 2 + ahead)
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 2
+        assert_honest(s)
+
+
+async def test_a_newcomer_waits_for_those_with_voice_that_do_not_answer_at_first() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(3):
+            await add_liar(s, f"a{number}", 1, 3)
+        for name in PEERS:
+            s.network.drop_answer(name, "status", 1)
+            s.network.drop_answer(name, "status", 2)
+        await joined(s)
+        assert_honest(s)
+
+
+async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() -> None:
+    """Their records live a while longer than they do."""
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, "s1p0")
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        s.kill("s1p0")
+        await joined(s)
+        assert s.peers["newcomer"].core.version == 2
+        assert_honest(s)
+
+
+@pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
+@pytest.mark.parametrize("with_voice", [1, 2])
+async def test_those_with_voice_take_what_their_stage_did_without_them(with_voice: int, stage: int) -> None:
+    """What proved those steps then proves nothing once they are back. The other stage has taken them."""
+    away = [f"s{stage}p{number}" for number in range(with_voice)]
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *away, *s.of_stage(1 - stage))
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(1)
+        s.network.cut(away)
+        for name in away:
+            s.network.dht.cut_off.add(name)
+            s.network.dht.forget(name)
+        went_on = [peer for name, peer in s.live() if name not in away]
+        await s.until(lambda: all(peer.core.version >= 4 for peer in went_on))
+        s.network.heal()
+        s.network.dht.cut_off.clear()
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
+async def test_strangers_replace_no_weights_of_the_only_one_with_voice() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        give_voice(s, "s0p0", "s1p0")
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        strangers = tuple(f"a{number}" for number in range(3))
+        for name in strangers:
+            await add_liar(s, name, 1, 2)
+        to = Directive(
+            run=RUN.id, stage=1, coordinator="a0", generation=FIRST, version=2, sources=strangers
+        )  # fmt: skip
+        assert not await s.peers["s1p0"]._recovery.to(to)  # pyright: ignore[reportPrivateUsage]
+        assert "others do not bear that out" in s.seen(Note)[-1].text
+        assert_honest(s)
+
+
+async def test_stages_that_do_not_answer_bear_out_what_they_are_not_needed_for_only() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        transport, stages = s.peers["s0p0"].core.transport, [["s0p1"], ["s1p0", "s1p1"]]
+        assert await all_have(RUN, transport, stages, 2, silent=False)
+        s.network.cut(["s1p0", "s1p1"])
+        assert await all_have(RUN, transport, stages, 2)
+        assert not await all_have(RUN, transport, stages, 2, silent=False)
+
+
+@pytest.mark.parametrize("lost_stage", some([0, 1], quick=[0]))
+async def test_a_generation_that_only_strangers_are_in_is_not_entered(lost_stage: int) -> None:
+    """They are more than the peers, say it again and again, and the run stands still."""
+    lie = Generation(1, 0, lost_stage=lost_stage, lost_version=2)
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", number % 2, 2, generation=lie)
+        stranger = s.network.peers["a1"].transport
+        report = ReplicaReport(run=RUN.id, stage=1, version=2, generation=lie)
+        until = s.network.loop.now_s + 40.0
+        while s.network.loop.now_s < until:
+            for name in ("s1p0", "s1p1"):
+                with contextlib.suppress(SwarmError):
+                    await stranger.call(name, "report", pack(report))
+            await asyncio.sleep(0.5)
+        assert {peer.core.generation for peer in s.peers.values()} == {Generation()}
+
+
+async def test_how_far_the_run_is_strangers_do_not_witness() -> None:
+    """Even one with voice that says it is far ahead is asked about at other stages."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        give_voice(s, "z")
+        for number in range(9):
+            await add_liar(s, f"a{number}", 0, 9)
+        await add_liar(s, "z", 1, 9)
+        report = ReplicaReport(run=RUN.id, stage=1, version=9)
+        for _ in range(20):
+            for name in ("s1p0", "s1p1"):
+                with contextlib.suppress(SwarmError):
+                    await s.network.peers["z"].transport.call(name, "report", pack(report))
+            await asyncio.sleep(0.5)
+        assert {peer.core.version for peer in s.peers.values()} == {2}
+        assert_honest(s)
+
+
+def kept(folder: Path) -> tuple[int | None, list[bool]]:
+    """The newest version that a keeper has of all stages, and of which it is the honest state."""
+    version = checkpoint.newest_common_step(folder, RUN)
+    if version is None:
+        return None, []
+    states = [checkpoint.Checkpoint(folder, RUN, stage, version).load() for stage in range(RUN.S)]
+    return version, [bool((state["weights"] * RUN.M == -version).all()) for state in states]
+
+
+@pytest.mark.parametrize("saved", [pytest.param((11,), marks=pytest.mark.slow), (3, 5)])
+async def test_a_keeper_keeps_what_those_with_voice_saved(saved: tuple[int, ...], tmp_path: Path) -> None:
+    """Two strangers of each stage offer versions that nobody computed, newer ones and ones in between."""
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        await begun(s, version=5)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        for name, stage in (("a0", 0), ("a1", 1), ("b0", 0), ("b1", 1)):
+            await add_liar(s, name, stage, max(saved), saved=saved)
+        await asyncio.sleep(60.0)
+        assert kept(tmp_path) == (4, [True, True])
+
+
+def busy_for_keepers(s: Swarm, *peers: str) -> None:
+    """They give no keeper anything for 90 s."""
+    free_s = now_s() + 90.0
+    for name in peers:
+        transport = s.network.peers[name].transport
+        honest, _ = transport.handlers["state"]
+
+        async def busy(request: Request, honest: Handler = honest) -> Answer:
+            if request.peer == "keeper" and now_s() < free_s:
+                raise Busy("gives to others")
+            return await honest(request)
+
+        transport.serve("state", busy)
+
+
+@pytest.mark.parametrize("lie", some(["weights", "signed weights", "moments"], quick=["weights", "moments"]))
+async def test_a_keeper_keeps_nothing_that_those_who_gave_none_contradict(lie: str, tmp_path: Path) -> None:
+    """Two replicas are busy when one with voice gives out what it made up."""
+    run = replace(RUN, optimizer=replace(RUN.optimizer, momentum=0.5)) if lie == "moments" else RUN
+    async with swarm(run, replicas=3) as s:
+        give_voice(s, *PEERS, "s0p2", "s1p2")
+        await s.until_serving()
+        liar = s.peers["s0p0"]
+        honest, made_up = liar.store.load, MadeUp(run, 0, ()).load(4)
+
+        def load(version: int) -> Mapping[str, torch.Tensor]:
+            return {**honest(version), "momentum": made_up["momentum"]} if lie == "moments" else made_up
+
+        liar.store.load = load  # type: ignore[method-assign]
+        if lie == "signed weights":
+            weighs = liar.core.trail.weighs
+            liar.core.trail.weighs = lambda version, digest: weighs(version, "ab" * 16)  # type: ignore[method-assign]
+        busy_for_keepers(s, "s0p1", "s0p2")
+        add_keeper(s, tmp_path)
+        await s.until(lambda: "keeper" in s.network.records)
+        s.add_trainer(TRAINER, steps=5)
+        await s.until_version(5)
+        said = "version 4 of stage 0 is not kept: its replicas signed another"
+        await s.until(lambda: said in [event.text for event in s.seen(Trouble)])
+        saved = checkpoint.Checkpoint(tmp_path, run, 0, 4)
+        assert not saved.path.exists()
+        await s.until(saved.path.exists)
+        right = s.peers["s0p1"].store.load(4)
+        assert all(torch.equal(vector, right[name]) for name, vector in saved.load().items())
+        assert len(right) == (2 if lie == "moments" else 1)
+
+
+@pytest.mark.parametrize("other_signs", [True, False])
+async def test_one_replica_that_signs_other_weights_keeps_no_keeper_from_its_work(
+    other_signs: bool, tmp_path: Path
+) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS, steps={"s0p0": 100})
+        await s.until_serving()
+        if not other_signs:
+            del s.network.peers["s0p1"].transport.handlers["trail"]
+        trail = s.peers["s0p0"].core.trail
+        weighs = trail.weighs
+        trail.weighs = lambda version, digest: weighs(version, "ab" * 16)  # type: ignore[method-assign]
+        add_keeper(s, tmp_path)
+        await s.until(lambda: "keeper" in s.network.records)
+        s.add_trainer(TRAINER, steps=5)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        assert not s.seen(Trouble)
+
+
+async def test_what_a_keeper_took_from_strangers_gives_way_to_what_those_with_voice_saved(
+    tmp_path: Path,
+) -> None:
+    """It was there before them, and what it took is newer."""
+    for stage in range(RUN.S):
+        made_up = dict(MadeUp(RUN, stage, ()).load(11))
+        checkpoint.Checkpoint(tmp_path, RUN, stage, 11).save(made_up, voiced=False)
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        assert kept(tmp_path) == (11, [False, False])
+        await begun(s, version=5)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]), limit_s=60.0)
+
+
+async def test_a_keeper_takes_nothing_from_strangers_when_all_with_voice_are_gone(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        add_keeper(s, tmp_path)
+        await begun(s, version=4)
+        await s.until(lambda: kept(tmp_path) == (4, [True, True]))
+        s.kill_and_forget(*PEERS)
+        for name, stage in (("a0", 0), ("a1", 1)):
+            await add_liar(s, name, stage, 8)
+        await asyncio.sleep(60.0)
+        assert kept(tmp_path) == (4, [True, True])
+
+
+async def test_a_trainer_ends_only_by_the_word_of_those_with_voice() -> None:
+    """Strangers of every stage bear one another out that the run is over."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", number % 2, RUN.steps)
+        status = RunStatus(run=RUN.id, version=RUN.steps, held_by_all=RUN.steps)
+
+        async def watch(request: Request) -> Answer:
+            await asyncio.sleep(0.5)
+            return Answer(pack(Watched(revision=1, version=RUN.steps, status=status)))
+
+        async def nonsense(request: Request) -> Answer:
+            return Answer(b"\xc1")
+
+        for number in range(9):
+            s.network.peers[f"a{number}"].transport.serve("watch", watch)
+            s.network.peers[f"a{number}"].transport.serve("work", nonsense, max_body_bytes=1 << 20)
+        s.kill(TRAINER)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=300.0)
+        assert_honest(s)
+
+
+async def test_strangers_of_a_later_stage_that_refuse_everything_end_no_trainer() -> None:
+    """The stage before them would tell it that its microbatches are refused, by as many as it believes."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        for number in range(9):
+            await add_liar(s, f"a{number}", 1, s.peers["s1p0"].core.version)
+        s.kill(TRAINER)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=300.0)
+        assert_honest(s)
+        assert sum(s.network.peers[f"a{number}"].transport.calls["work"] for number in range(9)) < 100
+
+
+@pytest.mark.parametrize("inherited", some([True, False], quick=[True]))
+async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_its_own(
+    inherited: bool,
+) -> None:
+    """It never retracts what it never had, and holds up nothing."""
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        await add_liar(s, "liar", 1, 0, state="joining")
+
+        async def repeat() -> None:
+            while True:
+                t = max(peer.core.version for _, peer in s.live())
+                theirs = Bitmap(s.done("s1p0", t) | s.done("s1p1", t))
+                step = StepReport(t=t, done=theirs, inherited=theirs if inherited else Bitmap(0))
+                report = ReplicaReport(run=RUN.id, stage=1, version=t, steps=(step,))
+                with contextlib.suppress(SwarmError):
+                    await s.network.peers["liar"].transport.call(
+                        "s1p0", "report", pack(report), [bytes(8 * theirs.bit_count())]
+                    )
+                await asyncio.sleep(0.02)
+
+        lying = asyncio.create_task(repeat())
+        await asyncio.sleep(1.0)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=20.0)  # after 30 s it would be left out in any case
+        lying.cancel()
+        s.assert_each_counted_once()
+        assert s.undone == 0
+
+
+async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
+    """What became of the offer, the gift and the taking of a sum that nobody computed: 1 for each refused."""
+    done, refused = Bitmap(0b11), []
+    end = s.network.peers["liar"]
+    leases = Leases(RUN, end.transport)
+    vector = torch.full((s.peers[f"s{stage}p0"].core.compute.numel,), 7, dtype=torch.float64)
+
+    async def give(request: Request) -> Answer:
+        return await leases.lend(
+            request.peer, "sum", None, Snapshot(version=0, tensors={"sum": vector}), vector
+        )
+
+    end.transport.serve("sum", give)
+    generation = Generation()
+    body = [bytes(16)] if stage == RUN.S - 1 else []
+    for method, message, sent in (
+        ("offer", HandedSum(run=RUN.id, generation=generation, t=0, done=done), []),
+        ("give", HandedSum(run=RUN.id, t=0, done=done), []),
+        ("take", HandedSum(run=RUN.id, generation=generation, t=0, done=done), body),
+    ):
+        try:
+            await end.transport.call(f"s{stage}p0", method, pack(message), sent)
+            refused.append(0)
+        except Refused:
+            refused.append(1)
+    return refused
+
+
+async def test_a_sum_that_a_stranger_hands_off_is_not_taken() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        await add_liar(s, "liar", 0, 0)
+        assert await made_up_sum(s, stage=0) == [1, 1, 1]
+        assert s.done("s0p0") == 0
+        s.network.kill("liar")
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=120.0)
+        s.assert_each_counted_once()
+
+
+async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again() -> None:
+    run = replace(RUN, batch=replace(RUN.batch, microbatches_per_step=40))
+    async with swarm(run, replicas=2) as s:
+        give_voice(s, "s1p0")
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.done("s1p1").bit_count() > 3)
+        s.peers["s1p1"].leave()
+        await s.until(s.tasks["s1p1"].done)
+        await s.until_version(2)
+        assert any(
+            "are run again by others: the sum of a peer without voice is not taken" in note.text
+            for note in s.seen(Note)
+        )
+        assert not s.seen(HandedOver)
+
+
+async def assert_begins_at_4(s: Swarm, keeper: str) -> None:
+    """New peers of all stages take what the honest keeper has."""
+    await s.until(lambda: keeper in s.network.records)
+    for stage in range(RUN.S):
+        s.add_peer(f"new{stage}", stage)
+    await s.until_serving()
+    assert {peer.core.version for peer in s.peers.values()} == {4}
+    assert_honest(s)
+
+
+async def assert_joins_at_4(s: Swarm) -> None:
+    """A newcomer of the lost stage takes what honest keepers have of it."""
+    await joined(s)
+    assert s.peers["newcomer"].core.version == 4
+    assert_honest(s)
+
+
+def add_lying_keeper(
+    s: Swarm, name: str, saved: Sequence[int], shown: Sequence[Sequence[Word]] = ((), ())
+) -> Awaitable[None]:
+    """A stranger that offers made-up states of all stages. `shown`: what was signed of each, as it says."""
+    end = s.network.join(name)
+    made_up = {stage: MadeUp(s.run, stage, saved, shown[stage]) for stage in range(s.run.S)}
+    StateLeases(s.run, end.transport, made_up)
+    return end.directory.announce(
+        PeerRecord(peer=name, run=s.run.id, stage=NO_STAGE, state="keeping", version=max(saved))
+    )
+
+
+@pytest.mark.parametrize(
+    "saved", [pytest.param((4,), marks=pytest.mark.slow), (5,), pytest.param((4, 5), marks=pytest.mark.slow)]
+)
+async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others_there_are(
+    saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    """They offer other weights, or a version that it does not have: just where the run is."""
+    founder = "12D3KooW" + "K" * 44
+    run = replace(RUN, admission=replace(RUN.admission, founders=(founder,)))
+    async with swarm(run, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path, founder)
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        for number in range(9):
+            await add_lying_keeper(s, f"a{number}", saved)
+        s.kill_and_forget("s1p0", "s1p1")
+        await assert_joins_at_4(s)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [pytest.param((4,), marks=pytest.mark.slow), (5,), pytest.param((2, 4, 5), marks=pytest.mark.slow)],
+)
+async def test_of_a_lost_stage_most_keepers_say_which_versions_there_are(
+    saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    async with swarm(RUN, replicas=2) as s:
+        keepers = [add_keeper(s, tmp_path / name, name) for name in ("k0", "k1")]
+        await begun(s, version=5)
+        await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
+        await add_lying_keeper(s, "a0", saved)
+        s.kill_and_forget("s1p0", "s1p1")
+        await assert_joins_at_4(s)
+
+
+async def test_before_the_first_vouchers_keepers_copy_no_version_that_one_of_them_alone_has(
+    tmp_path: Path,
+) -> None:
+    """Each of two honest ones sees one that has it, and one that has not."""
+    async with swarm(RUN, replicas=2) as s:
+        keepers = [add_keeper(s, tmp_path / name, name) for name in ("k0", "k1")]
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=5)
+        await s.until_version(5)
+        await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
+        s.kill_and_forget("s1p0", "s1p1")
+        await add_lying_keeper(s, "a0", (4, 5))
+        await asyncio.sleep(60.0)
+        await assert_joins_at_4(s)
+
+
+async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_others_kept(
+    tmp_path: Path,
+) -> None:
+    """All peers are gone: of what is saved a run begins again from what most keepers have."""
+    async with swarm(RUN, replicas=2) as s:
+        keepers = [add_keeper(s, tmp_path / name, name) for name in ("k0", "k1")]
+        await begun(s, version=4)
+        await s.until(lambda: all(keeper.version == 4 for keeper in keepers))
+    async with swarm(RUN, replicas=0) as s:
+        for name in ("k0", "k1"):
+            add_keeper(s, tmp_path / name, name)
+        await add_lying_keeper(s, "a0", (8,))
+        await s.until(lambda: {"k0", "k1"} <= s.network.records.keys())
+        for stage in range(RUN.S):
+            s.add_peer(f"new{stage}", stage)
+        await s.until_serving()
+        assert {peer.core.version for peer in s.peers.values()} == {4}
+        assert_honest(s)
+
+
+def diagonal(every_lost: Sequence[str], every_saved: Sequence[tuple[int, ...]]) -> list[Any]:
+    """All pairs, of which only those of the same place are not `slow`."""
+    return [
+        pytest.param(lost, saved, id=f"{lost}-saved{n}", marks=[] if n == at else pytest.mark.slow)
+        for at, lost in enumerate(every_lost)
+        for n, saved in enumerate(every_saved)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lost", "saved"),
+    diagonal(("stage", "run", "run, and it shows the same"), ((4,), (5,), (2, 5))),
+)
+async def test_of_two_keepers_the_one_whose_state_two_peers_signed_is_believed(
+    lost: str, saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The other one has as much voice, is asked first, and offers what it made up, of that version or not."""
+    async with swarm(RUN, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path)
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        shown = [checkpoint.Checkpoint(tmp_path, RUN, stage, 4).signed for stage in range(RUN.S)]
+        if lost == "stage":
+            await add_lying_keeper(s, "a0", saved)
+            s.kill_and_forget("s1p0", "s1p1")
+            await assert_joins_at_4(s)
+            return
+    async with swarm(RUN, replicas=0) as s:
+        add_keeper(s, tmp_path)
+        await add_lying_keeper(s, "a0", saved, shown if "same" in lost else ((), ()))
+        await assert_begins_at_4(s, "keeper")
+
+
+async def test_what_peers_signed_goes_from_keeper_to_keeper(tmp_path: Path) -> None:
+    """The second one comes when all peers are gone, and takes nothing from one that lies."""
+    async with swarm(RUN, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path / "k0", "k0")
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        signed = [checkpoint.Checkpoint(tmp_path / "k0", RUN, stage, 4).signed for stage in range(RUN.S)]
+        assert [{by.peer for _, by in words} for words in signed] == [{*PEERS[:2]}, {*PEERS[2:]}]
+        s.kill_and_forget(*PEERS)
+        await add_lying_keeper(s, "a0", (4, 5))
+        other = add_keeper(s, tmp_path / "k1", "k1")
+        await s.until(lambda: other.version == 4)
+        s.kill_and_forget("k0", "a0")
+        await add_lying_keeper(s, "a1", (8, 12))
+        await asyncio.sleep(60.0)  # beside what was signed it takes nothing that was not
+    assert kept(tmp_path / "k1") == (4, [True, True])
+    assert [checkpoint.Checkpoint(tmp_path / "k1", RUN, stage, 4).signed for stage in range(RUN.S)] == signed
+
+
+@pytest.mark.parametrize(("lost", "saved"), diagonal(("run", "stage"), ((4,), (5,), (4, 8))))
+async def test_what_peers_signed_is_believed_however_many_keepers_say_otherwise(
+    lost: str, saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    """They say that they are far ahead, show the same signatures, and are more than are asked at once."""
+    async with swarm(RUN, replicas=2) as s:
+        keeper = add_keeper(s, tmp_path, "z")
+        await begun(s, version=5)
+        await s.until(lambda: keeper.version == 4)
+        shown = [checkpoint.Checkpoint(tmp_path, RUN, stage, 4).signed for stage in range(RUN.S)]
+        if lost == "stage":
+            for number in range(20):
+                await add_lying_keeper(s, f"a{number:02}", saved, shown if 4 in saved else ((), ()))
+            s.kill_and_forget("s1p0", "s1p1")
+            await assert_joins_at_4(s)
+            return
+    async with swarm(RUN, replicas=0) as s:
+        add_keeper(s, tmp_path, "z")
+        for number in range(20):
+            await add_lying_keeper(s, f"a{number:02}", saved, shown if 4 in saved else ((), ()))
+        await assert_begins_at_4(s, "z")
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) -> None:
+    """Attack 1, by a peer that has worked: it names itself as the only source of another state."""
+    async with swarm(RUN, replicas=3) as s:
+        peers = [f"s{stage}p{replica}" for stage in range(2) for replica in range(3)]
+        give_voice(s, *peers, "liar")
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        await add_liar(s, "liar", 1, 2 + ahead)
+        peer = s.peers["s1p0"]
+        await s.until(lambda: "liar" in peer.core.voice())
+        says = Directive(
+            run=RUN.id, stage=1, coordinator="liar", version=2 + ahead, sources=("liar",), digest="made up"
+        )
+        assert not await peer.actions._recovery.to(says)
+        assert peer.core.version == 2
+        assert_honest(s)
+        text = f"stage 1: liar, who coordinates, wants version {2 + ahead} of it taken; others do not"
+        assert any(note.text.startswith(text) for note in s.seen(Note))

@@ -1,0 +1,237 @@
+"""Who judges whether a peer lied: those that worked for the run, however many identities there are."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from peers.audit.convictions import MAX_BODIES
+from peers.audit.verdicts import MAX_TOLD
+from peers.events import PeerLost
+from peers.ports import Answer, Request
+from peers.sim.network import SimSigner
+from swarm.digest import DIGEST_BYTES
+from swarm.errors import Busy, Refused
+from swarm.manifest import audit_run
+from swarm.protocol.statements import Statement, sign
+from swarm.protocol.sums import Contribution, Reduced
+from swarm.wire.evidence import (
+    AskConvicted,
+    AuditAnswer,
+    Audited,
+    Convicted,
+    FalseContribution,
+    ShowEvidence,
+    WrongAnswer,
+)
+from swarm.wire.messages import pack
+from swarm.wire.receipts import Answered
+from tests.peers.liars.test_false_answers import audit
+from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
+
+pytestmark = pytest.mark.virtual_time
+
+RUN = admitting(replace(audit_run(stages=2, steps=6, microbatches_per_step=8, seed=1), dtype="float32"))
+PEERS = tuple(f"s{stage}p{replica}" for stage in range(2) for replica in range(3))
+NOTHING = bytes(DIGEST_BYTES)
+
+
+async def begun(s: Swarm) -> None:
+    give_voice(s, *PEERS)
+    await s.until_serving()
+    s.add_trainer(TRAINER, steps=2)
+    await s.until_version(2)
+
+
+async def crowd(s: Swarm, stage: int, count: int = MAX_TOLD + 6) -> list[str]:
+    """Strangers that announce that they serve a stage; their ids come before those of others."""
+    names = [f"a{number:03}" for number in range(count)]
+    for name in names:
+        await add_liar(s, name, stage, 2)
+    await asyncio.sleep(1.0)
+    return names
+
+
+def signed(name: str, statement: Statement) -> bytes:
+    return sign(SimSigner(name), RUN.id, statement)
+
+
+def answer_of(name: str, t: int = 2) -> tuple[Answered, bytes]:
+    """What a stranger signs that it answered."""
+    said = Answered(1, t, 0, NOTHING, NOTHING, NOTHING, NOTHING, 1.0)
+    return said, signed(name, said)
+
+
+def lies(name: str) -> FalseContribution:
+    """A lie of a stranger that all can see: it names a contribution that nobody signed."""
+    said = Reduced(1, 2, "round", (Contribution("nobody", NOTHING, NOTHING, b""),), b"")
+    return FalseContribution(accused=name, statement=said, signature=signed(name, said), place=0)
+
+
+async def test_a_crowd_of_strangers_does_not_keep_what_a_stage_says_from_others() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        await crowd(s, 1)
+        for name in ("s1p0", "s1p1"):
+            s.peers[name].convictions.convicted.add("s1p2")
+        assert await s.peers["s0p0"].convictions.most_have_convicted(1, "s1p2")
+        assert not await s.peers["s0p0"].convictions.most_have_convicted(1, "s1p1")
+
+
+@pytest.mark.parametrize("judges", [1, 2])
+async def test_nobody_convicts_alone_where_a_third_has_voice_however_much_its_own_is(judges: int) -> None:
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *PEERS, steps={"s1p0": 100, "s1p1": 20, "s1p2": 20})
+        await s.until_serving()
+        for name in ("s1p0", "s1p1")[:judges]:
+            s.peers[name].convictions.convicted.add("s1p2")
+        assert await s.peers["s0p0"].convictions.most_have_convicted(1, "s1p2") == (judges == 2)
+
+
+async def test_all_are_told_of_a_liar_however_many_they_are() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        names = [*await crowd(s, 0), *PEERS]
+        told = s.network.peers
+        s.peers["s1p0"].convictions.pass_on(lies("s1p2"), [])
+        await s.until(
+            lambda: all(told[name].transport.calls["evidence"] for name in names if name != "s1p0"),
+            limit_s=40.0,
+        )
+
+
+async def test_evidence_reaches_those_with_voice_in_a_crowd_of_strangers() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        await crowd(s, 1)
+        teller = s.peers["s1p0"].convictions
+        heard = [s.network.peers[name].transport.calls for name in ("s1p1", "s1p2", "s0p0")]
+        before = [calls["evidence"] for calls in heard]
+        teller.pass_on(lies("a000"), [])
+        await asyncio.sleep(2.0)
+        assert all(calls["evidence"] > n for calls, n in zip(heard, before, strict=True))
+
+
+async def test_strangers_judge_no_answer_of_those_with_voice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say of each that it is wrong: then its callers would leave an honest peer alone."""
+    audit(monkeypatch, share=1.0)
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        for name in await crowd(s, 1, 9):
+
+            async def says_that_it_is_wrong(request: Request) -> Answer:
+                return Answer(pack(Audited(fits=False)))
+
+            s.network.peers[name].transport.serve("audit", says_that_it_is_wrong)
+        s.add_trainer(TRAINER)
+        await s.until_version(RUN.steps)
+        lost = [event for event in s.seen(PeerLost) if "computed again" in event.why]
+        assert not [event for event in lost if event.peer in PEERS]
+
+
+async def test_strangers_have_no_replica_audit_one_another() -> None:
+    """Each holds a place of two for 10 s, and no other answer is computed again meanwhile."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        await add_liar(s, "a000", 0, 2)
+        await asyncio.sleep(1.0)
+        said, signature = answer_of("a001")
+        ask = AuditAnswer(run=RUN.id, peer="a001", statement=said, signature=signature)
+        with pytest.raises(Refused, match="has no voice"):
+            await s.network.peers["a000"].transport.call("s1p0", "audit", pack(ask))
+
+
+async def test_strangers_that_convict_themselves_do_not_hide_who_lied() -> None:
+    """Of very many some are told: those with voice first."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        s.peers["s0p0"].convictions.convicted.add("s1p2")
+        for name in await crowd(s, 1):
+            show = pack(ShowEvidence(run=RUN.id, evidence=lies(name)))
+            await s.network.peers[name].transport.call("s0p0", "evidence", show)
+        assert len(s.peers["s0p0"].convictions.convicted) > MAX_TOLD
+        stranger = s.add_stranger()
+        told = await stranger.ask("s0p0", "convicted", AskConvicted(run=RUN.id, peer=""), Convicted)
+        assert len(told.others) == MAX_TOLD and told.others[0] == "s1p2"
+        assert s.peers["s0p0"].convictions.convict(lies("s1p1"))
+        shown = AskConvicted(run=RUN.id, peer="s1p1", show=True)
+        told = await stranger.ask("s0p0", "convicted", shown, Convicted)
+        assert told.evidence == lies("s1p1"), "it is shown to keepers, too"
+
+
+async def test_no_evidence_is_kept_against_who_is_in_no_record() -> None:
+    """Identities cost nothing, and each that is convicted is remembered."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        stranger = s.add_stranger()
+        with pytest.raises(Refused, match="nobody knows"):
+            await stranger.send("s0p0", "evidence", ShowEvidence(run=RUN.id, evidence=lies("made up")))
+        assert not s.peers["s0p0"].convictions.convicted
+
+
+async def test_strangers_have_no_stage_asked_about_one_another() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        teller, accused, *_ = await crowd(s, 1, 2)
+        said, signature = answer_of(accused)
+        evidence = WrongAnswer(
+            accused=accused, statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
+            input_grads=(),
+        )  # fmt: skip
+        show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
+        with pytest.raises(Refused, match="a replica of that stage has to say it, once"):
+            await s.network.peers[teller].transport.call("s0p0", "evidence", show)
+        assert not s.network.peers["s1p0"].transport.calls["convicted"]
+
+
+async def test_no_body_of_evidence_is_taken_from_a_stranger() -> None:
+    """It could have 256 of 64 MiB held at once, with a lie of its own."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        teller, accused, *_ = await crowd(s, 1, 2)
+        show = pack(ShowEvidence(run=RUN.id, evidence=lies(accused)))
+        with pytest.raises(Refused, match="a replica of that stage has to show it"):
+            await s.network.peers[teller].transport.call("s0p0", "evidence", show, [b"large"])
+
+
+async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_once() -> None:
+    """Those with voice could have as many of 64 MiB held as they have calls."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        accused = await crowd(s, 1, 2)
+        looked, done = list[str](), asyncio.Event()
+
+        async def judge(evidence: WrongAnswer, body: object) -> bool:
+            looked.append(evidence.accused)
+            await done.wait()
+            return False
+
+        s.peers["s0p0"].convictions.judge = judge
+
+        def shows(teller: str, liar: str) -> asyncio.Task[Answer]:
+            said = Answered(int(teller[1]), 2, 0, NOTHING, NOTHING, NOTHING, NOTHING, 1.0)
+            evidence = WrongAnswer(
+                accused=liar, statement=said, signature=signed(liar, said), inputs=(), output_grads=(),
+                outputs=(), input_grads=(),
+            )  # fmt: skip
+            show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
+            call = s.network.peers[teller].transport.call("s0p0", "evidence", show, [b"large"])
+            return asyncio.create_task(call)
+
+        calls = [shows("s1p0", accused[0])]
+        await s.until(lambda: len(looked) == 1)
+        with pytest.raises(Busy):
+            await asyncio.wait_for(shows("s1p0", accused[1]), 5.0)
+        calls += [shows(teller, accused[0]) for teller in ("s1p1", "s1p2", "s0p1")]
+        await s.until(lambda: len(looked) == MAX_BODIES)
+        with pytest.raises(Busy):
+            await asyncio.wait_for(shows("s0p2", accused[0]), 5.0)
+        done.set()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert all("does not show" in str(answer) for answer in answers)
+        with pytest.raises(Refused, match="does not show"):
+            await shows("s0p2", accused[1])
