@@ -153,7 +153,7 @@ def test_samples_of_code_become_the_inputs_of_the_model() -> None:
     ],
 )
 def test_samples_that_do_not_fit_the_model_are_refused(name: str, text: str) -> None:
-    from tests.model import custom_models
+    from tests.model.graph import custom_models
 
     made = getattr(custom_models, name)()
     run = of("classifier", rows=4, data=replace(SAMPLES, code=f"{HERE}:{name}"))
@@ -214,8 +214,8 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
         (of("dice"), r"draws random numbers by numpy, and each microbatch .*apply_spec_augment = false"),
         (of("scalar", data=SAMPLES), r"an input of the model is a single number"),
         (of("empty"), r"sample input is empty: give at least one row"),
-        (of("broken"), r"the model tests\.model\.custom_models:broken fails: no such luck$"),
-        (of("gone"), r"^tests\.model\.custom_models has no gone: check the name"),
+        (of("broken"), r"the model tests\.model\.graph\.custom_models:broken fails: no such luck$"),
+        (of("gone"), r"^tests\.model\.graph\.custom_models has no gone: check the name"),
         (of("Bag"), r"custom_models:Bag is a type: it must be a function"),
         (changed(of("bag"), source="os:abort"), r"model os:abort is Python's own and makes none"),
         (

@@ -104,6 +104,7 @@ async def test_an_answer_is_judged_by_weights_of_its_step_that_both_replicas_giv
         for wrong, liar in ((True, "s1p0"), (False, "s1p1"), (None, None)):
             proves._proves = lambda *_, wrong=wrong: wrong
             found = await referee.liar(evidence, [], "s1p1")
+            await asyncio.sleep(5.0)  # sources copy their state for one reader a quarter of the time
             assert found == (liar if t == 0 and given == "the same" else None)
         assert MAX_TRIES == 3 and (given == "too much") == referee.may_judge("s1p0")
         assert referee.may_judge("s1p1")

@@ -105,8 +105,8 @@ def test_each_sample_is_compared_with_itself() -> None:
         ("samples_lost", r"^sample 7 of \S+ cannot be had: 'lost'"),
         ("no_samples", r"no_samples returned no samples"),
         ("one_number", r"one_number returned a int: it must be a sequence of samples"),
-        ("broken", r"^the data tests\.model\.custom_models:broken fails: no such luck$"),
-        ("gone", r"^tests\.model\.custom_models has no gone"),
+        ("broken", r"^the data tests\.model\.graph\.custom_models:broken fails: no such luck$"),
+        ("gone", r"^tests\.model\.graph\.custom_models has no gone"),
     ],
 )  # fmt: skip
 def test_samples_that_cannot_be_trained_on_are_refused(code: str, text: str) -> None:
@@ -124,7 +124,9 @@ def test_other_samples_than_the_manifest_pins_are_refused() -> None:
 
 
 def test_files_are_refused_where_code_makes_the_samples() -> None:
-    with pytest.raises(SetupError, match=r"made by tests\.model\.custom_models:samples: leave a\.txt out"):
+    with pytest.raises(
+        SetupError, match=r"made by tests\.model\.graph\.custom_models:samples: leave a\.txt out"
+    ):
         open_data(of("samples"), ["a.txt"])
 
 
