@@ -167,6 +167,7 @@ class Recovery:
 
         # Of a stage that is lost the keepers of founders say what its state was.
         founders = dict.fromkeys(self._run.admission.founders, FOUNDERS_VOICE)
+        core.backoff.relent(sources, now=began)  # else the run would go back for a stage that is there
         usable = [source for source in sources if not core.backoff.in_backoff(source, now=began)]
         common = version >= 0 and self._run.is_common(version)
         voice = self._islands.voice((self._stage,), version=core.version) if common else core.voice()

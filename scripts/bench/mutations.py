@@ -3637,6 +3637,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_probe",),
     ),
     Mutation(
+        "take-a-stage-whose-replicas-rest-for-lost",
+        "peers/stage/recovery.py",
+        "core.backoff.relent(sources, now=began)",
+        "pass",
+        "One that all replicas of its stage have cost too much has the run go back, which may be finished.",
+        ("test_probe",),
+    ),
+    Mutation(
+        "a-state-that-was-fetched-says-how-long-steps-take",
+        "swarm/policy/rotation.py",
+        "if alone and took_s <= limit_s:",
+        "if took_s <= limit_s:",
+        "One that was cut off for 27 s coordinates alone for four minutes, and follows none of its stage.",
+    ),
+    Mutation(
         "silence-bears-a-step-out",
         "peers/status_query.py",
         " or not (reached or silent):",

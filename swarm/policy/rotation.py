@@ -40,17 +40,19 @@ class Rotation:
         self._in_time = 0
         """Steps in a row that were not late."""
 
-    def stepped(self, *, now: float) -> None:
-        """This peer has taken a step, or got its weights otherwise."""
+    def stepped(self, *, now: float, alone: bool = True) -> None:
+        """This peer has taken a step, or got its weights otherwise. `alone`: that was one step further; else
+        it says nothing of how long steps take.
+        """
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
         self._in_time = self._in_time + 1 if took_s <= limit_s else 0
         if self._in_time >= STEPS:
             self._overspent.clear()
         for peer in self._since_s:
             self._overspent[peer] = 0  # the late step was taken under these
-        if took_s <= limit_s:
+        if alone and took_s <= limit_s:
             self._usual.answered(took_s)
-        elif took_s < math.inf:
+        elif alone and took_s < math.inf:
             self._usual.gave_up(limit_s)
         self._stepped_s = now
         self._since_s.clear()

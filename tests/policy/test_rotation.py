@@ -35,6 +35,14 @@ class Watched:
         return self.rotation.awake(PEERS, now=self.now)[0]
 
 
+def test_a_state_that_was_fetched_after_a_cut_says_nothing_of_how_long_steps_take() -> None:
+    this = Watched()
+    this.waits(26.0)
+    this.rotation.stepped(now=this.now, alone=False)
+    this.waits(60.0)
+    assert this.first == "bob"
+
+
 def test_a_coordinator_under_which_no_step_is_taken_makes_way_for_the_next() -> None:
     this = Watched()
     this.steps(3)
