@@ -8,6 +8,7 @@ plainly (`test_fuzz.py`), `scripts/bench/fuzz.py` with libFuzzer, guided by cove
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import hashlib
 import itertools
@@ -830,6 +831,7 @@ FOLDER = Path(
 _WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.float64)}
 
 
+@atexit.register
 def clean_up() -> None:
     """Remove the folder in which the targets of files work."""
     for folder, _, files in os.walk(FOLDER, topdown=False):

@@ -10,23 +10,16 @@ import random
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz.targets import TARGETS, Target, clean_up, corpus_of, mutated
+from tests.fuzz.targets import TARGETS, Target, corpus_of, mutated
 
 EACH, MANY = 2_500, 15_000
 """Mutated inputs of a target, in the quick part and where there is time; of those of files a tenth."""
 MEASURED = 60
 SLOW_S = 1.0
 FILES = {"checkpoints", "model files", "histories", "safetensors", "manifests"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _folder() -> Iterator[None]:
-    yield
-    clean_up()
 
 
 @pytest.fixture(params=TARGETS, ids=lambda name: name.replace(" ", "-"))
