@@ -11,7 +11,7 @@ from swarm.errors import NotNow, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer
-from swarm.protocol.voice import Electorate
+from swarm.protocol.voice import Electorate, heard
 
 CHECKS_KEPT = 16_384
 """Vouchers whose signatures were checked: records come again with each picture of the directory."""
@@ -41,6 +41,11 @@ class Voices:
     def of(self, stage: Stage, *, version: int = 0) -> Mapping[PeerId, int]:
         """Of the peers of a stage. `version`: where the run is, as far as is known."""
         return self._electorate.of(stage, self._directory.at(stage), version=version)
+
+    def counted(self, stage: Stage, *, version: int = 0) -> list[PeerId]:
+        """The serving peers of a stage whose word counts."""
+        serving = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
+        return heard(serving, self.of(stage, version=version))
 
     def of_all(self, stages: Iterable[Stage] | None = None, *, version: int = 0) -> dict[PeerId, int]:
         """Of the peers of some stages together; None: of all."""

@@ -136,7 +136,7 @@ class Auditor:
     async def _audit_step(self, compute: StageCompute, t: int) -> None:
         """Audit the members of a step's round, in an order known to this one, until it is over."""
         stage, before = compute.stage, self.audited
-        asked = deque(self._shuffled(stage, t, heard(self._serving(stage), self._voices.of(stage)), ""))
+        asked = deque(self._shuffled(stage, t, self._voices.counted(stage), ""))
         claim = None
         while len(asked) > 1 and (claim := await self._claim(compute, t, asked[0])) is None:
             if await self._is_over(stage, t):
@@ -160,7 +160,7 @@ class Auditor:
 
     async def _is_over(self, stage: Stage, t: int) -> bool:
         """Whether replicas need not keep what a step was made of any more."""
-        asked = heard(self._serving(stage), self._voices.of(stage))
+        asked = self._voices.counted(stage)
         told = await ask_status(self._run, self._transport, self._shuffled(stage, t, asked, "")[:MAX_ASKED])
         return 2 * sum(status.version > t + 1 for status in told.values()) >= len(told)
 
@@ -268,7 +268,7 @@ class Auditor:
         show = pack(ShowEvidence(run=self._run.id, evidence=claim.accusation))
         calls = [
             self._transport.call(peer, "evidence", show, deadline_s=ASK_S)
-            for peer in heard(self._serving(said.stage), self._voices.of(said.stage))[:MAX_TOLD]
+            for peer in self._voices.counted(said.stage)[:MAX_TOLD]
             if peer != member
         ]
         await asyncio.gather(*calls, return_exceptions=True)

@@ -23,7 +23,6 @@ from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
-from swarm.protocol.voice import heard
 from swarm.wire.evidence import (
     MAX_EVIDENCE_BYTES,
     AskConvicted,
@@ -183,8 +182,7 @@ class Convictions(Verdicts):
         of a sum, or a neighbouring stage's of an answer: that this peer can judge by itself.
         """
         accused, stage = evidence.accused, evidence.statement.stage
-        there = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
-        counted = heard(there, self._voices.of(stage))
+        counted = self._voices.counted(stage)
         judges = isinstance(evidence, WrongSum | WrongProduct)
         if isinstance(evidence, WrongAnswer):
             judges = abs(stage - self._stage) == 1 and self._referee.may_judge(accused)

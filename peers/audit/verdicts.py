@@ -50,7 +50,7 @@ class Verdicts:
 
     async def ask(self) -> None:
         """Leave out the peers that their stages have convicted; peers of stage 0 hear of all of these."""
-        there = heard([r.peer for r in self._directory.at(0) if r.state == "serving"], self._voices.of(0))
+        there = self._voices.counted(0)
         asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
         told = await self._convicted_by(asked, "")
         names = {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted

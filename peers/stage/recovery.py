@@ -108,12 +108,8 @@ class Recovery:
         """Whether all other stages say that they have a version. They may have taken what proves it while no
         peer with voice served this stage; once one does, that proves nothing any more.
         """
-        core, serving = self._core, [r for r in self._directory.peers() if r.state == "serving"]
-        stages = [
-            heard((r.peer for r in serving if r.stage == stage), core.voices.of(stage, version=core.version))
-            for stage in range(self._run.S)
-            if stage != self._stage
-        ]
+        others, core = set(range(self._run.S)) - {self._stage}, self._core
+        stages = [core.voices.counted(stage, version=core.version) for stage in sorted(others)]
         return bool(stages) and await all_have(self._run, self._transport, stages, version, silent=False)
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:

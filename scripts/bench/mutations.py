@@ -3893,7 +3893,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an-auditor-asks-about-a-crowd",
         "peers/audit/auditor.py",
-        'heard(self._serving(stage), self._voices.of(stage)), ""))\n        claim = None',
+        'self._voices.counted(stage), ""))\n        claim = None',
         'self._serving(stage), ""))\n        claim = None',
         "A hundred identities that are in no round keep an auditor from those that are.",
         ("test_auditor",),
