@@ -134,7 +134,7 @@ def run_one(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    from tests.fuzz.targets import TARGETS, clean_up
+    from tests.fuzz.targets import TARGETS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -156,20 +156,17 @@ def main() -> int:
     options = parser.parse_args()
     options.seconds = options.seconds or (0 if options.executions else 60)
     names = options.target or list(TARGETS)
-    try:
-        if options.replay:
-            for name in names:
-                replay(name, options.replay)
-            return 0
-        rows = []
+    if options.replay:
         for name in names:
-            rows.append(run_one(name, options))
-            print(json.dumps(rows[-1]), flush=True)
-            if options.json:
-                renew(options.json, rows[-1])
-        return any(row["failed"] == "yes" for row in rows)
-    finally:
-        clean_up()
+            replay(name, options.replay)
+        return 0
+    rows = []
+    for name in names:
+        rows.append(run_one(name, options))
+        print(json.dumps(rows[-1]), flush=True)
+        if options.json:
+            renew(options.json, rows[-1])
+    return any(row["failed"] == "yes" for row in rows)
 
 
 def renew(path: Path, row: dict[str, Any]) -> None:
