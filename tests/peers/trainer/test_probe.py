@@ -124,27 +124,26 @@ async def test_after_a_cut_heals_the_peers_behind_it_are_used_again(monkeypatch:
             assert counts == [version_of] * s.run.M
 
 
-async def test_a_newcomer_asks_silent_replicas_again_before_it_has_joined() -> None:
-    """It came while a line was cut, say. It had waited for ever for those that it found silent then."""
+async def newcomer_joins(shunning: Callable[[Backoff, str], object]) -> None:
+    """Though it shuns all replicas of its stage as it comes."""
     async with swarm(audit_run(stages=2, steps=4, microbatches_per_step=4)) as s:
         await s.until_serving()
         s.add_trainer("trainer", steps=2)
         await s.until_version(2)
         newcomer = s.add_peer("newcomer", 1)
         for name in ("s1p0", "s1p1"):
-            newcomer.core.backoff.failed(name, now=now_s(), silent=True)
+            shunning(newcomer.core.backoff, name)
         await s.until(lambda: newcomer.core.joined, limit_s=30.0)
         assert newcomer.core.version == 2
+
+
+async def test_a_newcomer_asks_silent_replicas_again_before_it_has_joined() -> None:
+    """It came while a line was cut, say. It had waited for ever for those that it found silent then."""
+    await newcomer_joins(lambda backoff, name: backoff.failed(name, now=now_s(), silent=True))
 
 
 async def test_a_state_is_taken_from_replicas_that_rest_where_there_are_no_others() -> None:
     """One that they had cost too much took their stage for lost, and a finished run went back to 0."""
-    async with swarm(audit_run(stages=2, steps=4, microbatches_per_step=4)) as s:
-        await s.until_serving()
-        s.add_trainer("trainer", steps=2)
-        await s.until_version(2)
-        newcomer = s.add_peer("newcomer", 1)
-        for name in ("s1p0", "s1p1"):
-            newcomer.core.backoff.charge(name, t=0, since_s=now_s(), now=now_s(), rounds=2)
-        await s.until(lambda: newcomer.core.joined, limit_s=30.0)
-        assert newcomer.core.version == 2
+    await newcomer_joins(
+        lambda backoff, name: backoff.charge(name, t=0, since_s=now_s(), now=now_s(), rounds=2)
+    )
