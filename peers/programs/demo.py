@@ -46,7 +46,7 @@ ALONE = """\
 0.888 0.809 0.719 0.672 0.619 0.569 0.502 0.475 0.447 0.402 0.378 0.354 0.333 0.319 0.307 0.300 0.286
 0.272 0.254 0.245 0.248 0.237 0.236 0.224 0.223 0.218 0.220 0.220 0.215 0.207 0.206 0.200 0.201"""
 """What one process made of the demo as it is without arguments: the run's id, the first and the last loss,
-and the means of equally many steps each. Written by `scripts/bench/loss_curve.py --alone`."""
+and the means of equally many steps each. Written by `scripts/bench/loss/loss_curve.py --alone`."""
 STEP_LINES = 40
 """Of the steps, about so many are said."""
 

@@ -388,7 +388,7 @@ def store(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 @functools.cache
 def _machine() -> str:
     """As all benchmarks name it. Asked in another process: what it imports is not for the forks."""
-    script = "from scripts.bench.harness import machine; print(machine())"
+    script = "from scripts.bench.common.harness import machine; print(machine())"
     told = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -2,7 +2,7 @@
 
     python scripts/bench/tables.py                  # write all pages, and the six numbers in README.md
     python scripts/bench/tables.py --check          # exit code 1 if one is out of date
-    scripts/bench/wire.py | scripts/bench/tables.py --store wire --command "scripts/bench/wire.py"
+    scripts/bench/wire/wire.py | scripts/bench/tables.py --store wire --command "scripts/bench/wire/wire.py"
 
 A file is a topic: `title`, `about`, and `tables`. A table has
 
@@ -104,8 +104,8 @@ def index(found: dict[str, dict[str, Any]]) -> str:
         for row in rows_of(topic)
         if row.get("missed")
     ]
-    parts += ["\n".join(missed), "The picture in the README is drawn by `scripts/bench/loss_curve.py` from "
-              "[loss-curve.json](loss-curve.json)."]  # fmt: skip
+    parts += ["\n".join(missed), "The picture in the README is drawn by `scripts/bench/loss/loss_curve.py` "
+              "from [loss-curve.json](loss-curve.json)."]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
@@ -143,7 +143,7 @@ def pages() -> dict[Path, str]:
 
 def store(name: str, command: str, title: str, output: str) -> None:
     """Put the rows of a benchmark's last line into the topic's file."""
-    from scripts.bench.harness import machine
+    from scripts.bench.common.harness import machine
 
     rows = json.loads(output.strip().splitlines()[-1])["rows"]
     told = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peers.api import Run
-from scripts.bench.recipe import read, rows, train
+from scripts.bench.loss.recipe import read, rows, train
 from swarm import tales
 
 RECIPE = """

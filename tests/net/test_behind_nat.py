@@ -15,7 +15,7 @@ from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Request
-from scripts.bench.netlab import Lab, Link, Nat, why_not
+from scripts.bench.common.netlab import Lab, Link, Nat, why_not
 from swarm.errors import PeerFault, SetupError
 from swarm.records import PeerRecord
 

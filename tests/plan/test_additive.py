@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.additive_grid import LOOKED_AT, Grid, Segments, twins
-from scripts.bench.additive_objective import (
+from scripts.bench.plan.additive_grid import LOOKED_AT, Grid, Segments, twins
+from scripts.bench.plan.additive_objective import (
     MAX_EXACT_STAGES,
     AdditiveTerms,
     additive_cost,
@@ -19,7 +19,13 @@ from scripts.bench.additive_objective import (
     bottleneck_matching,
     shortest_open_path,
 )
-from scripts.bench.additive_search import anneal, clustered_grid, megatron_grid, random_grid, search_additive
+from scripts.bench.plan.additive_search import (
+    anneal,
+    clustered_grid,
+    megatron_grid,
+    random_grid,
+    search_additive,
+)
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network
 from swarm.plan.search import even_clusters, shapes

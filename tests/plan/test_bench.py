@@ -1,4 +1,4 @@
-"""`scripts/bench/plan.py`: any file in DT-FM's form, the last line for programs, refusals by their words."""
+"""`scripts/bench/plan/plan.py`: files of DT-FM's form, the last line for programs, refusals in words."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts.bench.additive_objective import additive_cost, additive_terms
+from scripts.bench.plan.additive_objective import additive_cost, additive_terms
 from swarm.errors import SetupError
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "plan.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "plan" / "plan.py"
 DTFM = SCRIPT.parents[2].parent / "shared" / "data" / "networks" / "dtfm.json"
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
-from scripts.bench.worldwide import job_of, random_case, read_network
+from scripts.bench.plan.worldwide import job_of, random_case, read_network
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
@@ -127,7 +127,7 @@ def test_a_slow_line_in_front_holds_a_step_up_less_than_one_behind_and_is_put_th
 
 @pytest.mark.parametrize("seed", seeds(12, quick=2))
 def test_on_random_networks_the_prediction_agrees_with_the_simulation(seed: int) -> None:
-    """Few microbatches, so chance has more of a say than in `scripts/bench/worldwide.py --predictions`."""
+    """Few microbatches, so chance says more than in `scripts/bench/plan/worldwide.py --predictions`."""
     net, work = random_case(seed, most=96)
     of = even(len(net), work.stages)
     if seed % 2:

@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 from peers.options import VARIABLES
 from peers.programs.fleet import MAX_LINE, Child
-from scripts.bench import netlab
+from scripts.bench.common import netlab
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_REQUEST_BYTES = 1 << 20

@@ -58,7 +58,7 @@ from tests.process.forkserver import ForkServer
 from tests.stopping import stop
 
 if TYPE_CHECKING:
-    from scripts.bench.netlab import Lab
+    from scripts.bench.common.netlab import Lab
 
 E = TypeVar("E", bound=Event)
 T = TypeVar("T")

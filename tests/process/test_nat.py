@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peers.events import Note, Started, Stepped
-from scripts.bench.netlab import HOME, Lab, Link, Nat, why_not
+from scripts.bench.common.netlab import HOME, Lab, Link, Nat, why_not
 from swarm.manifest import Run, audit_run
 from tests.process.faults.test_exact import tiny
 from tests.process.swarm_processes import ROOT, Program, Swarm, farthest

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.bench.netlab import HOME, Lab, LabError, Link, Nat, why_not
+from scripts.bench.common.netlab import HOME, Lab, LabError, Link, Nat, why_not
 from tests.process.swarm_processes import ROOT, eventually
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(bool(why_not()), reason=f"a network lab {why_not()}")]
@@ -160,7 +160,7 @@ def test_tcp_passes_a_nat(loss: float, symmetric: bool) -> None:
 
 OWNER = """
 import subprocess, sys
-from scripts.bench.netlab import Lab
+from scripts.bench.common.netlab import Lab
 
 lab = Lab(["a", "b"])
 with lab.inside("b"):

@@ -11,11 +11,12 @@ import pytest
 
 from peers.events import StepDone
 from peers.programs.manifest import parameter_count
-from scripts.bench import codecs_loss, islands, narrow, protocol_nanogpt, slow_links
-from scripts.bench.codecs_loss import codec_spec
-from scripts.bench.harness import Clocks, Segment, role_names
-from scripts.bench.netlab import Link, why_not
-from scripts.bench.slow_links import Found, Lines, Sizes
+from scripts.bench.common.harness import Clocks, Segment, role_names
+from scripts.bench.common.netlab import Link, why_not
+from scripts.bench.loss import codecs_loss, narrow
+from scripts.bench.loss.codecs_loss import codec_spec
+from scripts.bench.speed import islands, protocol_nanogpt, slow_links
+from scripts.bench.speed.slow_links import Found, Lines, Sizes
 from swarm.manifest import CodecSpec
 from swarm.model.layout import stage_layout
 from swarm.model.meeting import difference_bytes

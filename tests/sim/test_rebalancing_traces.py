@@ -1,4 +1,4 @@
-"""Throughput under rules of rebalancing: what the table of `scripts/bench/rebalance.py` rests on."""
+"""Throughput under rules of rebalancing: what the table of `scripts/bench/recovery/rebalance.py` rests on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.rebalance import HALF, SLOW, SMALL, made
-from scripts.bench.stage_speeds import Outcome, Rule, ours, papers, run_trace
+from scripts.bench.recovery.rebalance import HALF, SLOW, SMALL, made
+from scripts.bench.recovery.stage_speeds import Outcome, Rule, ours, papers, run_trace
 from swarm.sim.trace import Trace, read_trace
 from tests.seeds import some
 

@@ -15,7 +15,7 @@ import pytest
 from peers.sim.lines import Sent, SharedLines
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
-from scripts.bench.validate import CASES, Case, shipped, simulated, validation_run
+from scripts.bench.plan.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import Overlap

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.equal_cuts import equal_layers, equal_shares
+from scripts.bench.plan.equal_cuts import equal_layers, equal_shares
 from swarm.errors import SetupError
 from swarm.model.graph.ir import OpGraph
 from swarm.model.graph.partition import plan_stages, recomputed

@@ -91,7 +91,7 @@ def test_the_end_of_a_demo_says_who_did_what_and_what_to_do_next(monkeypatch: py
 @pytest.mark.slow
 def test_the_curve_of_one_process_is_there_unasked_and_is_what_one_process_makes() -> None:
     """Of the demo without arguments. Its first steps are computed; after a change of the demo
-    `scripts/bench/loss_curve.py --alone` prints the whole anew."""
+    `scripts/bench/loss/loss_curve.py --alone` prints the whole anew."""
     run = Run.of(demo_run(steps=STEPS))
     of, first, last, *means = ALONE.split()
     assert run.id == of

@@ -1,4 +1,4 @@
-"""Faults of every kind against processes: only time is lost. The long form is scripts/bench/chaos.py."""
+"""Faults of every kind against processes: only time is lost. Long form: scripts/bench/recovery/chaos.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from peers.ports import Answer
-from scripts.bench.chaos import WEIGHTS, Options, deck, play, quick, speaker, verdict
+from scripts.bench.recovery.chaos import WEIGHTS, Options, deck, play, quick, speaker, verdict
 from swarm.manifest import demo_run
 from swarm.wire.messages import PeerStatus, pack
 from tests.process.swarm_processes import Swarm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.bench.recovery import control_s, measure, rate, recovered_s, target
+from scripts.bench.recovery.recovery import control_s, measure, rate, recovered_s, target
 
 
 def test_recovered_is_when_a_window_begins_that_is_nearly_as_fast_as_the_end() -> None:

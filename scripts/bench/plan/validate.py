@@ -1,0 +1,244 @@
+"""The throughput simulation against real swarms: tokens per second of both, in the same configurations.
+
+    python scripts/bench/plan/validate.py               # as root, five minutes
+    python scripts/bench/plan/validate.py --only 2 3
+    python scripts/bench/plan/validate.py --virtual     # without real swarms, half a minute
+    python scripts/bench/plan/validate.py --virtual --reduce rounded16
+
+Between the two are the classes that ship in virtual time (`shipped_per_s`): all of the protocol, its calls
+over the lines that the simulation has too, and devices that take their time and compute nothing.
+
+Real processes (bootstrap, peers, a trainer), each on a host of its own with the stated line up and down and
+the stated delay to all others (`netlab.py`). Devices are made slow, so that two cores can play many: each
+forward, each backward, and the forward, loss and backward of the last stage together, takes `--job`
+seconds on the device thread (SWARM_JOB_S); what it really computes takes a few milliseconds of that. So
+routing, queues, transfers, all-reduces and the ends of steps are compared, and the arithmetic is not. The
+simulations get the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
+number: nothing was fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import numpy as np
+
+from peers.events import Event, StepDone
+from peers.programs.descriptions import job_of
+from peers.sim.device import SimDevice
+from peers.sim.directory import Dht, SimDirectory
+from peers.sim.lines import SharedLines
+from peers.sim.loop import Process, VirtualLoop
+from peers.sim.members import Zeros
+from peers.sim.network import Network as CallNetwork
+from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.report import Settings
+from peers.stage.server import StagePeer
+from peers.stage.settings import StageSettings
+from peers.trainer import Trainer, TrainerSettings
+from scripts.bench.common.harness import machine, report
+from scripts.bench.common.netlab import Lab, Link, why_not
+from scripts.bench.common.unhurried import Unhurried
+from scripts.bench.recovery.chaos import ChaosSwarm
+from swarm.manifest import Run, demo_run
+from swarm.plan.network import Device, Network
+from swarm.records import NO_STAGE
+from swarm.sim.dice import Dice
+
+COLUMNS = (
+    "stages", "replicas", "mbit", "delay_ms", "window", "reduce", "real_per_s", "shipped_per_s",
+    "simulated_per_s", "shipped_ratio", "ratio", "within_15",
+)  # fmt: skip
+WITHIN = 0.15
+PAYLOAD = 1448 / 1500
+"""Of a packet, what is not headers: IPv4, TCP and its timestamps."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One swarm."""
+
+    stages: int
+    replicas: int
+    mbit: float
+    """Of each host, up and down."""
+    delay_s: float
+    """One way."""
+    window: int | None
+    """None: it learns."""
+    max_inflight: int = 8
+    """Microbatches at a peer; as the real ones of `scripts/bench/recovery/chaos.py`."""
+
+
+CASES = (
+    Case(2, 1, 100.0, 0.005, 6),
+    Case(2, 2, 100.0, 0.005, 12),
+    Case(3, 2, 20.0, 0.02, 16),
+    Case(2, 3, 8.0, 0.005, 16),
+    Case(4, 1, 50.0, 0.05, 16),
+)
+
+
+def validation_run(stages: int, reduce: str = "none") -> Run:
+    """A small GPT with boundary tensors of 64 kB: 64 ms at 8 Mbit/s."""
+    base = demo_run(stages=stages, steps=1_000_000, codec="blockwise8", seed=3)
+    return replace(
+        base,
+        name="validation",
+        checkpoint_every=0,
+        rebalance_every_s=0,
+        model=replace(base.model, layers=4, hidden=128, heads=2, ffn_hidden=128),
+        data=replace(base.data, sequence_length=128),
+        batch=replace(base.batch, microbatch_size=4, microbatches_per_step=48),
+        codec=replace(base.codec, reduce=reduce),
+    )
+
+
+def real(case: Case, run: Run, *, job_s: float, steps: int) -> float:
+    """Tokens per second of a swarm of processes, the median over steps."""
+    hosts = [f"h{i}" for i in range(case.stages * case.replicas + 2)]
+    lab = Lab(hosts, link=Link(delay_s=case.delay_s), bandwidth_bps=case.mbit * 1e6, queue_s=2.0)
+    os.environ["SWARM_JOB_S"] = str(job_s)
+    try:
+        with lab, tempfile.TemporaryDirectory() as folder, ChaosSwarm(Path(folder), run, lab=lab) as swarm:
+            swarm.bootstrap()
+            swarm.peers(case.replicas)
+            trainer = swarm.trainer("--window", str(case.window))
+            swarm.until_version(steps + 2)
+            times = {event.t: event.at for event in trainer.heard(StepDone)}
+    finally:
+        del os.environ["SWARM_JOB_S"]
+    took_s = [b - a for a, b in pairwise(times[t] for t in sorted(times) if t >= 1)]
+    return run.tokens_per_step / statistics.median(took_s)
+
+
+class Tokens(Zeros):
+    """Any tokens, the same in all microbatches: of zeros most gradients are zeros, which take no bytes."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        dice = np.random.default_rng(0)
+        self._batch = dice.integers(0, run.model.vocab_size, self._batch.shape).astype(self._batch.dtype)
+
+
+def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
+    """Tokens per second of the classes that ship, in virtual time, the median over steps."""
+    run = replace(run, data=replace(run.data, tokens=1_000_000))
+    loop, lines, ends_s = VirtualLoop(lambda: 0.001), SharedLines(hosts_of(case)), list[float]()
+    network, dht = CallNetwork(loop, Dice(1), lines), Dht(loop, Dice(2))
+
+    def hear(event: Event) -> None:
+        if isinstance(event, StepDone):
+            ends_s.append(loop.now_s)
+
+    def begin(host: int) -> Process:
+        process, stage = Process(f"h{host}"), host // case.replicas
+        lines.device_of[process.name] = host
+        transport, directory = network.add(process), SimDirectory(dht, process)
+
+        async def serve() -> None:
+            peer = StagePeer(
+                run, stage, Unhurried(run, stage), transport, directory,
+                StageSettings(max_inflight=case.max_inflight, joined_at=loop.unix_s()), hear,
+                device=SimDevice(Dice(host), job_s, spread=0.0),
+            )  # fmt: skip
+            transport.on_gone = peer.peer_gone
+            await peer.run()
+
+        trainer = Trainer(run, Tokens(run), transport, directory, TrainerSettings(window=case.window), hear)
+        process.start(loop, trainer.run() if stage == case.stages else serve())
+        return process
+
+    with loop.running():
+        processes = [begin(host) for host in range(case.stages * case.replicas + 1)]
+        taken = loop.run(lambda: len(ends_s) >= steps + 2 or bool(loop.bugs), limit_s=1e5)
+        assert taken and not loop.bugs, f"{len(ends_s)} steps; {loop.bugs}"
+        for process in processes:
+            process.end()
+    return run.tokens_per_step / statistics.median(b - a for a, b in pairwise(ends_s[1:]))
+
+
+def hosts_of(case: Case) -> Network:
+    """A host for each peer, and for a trainer."""
+    line_bps = PAYLOAD * case.mbit * 1e6
+    hosts = [
+        Device(f"h{i}", 0, 1.0, upload_bps=line_bps, download_bps=line_bps)
+        for i in range(case.stages * case.replicas + 1)
+    ]
+    return Network(tuple(hosts), ("lab",), np.array([[case.delay_s]]), np.array([[np.inf]]))
+
+
+def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
+    """Tokens per second of the simulation of the same."""
+    job = job_of(run)
+    # Its backward is two forwards: together they are as long as the two jobs of a middle stage, or the
+    # single one of the last.
+    last = case.stages - 1
+    flops = tuple((job_s if stage == last else 2 * job_s) / 3 for stage in range(case.stages))
+    job = replace(job, forward_flops=flops)
+    settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=case.max_inflight)
+    layout = [*(i // case.replicas for i in range(case.stages * case.replicas)), NO_STAGE]
+    found = simulate(hosts_of(case), job, layout, end_s=1e9, steps=steps + 2, settings=settings)
+    return run.tokens_per_step / found.step_s(skip=2)
+
+
+def row(case: Case, reduce: str, *, job_s: float, steps: int, virtual: bool) -> dict[str, Any]:
+    """`virtual`: the simulation ÷ the shipped classes; else both ÷ a real swarm."""
+    run = validation_run(case.stages, reduce)
+    middle = shipped(case, run, job_s=job_s, steps=steps)
+    measured = middle if virtual else real(case, run, job_s=job_s, steps=steps)
+    expected = simulated(case, run, job_s=job_s, steps=steps)
+    ratio = expected / measured
+    return {
+        "stages": case.stages, "replicas": case.replicas, "mbit": case.mbit, "delay_ms": 1e3 * case.delay_s,
+        "window": case.window, "reduce": reduce, "real_per_s": None if virtual else round(measured, 1),
+        "shipped_per_s": round(middle, 1), "simulated_per_s": round(expected, 1),
+        "shipped_ratio": round(middle / measured, 3), "ratio": round(ratio, 3),
+        "within_15": abs(ratio - 1) <= WITHIN,
+    }  # fmt: skip
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    text, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--job", type=float, default=0.05, help="seconds of a job (default: 0.05)")
+    parser.add_argument("--steps", type=int, default=6, help="measured, after two (default: 6)")
+    parser.add_argument("--reduce", default="none", help="or rounded16, rounded8 (default: none)")
+    parser.add_argument("--virtual", action="store_true", help="no real swarms")
+    parser.add_argument("--only", type=int, nargs="+", choices=range(len(CASES)), help="cases, from 0")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
+    if not options.virtual and why_not():
+        print(f"no lines to shape: a network lab {why_not()}", file=sys.stderr)
+        return 1
+    rows = []
+    for number in options.only or range(len(CASES)):
+        case, limits = CASES[number], {"job_s": options.job, "steps": options.steps}
+        rows.append(row(case, options.reduce, **limits, virtual=options.virtual))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    report(rows, COLUMNS, f"{machine()}\nreal swarms and their simulation, tokens per second")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # everything is ended by then
+        sys.exit("stopped")
