@@ -8,8 +8,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +32,8 @@ from peers.storage.checkpoint import (
 from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
 from swarm.manifest import IslandsSpec, audit_run, check_id
+from tests.writers import held_writer
 
-ROOT = Path(__file__).parents[3]
 RUN = audit_run(stages=2)
 OTHER = audit_run(stages=2, seed=2)
 TENSORS = {
@@ -304,16 +302,8 @@ def test_a_peer_killed_while_it_saves_leaves_the_earlier_checkpoint_and_no_half_
         "atomic.write_all = slow\n"
         "checkpoint.Checkpoint(sys.argv[1], audit_run(stages=2), 0, 2).save({'weights': torch.ones(2**20)})\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "writing\n"
-        child.kill()
+    with held_writer(program, tmp_path) as said:
+        assert said == "writing"
     assert newest_common_step(tmp_path, RUN) == 1
     (left,) = _step(tmp_path, 2).iterdir()
     os.utime(left, (0, 0))

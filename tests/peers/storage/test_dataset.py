@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import stat
-import subprocess
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from swarm.errors import SetupError
 from swarm.manifest import Run, demo_run
 from swarm.merkle import Tree
 from tests.byte_pairs import save_byte_pairs
+from tests.writers import held_writer
 
 ROOT = Path(__file__).parents[3]
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "text" / "tinyshakespeare.txt"
@@ -329,19 +329,11 @@ def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_writes_is_not(
         "with atomic.replacing(Path(sys.argv[1])) as (file, path):\n"
         "    print(path, flush=True); sys.stdin.read()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        left = Path(child.stdout.readline().strip())
+    with held_writer(program, tmp_path) as said:
+        left = Path(said)
         os.utime(left, (0, 0))
         atomic_file.sweep(tmp_path)
         assert left.exists()
-        child.kill()
     assert left.exists()
     atomic_file.sweep(tmp_path)
     assert not left.exists()
