@@ -150,15 +150,6 @@ def is_due(*, period_s: float, lag_s: float, now_s: float) -> bool:
     return int(now_s // period_s) % every == 0
 
 
-def neediest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> list[Stage]:
-    """The stages where a newcomer is needed most: those without a peer, else the slowest and its equals.
-
-    Peers of unknown speed count as typical, so that a swarm that starts is filled evenly.
-    """
-    levels = _levels(records, stages=stages, now_s=now_s)
-    return [stage for stage in range(stages) if levels[stage] <= min(levels) * (MIN_GAIN - 1e-9)]
-
-
 def choose_stages(
     records: Iterable[PeerRecord], newcomers: Iterable[PeerRecord], *, stages: int, depth: int, now_s: float,
     among: Sequence[Stage] = (),

@@ -25,7 +25,6 @@ from swarm.policy.rebalance import (
     Stay,
     choose_stages,
     is_due,
-    neediest,
     rebalance,
 )
 from swarm.records import NO_STAGE, PeerRecord
@@ -259,19 +258,19 @@ def test_a_peer_whose_owner_chose_its_stage_stays_even_if_another_stands_empty()
 
 
 def test_a_newcomer_is_needed_where_nobody_is_and_else_where_it_is_slowest() -> None:
-    def needy(*records: PeerRecord) -> list[int]:
-        return neediest(records, stages=3, now_s=NOW_S)
+    def chosen(*records: PeerRecord) -> int:
+        return choose_stages(records, [card("new", "")], stages=3, depth=3, now_s=NOW_S)["new"]
 
-    assert needy() == [0, 1, 2]
-    assert needy(peer("a", 1, 2.0)) == [0, 2]
+    assert chosen() == 0
+    assert chosen(peer("a", 0, 2.0)) == 1
     three = [peer("a", 0, 4.0), peer("b", 1, 1.0), peer("c", 1, 1.0), peer("d", 2, 4.0)]
-    assert needy(*three) == [1]
-    assert needy(*three, peer("e", 1, 0.0, state="joining")) == [1]
-    assert needy(*three, peer("e", 1, 2.0, state="joining")) == [0, 1, 2]
+    assert chosen(*three) == 1
+    assert chosen(*three, peer("e", 1, 0.0, state="joining")) == 1
+    assert chosen(*three, peer("e", 1, 2.1, state="joining")) == 0
     starting = [peer("a", 0, 0.0, state="joining"), peer("b", 1, 0.0, state="joining"), peer("c", 0, 0.0)]
-    assert needy(*starting) == [2]
-    assert needy(*starting, peer("d", 2, 0.0)) == [1, 2]
-    assert needy(*three, peer("liar", 1, math.inf), peer("gone", 1, 9.0, state="left")) == [1]
+    assert chosen(*starting) == 2
+    assert chosen(*starting, peer("d", 2, 0.0)) == 1
+    assert chosen(*three, peer("liar", 1, math.inf), peer("gone", 1, 9.0, state="left")) == 1
 
 
 def test_newcomers_of_one_instant_spread_over_the_stages_in_the_order_of_their_ids() -> None:

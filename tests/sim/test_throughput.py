@@ -257,8 +257,8 @@ GOLDEN = {
     0: "5e53c657fa950e81",
     11: "cfc3d428d2af51ca",
     19: "782ad7bb17536fbd",
-    21: "d8ee6cab2bbb8e7e",
-    22: "f2c670e160842ddc",
+    21: "65b098f8f174cad9",
+    22: "2c156dcda0141f72",
 }
 
 
@@ -289,7 +289,7 @@ def test_a_stage_that_lost_all_members_brings_the_run_back_to_its_checkpoint() -
     assert report.version == pytest.approx(40.0 / step_s // 10 * 10 + (300.0 - 66.0) / step_s, abs=1.0)
 
 
-@pytest.mark.parametrize("seed", some([1, 5, 31], quick=[1]))
+@pytest.mark.parametrize("seed", some([5, 21, 31], quick=[5]))
 def test_who_is_leaving_when_the_run_goes_back_arrives_elsewhere(seed: int) -> None:
     """Its last microbatches end with the run that went back, so it leaves in the middle of that."""
     trace = Trace((0.0, 30.0, 60.0, 90.0, 120.0, 150.0), (12, 7, 14, 9, 5, 14), 250.0)

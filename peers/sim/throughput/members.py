@@ -13,7 +13,7 @@ from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import Peer, World
 from swarm.ids import PeerId, Stage
 from swarm.plan.network import BACKWARD_FORWARDS
-from swarm.policy.rebalance import Stay, neediest, rebalance
+from swarm.policy.rebalance import Stay, choose_stages, rebalance
 from swarm.policy.spares import Exchange, judge
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.sim.trace import Change, Trace, changes
@@ -62,7 +62,7 @@ class Members:
             device = self._take(change.region)
             stage = self._layout[device] if change.at_s == 0.0 else NO_STAGE
             if stage == NO_STAGE:
-                stage = self._neediest(device)
+                stage = self._chosen(device, name)
             self._report.joins += 1
             if stage == NO_STAGE:
                 self._report.idle += 1
@@ -184,16 +184,17 @@ class Members:
 
     # -- the choice of stages ---------------------------------------------------------------------
 
-    def _neediest(self, device: int) -> Stage:
-        """The stage of greatest need that fits into the device."""
+    def _chosen(self, device: int, name: PeerId) -> Stage:
+        """The stage that a newcomer chooses, by the live rule, of those that fit into the device."""
         job, there = self._job, self._world.network.devices[device]
         fit = [stage for stage in range(job.stages) if job.fits(stage, there)]
-        needy = neediest(self._records(), stages=job.stages, now_s=self._loop.now_s)
-        both = [stage for stage in needy if stage in fit]
-        if both:
-            return self._world.dice.pick(both)
-        speeds = [sum(1 / sum(p.job_s) for p in self._world.serving(s)) for s in range(job.stages)]
-        return min(fit, key=lambda s: (speeds[s], s), default=NO_STAGE)
+        if not fit:
+            return NO_STAGE
+        newcomer = PeerRecord(peer=name, run="simulated", stage=NO_STAGE, state="choosing", version=0)
+        return choose_stages(
+            self._records(), [newcomer], stages=job.stages, depth=job.stages, now_s=self._loop.now_s,
+            among=fit,
+        )[name]  # fmt: skip
 
     def _told(self, peer: Peer) -> bool | None:
         """Whether a peer is to be a spare from now on; None: as it is."""

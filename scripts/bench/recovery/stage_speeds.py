@@ -8,19 +8,20 @@ Who has come and downloads the first state counts from its end on: no rule can h
 The rules are given the very records that live peers publish, and carry names only: `ours` is
 `swarm.policy.rebalance`, `papers` is the paper's Algorithm 2.
 
-Joiners go where `swarm.policy.rebalance.neediest` sends them, under every rule. Of several that come at once
+Joiners go where they are needed most (`Fluid.neediest`), under every rule. Of several that come at once
 each sees those before it, as machines do that boot seconds apart; with `blind` none sees the others, and they
 spread over the neediest stages by chance: they do not see one another.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from swarm.ids import PeerId, Stage
-from swarm.policy.rebalance import Stay, neediest, rebalance
+from swarm.policy.rebalance import MIN_GAIN, Stay, rebalance
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
 from swarm.sim.trace import Trace, changes
@@ -130,12 +131,18 @@ class Fluid:
             for name, peer in self.peers.items()
         ]
 
+    def neediest(self) -> list[Stage]:
+        """The stages with the fewest peers, and those with so few more that it is noise."""
+        there = Counter(peer.stage for peer in self.peers.values())
+        least = min(there[stage] for stage in range(self.stages))
+        return [stage for stage in range(self.stages) if there[stage] <= least * (MIN_GAIN - 1e-9)]
+
     def join(self, names: Iterable[PeerId], dice: Dice, *, blind: bool = False) -> None:
         """Newcomers, each to the stage of greatest need."""
         needy: list[Stage] = []
         for name in names:
             if not (blind and needy):
-                needy = neediest(self.records(), stages=self.stages, now_s=self.now_s)
+                needy = self.neediest()
             comes_s = self.now_s + self._load_s
             self.peers[name] = _Peer(dice.pick(needy), self.now_s, comes_s, comes_s)
 
