@@ -55,10 +55,9 @@ class Prober:
         try:
             await self._transport.call(peer, "locate", self._question, deadline_s=PROBE_S)
         except PeerFault:
-            pass  # still silent
+            return  # still silent
         except SwarmError:
-            self._backoff.heard(peer)  # a refusal is as good as an answer
-        else:
-            self._backoff.heard(peer)
+            pass  # a refusal is as good as an answer
         finally:
             del self._asking[peer]
+        self._backoff.heard(peer)

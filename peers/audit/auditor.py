@@ -15,16 +15,16 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from peers import events
 from peers.audit.answers import evidence_of
 from peers.audit.contributions import Claim, count_again, has_its_bits
 from peers.audit.kept import KeptWork, Shown
+from peers.audit.sum_check import any_chunk
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
 from peers.ports import Device, Directory, Rank, Transport
-from peers.stage.all_reduce import chunks_of
+from peers.stage.all_reduce import parts_of
 from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
 from peers.voices import Voices
@@ -36,7 +36,7 @@ from swarm.errors import PeerGone, PeerSilent, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
-from swarm.protocol.rounds import Plan, check_plan
+from swarm.protocol.rounds import check_plan
 from swarm.protocol.statements import Coin, Toss, is_signed
 from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
@@ -50,12 +50,6 @@ MAX_ASKED = 3
 """Members that are asked what another one signed."""
 REST = 4.0
 """After a download, for so many times as long: replicas give states a fifth of the time, at most."""
-
-
-def _parts(plan: Plan) -> list[list[tuple[int, int]]]:
-    """The chunks of each owner."""
-    ends = accumulate(plan.parts)
-    return [chunks_of(end - size, end) for size, end in zip(plan.parts, ends, strict=True)]
 
 
 class Auditor:
@@ -195,14 +189,13 @@ class Auditor:
         if why or not signed:
             return None
         claim = Claim(plan, plan.members.index(member), statement, said.signature)
-        due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in _parts(plan)]
+        due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in parts_of(plan)]
         return claim if [len(sums) for sums in said.sums] == due else None
 
     async def _audit(self, compute: StageCompute, claim: Claim) -> bool:
         """Compute a contribution again; False: its step is over, and nothing is known."""
-        stage, t, parts, member = compute.stage, claim.said.t, _parts(claim.plan), claim.member
-        chunks = [(place, index) for place, part in enumerate(parts) for index in range(len(part))]
-        place, index = chunks[self._coin(stage, t, f"chunk {member}").below(len(chunks))]
+        stage, t, parts, member = compute.stage, claim.said.t, parts_of(claim.plan), claim.member
+        place, index = any_chunk(parts, self._coin(stage, t, f"chunk {member}"))
         await self._device.run(Rank.STEP, t, _begin, compute, t)
         recount = Recount(compute, t, parts[place][index])
         kept = KeptWork(self._run, stage, self._transport, self._directory, lambda: compute.version)

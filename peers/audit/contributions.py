@@ -17,7 +17,7 @@ import torch
 
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
-from peers.audit.sum_check import Chunks, SumCheck, chunk_digests
+from peers.audit.sum_check import Chunks, SumCheck, any_chunk, chunk_digests
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.ports import Device, Rank
@@ -148,9 +148,7 @@ class ContributionAudits:
             return
         place = check.plan.members.index(chosen)
         self._suspects.pop(chosen, None)
-        coin = self._coin(check, f"chunk {chosen}")
-        chunks = [(part, index) for part, there in enumerate(check.parts) for index in range(len(there))]
-        part, index = chunks[coin.below(len(chunks))]
+        part, index = any_chunk(check.parts, self._coin(check, f"chunk {chosen}"))
         try:
             _, body = await asyncio.wait_for(self._sums.shown(check, place, part, index), SHOW_S)
         except (SwarmError, asyncio.TimeoutError):

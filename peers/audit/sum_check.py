@@ -18,7 +18,7 @@ from swarm.digest import DIGEST_BYTES, digest_of
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import PeerId, Stage
 from swarm.protocol.rounds import Plan
-from swarm.protocol.statements import Signer, is_signed, sign
+from swarm.protocol.statements import Coin, Signer, is_signed, sign
 from swarm.protocol.sums import (
     NONCE_BYTES,
     SUM_BYTES,
@@ -283,6 +283,12 @@ class SumCheck:
 
     def _statement(self, told: Projecting) -> Projected:
         return Projected(self._stage, self.t, self.plan.round, told.nonces, told.contributions, told.sums)
+
+
+def any_chunk(parts: Sequence[Chunks], coin: Coin) -> tuple[int, int]:
+    """The place of an owner, and the number of a chunk of its part, as a coin falls."""
+    chunks = [(place, index) for place, part in enumerate(parts) for index in range(len(part))]
+    return chunks[coin.below(len(chunks))]
 
 
 def chunk_digests(total: torch.Tensor, chunks: Chunks) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import torch
 
 from peers.audit.convictions import Convictions
-from peers.audit.sum_check import Chunks, SumCheck
+from peers.audit.sum_check import Chunks, SumCheck, any_chunk
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import happens, pulse
 from swarm.audit.evidence import numbers, proves
@@ -131,9 +131,8 @@ class SumAudits:
 
     async def _spot_check(self, check: SumCheck, reduced: torch.Tensor, coin: Coin) -> bool:
         """Compute any chunk again; whether a peer was shown to lie."""
-        chunks = [(place, index) for place, part in enumerate(check.parts) for index in range(len(part))]
         try:
-            return await self._dispute(check, reduced, *chunks[coin.below(len(chunks))])
+            return await self._dispute(check, reduced, *any_chunk(check.parts, coin))
         except BadAnswer:
             raise
         except PeerFault:

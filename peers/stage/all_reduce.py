@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate
 
 import torch
 
@@ -202,11 +202,7 @@ class AllReduce:
             except SwarmError as error:
                 raise RoundAborted(error.text) from None
             return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
-        edges = [0]
-        for size in plan.parts:
-            edges.append(edges[-1] + size)
-        mine = plan.members.index(self._me)
-        parts = [chunks_of(first, last) for first, last in pairwise(edges)]
+        mine, parts = plan.members.index(self._me), parts_of(plan)
         chunks = {start: _Chunk(numel, index) for index, (start, numel) in enumerate(parts[mine])}
         try:
             check = self._audits.open(plan, t, parts, total) if self._audits is not None else None
@@ -438,6 +434,12 @@ def chunks_of(start: int, end: int) -> list[tuple[int, int]]:
     """(first element, elements) of the chunks of a part: a function of the part, which all replicas know."""
     size = min(CHUNK_ELEMENTS, max(SMALL_CHUNK_ELEMENTS, -(-(end - start) // CHUNKS_OF_A_PART)))
     return [(first, min(size, end - first)) for first in range(start, end, size)]
+
+
+def parts_of(plan: Plan) -> list[list[tuple[int, int]]]:
+    """The chunks of each replica's part."""
+    ends = accumulate(plan.parts)
+    return [chunks_of(end - size, end) for size, end in zip(plan.parts, ends, strict=True)]
 
 
 def read_part(
