@@ -11,16 +11,11 @@ from torch import nn
 
 from swarm.errors import SetupError
 from swarm.manifest import Run
-from swarm.model.gpt import (
-    GptStage,
-    boundary_dtype,
-    replace_parameters,
-    stage_skeleton,
-    weights_dtype,
-)
+from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
 from swarm.model.graph.custom_model import model_inputs
 from swarm.model.graph.full_model import FullModel
 from swarm.model.same_bits import aligned, use_threads_of
+from swarm.model.stage_function import stage_function
 from swarm.wire.codec import round_trip
 
 
@@ -76,8 +71,9 @@ def loss_of(
     if run.model.kind != "gpt":
         raise SetupError(f'model.kind = "{run.model.kind}" has no loss of its own')
     device = torch.device(device)
-    stages = [with_weights(run, stage_skeleton(run, stage), weights, device) for stage in range(run.S)]
-    used = {name for stage in stages for name, _ in stage.named_parameters()}
+    functions = [stage_function(run, stage) for stage in range(run.S)]
+    modules = [with_weights(run, function.module(), weights, device) for function in functions]
+    used = {name for module in modules for name, _ in module.named_parameters()}
     if strange := sorted(weights.keys() - used):
         raise SetupError(f"weights that run {run.id} does not have: {', '.join(strange[:5])}")
 
@@ -85,13 +81,12 @@ def loss_of(
     def loss(rows: np.ndarray) -> float:
         use_threads_of(run)
         tokens = torch.from_numpy(rows.astype(np.int64)).to(device)
-        x = ids = tokens[:, :-1]
-        for number, stage in enumerate(stages):
-            last = number == run.S - 1
-            with torch.autocast(device.type, torch.bfloat16, enabled=run.dtype == "bfloat16"):
-                x = stage(x, tokens[:, 1:] if last else None, ids_BT=ids)
-            if not last:
-                x = round_trip(x.to(boundary_dtype(run)), run.codec.forward_at(number))
-        return float(x.item())
+        came: list[torch.Tensor] = []
+        for boundary, (function, module) in enumerate(zip(functions, modules, strict=True)):
+            _, made = function.apply(module, [*came, tokens], None, device)
+            came = function.graded(made.values)
+            if function.gives:
+                came = [round_trip(came[0], run.codec.forward_at(boundary))]
+        return float(came[0].item())
 
     return loss
