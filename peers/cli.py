@@ -417,9 +417,6 @@ def exit_code(error: BaseException) -> Exit:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code (`Exit`)."""
-    if os.getpid() == 1:
-        # The first process of a container gets only signals that it handles: until a role does, stop.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
     _open_output()
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["help"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -84,7 +83,6 @@ class Lines:
 
 def run_demo(options: DemoOptions) -> int:
     """Run it all; 0, or 5 if a number is not what it must be."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes as on Ctrl-C
     terms = _manifest_of(options)
     check_size(terms.cells, options.peers, options.yes)
     _check_text(options.data)
@@ -162,7 +160,6 @@ def run_up(options: UpOptions) -> None:
     folder = options.folder
     if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
         raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends its processes as on Ctrl-C
     from peers.api import Run, local
     from peers.programs.trained import export
 

@@ -120,7 +120,8 @@ def test_without_a_gpu_it_says_what_to_do(podman: Podman) -> None:
 def test_the_first_process_can_be_stopped_before_it_has_a_role(podman: Podman) -> None:
     """Its kind gets no signal that it does not handle; a role handles them once it runs."""
     script = (
-        "import os, signal; from peers.cli import main; main(['--version']); "
+        "import os, signal; import sys; sys.argv = ['swarm', '--version']; "
+        "from peers.__main__ import main; main(); "
         "print(os.getpid(), signal.getsignal(signal.SIGTERM) is signal.default_int_handler)"
     )
     code, said = podman.once(IMAGE, "-c", script, options=["--entrypoint", "python"])

@@ -93,7 +93,14 @@ class Interrupted:
 def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "peers.cli")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    assert importlib.import_module("peers.__main__").main() == Exit.STOPPED
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for what is followed by `&`
+    try:
+        assert importlib.import_module("peers.__main__").main() == Exit.STOPPED
+        assert {signal.getsignal(number) for number in before} == {signal.default_int_handler}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:

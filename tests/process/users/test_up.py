@@ -32,15 +32,6 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     family_of_mark(mark).assert_gone()
 
 
-@pytest.fixture
-def sigterm() -> Iterator[None]:
-    """Its handler is left as it was."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.usefixtures("sigterm")
 def test_a_run_is_made_trained_interrupted_and_trained_to_its_end(
     fork_server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,7 +44,9 @@ def test_a_run_is_made_trained_interrupted_and_trained_to_its_end(
     manifest.write_text(small.to_toml())
     made = swarm_command("init", str(folder), "--manifest", str(manifest))
     assert made.returncode == 0, made.stderr
-    up = [sys.executable, "-u", "-m", "peers", "up", str(folder)]
+    # As a shell starts what is followed by `&`: with SIGINT ignored.
+    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    up = [*background, sys.executable, "-u", "-m", "peers", "up", str(folder)]
     slowly = {**os.environ, "SWARM_JOB_S": "0.1"}  # it must not be over before it is interrupted
     with subprocess.Popen(
         up, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=slowly
