@@ -478,7 +478,7 @@ class Peer(Networked[PeerOptions]):
                 *split_cell(run, cell), kept, node.transport, node.directory, settings(1), owner
             )
 
-        await paused.serve(stage, owner, build, hold, device=device, emit=emit)
+        await paused.serve(stage, owner, build, hold, place=run.place, device=device, emit=emit)
 
 
 class Looping(Networked[OptionsT]):

@@ -141,7 +141,8 @@ class Swarm:
                 *split_cell(self.run, stage), kept, member.transport, member.directory, settings, member.owner
             )
 
-        life = pause.serve(member.stage, member.owner, build, hold, device="cpu", emit=emit)
+        names = self.run.place
+        life = pause.serve(member.stage, member.owner, build, hold, place=names, device="cpu", emit=emit)
         await self._live(member, life)
 
     def _watch_weights(self, member: PeerMember, compute: AuditCompute) -> None:

@@ -49,15 +49,9 @@ class PausedPeer:
     """Holds the place of a peer at `stage`, with the state that it comes back with."""
 
     def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        kept: Snapshot | None,
-        transport: Transport,
-        directory: Directory,
-        settings: StageSettings,
-        owner: Owner,
-    ) -> None:
+        self, run: Run, stage: Stage, kept: Snapshot | None, transport: Transport, directory: Directory,
+        settings: StageSettings, owner: Owner,
+    ) -> None:  # fmt: skip
         self._run, self._stage, self._settings = run, stage, settings
         self._transport, self._owner = transport, owner
         self._directory = own_directory(run, directory)
@@ -136,7 +130,6 @@ class PausedPeer:
             version=self.kept.version if self.kept else 0, device=self._settings.device_name,
             bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
             bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
-            rebalance=f"paused: {self._owner.why}",
         )  # fmt: skip
         return Answer(pack(status))
 
@@ -147,13 +140,14 @@ async def serve(
     build: Callable[[Stage, Snapshot | None], Awaitable[StagePeer]],
     hold: Callable[[Stage, Snapshot | None], PausedPeer],
     *,
+    place: Callable[[Stage], str],
     device: str,
     emit: Emit,
 ) -> None:
     """Serve `stage`, and those that this device moves to, with the pauses that its owner wants.
 
     `build` makes what serves a stage, from the state of before a pause if there is one; `hold` what keeps its
-    place meanwhile. Returns when the owner had it leave.
+    place meanwhile; `place` names a stage. Returns when the owner had it leave.
 
     Raises:
         DeviceHangs: also instead of a pause. The owner is told.
@@ -172,9 +166,9 @@ async def serve(
     while True:
         if owner.paused:
             resumes = True
-            place = hold(stage, kept)
-            place.stand_by(spare, emit)
-            await place.begin()
+            holder = hold(stage, kept)
+            holder.stand_by(spare, emit)
+            await holder.begin()
             gc.collect()  # tensors that only a circle of references holds are on the device all the same
             release_cached(device)
             paused = Paused(
@@ -182,13 +176,13 @@ async def serve(
                 host_bytes=0 if kept is None else sum(t.nbytes for t in kept.tensors.values()),
             )  # fmt: skip
             emit(paused)
-            owner.does("paused", paused.words())
-            await place.until_resumed()
-            kept, spare = place.kept, None
+            owner.does("paused", paused.words().replace(f"stage {stage}", place(stage)))
+            await holder.until_resumed()
+            kept, spare = holder.kept, None
             continue
         if owner.left:
             return
-        owner.does("serving", f"serves stage {stage}, or is about to")
+        owner.does("serving", f"serves {place(stage)}, or is about to")
         try:
             peer = await build(stage, kept)
         except SetupError as error:

@@ -115,7 +115,8 @@ class Swarm:
             run, stage = split_cell(self.run, stage)
             return PausedPeer(run, stage, kept, end.transport, end.directory, asked, owner)
 
-        serving = paused.serve(stage, owner, build, hold, device="cpu", emit=self.events.append)
+        names, emit = self.run.place, self.events.append
+        serving = paused.serve(stage, owner, build, hold, place=names, device="cpu", emit=emit)
         self.start(end, serving)
         return first[0]
 

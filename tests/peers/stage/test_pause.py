@@ -18,7 +18,7 @@ from peers.events import HandedOver, Note, Paused, RolledBack, StateFetched, Ste
 from peers.stage.pause import ABSENT
 from peers.watch.monitor import ask_one
 from swarm.errors import Leaving, SetupError
-from swarm.manifest import audit_run
+from swarm.manifest import IslandsSpec, audit_run
 from swarm.model.stage import StageCompute
 from tests.peers import loops
 from tests.peers.loops import Swarm, swarm
@@ -75,11 +75,22 @@ async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
         status = await ask_one(run, s.network.peers["s0p0"].transport, record, deadline_s=5.0)
         assert status is not None
         assert (status.state, status.stage, status.version) == ("paused", 1, said.version)
-        assert status.rebalance == "paused: swarm pause"
+        assert not status.rebalance, "a pause is no decision about moves"
         await resume(s, "s1p0")
         assert await up_s() == pytest.approx(began, abs=1.0)
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+async def test_of_islands_the_owner_hears_which_stage_of_which() -> None:
+    run = audit_run(stages=2, steps=4, microbatches_per_step=8)
+    run = replace(run, islands=IslandsSpec(count=2, local_steps=3))
+    async with swarm(run) as s:
+        owner, place = s.owners["s3p0"], "stage 1 of island 1 (cell 3)"
+        await s.until(lambda: owner.words == f"serves {place}, or is about to")
+        owner.pause("by hand", "swarm pause")
+        await s.until(lambda: owner.doing == "paused")
+        assert owner.words.startswith(f"paused at {place}, swarm pause; the device is free")
 
 
 async def test_who_calls_a_paused_peer_hears_that_it_is_paused() -> None:
