@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,6 +61,9 @@ async def obeying(owner: Owner, about: Callable[[], PeerAnswer]) -> AsyncIterato
     with told(f"{folder} cannot be made", "; set SWARM_CACHE to a folder of yours"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
+    for path in folder.glob("*.sock"):
+        if not _answers(path):
+            path.unlink(missing_ok=True)  # its peer was killed
 
     async def answer(command: OwnerCommand) -> PeerAnswer:
         if command.do == "pause":
@@ -130,19 +134,20 @@ async def answering(
             await asyncio.wait(asked, timeout=LAST_ANSWERS_S)
 
 
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(QUESTION_S)
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+
+
 def listen(path: Path, what: str) -> socket.socket:
     """A listening socket at `path`; one that a killed program left is replaced. Raises as `answering`."""
     with contextlib.ExitStack() as on_error:
         listener = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         with told(f"{what} {path}: no socket can be made there"):
             if path.is_socket():
-                gone = contextlib.suppress(ConnectionRefusedError, FileNotFoundError)
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, gone:
-                    probe.settimeout(QUESTION_S)
-                    probe.connect(str(path))
-                    raise SetupError(
-                        f"{what} {path}: another program answers there; give each its own socket"
-                    )
+                if _answers(path):
+                    raise SetupError(f"{what} {path}: another program answers there; give each its own")
                 path.unlink(missing_ok=True)
             before = os.umask(0o177)
             try:

@@ -98,6 +98,20 @@ async def test_where_no_peer_runs_that_is_said_and_what_a_killed_one_left_goes_a
     assert not path.exists()
 
 
+async def test_the_next_peer_takes_away_what_a_killed_one_left(cache: Path) -> None:
+    async with peer():
+        mine = control_folder() / f"{os.getpid()}.sock"
+        other, left = control_folder() / "99999998.sock", control_folder() / "99999999.sock"
+        with socket.socket(socket.AF_UNIX) as lives, socket.socket(socket.AF_UNIX) as dead:
+            lives.bind(str(other))
+            lives.listen()
+            dead.bind(str(left))
+            dead.close()
+            mine.rename(cache / "moved.sock")  # as if this were another process
+            async with peer():
+                assert {*control_folder().iterdir()} == {mine, other}
+
+
 async def test_one_that_hangs_or_is_no_peer_is_named() -> None:
     control_folder().mkdir()
     path = control_folder() / "77.sock"
