@@ -95,6 +95,8 @@ class Run:
         self.module: nn.Module | None = None
         """The module as it was given; not changed."""
         self.loss = loss
+        if not (loss is None or callable(loss)):
+            raise SetupError(f"loss is {loss!r}: give a function, such as torch.nn.functional.mse_loss")
         values: dict[str, Any] = {"name": name, "seed": seed, "steps": steps, **terms}
         chosen = {"lr": 1e-3} if optimizer is None else optimizer
         values["optimizer"] = dict(chosen) if isinstance(chosen, Mapping) else chosen

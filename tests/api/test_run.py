@@ -194,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": net(words=9), "data": (TOO_LARGE, CLASSES)},
      "sample 23 of .*:samples has 9 for the model's input tokens, which takes 0 to 8"),
     ({"model": nn.Linear(4, 3)}, "Linear cannot be traced.*"),
+    ({"loss": "mse"}, "loss is 'mse': give a function, such as torch.nn.functional.mse_loss"),
     ({"loss": functional.mse_loss}, "cannot be traced as one graph of operators"),
     ({"data": (TOKENS, CLASSES[:5])}, r"data has arrays of \[5, 24\] samples: all must have as many"),
     ({"data": (TOKENS, CLASSES, CLASSES)}, "Net.forward"),
