@@ -27,15 +27,7 @@ from peers.storage.start_weights import offer_start
 from peers.storage.weights import say, with_step
 from peers.trainer import entering
 from swarm.audit.by_stage import ByStage
-from swarm.audit.rerun import (
-    NEAR,
-    Said,
-    answers_of,
-    is_false,
-    is_same_state,
-    referee_of,
-    rerun_step,
-)
+from swarm.audit.rerun import NEAR, Said, answers_of, is_false, is_same_state, referee_of, rerun_step
 from swarm.data import sample_offsets
 from swarm.errors import SetupError, short
 from swarm.ids import Microbatch, PeerId, Stage
@@ -227,6 +219,7 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
     told = Account(run, range(run.cells) if options.stage is None else [options.stage], {}, {}, [])
     rows, forged = list[tuple[Stage, TookSteps, tuple[PeerId, ...], bool]](), set[PeerId]()
+    elsewhere = list[TookSteps]()
     verdicts, strangers = list[tuple[Stage, Verdict, bool]](), set[PeerId]()
     reader: Any = SimpleNamespace(verify=verify)
     for entry in entries:
@@ -249,6 +242,7 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
             continue
         took = entry.steps
         if took.end < first or took.start >= last:
+            elsewhere.append(took)
             continue
         by = tuple(s.peer for s in entry.by if verify(s.peer, signable(island.id, took), s.signature))
         forged |= {signed.peer for signed in entry.by}.difference(by)
@@ -276,10 +270,10 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     if forged:
         say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
     if not told.kinds.keys() & set(told.stages):
-        raise SetupError(
-            f"{options.transcript} has no signed step from {first} to {last - 1}: take others, or the "
-            "transcript of another keeper"
-        )
+        has = [*elsewhere, *(took for _, took, *_ in rows)]
+        there = f"steps {min(s.start for s in has)} to {max(s.end for s in has) - 1}" if has else "none"
+        text = f"{options.transcript} has no signed step from {first} to {last - 1}"
+        raise SetupError(f"{text}: take others (it has {there}), or the transcript of another keeper")
     return told
 
 

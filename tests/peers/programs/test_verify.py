@@ -288,7 +288,9 @@ def test_what_a_peer_did_not_sign_is_left_out(tmp_path: Path, capsys: pytest.Cap
     honest = was.rows
     was.rows = [[step._replace(sum="ab" * 16) for step in rows] for rows in honest]
     was.write(signature=b"f" * 64)
-    with pytest.raises(SetupError, match="has no signed step from 0 to 1: take others, or the transcript"):
+    with pytest.raises(
+        SetupError, match=r"has no signed step from 0 to 1: take others \(it has none\), or the transcript"
+    ):
         was.verify(0, 2)
     was.rows = honest
     was.write()
@@ -341,7 +343,9 @@ def test_what_is_missing_is_said_with_what_there_is(honest: Recorded, tmp_path: 
         honest.verify(0, 1, stage=2)
     other = replace(honest, run=replace(honest.run, seed=5), folder=tmp_path)
     other.write(0, 2)
-    with pytest.raises(SetupError, match="has no signed step from 2 to 3: take others, or"):
+    with pytest.raises(
+        SetupError, match=r"has no signed step from 2 to 3: take others \(it has steps 0 to 1\), or"
+    ):
         other.verify(2, 4)
 
 
