@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, TextIO, TypeAlias, Union
 import msgspec
 
 from peers.clock import unix_s
-from swarm.errors import count, one_line, printable, short
+from swarm.errors import PeerFault, PeerSilent, count, one_line, printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -145,6 +145,12 @@ class PeerLost(Problem, frozen=True):
     peer: str
     stage: int
     why: str
+
+    @classmethod
+    def at_work(cls, fault: PeerFault, stage: int, stages: int) -> PeerLost:
+        """`fault`: of a peer of `stage`, which answers once those of all later ones have answered."""
+        waits = isinstance(fault, PeerSilent) and stage + 1 < stages
+        return cls(peer=fault.peer, stage=stage, why=fault.why + "; it may wait for a later stage" * waits)
 
 
 class Killed(Problem, frozen=True):

@@ -336,7 +336,7 @@ class Trainer:
         except PeerFault as fault:
             self._limits.lost(fault.peer, t=mb.t, since_s=began, now=now_s())
             self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
-            self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.why))
+            self._emit(events.PeerLost.at_work(fault, 0, self._run.S))
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
             self._todo.failed(mb)
         except NotNow as later:
@@ -478,7 +478,7 @@ class Trainer:
     def _answered_wrongly(self, fault: PeerFault) -> None:
         self._verdicts.ask_soon()
         self._router.failed(fault.peer, now=now_s(), silent=False)
-        self._emit(events.PeerLost(peer=fault.peer, stage=0, why=fault.why))
+        self._emit(events.PeerLost.at_work(fault, 0, self._run.S))
 
     # -- the run ----------------------------------------------------------------------------------
 

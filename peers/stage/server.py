@@ -122,11 +122,12 @@ class StagePeer:
         sums = SumAudits(run, stage, transport, self.convictions)
         self.contribution_audits = ContributionAudits(core, self.convictions, kept_work, sums)
         all_reduce = self.all_reduce = AllReduce(
-            run.id, core.me, transport, run.sum_codec,
-            compute.sums.dtype, compute.sums.answer, compute.shared.sqnorm,
-            sums,
+            run.id, core.me, transport, run.sum_codec, compute.sums.dtype, compute.sums.answer,
+            compute.shared.sqnorm, sums,
         )  # fmt: skip
-        self.store = CheckpointStore(run, stage, settings.resumed_from, tell=self._say_damaged)
+        self.store = CheckpointStore(
+            run, stage, settings.resumed_from, tell=lambda it: emit(events.Trouble(text=f"passed over: {it}"))
+        )
         if kept is not None and run.is_saved(kept.version):
             self.store.pin(kept.version, kept.tensors)  # all stages saved it: perhaps the run goes back to it
         self.coordination = StepCoordination(core, all_reduce, since_s=settings.joined_at)
@@ -370,7 +371,4 @@ class StagePeer:
         self.actions.spawn(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:
-        self._emit(events.PeerLost(peer=fault.peer, stage=self.stage + 1, why=fault.why))
-
-    def _say_damaged(self, text: str) -> None:
-        self._emit(events.Trouble(text=f"passed over: {text}"))
+        self._emit(events.PeerLost.at_work(fault, self.stage + 1, self._run.S))

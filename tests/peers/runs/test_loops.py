@@ -313,6 +313,8 @@ async def test_a_retry_at_the_peer_that_has_it_computes_nothing() -> None:
         await finishes(s)
         lost = s.seen(PeerLost)
         assert len(lost) == 2 and not any(event.words().count(event.peer) > 1 for event in lost), lost
+        waits = "; it may wait for a later stage"
+        assert {event.stage: event.why.endswith(waits) for event in lost} == {1: True, 2: False}, lost
         assert [p.core.computed for _, p in s.live()] == [3 * s.run.M] * 3
 
 
