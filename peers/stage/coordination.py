@@ -151,12 +151,9 @@ class StepCoordination:
         coordinator = self.coordinator(self._stage)
         if coordinator is not None and coordinator != self._me:
             report = ReplicaReport(
-                run=self._run.id,
-                stage=self._stage,
-                generation=self._core.generation,
-                version=self._core.version,
-                say_leaving=True,
-            )
+                run=self._run.id, stage=self._stage, generation=self._core.generation,
+                version=self._core.version, say_leaving=True,
+            )  # fmt: skip
             with contextlib.suppress(SwarmError):
                 await self._transport.call(coordinator, "report", pack(report), deadline_s=CALL_S)
 

@@ -4430,6 +4430,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_lying_coordinators",),
     ),
     Mutation(
+        "two-replicas-leave-it-to-each-other",
+        PROTOCOL,
+        "        if first in reporting and self._me in serving:\n",
+        "        if False:\n",
+        "After a cut of 27 s neither of two replicas coordinated for minutes: each had another one rest.",
+    ),
+    Mutation(
         "tell-only-whom-one-sees",
         PROTOCOL,
         "others = {told_of} if told_of in self.belief.voice(stage) else set[PeerId]()",

@@ -296,14 +296,10 @@ class StageCoordinator:
                 step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm, proofs=decision.proofs)
             steps.append(step)
         return StageSummary(
-            run=self._run.id,
-            stage=self._stage,
-            generation=self._agreed.generation,
-            version=self.newest_version(),
-            members=len(self.members),
-            steps=tuple(steps),
+            run=self._run.id, stage=self._stage, generation=self._agreed.generation,
+            version=self.newest_version(), members=len(self.members), steps=tuple(steps),
             commits=newest_commits(commits),
-        )
+        )  # fmt: skip
 
 
 def is_untold(directive: Directive, told: Directive | None) -> bool:
@@ -370,15 +366,11 @@ class RunCoordinator:
                 by_stage = [known.get(stage, silent).unclaimed for stage in range(self._run.S)]
                 lacking.append(StepLacking(t=t, by_stage=tuple(by_stage)))
         return RunStatus(
-            run=self._run.id,
-            generation=self._agreed.generation,
-            version=version,
-            held_by_all=oldest if len(summaries) == self._run.S else -1,
-            lacking=tuple(lacking),
-            commits=newest_commits(self._agreed.known(local)),
-            losses=tuple(sorted(losses.items())),
+            run=self._run.id, generation=self._agreed.generation, version=version,
+            held_by_all=oldest if len(summaries) == self._run.S else -1, lacking=tuple(lacking),
+            commits=newest_commits(self._agreed.known(local)), losses=tuple(sorted(losses.items())),
             run_coordinator=self._me,
-        )
+        )  # fmt: skip
 
 
 def _summary_of(summary: StageSummary, t: int) -> rounds.StepSummary | None:

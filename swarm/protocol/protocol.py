@@ -168,8 +168,10 @@ class StepProtocol:
         records, gone = self._peers.get(stage, ()), self._timings.is_gone
         since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         serving = {r.peer for r in records if r.state == "serving"}
+        reporting = set[PeerId]()
         if stage == self._stage:
-            serving |= {p for p, m in self._coordinator.members.items() if not gone(m.seen_s, now=now)}
+            reporting = {p for p, m in self._coordinator.members.items() if not gone(m.seen_s, now=now)}
+            serving |= reporting
             serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
             if self._local.joined and not (self._local.leaving and serving):
@@ -177,7 +179,11 @@ class StepProtocol:
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
         voice = self.belief.voice(stage)
         awake = self._rotation.awake(heard(there, voice), now=now)
-        return elect({peer: since_s.get(peer, math.inf) for peer in awake}, voice)
+        first = elect({peer: since_s.get(peer, math.inf) for peer in awake}, voice)
+        if first in reporting and self._me in serving:
+            # It reports, so it does not coordinate: after late steps two may leave that to each other.
+            first = elect({peer: since_s.get(peer, math.inf) for peer in (first, self._me)}, voice)
+        return first
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
         """Whether this peer is the coordinator of `stage`."""

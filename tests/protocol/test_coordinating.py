@@ -95,3 +95,19 @@ def test_a_commit_of_a_step_that_the_stage_has_not_reached_is_not_remembered() -
     agreed = Agreed(Generation())
     agreed.learn([Commit(2, 1.0), Commit(3, 1.0)], Generation(), newest=2)
     assert agreed.commits == {2: Commit(2, 1.0)}
+
+
+def test_of_two_replicas_that_report_to_each_other_the_first_one_coordinates() -> None:
+    """After late steps each may have another rest: neither coordinated for a minute, and then another one."""
+    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
+    first = protocol_of("b", others=(record("c", 1, 3.0),))
+    second = protocol_of("c", others=(record("b", 1, 1.0),))
+    for now in range(int(NOW - 60.0), int(NOW)):
+        first._rotation.charge(["b"], t=0, now=now)
+    assert (first.coordinator(1, now=NOW), second.coordinator(1, now=NOW)) == ("c", "b")
+    first.report("c", report, [], now=NOW)
+    with pytest.raises(NotNow):
+        second.report("b", report, [], now=NOW)
+    assert (first.coordinator(1, now=NOW), second.coordinator(1, now=NOW)) == ("b", "b")
+    silent = NOW + 2 * ProtocolTimings().gone_after_s
+    assert first.coordinator(1, now=silent) == "c"
