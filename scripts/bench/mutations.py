@@ -4437,9 +4437,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "After a cut of 27 s neither of two replicas coordinated for minutes: each had another one rest.",
     ),
     Mutation(
+        "without-voice-nobody-is-told-of",
+        PROTOCOL,
+        "others = {told_of} & {*there}",
+        "others = {told_of} & {*self.belief.voice(stage)}",
+        "A stage misses the commit, goes back as if it were lost, and returns, again and again.",
+    ),
+    Mutation(
         "tell-only-whom-one-sees",
         PROTOCOL,
-        "others = {told_of} if told_of in self.belief.voice(stage) else set[PeerId]()",
+        "others = {told_of} & {*there}",
         "others = set[PeerId]()",
         "A stage whose coordinator came later is not heard of any more.",
         ("test_council",),

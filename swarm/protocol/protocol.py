@@ -216,7 +216,8 @@ class StepProtocol:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, and the
         one that it was told of. After late steps those may differ.
         """
-        others = {told_of} if told_of in self.belief.voice(stage) else set[PeerId]()
+        there = heard((record.peer for record in self._peers.get(stage, ())), self.belief.voice(stage))
+        others = {told_of} & {*there}
         return sorted(peer for peer in {coordinator, *others} if peer and peer != self._me)
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:

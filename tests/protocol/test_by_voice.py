@@ -243,6 +243,18 @@ def test_a_stage_tells_also_the_run_coordinator_of_whom_it_was_told() -> None:
         assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == told
 
 
+@pytest.mark.parametrize(("named", "told"), [("yan", {"yan", "zoe"}), ("gone", {"zoe"})])
+def test_where_nobody_has_voice_it_tells_any_run_coordinator_that_is_there(
+    named: PeerId, told: set[PeerId]
+) -> None:
+    """Its commits were heard of by nobody: the stage went back as if it were lost, again and again."""
+    run = [record("zoe", 0, since=1.0), record("yan", 0, since=2.0)]
+    this = protocol_of("ann", record("ann", steps=60), *run)
+    this.run_status_came(RunStatus(run=RUN.id, run_coordinator=named), now=NOW)
+    this.speak(now=NOW)
+    assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == told
+
+
 def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told() -> None:
     others = [record("bob", steps=60), record("cid", steps=40)]
     this = protocol_of("ann", record("ann", steps=20), *others)
