@@ -36,12 +36,12 @@ async def ask_all(
     check: Callable[[PeerId, T], object] = lambda peer, said: None,
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> dict[PeerId, T]:  # fmt: skip
-    """What those peers answer, in a header or a body, all asked at once.
+    """What those peers answer, in a header or a body, all asked at once but this one itself.
 
     Left out are those that give no answer, or one of which `check` raises a SwarmError; `on_fault` hears of
     the errors that are their faults.
     """
-    header = pack(question)
+    header, peers = pack(question), [peer for peer in peers if peer != transport.peer_id]
 
     async def ask(peer: PeerId) -> T | None:
         try:
@@ -63,8 +63,7 @@ async def ask_all(
 async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) -> dict[PeerId, PeerStatus]:
     """The status of those peers, all asked at once. Silent ones are left out, and this one is not asked."""
     return await ask_all(
-        transport, [peer for peer in peers if peer != transport.peer_id], "status", AskStatus(run=run.id),
-        PeerStatus, deadline_s=ASK_S,
+        transport, peers, "status", AskStatus(run=run.id), PeerStatus, deadline_s=ASK_S,
         check=lambda _, said: check_position(said.generation, said.version, run, what="a status"),
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ comes in the same tick as the result, and a loop that was cancelled once would r
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -12,8 +11,6 @@ from typing import Any, Generic, TypeVar
 
 from peers.clock import is_virtual
 from swarm.errors import SwarmError
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741
@@ -121,7 +118,7 @@ class TaskKeeper:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()  # seen: few of them are awaited
         if error is not None and not isinstance(error, SwarmError | OSError | asyncio.TimeoutError):
-            logger.error("bug in a background task", exc_info=error)
+            task.get_loop().call_exception_handler({"message": "bug in a task", "exception": error})
 
     async def close(self) -> None:
         """Cancel the tasks, and those that they start meanwhile, until none is left."""

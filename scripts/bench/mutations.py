@@ -4444,6 +4444,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stage misses the commit, goes back as if it were lost, and returns, again and again.",
     ),
     Mutation(
+        "call-oneself",
+        "peers/status_query.py",
+        "[peer for peer in peers if peer != transport.peer_id]",
+        "[*peers]",
+        "A newcomer of stage 0 that has been there before never hears who lied.",
+    ),
+    Mutation(
         "tell-only-whom-one-sees",
         PROTOCOL,
         "others = {told_of} & {*there}",

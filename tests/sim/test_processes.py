@@ -12,9 +12,12 @@ from peers.sim.directory import LAG_S, LIFE_S, Dht, SimDirectory
 from peers.sim.lines import Lines
 from peers.sim.loop import MAX_AT_ONCE, Process, VirtualLoop
 from peers.sim.network import SILENCE_S, Network
+from peers.status_query import ask_all
+from peers.waiting import TaskKeeper
 from swarm.errors import Busy, PeerFault, PeerGone, PeerSilent, SwarmError
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
+from swarm.wire.messages import Ack
 
 
 class Pair:
@@ -202,3 +205,26 @@ def test_callbacks_that_never_end_at_one_instant_are_ended() -> None:
         loop.call_later(1.0, again)
         assert not loop.run(lambda: False, limit_s=5.0)
     assert loop.bugs == ["time stands still at 1.000 s"] and loop.callbacks == MAX_AT_ONCE + 1
+
+
+def test_a_bug_in_a_background_task_is_told(pair: Pair) -> None:
+    """It was only logged: thousands of schedules held while peers called themselves."""
+    tasks = TaskKeeper()
+
+    async def begin() -> None:
+        tasks.create_task(pair.a.call("a", "echo", b""))
+
+    pair.a.process.spawn(pair.loop, begin())
+    pair.run(1.0)
+    assert pair.loop.bugs == ["bug in a task: AssertionError: p2pd dials no peer from itself"]
+
+
+def test_a_peer_that_asks_several_does_not_call_itself(pair: Pair) -> None:
+    told: dict[str, Ack] = {}
+
+    async def ask() -> None:
+        told.update(await ask_all(pair.a, ["a", "b"], "echo", Ack(), Ack, deadline_s=1.0))
+
+    pair.a.process.spawn(pair.loop, ask())
+    pair.run(1.0)
+    assert [*told] == ["b"] and not pair.loop.bugs
