@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -32,7 +33,7 @@ COLLECT_EVERY = 25
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
-    """Exit code 0: all invariants held; 1: one was violated; 2: wrong usage; 130: stopped by Ctrl-C."""
+    """Exit code 0: all invariants held; 1: one was violated; 2: wrong usage; 130: Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="python -m peers.sim",
         description="Run swarms of the real classes under random faults, in virtual time.",
@@ -186,4 +187,5 @@ def timeline(seed: int, faults: Sequence[Fault]) -> list[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # disks in memory go as on Ctrl-C
     sys.exit(main())

@@ -81,13 +81,13 @@ class Disks:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Have the shipped code write to these disks."""
-        with (
-            patch.object(atomic_file, "commit", self._write),
-            patch.object(shutil, "disk_usage", self._usage),
-        ):
-            yield
-        if self._root is not None:
-            self._root.cleanup()
+        usage = patch.object(shutil, "disk_usage", self._usage)
+        try:
+            with patch.object(atomic_file, "commit", self._write), usage:
+                yield
+        finally:
+            if self._root is not None:
+                self._root.cleanup()
 
     def _usage(self, path: Path) -> _Usage:
         full = any(disk.full and path.is_relative_to(disk.folder) for disk in self.all)

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -54,6 +55,24 @@ def test_workers_end_with_the_program_that_is_killed() -> None:
             simulation.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
+
+
+@pytest.mark.process
+def test_sigterm_leaves_no_disks_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import pathlib; from peers.sim import disks; disks.MEMORY = pathlib.Path({str(tmp_path)!r})"
+    )
+    paths = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    command = [sys.executable, "-m", "peers.sim", "--seed", str(stored("own", keeper=True).seed)]
+    command += ["--schedules", "100000"]
+    env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env) as simulation:
+        while not any(tmp_path.glob("swarm-sim-*")):
+            assert simulation.poll() is None
+            time.sleep(0.01)
+        simulation.terminate()
+        assert simulation.wait(timeout=60) == 130
+    assert not any(tmp_path.glob("swarm-sim-*"))
 
 
 def test_some_schedules_for_those_in_a_hurry() -> None:
