@@ -4439,8 +4439,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "without-voice-nobody-is-told-of",
         PROTOCOL,
-        "others = {told_of} & {*there}",
-        "others = {told_of} & {*self.belief.voice(stage)}",
+        "for peer in {told_of} & {*there} if",
+        "for peer in {told_of} & {*self.belief.voice(stage)} if",
         "A stage misses the commit, goes back as if it were lost, and returns, again and again.",
     ),
     Mutation(
@@ -4451,10 +4451,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A newcomer of stage 0 that has been there before never hears who lied.",
     ),
     Mutation(
+        "tell-again-and-again-whom-one-cannot-reach",
+        PROTOCOL,
+        " if not self._backoff.in_backoff(peer, now=now)}\n        return sorted",
+        "}\n        return sorted",
+        "A coordinator that died with its voice is called as fast as calls to it fail, for seconds.",
+    ),
+    Mutation(
         "tell-only-whom-one-sees",
         PROTOCOL,
-        "others = {told_of} & {*there}",
-        "others = set[PeerId]()",
+        "for peer in {told_of} & {*there} if",
+        "for peer in set[PeerId]() if",
         "A stage whose coordinator came later is not heard of any more.",
         ("test_council",),
     ),

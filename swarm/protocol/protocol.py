@@ -208,16 +208,17 @@ class StepProtocol:
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version  # it knows the commits before
             report = self._report(since=since)
-            for peer in self._to_tell(self._stage, coordinator, last.coordinator if last else ""):
+            for peer in self._to_tell(self._stage, coordinator, last.coordinator if last else "", now):
                 self._messages.append(Message(peer, *report))
         return coordinator == self._me
 
-    def _to_tell(self, stage: Stage, coordinator: PeerId | None, told_of: PeerId) -> list[PeerId]:
+    def _to_tell(self, stage: Stage, coordinator: PeerId | None, told_of: PeerId, now: float) -> list[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, and the
-        one that it was told of. After late steps those may differ.
+        one that it was told of. After late steps, which only runs that name peers look at, those may differ.
         """
-        there = heard((record.peer for record in self._peers.get(stage, ())), self.belief.voice(stage))
-        others = {told_of} & {*there}
+        records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
+        there = heard((record.peer for record in records), self.belief.voice(stage))
+        others = {peer for peer in {told_of} & {*there} if not self._backoff.in_backoff(peer, now=now)}
         return sorted(peer for peer in {coordinator, *others} if peer and peer != self._me)
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
@@ -360,7 +361,7 @@ class StepProtocol:
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
             self._update_run_status(now)
-        for peer in self._to_tell(0, coordinator, self.run_status.run_coordinator):
+        for peer in self._to_tell(0, coordinator, self.run_status.run_coordinator, now):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)

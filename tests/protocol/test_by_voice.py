@@ -255,6 +255,16 @@ def test_where_nobody_has_voice_it_tells_any_run_coordinator_that_is_there(
     assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == told
 
 
+def test_a_coordinator_that_was_named_and_is_not_reached_is_left_alone_for_a_while() -> None:
+    """Else each call that fails is the reason for the next one, at once."""
+    run = [record("zoe", 0, steps=60), record("yan", 0, steps=40)]
+    this = protocol_of("ann", record("ann", steps=60), *run)
+    this.run_status_came(RunStatus(run=RUN.id, run_coordinator="yan"), now=NOW)
+    this.unreachable("yan", silent=False, now=NOW)
+    this.speak(now=NOW)
+    assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == {"zoe"}
+
+
 def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told() -> None:
     others = [record("bob", steps=60), record("cid", steps=40)]
     this = protocol_of("ann", record("ann", steps=20), *others)
