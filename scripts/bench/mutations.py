@@ -4458,6 +4458,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A coordinator that died with its voice is called as fast as calls to it fail, for seconds.",
     ),
     Mutation(
+        "one-step-says-what-is-usual",
+        "swarm/policy/rotation.py",
+        "FIRST_SHARE = 0.3",
+        "FIRST_SHARE = 1.0",
+        "After a first step of 32 s, with a cut in it, a coordinator that is gone is waited for for 320 s.",
+    ),
+    Mutation(
         "tell-only-whom-one-sees",
         PROTOCOL,
         "for peer in {told_of} & {*there} if",

@@ -18,6 +18,8 @@ LATE_S = 10.0
 """A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it."""
 FIRST_LATE_S = 30.0
 """The same, before this peer has taken a step."""
+FIRST_SHARE = 0.3
+"""So much of the first step that was in time counts as usual: it may have waited for peers, or a cut."""
 MAX_DOUBLED = 6
 """In its next turn each has twice the time, up to so often: where a step takes longer than
 usual whoever coordinates, such as on machines that are busy, one turn is long enough in the end (as the views
@@ -51,7 +53,7 @@ class Rotation:
         for peer in self._since_s:
             self._overspent[peer] = 0  # the late step was taken under these
         if alone and took_s <= limit_s:
-            self._usual.answered(took_s)
+            self._usual.answered(took_s if self._usual.known else FIRST_SHARE * took_s)
         elif alone and took_s < math.inf:
             self._usual.gave_up(limit_s)
         self._stepped_s = now

@@ -43,6 +43,16 @@ def test_a_state_that_was_fetched_after_a_cut_says_nothing_of_how_long_steps_tak
     assert this.first == "bob"
 
 
+def test_a_first_step_that_was_held_up_by_a_cut_is_not_taken_for_usual() -> None:
+    """Seed 120149: after a step of 32 s a run waited for a coordinator for 320 s."""
+    this = Watched()
+    this.steps(1, each_s=26.0)
+    this.waits(75.0)
+    assert this.first == "ann"
+    this.waits(10.0)
+    assert this.first == "bob"
+
+
 def test_a_coordinator_under_which_no_step_is_taken_makes_way_for_the_next() -> None:
     this = Watched()
     this.steps(3)
