@@ -237,9 +237,9 @@ class StepProtocol:
             self._soon = True
 
     def unreachable(self, peer: PeerId, *, silent: bool, now: float) -> None:
-        """Note that a coordinator did not answer, or refused: another is chosen during its backoff."""
+        """Note that a coordinator did not answer, or refused: another is chosen, now, during its backoff."""
+        self._soon |= not self._backoff.in_backoff(peer, now=now)  # else it is told again each millisecond
         self._backoff.failed(peer, now=now, silent=silent)
-        self._soon = True
 
     # -- a replica --------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ network.kill("b")            # its handlers stop where they are, callers get Pee
 network.stop("b")            # callers get PeerSilent after silence_s; go_on() ends it
 network.drop_answer("b", "echo", nth=2)
 network.cut({"a"}, {"b"}); network.heal()
+network.ban("b", at="a")     # as if a had a charter that bans b
 await network.close()
 """
 
@@ -16,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from peers.ports import Answer
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import Lines
 from peers.sim.loop import WORLD, Process, VirtualLoop
 from peers.sim.network import SILENCE_S, Network, SimTransport, _Call
-from swarm.errors import BadAnswer, SwarmError
+from swarm.errors import BadAnswer, PeerGone, SwarmError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord
 from swarm.sim.dice import Dice
@@ -59,6 +61,8 @@ class CalmNetwork(Network):
         self._processes: list[Process] = []
         self._faults: dict[PeerId, Faults] = {}
         self._fault_of: dict[_Call, Fault] = {}
+        self._shut_out: dict[PeerId, set[PeerId]] = {}
+        """Whom each peer refuses, by the charter that it knows."""
 
     def join(self, peer: PeerId) -> End:
         """A new peer. One that was killed may come again under its id, as a new process would."""
@@ -106,6 +110,40 @@ class CalmNetwork(Network):
             self.loop.call_later(fault.delay_s, super()._answer, call, outcome)
         else:
             self._fail(call, BadAnswer(call.callee.peer_id, "its answer breaks the protocol"))
+
+    # -- bans ---------------------------------------------------------------------------------------
+
+    def ban(self, banned: PeerId, at: PeerId) -> None:
+        """One peer hears of a ban: from now on it answers and calls the banned one no more, and believes no
+        record of it. What was under way between them ends, as `NetTransport.drop_refused` ends it."""
+        end, other = self.peers[at], self.peers[banned]
+        self._shut_out.setdefault(at, set()).add(banned)
+        learn = end.directory._learn
+
+        def learns(entry: Any) -> None:
+            if entry.record.peer not in self._shut_out[at]:
+                learn(entry)
+
+        end.directory._learn = learns  # type: ignore[method-assign]
+        end.directory.forget(banned)
+        for call in list(self._open.values()):
+            names = call.caller.peer_id, call.callee.peer_id
+            if set(names) == {at, banned}:
+                self._fail(call, PeerGone(names[1], "not admitted: the owner of the run banned it"))
+        for one, gone in ((end, banned), (other, at)):
+            if one.transport.on_gone is not None and one.process.alive:
+                self.loop.call_soon(one.transport.on_gone, gone, context=one.process.context)
+
+    async def call(self, caller: SimTransport, peer: PeerId, *rest: Any) -> Answer:
+        if peer in self._shut_out.get(caller.peer_id, ()):
+            raise PeerGone(peer, "not admitted: the owner of the run banned it")
+        return await super().call(caller, peer, *rest)
+
+    async def _handle(self, call: _Call) -> None:
+        if call.caller.peer_id in self._shut_out.get(call.callee.peer_id, ()):
+            self._fail(call, PeerGone(call.callee.peer_id, "the stream broke"))
+            return
+        await super()._handle(call)
 
     # -- directory --------------------------------------------------------------------------------
 

@@ -274,6 +274,15 @@ def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told() -> None
     assert reports == ["bob", "cid"]
 
 
+def test_a_coordinator_that_cannot_be_reached_is_not_told_again_at_once() -> None:
+    """All of its stage were banned, and who calls one hears of it at once: a replica did nothing else."""
+    this = protocol_of("ann", record("ann", steps=20), record("bob", steps=60))
+    for again, wakes_s in ((0, NOW), (1, NOW + ProtocolTimings().refresh_s)):
+        this.speak(now=NOW)
+        this.unreachable("bob", silent=False, now=NOW)
+        assert this.ready(now=NOW).wake_at == wakes_s, again
+
+
 def test_the_run_coordinator_commits_what_is_proven_and_nothing_else() -> None:
     assert len(commit_of(1.0)) == 1
     assert commit_of(1e30) == ()
