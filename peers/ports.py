@@ -81,20 +81,18 @@ class Transport(Protocol):
         """What is known of the lines to others, from what passed over them."""
         ...
 
+    def invited(self, peer: PeerId) -> bool:
+        """Whether the run's owner named a peer to serve a stage, or gave it a token that holds."""
+        ...
+
     def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:
         """Answer `method`. A handler's SwarmError becomes the answer; other exceptions are bugs."""
         ...
 
     async def call(
-        self,
-        peer: PeerId,
-        method: str,
-        header: bytes,
-        body: Sequence[Buffer] = (),
-        *,
-        max_answer_bytes: int = 0,
-        deadline_s: float | None = None,
-    ) -> Answer:
+        self, peer: PeerId, method: str, header: bytes, body: Sequence[Buffer] = (), *,
+        max_answer_bytes: int = 0, deadline_s: float | None = None,
+    ) -> Answer:  # fmt: skip
         """Call `method` of `peer`.
 
         Raises:

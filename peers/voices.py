@@ -47,6 +47,11 @@ class Voices:
         serving = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
         return heard(serving, self.of(stage, version=version))
 
+    def has(self, peer: PeerId) -> bool:
+        """Whether the word of a peer counts at the stage that it is announced at."""
+        record = self._directory.find(peer)
+        return record is not None and peer in self.of(record.stage)
+
     def of_all(self, stages: Iterable[Stage] | None = None, *, version: int = 0) -> dict[PeerId, int]:
         """Of the peers of some stages together; None: of all."""
         found: dict[PeerId, int] = {}

@@ -203,6 +203,8 @@ class Candidate(NamedTuple):
     credential: Credential = NOTHING
     stage: Stage | None = None
     """That a peer serves, as far as it is known."""
+    closed: bool = False
+    """Only who is named or invited comes in, whatever the charter says."""
 
 
 class Terms(NamedTuple):
@@ -260,7 +262,7 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
         return ""
     if trusted:
         return f"stage {who.stage} is served only by peers that the owner named or invited: {why}"
-    if rule.door == "token":
+    if rule.door == "token" or who.closed:
         return f"the run admits {who.role}s that were invited: {why}"
     if credential.stamp_bits < charter.work_bits:
         bits = credential.stamp_bits

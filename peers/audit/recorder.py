@@ -55,14 +55,9 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        directory: Directory,
-        file: TranscriptWriter,
-        emit: events.Emit,
-        charter: Callable[[], tuple[PeerId, bytes]],
-    ) -> None:
+        self, run: Run, transport: Transport, directory: Directory, file: TranscriptWriter,
+        emit: events.Emit, charter: Callable[[], tuple[PeerId, bytes]],
+    ) -> None:  # fmt: skip
         self._run, self._transport, self._directory, self._emit = run, transport, directory, emit
         self._voices, self._charter = Voices(run, transport.signer, directory), charter
         self._file = file

@@ -52,18 +52,10 @@ class NetDirectory:
     """The records of one run, and this peer's own. Without a run it only serves others (bootstrap)."""
 
     def __init__(
-        self,
-        control: DaemonControl,
-        identity: Identity,
-        run_id: str | None,
-        *,
-        join: Sequence[str] = (),
-        learn: Callable[[PeerId, Iterable[str]], None] | None = None,
-        timings: NetTimings = DEFAULT_TIMINGS,
-        scale: Scale = DEFAULT_SCALE,
-        door: Doorkeeper | None = None,
-        charters: Path | None = None,
-    ) -> None:
+        self, control: DaemonControl, identity: Identity, run_id: str | None, *, join: Sequence[str] = (),
+        learn: Callable[[PeerId, Iterable[str]], None] | None = None, timings: NetTimings = DEFAULT_TIMINGS,
+        scale: Scale = DEFAULT_SCALE, door: Doorkeeper | None = None, charters: Path | None = None,
+    ) -> None:  # fmt: skip
         """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses.
 
         `door` says whose records are believed; `charters` is a folder for those that were seen.

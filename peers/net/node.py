@@ -94,16 +94,10 @@ class Node:
     control: DaemonControl
 
     def __init__(
-        self,
-        *,
-        options: DaemonOptions | None = None,
-        identity_path: Path | None = None,
-        join: Sequence[str] = (),
-        run_id: str | None = None,
-        daemon: Daemon | None = None,
-        timings: NetTimings = DEFAULT_TIMINGS,
-        charters: Path | None = None,
-    ) -> None:
+        self, *, options: DaemonOptions | None = None, identity_path: Path | None = None,
+        join: Sequence[str] = (), run_id: str | None = None, daemon: Daemon | None = None,
+        timings: NetTimings = DEFAULT_TIMINGS, charters: Path | None = None,
+    ) -> None:  # fmt: skip
         """`join`: addresses of peers to join at, ending in `/p2p/<id>`; none for the first peer of a swarm.
 
         `run_id`: or `NAME@FINGERPRINT`, which is looked up; it is the id once this is entered. `charters`: a
@@ -173,7 +167,7 @@ class Node:
             direct = direct_options(daemon.options)
             self.transport = NetTransport(self.control, daemon.identity, timings=self._timings, direct=direct)
             self._started.append("transport")
-            self.transport.refusal = self.door.refusal
+            self.transport.refusal, self.transport.invited = self.door.refusal, self.door.invited
             self.transport.serve(SHOW_METHOD, self.door.serve_show)
             self.door.on_change.append(self.transport.drop_refused)
             await self.transport.start()

@@ -222,13 +222,9 @@ class NetTransport:
     """Calls over the p2pd of `control`."""
 
     def __init__(
-        self,
-        control: DaemonControl,
-        signer: Identity,
-        *,
-        timings: NetTimings = DEFAULT_TIMINGS,
+        self, control: DaemonControl, signer: Identity, *, timings: NetTimings = DEFAULT_TIMINGS,
         direct: DirectOptions | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`direct`: None: all passes p2pd."""
         self.signer, self.peer_id = signer, signer.peer_id
         self.on_gone: Callable[[PeerId], None] | None = None
@@ -236,6 +232,8 @@ class NetTransport:
         self.refusal: Callable[[PeerId, str, bool], str] = lambda *_: ""
         """Why a peer may not call a method, or not be called for it (False); empty if it may. Of a stream,
         the method is empty."""
+        self.invited: Callable[[PeerId], bool] = lambda _: False
+        """See `peers.ports.Transport`."""
         self._timings = timings
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
         self._most_links = min(MAX_LINKS, most_connections())
@@ -323,15 +321,9 @@ class NetTransport:
             del known[next(iter(known))]
 
     async def call(
-        self,
-        peer: PeerId,
-        method: str,
-        header: bytes,
-        body: Sequence[Buffer] = (),
-        *,
-        max_answer_bytes: int = 0,
-        deadline_s: float | None = None,
-    ) -> Answer:
+        self, peer: PeerId, method: str, header: bytes, body: Sequence[Buffer] = (), *,
+        max_answer_bytes: int = 0, deadline_s: float | None = None,
+    ) -> Answer:  # fmt: skip
         """See `peers.ports.Transport.call`. The buffers must not change until this returns."""
         if why := self.refusal(peer, method, False):
             raise PeerGone(peer, why)

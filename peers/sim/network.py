@@ -108,19 +108,16 @@ class SimTransport:
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told of each connection that broke."""
 
+    def invited(self, peer: PeerId) -> bool:
+        return peer in self._network.invited
+
     def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:
         self.handlers[method] = (handler, max_body_bytes)
 
     async def call(
-        self,
-        peer: PeerId,
-        method: str,
-        header: bytes,
-        body: Sequence[Buffer] = (),
-        *,
-        max_answer_bytes: int = 0,
-        deadline_s: float | None = None,
-    ) -> Answer:
+        self, peer: PeerId, method: str, header: bytes, body: Sequence[Buffer] = (), *,
+        max_answer_bytes: int = 0, deadline_s: float | None = None,
+    ) -> Answer:  # fmt: skip
         assert peer != self.peer_id, "p2pd dials no peer from itself"
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"header of {len(header)} bytes; the limit is {MAX_HEADER_BYTES}")
@@ -151,6 +148,8 @@ class Network:
     on_deliver: Callable[[PeerId, PeerId, str], None] | None = None
     """Called as (caller, callee, method) for each call that reaches its callee."""
     transports: dict[PeerId, SimTransport] = field(default_factory=dict)
+    invited: frozenset[PeerId] = frozenset()
+    """By the run's owner."""
     calls: int = 0
     _open: dict[int, _Call] = field(default_factory=dict)
     _cuts: dict[int, tuple[frozenset[PeerId], frozenset[PeerId] | None, bool]] = field(default_factory=dict)
@@ -166,14 +165,9 @@ class Network:
     # -- calls ------------------------------------------------------------------------------------
 
     async def call(
-        self,
-        caller: SimTransport,
-        peer: PeerId,
-        method: str,
-        header: bytes,
-        body: Sequence[Buffer],
+        self, caller: SimTransport, peer: PeerId, method: str, header: bytes, body: Sequence[Buffer],
         deadline_s: float | None,
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         """Bring a call to its callee and wait for the answer."""
         loop = self.loop
         result: asyncio.Future[Answer] = loop.create_future()

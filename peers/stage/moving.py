@@ -32,15 +32,9 @@ class Moving:
     """
 
     def __init__(
-        self,
-        core: StageCore,
-        directory: Directory,
-        *,
-        movable: bool,
-        go: Callable[[Stage], None],
-        stand_by: Callable[[Verdict], None],
-        record: Callable[[], PeerRecord],
-    ) -> None:
+        self, core: StageCore, directory: Directory, *, movable: bool, go: Callable[[Stage], None],
+        stand_by: Callable[[Verdict], None], record: Callable[[], PeerRecord],
+    ) -> None:  # fmt: skip
         self._core, self._directory = core, directory
         self._movable, self._go, self._stand_by, self._record = movable, go, stand_by, record
         self.going = False

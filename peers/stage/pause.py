@@ -26,6 +26,7 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateLeases
 from peers.transfer.spare import SPARE, Spare
+from peers.voices import Voices
 from peers.waiting import end_tasks, happens
 from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Generation, Stage
@@ -74,7 +75,8 @@ class PausedPeer:
         for method in ABSENT:
             self._transport.serve(method, self._refuse, max_body_bytes=_ANY_BYTES)
         self._transport.serve("status", self._serve_status)
-        StateLeases(self._run, self._transport, {self._stage: self._store})
+        voices = Voices(self._run, self._transport.signer, self._directory)
+        StateLeases(self._run, self._transport, {self._stage: self._store}, voices=voices)
         await self._announce()
 
     async def until_resumed(self) -> None:

@@ -75,18 +75,10 @@ class StagePeer:
     """Serves `stage` of `run` until told to leave or to pause."""
 
     def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        compute: StageCompute,
-        transport: Transport,
-        directory: Directory,
-        settings: StageSettings,
-        emit: events.Emit,
-        *,
-        kept: Snapshot | None = None,
+        self, run: Run, stage: Stage, compute: StageCompute, transport: Transport, directory: Directory,
+        settings: StageSettings, emit: events.Emit, *, kept: Snapshot | None = None,
         device: Device | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`kept`: of the pause that it comes back from. `device`: by default threads of its own."""
         emit = telling_cells(run, emit)
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit

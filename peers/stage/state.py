@@ -66,17 +66,9 @@ class StageCore:
     """One stage of one run on one device. Its coroutines run in one event loop."""
 
     def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        compute: StageCompute,
-        transport: Transport,
-        directory: Directory,
-        backoff: Backoff,
-        emit: Emit,
-        *,
-        device: Device,
-    ) -> None:
+        self, run: Run, stage: Stage, compute: StageCompute, transport: Transport, directory: Directory,
+        backoff: Backoff, emit: Emit, *, device: Device,
+    ) -> None:  # fmt: skip
         self.run, self.stage, self.compute, self.emit = run, stage, compute, emit
         self.me: PeerId = transport.peer_id
         self.transport, self.directory, self.backoff = transport, directory, backoff

@@ -110,7 +110,7 @@ class CheckpointKeeper:
         }
         # Their tensors are maps of files: a copy in memory is the system's to drop.
         most = (settings.keep + 2) * len(self._stores)
-        self._leases = StateLeases(run, transport, self._stores, most_saved=most)
+        self._leases = StateLeases(run, transport, self._stores, voices=self._voices, most_saved=most)
         transport.serve("status", self._serve_status)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}

@@ -35,6 +35,7 @@ LEASE_S = 60.0
 to read it."""
 QUIET_S = 10.0
 """A reader that asked for nothing for this long is taken for dead while others wait ..."""
+NO_PLACE = "others are downloading from this peer"
 REST_S = 30.0
 """A reader that lost its place because it was slow gets no other for so long."""
 SLOW_TIMES = 3.0
@@ -131,7 +132,7 @@ class Leases:
             slow = [peer for peer, reader in unread.readers.items() if reader.too_slow(now)]
             self._rests |= dict.fromkeys(slow, (now + REST_S, why))
         if len(self.of(pool)) >= most:
-            raise NotReady("others are downloading from this peer", version=version, retry_after_s=1.0)
+            raise NotReady(NO_PLACE, version=version, retry_after_s=1.0)
 
     async def add(
         self, pool: str, what: Hashable, content: Snapshot, lent: torch.Tensor | None = None

@@ -6,12 +6,14 @@
 
 `StateLeases` serves the first two, and needs no training: a keeper serves its checkpoint stores by it, which
 may change at any time and are read in worker threads. A stage peer's `StateServer` serves one store and live
-weights, plus `held`, and what stages start with, where the manifest names weights and this peer has them.
+weights, plus `held`, and what stages start with, where the manifest names weights and this peer has them. For
+a place, peers that have worked for the run, or that its owner named or invited, need not wait behind others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import islice
@@ -25,10 +27,11 @@ from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.state import StageCore
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import MAX_SIGNED, MAX_VERSIONS
-from peers.transfer.leases import Lease, Leases, Snapshot
+from peers.transfer.leases import NO_PLACE, Lease, Leases, Snapshot
+from peers.voices import Voices
 from peers.waiting import happens
 from swarm.errors import NotReady, Refused, SetupError
-from swarm.ids import Stage
+from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import start_tensors
 from swarm.model.meeting import part_of
@@ -48,6 +51,8 @@ SHARED_WAIT_S = 2.0
 """How long a stage that shares weights waits here for this stage's sum, before it asks another peer."""
 MAX_LEASES = 2
 """Copies of live weights in host memory at once, each with its optimizer; and as many of saved versions."""
+WAITED_FOR_S = 3.0
+"""A place is kept free for so long for a peer that comes first and found none: it asks again after 1 s."""
 COPY_TIMES = 3.0
 """So many times as long as a copy took, its reader has no other one made: others have their turn."""
 HELD_STEPS = 2
@@ -61,12 +66,15 @@ class StateLeases(Leases):
 
     def __init__(
         self, run: Run, transport: Transport, stores: Mapping[Stage, CheckpointStore], *,
-        most_saved: int = 0, start: Start | None = None,
+        voices: Voices | None = None, most_saved: int = 0, start: Start | None = None,
     ) -> None:  # fmt: skip
         """`most_saved`: maps of saved versions at once, which stay while their files do: gigabytes are hashed
         for each. 0: few, and only while they are read. `start`: what a stage starts with."""
         super().__init__(run, transport)
         self._stores, self._most_saved, self._start = stores, most_saved, start
+        self._transport, self._voices = transport, voices
+        self._first: dict[PeerId, float] = {}
+        """Until when others wait for those that come first."""
         self._there: dict[Stage, list[int]] = {}
         """Versions in the stores, when that was last looked at."""
         self._opening = asyncio.Lock()
@@ -77,18 +85,40 @@ class StateLeases(Leases):
         wanted = unpack(request.header, OpenState)
         common = wanted.version == START or (wanted.version >= 0 and self._run.is_common(wanted.version))
         check_run(wanted.run, *self._runs[: None if common else 1])
-        # One at a time: two that want the same version at the same moment get the same copy.
-        async with self._opening:
-            self.require_no_rest(request.peer, version=-1)
-            for other in self._of_stage(wanted.stage):
-                other.readers.pop(request.peer, None)  # with another version it has done
-            lend, began = self._lend_start if wanted.version == START else self._lend, now_s()
-            try:
-                return self.read_by(request.peer, await lend(wanted.stage, wanted.version))
-            finally:  # where all stay open nothing is copied, and each is hashed once
-                took_s = 0.0 if self._most_saved else now_s() - began
-                why = "a state was copied for this peer a moment ago"
-                self._rests[request.peer] = now_s() + COPY_TIMES * took_s, why
+        self.require_no_rest(reader := request.peer, version=-1)
+        first, waits_s = self._comes_first(reader), 0.0
+        if first:
+            self._first[reader] = math.inf
+        try:  # one at a time: two that want the same version at the same moment get the same copy
+            async with self._opening:
+                self.require_no_rest(reader, version=-1)
+                self._first = {peer: until for peer, until in self._first.items() if now_s() < until}
+                if self._first and not first:
+                    text = "peers that have worked for the run, or were invited, wait for a place"
+                    raise NotReady(text, version=-1, retry_after_s=1.0)
+                return await self._open(reader, wanted)
+        except NotReady as refusal:
+            waits_s = WAITED_FOR_S * (refusal.text == NO_PLACE)
+            raise
+        finally:
+            if first:
+                self._first[reader] = now_s() + waits_s
+
+    def _comes_first(self, peer: PeerId) -> bool:
+        return self._transport.invited(peer) or (self._voices is not None and self._voices.has(peer))
+
+    async def _open(self, reader: PeerId, wanted: OpenState) -> Answer:
+        for other in self._of_stage(wanted.stage):
+            other.readers.pop(reader, None)  # with another version it has done
+        lend, began = self._lend_start if wanted.version == START else self._lend, now_s()
+        try:
+            return self.read_by(reader, await lend(wanted.stage, wanted.version))
+        finally:  # where all stay open nothing is copied, and each is hashed once
+            took_s = 0.0 if self._most_saved else now_s() - began
+            self._rests[reader] = (
+                now_s() + COPY_TIMES * took_s,
+                "a state was copied for this peer a moment ago",
+            )
 
     def _of_stage(self, stage: Stage) -> list[Lease]:
         return [lease for lease in self.of("live", "saved") if lease.what == stage]
@@ -175,7 +205,7 @@ class StateServer(StateLeases):
     def __init__(self, core: StageCore, store: CheckpointStore | None = None) -> None:
         stores = {} if store is None else {core.stage: store}
         start = partial(start_tensors, core.run) if core.run.start.weights else None
-        super().__init__(core.run, core.transport, stores, start=start)
+        super().__init__(core.run, core.transport, stores, voices=core.voices, start=start)
         self._core = core
         core.transport.serve("held", self._serve_held)
 

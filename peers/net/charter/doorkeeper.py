@@ -86,6 +86,12 @@ class Doorkeeper:
             whys.append(f"as a {role}: {why}")
         return f"not admitted {'; '.join(whys)}" if whys else ""
 
+    def invited(self, peer: PeerId) -> bool:
+        """Whether the owner named a peer to serve a stage, or gave it a token that holds."""
+        if self.terms is None:
+            return False
+        return not self.why_not(peer, "peer", now=unix_s(), closed=True)
+
     def lacks_stamp(self, peer: PeerId, role: Role) -> bool:
         """Whether a stamp is all that a peer needs to be admitted as a role."""
         now = unix_s()
@@ -94,13 +100,14 @@ class Doorkeeper:
 
     def why_not(
         self, peer: PeerId, role: Role, *, now: float, stage: Stage | None = None,
-        carried: bytes | None = None, stamped_bits: int = 0,
+        carried: bytes | None = None, stamped_bits: int = 0, closed: bool = False,
     ) -> str:  # fmt: skip
         """Why a peer is not admitted as a role; empty if it is, or everybody is.
 
         Args:
             carried: its credential; None: the one that it showed last.
             stamped_bits: it is taken to have a stamp of so many, besides.
+            closed: as if the door were open only to those that the owner named or invited.
         """
         if self.terms is None:
             return ""
@@ -111,7 +118,7 @@ class Doorkeeper:
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
         if credential.token is not None and not why_shut_out(self.terms, peer):  # a banned thief is no user
             self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
-        who = Candidate(peer, role, credential, self.terms.stage_of(stage))
+        who = Candidate(peer, role, credential, self.terms.stage_of(stage), closed)
         return why_not_admitted(self.terms, who, self._uses, now=now)
 
     def _open(self, peer: PeerId, credential: bytes) -> Credential:

@@ -555,6 +555,23 @@ def test_two_that_use_one_token_are_both_refused_while_both_are_there() -> None:
     assert "is used by 2 identities" in invited.refusal(KIM.peer_id, "part", True)
 
 
+@pytest.mark.parametrize("named", ["peers", "founders"])
+def test_who_is_named_or_has_a_token_is_invited_whatever_the_door(named: str) -> None:
+    """They need not wait behind a crowd: `tests/peers/transfer/test_state_leases.py`."""
+    assert not Doorkeeper().invited(KIM.peer_id), "there is no charter"
+    who = Rule("open", (PETER.peer_id,)) if named == "peers" else (PETER.peer_id,)
+    opened = door(**{named: who})
+    token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
+    for_keepers = signed.make_token(RUN, OWNER, "keeper", expires=int(4e9))
+    opened.show(KIM.peer_id, credential_of(token))
+    opened.show(SAM.peer_id, credential_of(for_keepers, SAM))
+    said = [opened.invited(one.peer_id) for one in (PETER, OWNER, KIM, SAM, TINA)]
+    assert said == [True, True, True, False, False]
+    assert opened.refusal(TINA.peer_id, "part", True) == "", "she is admitted all the same"
+    banned = door(bans=(Ban(PETER.peer_id, "x"),), **{named: who})
+    assert not banned.invited(PETER.peer_id)
+
+
 def test_a_banned_thief_of_a_token_does_not_use_it() -> None:
     invited = door(peers=Rule("token"), bans=(Ban(SAM.peer_id, "thief"),))
     token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))

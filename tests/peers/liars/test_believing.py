@@ -624,3 +624,21 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) ->
         assert_honest(s)
         text = f"stage 1: liar, who coordinates, wants version {2 + ahead} of it taken; others do not"
         assert any(note.text.startswith(text) for note in s.seen(Note))
+
+
+async def test_at_peers_that_serve_or_pause_and_at_keepers_those_come_first_that_have_worked(
+    tmp_path: Path,
+) -> None:
+    """In the queue of those that want a state: `tests/peers/transfer/test_state_leases.py`."""
+    async with swarm(RUN) as s:
+        await begun(s)
+        add_keeper(s, tmp_path)
+        await add_liar(s, "stranger", 1, 2)
+        s.owners["s1p0"].pause("by hand", "swarm pause")
+        await s.until(lambda: s.owners["s1p0"].doing == "paused")
+        await s.until(lambda: "keeper" in s.network.records)
+        for name in ("s0p0", "s1p0", "keeper"):
+            handler = s.network.peers[name].transport.handlers["state"][0]
+            leases = handler.__self__  # type: ignore[attr-defined]
+            first = [leases._comes_first(peer) for peer in (*PEERS, "stranger", "nobody")]
+            assert first == [True] * len(PEERS) + [False] * 2, name

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
+import msgspec
 import pytest
 import torch
 
@@ -18,15 +19,16 @@ from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
 from peers.transfer.leases import Lease, Leases, Snapshot
-from peers.transfer.server import MAX_LEASES, StateLeases, StateServer
+from peers.transfer.server import MAX_LEASES, WAITED_FOR_S, StateLeases, StateServer
 from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
-from swarm.manifest import audit_run
+from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.policy import timeouts
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Ledger
+from swarm.records import NO_STAGE, PeerRecord
 from swarm.sim.dice import Dice
 from swarm.wire import whole_numbers
 from swarm.wire.messages import (
@@ -41,6 +43,7 @@ from swarm.wire.messages import (
     unpack,
 )
 from tests.peers.network import CalmNetwork
+from tests.peers.sybils import admitting, voucher
 
 pytestmark = pytest.mark.virtual_time
 
@@ -81,11 +84,11 @@ class SavedHere:
 class Source:
     """A peer that gives its state out, and those that ask for it."""
 
-    def __init__(self, store: SavedHere | None = None) -> None:
+    def __init__(self, store: SavedHere | None = None, run: Run = RUN) -> None:
         self.network = CalmNetwork()
         here = self.network.join("source")
         self.core = StageCore(
-            RUN, 0, StageCompute(RUN, 0), here.transport, here.directory, Backoff(), lambda event: None,
+            run, 0, StageCompute(run, 0), here.transport, here.directory, Backoff(), lambda event: None,
             device=SimDevice(Dice(1), 0.01),
         )  # fmt: skip
         self.server = StateServer(self.core, store)
@@ -106,11 +109,11 @@ class Source:
         return await self.asker(by).call("source", method, pack(message), max_answer_bytes=1 << 20)  # type: ignore[arg-type]
 
     async def open(self, by: str = "asker", version: int = -1, stage: Stage = 0) -> Opened:
-        question = OpenState(run=RUN.id, stage=stage, version=version)
+        question = OpenState(run=self.core.run.id, stage=stage, version=version)
         return unpack((await self.call("state", question, by)).header, Opened)
 
     async def read(self, opened: Opened, by: str = "asker") -> None:
-        await self.call("chunk", FetchChunk(run=RUN.id, lease=opened.lease, index=0), by)
+        await self.call("chunk", FetchChunk(run=self.core.run.id, lease=opened.lease, index=0), by)
 
     async def download(self, version: int = -1, by: str = "asker") -> tuple[int, dict[str, torch.Tensor]]:
         got = await download(self.asker(by), state_of(RUN, 0, version), ["source"])
@@ -307,6 +310,87 @@ async def test_who_opens_at_the_same_moment_gets_the_same_copy(source: Source) -
     assert first.lease == second.lease
 
 
+# --- who comes first ----------------------------------------------------------------------------------------
+
+BEHIND = "peers that have worked for the run, or were invited, wait for a place"
+
+
+@pytest.fixture(params=["has worked", "is invited", "keeps, and has worked"])
+async def queued(request: pytest.FixtureRequest) -> AsyncIterator[Source]:
+    """A source that `first` asks as well: it has a voucher, or a token of the owner."""
+    run = admitting(RUN)
+    built = Source(run=run)
+    built.asker("first")
+    if request.param == "is invited":
+        built.network.invited = frozenset({"first"})
+    else:
+        stage, state = (0, "joining") if request.param == "has worked" else (NO_STAGE, "keeping")
+        said = PeerRecord(peer="first", run=run.id, stage=stage, state=state, version=0)  # type: ignore[arg-type]
+        built.network.announce(msgspec.structs.replace(said, voucher=voucher(run, "first")))
+        await built.core.directory.refresh()
+    yield built
+    built.core.close()
+    await built.network.close()
+
+
+async def test_a_place_that_is_free_again_is_for_who_comes_first(queued: Source) -> None:
+    """A crowd that asks all the time took each place as soon as it was free."""
+    await half_read(queued)
+    assert (await queued.refusal("stranger")).text == OTHERS
+    assert (await queued.refusal("first")).text == OTHERS
+    queued.server.gone("reader0")
+    assert (await queued.refusal("stranger")).text == BEHIND
+    assert (await queued.open("first")).version == queued.core.version
+    queued.step()
+    queued.server.gone("reader1")
+    assert (await queued.open("stranger")).version == queued.core.version, "nobody waits any more"
+
+
+async def test_a_place_is_not_kept_free_for_who_does_not_come_again(queued: Source) -> None:
+    await half_read(queued)
+    await queued.refusal("first")
+    queued.server.gone("reader0")
+    await asyncio.sleep(WAITED_FOR_S - 0.1)
+    assert (await queued.refusal("stranger")).text == BEHIND
+    await asyncio.sleep(0.2)
+    assert (await queued.open("stranger")).version == queued.core.version
+
+
+async def test_who_comes_first_and_asks_for_what_is_not_there_holds_nobody_up(queued: Source) -> None:
+    for number, (version, stage) in enumerate(((queued.core.version + 5, 0), (0, 3))):
+        await queued.refusal("first", version, stage)
+        assert (await queued.open(f"stranger{number}")).version == queued.core.version
+
+
+async def test_a_crowd_that_asked_before_waits_behind_who_comes_first(queued: Source) -> None:
+    """Each state that is copied takes its time: the one after the other, in the order of those that asked."""
+    snapshot = queued.server.snapshot
+
+    async def slow() -> Snapshot:
+        copied = await snapshot()
+        await asyncio.sleep(4.0)
+        queued.step()  # the next one needs another copy
+        return copied
+
+    queued.server.snapshot = slow  # type: ignore[method-assign]
+
+    async def asks(name: str) -> float:
+        while True:
+            try:
+                await queued.open(name)
+                queued.server.gone(name)
+                return now_s()
+            except NotReady as refusal:
+                await asyncio.sleep(refusal.retry_after_s)
+
+    began = now_s()
+    crowd = [asyncio.create_task(asks(f"stranger{number}")) for number in range(6)]
+    await asyncio.sleep(1.0)
+    assert await asks("first") - began < 8.5, "one was being served already"
+    ends = await asyncio.gather(*crowd)
+    assert max(ends) - began > 20.0 and max(ends) - began < 40.0
+
+
 # --- hashes -------------------------------------------------------------------------------------------------
 
 
@@ -496,6 +580,13 @@ async def test_a_keeper_reads_each_version_once_whoever_opens_them_how_often() -
     await asyncio.sleep(2 * state_leases.LEASE_S)
     assert [lease.opened.version for lease in leases.of("saved")] == [4, 6], "the disk has its room again"
     await network.close()
+
+
+async def test_a_peer_keeps_no_saved_version_open_that_nobody_reads(saving: Source) -> None:
+    """Unlike a keeper, whose device needs no memory: `test_a_keeper_reads_each_version_once`."""
+    await saving.open(version=2)
+    await asyncio.sleep(2 * state_leases.LEASE_S)
+    assert not saving.server.of("saved")
 
 
 @pytest.mark.parametrize(
