@@ -8,7 +8,7 @@ A mutation (scripts/bench/mutations.py) changes one place of the shipped code. T
 first that notices it ends the matter:
 
     pure    the tests of the wing of swarm/ that is changed: tests/protocol, policy, wire or model
-    peers   the files of tests/peers that are about the code that is changed
+    peers   the files of tests/peers, or tests/net/directory, that are about the code that is changed
     sim     random schedules of the shipped classes in virtual time, until one is violated
 
 All is imported and collected once. Each mutation then gets a fork of that process, in which the code of the
@@ -73,6 +73,7 @@ IDLE_S = 40.0
 """A test that uses no CPU time for so long waits for ever."""
 SCHEDULES = 200
 ALL_PEERS = ("tests/peers",)
+WINGS = ("peers", "net/directory")
 NOT_HERE = "not process and not net and not slow"
 """Tests that start processes are no part of what is measured here."""
 FOR_EVER = "waits for ever"
@@ -315,8 +316,8 @@ class Rings:
 
 
 def path_of(name: str) -> str:
-    """The file of tests/peers with that name."""
-    (path,) = (ROOT / "tests" / "peers").rglob(f"{name}.py")
+    """The file of tests/peers, or of those of the DHT's nodes, with that name."""
+    (path,) = (path for wing in WINGS for path in (ROOT / "tests" / wing).rglob(f"{name}.py"))
     return path.relative_to(ROOT).as_posix()
 
 

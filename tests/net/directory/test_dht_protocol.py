@@ -245,6 +245,53 @@ async def test_a_full_node_forgets_all_at_once_in_a_moment() -> None:
     assert (at._entries, len(at._of), at._kept) == (0, 0, {})
 
 
+def of_any(at: DhtNode) -> None:
+    """Have a node take values that are no records."""
+    at.check.open = lambda key, entry: ""  # type: ignore[method-assign]
+
+
+@pytest.mark.virtual_time
+async def test_what_is_over_makes_room_in_a_full_node() -> None:
+    async with MemoryDht() as dht:
+        at = (await dht.add(0)).node
+        of_any(at)
+        at.max_entries = 2
+        for subkey in ("a", "b"):
+            assert at.keep(KEY, Entry(subkey, b"", unix_s() + 5.0), first_hand=True)
+        assert not at._store("c", OTHER_KEY, Entry("d", b"", unix_s() + 50.0))
+        await asyncio.sleep(6.0)
+        assert at._store("c", OTHER_KEY, Entry("d", b"", unix_s() + 50.0))
+        assert (at._entries, list(at._kept)) == (1, [OTHER_KEY])
+
+
+async def test_what_is_over_already_is_not_kept() -> None:
+    at = node()
+    of_any(at)
+    assert not at.keep(KEY, Entry("a", b"", unix_s() - 1.0), first_hand=True)
+    assert not at._kept
+
+
+async def test_keys_are_bounded_and_so_are_those_who_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All keys are looked through once a second, and of each who offered something it is known how much."""
+    monkeypatch.setattr(dht_protocol, "MAX_KEYS", 3)
+    monkeypatch.setattr(dht_protocol, "MAX_OFFERERS", 3)
+    at = node()
+    of_any(at)
+    stored = [at._store(f"p{n}", bytes([n]), Entry(f"p{n}", b"", unix_s() + 50.0)) for n in range(5)]
+    assert stored == [True] * 3 + [False] * 2, "all are first-hand: none makes way"
+    assert at._store("p9", bytes([0]), Entry("p9", b"", unix_s() + 50.0)), "under a key that is there"
+    assert list(at._offers) == ["p3", "p4", "p9"]
+
+
+async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_it_is_given() -> None:
+    at = node()
+    of_any(at)
+    at.max_subkeys = 2
+    for number in range(5):
+        at.keep_read(KEY, Entry(f"p{number}", b"", unix_s() + 50.0))
+    assert (at._entries, len(at._kept[KEY])) == (2, 2)
+
+
 async def test_a_node_that_is_full_makes_room_in_its_largest_key() -> None:
     at, other = node(), signed_records.peers_key(RUN, Shard(1, 0, 0))
     at.max_entries = 10

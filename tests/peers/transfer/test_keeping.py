@@ -31,7 +31,7 @@ from swarm.errors import SetupError, SwarmError
 from swarm.manifest import IslandsSpec, Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.records import NO_STAGE
-from swarm.wire.messages import AskStatus, PeerStatus, Saved, SavedStage, pack
+from swarm.wire.messages import AskStatus, Opened, OpenState, PeerStatus, Saved, SavedStage, pack
 from tests.peers.lies import flip_a_bit
 from tests.peers.loops import Swarm, swarm
 
@@ -105,6 +105,16 @@ async def test_a_keeper_holds_what_peers_without_a_disk_had_in_memory(tmp_path: 
         assert (told.stage, told.state, told.version) == (NO_STAGE, "keeping", RUN.steps)
     assert checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps
     assert_counted(tmp_path, range(RUN.S), RUN.steps)
+
+
+async def test_a_keeper_has_room_for_all_that_it_keeps_at_once(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        keeper = await trained_with_keeper(s, tmp_path)
+        await s.until(lambda: keeper.version == RUN.steps)
+        for stage in range(RUN.S):
+            question = OpenState(run=RUN.id, stage=stage, version=RUN.steps)
+            await s.add_stranger(f"reader {stage}").ask("keeper", "state", question, Opened)
+        assert len(keeper._leases.of("saved")) == RUN.S, "each is hashed once, and stays open"
 
 
 async def test_what_is_kept_outlives_everybody_and_brings_the_run_back(tmp_path: Path) -> None:
