@@ -247,7 +247,8 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
         by = tuple(s.peer for s in entry.by if verify(s.peer, signable(island.id, took), s.signature))
         forged |= {signed.peer for signed in entry.by}.difference(by)
         worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=took.end)}
-        rows += [(cell, took, by, not worked.isdisjoint(by))] if by else []
+        some = tuple(peer for peer in by if peer in worked) or by  # a keeper may have its own sign as well
+        rows += [(cell, took, some, not worked.isdisjoint(by))] if by else []
     voiced = {cell for cell, *_, has_voice in (*rows, *verdicts) if has_voice}
     for cell, verdict, has_voice in verdicts:
         if has_voice or cell not in voiced:

@@ -76,10 +76,11 @@ def rerun_step(
         return found
     near, S = ALIKE if exact else NEAR_NORM, again.run.S
     norms = [(one, one.took.total_sqnorm, one.stage // S) for one in said if squares]
-    if ends("norm", (s for s, norm, n in norms if not math.isclose(norm, squares[n], rel_tol=near))):
+    true = [one for one in norms if math.isclose(one[1], squares[one[2]], rel_tol=near)]
+    if ends("norm", (one[0] for one in norms if one not in true)):
         return found
-    # Hosts add a norm in different orders: peers took the step with the one that they said.
-    for _, norm, number in sorted(norms, key=lambda one: one[0].stage not in stages)[::-1]:
+    # Hosts add a norm in different orders: peers took the step with the one that they, or most, said.
+    for _, norm, number in sorted(true, key=lambda one: (one[0].stage in stages, len(one[0].by))):
         squares[number] = norm
     again.take(squares)
     whole = realigns(again.run, again.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +32,7 @@ from swarm.manifest import CustomModelSpec, IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.coordinator import realigns
+from swarm.protocol.proofs import ALIKE
 from swarm.protocol.statements import sign
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import Voucher
@@ -267,6 +269,43 @@ def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.Capture
     was.write()
     assert not was.verify(0, 2)
     assert capsys.readouterr().out.startswith("step 0, stage 0: other norm than ")
+
+
+@pytest.mark.parametrize("times", [4.0, 1e30, math.nan])
+def test_a_norm_that_a_keeper_has_a_stage_beside_say_makes_no_honest_peer_a_liar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], times: float
+) -> None:
+    """What a stage signed of a step is left out, and identities of the keeper sign a norm at another one: the
+    step was taken with that, and what the honest peers signed of the next one was another sum."""
+    was = record(tmp_path, replace(small(), steps=4))
+    other = [[step._replace(total_sqnorm=step.total_sqnorm * times) for step in was.rows[0]]]
+    keeper = Identity.generate()
+    was.write(0, 2)
+    replace(was, peers=[[keeper]], rows=other).write(2, 3)
+    was.write(3)
+    assert was.verify(0, 4, stage=1)
+    told = capsys.readouterr()
+    assert f"not compared, but seen: step 2, stage 0: other norm than {keeper.peer_id} signed" in told.err
+    assert "compared: 3 of 4 signed steps" in told.out
+
+
+def test_a_norm_that_one_peer_says_a_little_else_makes_the_others_of_its_stage_no_liars(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As far off as hosts may be that add in different orders: the weights differ all the same. One of those
+    who sign it has voice, and the others are a keeper's."""
+    trainer = Identity.generate()
+    was = record(tmp_path, admitting(replace(small(), steps=3), trainer.peer_id))
+    off = [
+        [step._replace(total_sqnorm=step.total_sqnorm * (1 + 0.9 * ALIKE)) for step in r] for r in was.rows
+    ]
+    liars = [[Identity.generate() for _ in range(4)] for _ in was.peers]
+    for peer in (one for stage, others in zip(was.peers, liars, strict=True) for one in (*stage, others[0])):
+        was.vouchers[peer.peer_id] = vouch(trainer, was.run.id, Worked(peer.peer_id, 30, 2, 30))
+    replace(was, peers=liars, rows=off).write(1, 2)
+    was.write()
+    replace(was, peers=liars, rows=off).write(1, 2)
+    assert was.verify(0, 3), capsys.readouterr().out
 
 
 def test_of_two_accounts_the_false_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
