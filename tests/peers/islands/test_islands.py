@@ -16,6 +16,7 @@ import torch
 from peers.events import Note
 from peers.islands.trainers import IslandTrainers
 from peers.ports import Answer
+from peers.sim.loop import WORLD
 from peers.trainer import TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.leases import Snapshot
@@ -409,3 +410,33 @@ async def test_replicas_that_have_worked_little_do_not_say_what_an_island_has_ch
             s.add_trainer(name, island=number)
         await s.until_finished(limit_s=200.0)
         assert_counted(s)
+
+
+@pytest.mark.parametrize("command", ["pause", "leave", "pause and resume at once"])
+@pytest.mark.parametrize("point", ["meeting", "encoded", "summed", "gathered", "given"])
+@pytest.mark.parametrize("islands", some([2, 4], quick=[2]))
+async def test_an_owner_may_take_a_device_back_in_the_midst_of_a_meeting(
+    command: str, point: str, islands: int
+) -> None:
+    """Twice: of two replicas the one that gathers what the islands have changed, or gives it out."""
+    run = counting(count=islands)
+    async with swarm(run) as s:
+        await s.until_serving()
+        commanded: list[str] = []
+
+        def take_back(name: str) -> None:
+            commanded.append(name)
+            owner = s.owners[name]
+            if command == "leave":
+                owner.leave()
+                return
+            owner.pause("by hand", "swarm pause")
+            later_s = 0.0 if "at once" in command else 5.0
+            s.network.loop.call_later(later_s, owner.resume, context=WORLD)
+
+        for nth in (1, 3):
+            s.at_point(point, take_back, nth=nth, when=lambda name: name.endswith("p0"))
+        train(s)
+        await s.until_finished(limit_s=200.0)
+        assert_counted(s)
+        assert commanded or point in ("summed", "gathered")
