@@ -18,7 +18,7 @@ CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
 ELSEWHERE = frozenset({"process", "net", "slow"})
 """Marks of tests that are about real processes and daemons, or their time."""
 
-PATCHED_TODAY = {"net": 34, "peers": 18, "sim": 1, "watch": 1}
+PATCHED_TODAY = {"net": 8, "peers": 18, "sim": 1, "watch": 1}
 """Constants that tests of a folder patch: sizes of chunks and of what is under way, the share of what is
 audited, paths of the system; in `net` a time."""
 SLEEPS_TODAY = {"net": 4, "watch": 1}

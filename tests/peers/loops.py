@@ -86,6 +86,7 @@ class Swarm:
     events: list[Event] = field(default_factory=list)
     orders: list[Callable[[str, str, str], bool]] = field(default_factory=list)
     points: list[Callable[[str, str], bool]] = field(default_factory=list)
+    job_s: float = JOB_S
 
     def add_peer(self, name: str, stage: int, **settings: object) -> StagePeer:
         """`stage`: of a run of several islands the cell."""
@@ -98,7 +99,7 @@ class Swarm:
             peer = StagePeer(
                 run, stage, StageCompute(run, stage), end.transport, end.directory,
                 replace(StageSettings(max_inflight=8), **settings), self.events.append, kept=kept,
-                device=SimDevice(self.dice, JOB_S),
+                device=SimDevice(self.dice, self.job_s),
             )  # fmt: skip
             self.peers[name] = peer
             return peer
@@ -366,6 +367,7 @@ async def swarm(
     silence_s: float = 3.5,
     batches: object | None = None,
     seed: int = 1,
+    job_s: float = JOB_S,
 ) -> AsyncIterator[Swarm]:
     """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers.
 
@@ -373,7 +375,7 @@ async def swarm(
     """
     network = CalmNetwork(silence_s=silence_s, latency_s=LATENCY_S)
     run = run or audit_run(stages=stages, steps=3, microbatches_per_step=8)
-    built = Swarm(run, network, batches or Zeros(run), Dice(seed))
+    built = Swarm(run, network, batches or Zeros(run), Dice(seed), job_s=job_s)
     network.on_deliver = built.delivered
     fault_points.on_point = built.passed
     try:

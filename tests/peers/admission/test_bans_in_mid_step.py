@@ -13,7 +13,6 @@ import torch
 
 from peers.sim.loop import WORLD
 from swarm.manifest import audit_run
-from tests.peers import loops
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.seeds import seeds, some
@@ -31,9 +30,8 @@ LIMIT_S = 400.0
 
 
 @pytest.fixture(autouse=True)
-def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def usual() -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(loops, "JOB_S", JOB_S)
 
 
 class Bans:
@@ -107,7 +105,7 @@ async def test_who_is_banned_at_any_point_of_a_step_takes_nothing_along(
     point: str, obeys: bool, within_s: float, leads: bool, seed: int
 ) -> None:
     """`leads`: it coordinates its stage. With three replicas each owns a part of the sum."""
-    async with swarm(RUN, replicas=3, seed=seed) as s:
+    async with swarm(RUN, replicas=3, seed=seed, job_s=JOB_S) as s:
         await begun(s)
         bans = Bans(s, random.Random(seed), within_s, obeys=obeys)
 
@@ -127,7 +125,7 @@ async def test_all_with_voice_of_a_stage_are_banned_and_newcomers_go_on(
     stage: int, obeys: bool, within_s: float, come_later: bool
 ) -> None:
     """The word of each of those counts alike. Where none was there the run begins again, without a keeper."""
-    async with swarm(RUN, replicas=3) as s:
+    async with swarm(RUN, replicas=3, job_s=JOB_S) as s:
         if not come_later:
             add_newcomers(s, stage)
         await begun(s)
