@@ -152,9 +152,9 @@ class Auditor:
     def _shuffled(self, stage: Stage, t: int, peers: Sequence[PeerId], what: str) -> list[PeerId]:
         return sorted(peers, key=lambda peer: self._coin(stage, t, f"{what} {peer}").below(1 << 62))
 
-    async def _is_over(self, stage: Stage, t: int) -> bool:
-        """Whether replicas need not keep what a step was made of any more."""
-        asked = self._voices.counted(stage)
+    async def _is_over(self, stage: Stage, t: int, *, besides: PeerId = "") -> bool:
+        """Whether replicas need not keep what a step was made of any more, as others than one say."""
+        asked = [peer for peer in self._voices.counted(stage) if peer != besides]
         told = await ask_status(self._run, self._transport, self._shuffled(stage, t, asked, "")[:MAX_ASKED])
         return 2 * sum(status.version > t + 1 for status in told.values()) >= len(told)
 
@@ -211,7 +211,7 @@ class Auditor:
         except (PeerGone, PeerSilent):
             return True
         except SwarmError as error:
-            if await self._is_over(stage, t):
+            if await self._is_over(stage, t, besides=member):
                 return False
             await self._tell(claim, f"does not show what it added: {error.text}")
             return True

@@ -2141,7 +2141,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         LEASES,
         "waits_s = WAITED_FOR_S * (refusal.text == NO_PLACE)",
         "waits_s = 0.0",
-        "A place that is free again is taken by whoever of a crowd asks next.",
+        "A place that is free again is taken by the next of a crowd.",
         ("test_state_leases",),
     ),
     Mutation(
@@ -4026,6 +4026,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "by  # a",
         "With identities of a keeper one peer outweighs its stage, which is shown to have lied.",
         ("test_verify",),
+    ),
+    Mutation(
+        "who-is-audited-says-when-its-step-is-over",
+        AUDITOR,
+        "self._is_over(stage, t, besides=member)",
+        "self._is_over(stage, t)",
+        "One of two replicas shows an auditor nothing, says that it is further, and its stage is not told.",
+        ("test_auditor",),
     ),
     Mutation(
         "record-one-island",

@@ -20,7 +20,7 @@ from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import AskKept, AskProducts, Products, ShowEvidence, WrongContribution
-from swarm.wire.messages import pack, unpack
+from swarm.wire.messages import PeerStatus, pack, unpack
 from tests.peers import sybils
 from tests.peers.admitted import OTHER as AUDITOR
 from tests.peers.admitted import admitting
@@ -174,6 +174,30 @@ async def test_who_shows_an_auditor_nothing_is_looked_at_by_its_stage() -> None:
         await s.until(lambda: all("s1p1" in p.convictions.convicted for p in others))
         assert not auditor.found
         assert "s1p1 does not show what it added: microbatch (0, 0)" in s.seen(Trouble)[0].text
+
+
+async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_step_is_over() -> None:
+    """The other one alone says that: else nobody heard that there was nothing to see."""
+    run = run_of(steps=10)
+    async with swarm(run, replicas=2) as s:
+        await s.until_serving()
+        liar = s.network.peers["s1p1"].transport
+        status, _ = liar.handlers["status"]
+
+        async def hides(request: Request) -> Answer:
+            raise Stale("microbatch (0, 0) is not kept here", version=0)
+
+        async def is_further(request: Request) -> Answer:
+            said = unpack((await status(request)).header, PeerStatus)
+            return Answer(pack(msgspec.structs.replace(said, version=min(run.steps, said.version + 3))))
+
+        liar.serve("kept", hides)
+        liar.serve("status", is_further)
+        s.add_trainer(TRAINER, window=1)
+        add_auditor(s, 1)
+        await s.until(lambda: s.finished, limit_s=120.0)
+        told = [said for said in s.seen(Trouble) if "s1p1 does not show what it added" in said.text]
+        assert len(told) > 1, "in the last step it cannot say that it is further"
 
 
 async def test_an_auditor_cannot_have_an_honest_replica_left_out_and_is_heard_once_in_a_while() -> None:
