@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.bench.plan.additive_grid import LOOKED_AT, Grid, Segments, twins
+from scripts.bench.plan.additive_grid import KNOWN, LOOKED_AT, Grid, Segments, twins
 from scripts.bench.plan.additive_objective import (
     MAX_EXACT_STAGES,
     AdditiveTerms,
@@ -170,10 +170,10 @@ def test_the_changes_are_those_that_exchanged_segments_make(
     segments = Segments(stages, replicas, rng)
     grid = Grid(of, random_grid(stages * replicas, stages, rng), segments)
     grid.sharpen(squarings)
-    some = segments.some(rng)
-    changes_m, before, start = grid.segment_changes_s(some), grid.smooth_s(), grid.grid
+    chunk = int(rng.integers(KNOWN // LOOKED_AT))
+    changes_m, before, start = grid.segment_changes_s(chunk), grid.smooth_s(), grid.grid
     for number in rng.choice(LOOKED_AT, 5, replace=False):
-        pairs = segments.swaps(some.start + int(number))
+        pairs = segments.swaps(chunk * LOOKED_AT + int(number))
         assert len(pairs) >= 2 and len({position for pair in pairs for position in pair}) == 2 * len(pairs)
         grid.swap_all(pairs)
         assert grid.smooth_s() - before == pytest.approx(float(changes_m[number]), abs=2e-3 * (1 + before))

@@ -13,6 +13,7 @@ kept in the order of the grid, so that a stage is a slice: position `s · D + d`
 from __future__ import annotations
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from scripts.bench.plan.additive_objective import AdditiveTerms
 
@@ -61,19 +62,16 @@ class Segments:
         y_SM = np.where(in_second_SM, new_second_SM, every_S1 * replicas + y_M)
         alone_M = x_M == y_M
         x_SM = np.where(alone_M & in_second_SM, new_second_SM, x_SM)
-        self.edge_x_BM = x_SM[:-1] * size + x_SM[1:]
-        self.edge_y_BM = np.where(alone_M, 0, y_SM[:-1] * size + y_SM[1:])
-        self.rest_BM = np.arange(stages - 1)[:, None] * replicas**2 + x_M * replicas + y_M
+        self.edge_x_CBm = _looked_at(x_SM[:-1] * size + x_SM[1:])
+        self.edge_y_CBm = _looked_at(np.where(alone_M, 0, y_SM[:-1] * size + y_SM[1:]))
+        self.rest_CBm = _looked_at(np.arange(stages - 1)[:, None] * replicas**2 + x_M * replicas + y_M)
         joined_SM = np.repeat(every_S1 * replicas * (size + 1), count, axis=1)
         joined_SM = np.where(in_first_SM, (every_S1 * replicas + x_M) * size + new_first_SM, joined_SM)
-        self.joined_SM = np.where(in_second_SM, (every_S1 * replicas + y_M) * size + new_second_SM, joined_SM)
+        self.joined_CSm = _looked_at(
+            np.where(in_second_SM, (every_S1 * replicas + y_M) * size + new_second_SM, joined_SM)
+        )
         self._first_M, self._length_M, self._x_M, self._from_SM = first_M, length_M, x_M, new_first_SM
         self._replicas = replicas
-
-    def some(self, rng: np.random.Generator) -> slice:
-        """Those of one step."""
-        begin = int(rng.integers(0, KNOWN - LOOKED_AT + 1))
-        return slice(begin, begin + LOOKED_AT)
 
     def swaps(self, exchange: int) -> list[tuple[int, int]]:
         """The pairs of positions that change places."""
@@ -99,6 +97,12 @@ class Grid:
         self._below_NN = np.where(np.tri(size, dtype=bool), _INF, _ZERO)
         self._twin_of = twins(terms)
         self._has_twins = len(set(self._twin_of.tolist())) < size
+        # What `changes_s` writes: the changes, and of one place the boundary above it and the one below.
+        self._change_NN = np.empty((size, size), dtype=np.float32)
+        self._same_SDD = _blocks(self._change_NN, self.replicas)
+        self._above_PN, self._below_PN = np.empty((2, size - self.replicas, size), dtype=np.float32)
+        self._above_BDD = _blocks(self._above_PN, self.replicas)
+        self._below_BDD = _blocks(self._below_PN[:, self.replicas :], self.replicas)
         self.place(grid_SD)
 
     def _power(self, x: np.ndarray) -> np.ndarray:
@@ -109,8 +113,7 @@ class Grid:
         return y
 
     def _root(self, x: np.ndarray) -> np.ndarray:
-        """The root to it, in place. Differences may have rounded to below 0."""
-        np.maximum(x, 0.0, out=x)
+        """The root to it, in place."""
         for _ in range(self._squarings):
             np.sqrt(x, out=x)
         return x
@@ -126,12 +129,14 @@ class Grid:
         self._device_N = grid_SD.ravel().copy()
         here = np.ix_(self._device_N, self._device_N)
         self._exchange_NN = self._exchange_all_NN[here]
-        self._transfer_NN = self.terms.transfer_s[here]
-        self._power_NN = self._power((self._transfer_NN / self._unit_s).astype(np.float32))
+        # Twice the price, there and back: a norm of doubled numbers is doubled.
+        self._power_NN = self._power((2.0 * self.terms.transfer_s[here] / self._unit_s).astype(np.float32))
         if self._has_twins:
             kind_N = self._twin_of[self._device_N]
             self._twins_NN = np.where(kind_N[:, None] == kind_N, _INF, _ZERO)
         size = len(self._device_N)
+        self._within_SDD = _blocks(self._power_NN, self.replicas)
+        self._across_BDD = _blocks(self._power_NN[:, self.replicas :], self.replicas)
         self._slowest_S = np.empty(self.stages, dtype=np.float32)
         self._joined_NN = np.empty((size, size), dtype=np.float32)
         for stage in range(self.stages):
@@ -161,7 +166,7 @@ class Grid:
 
     def swap(self, i: int, j: int) -> None:
         """The devices at two positions change places."""
-        matrices = [self._exchange_NN, self._transfer_NN, self._power_NN]
+        matrices = [self._exchange_NN, self._power_NN]
         for matrix_NN in [*matrices, self._twins_NN] if self._has_twins else matrices:
             _swap_rows(matrix_NN, i, j)
             _swap_rows(matrix_NN.T, i, j)
@@ -185,92 +190,97 @@ class Grid:
 
     def cost_s(self) -> float:
         """The additive cost with the rows and columns as they are: never below `additive_cost`."""
-        slowest_s = float(self._slowest_S.max()) * self._unit_s
-        return slowest_s + 2.0 * float(self._edges(self._transfer_NN).max(axis=1, initial=0.0).sum())
+        edge_s = self.terms.transfer_s[self._device_N[: -self.replicas], self._device_N[self.replicas :]]
+        slowest_s = edge_s.reshape(self.stages - 1, self.replicas).max(axis=1, initial=0.0)
+        return float(self._slowest_S.max()) * self._unit_s + 2.0 * float(slowest_s.sum())
 
     def smooth_s(self) -> float:
         """What `changes_s` are changes of: 8-norms in place of maxima."""
         edges = self._root(self._edges(self._power_NN).sum(axis=1)).sum()
         slowest = self._root(self._power(self._slowest_S).sum(keepdims=True))[0]
-        return float(slowest + 2.0 * edges) * self._unit_s
+        return float(slowest + edges) * self._unit_s
 
     def changes_s(self) -> np.ndarray:
         """[N, N], above the diagonal: by how much `smooth_s` changes when two positions swap; else inf.
 
-        Twins, whose swap changes nothing, are inf too. Single precision.
+        Twins, whose swap changes nothing, are inf too. Single precision; the next call writes over it.
         """
-        change_NN = self._exchange_changes_s()
+        change_NN = self._change_NN
+        self._measure_exchanges()
         if self.stages > 1:
-            change_NN += self._transfer_changes_s()
+            self._add_transfers()
         change_NN *= self._unit_s
         change_NN += self._below_NN
         if self._has_twins:
             change_NN += self._twins_NN
         return change_NN
 
-    def segment_changes_s(self, some: slice) -> np.ndarray:
-        """[m] by how much `smooth_s` changes with some of the exchanges of segments."""
+    def segment_changes_s(self, chunk: int) -> np.ndarray:
+        """[m] by how much `smooth_s` changes with the exchanges of segments from `chunk * LOOKED_AT` on."""
         segments = self.segments
         assert segments is not None
         rest_BX = self._edges(self._power_NN) @ self._without_two_DxDD
-        edges_Bm = rest_BX.take(segments.rest_BM[:, some])
-        edges_Bm += self._power_NN.take(segments.edge_x_BM[:, some])
-        edges_Bm += self._power_NN.take(segments.edge_y_BM[:, some])
-        after_m = 2.0 * self._root(edges_Bm).sum(axis=0)
-        after_m += self._root(self._joined_NN.take(segments.joined_SM[:, some]).sum(axis=0))
+        edges_Bm = rest_BX.take(segments.rest_CBm[chunk])
+        edges_Bm += self._power_NN.take(segments.edge_x_CBm[chunk])
+        edges_Bm += self._power_NN.take(segments.edge_y_CBm[chunk])
+        after_m = self._root(edges_Bm).sum(axis=0)
+        after_m += self._root(self._joined_NN.take(segments.joined_CSm[chunk]).sum(axis=0))
         return after_m * np.float32(self._unit_s) - np.float32(self.smooth_s())
 
-    def _exchange_changes_s(self) -> np.ndarray:
-        stages, replicas = self.stages, self.replicas
+    def _measure_exchanges(self) -> None:
+        """Write the changes of what exchanges cost."""
+        stages, replicas, change_NN = self.stages, self.replicas, self._change_NN
         power_S = self._power(self._slowest_S)
         rest_SS = (power_S @ self._without_two_SxSS).reshape(stages, stages)
-        change_NN = self._joined_NN + self._joined_NN.T
-        change_SDSD = change_NN.reshape(stages, replicas, stages, replicas)
-        change_SDSD += rest_SS[:, None, :, None]
+        np.add(self._joined_NN, self._joined_NN.T, out=change_NN)
+        change_NN.reshape(stages, replicas, stages, replicas)[...] += rest_SS[:, None, :, None]
         self._root(change_NN)
         change_NN -= self._root(power_S.sum(keepdims=True))
-        every = np.arange(stages)
-        change_SDSD[every, :, every, :] = 0.0
-        return change_NN
+        self._same_SDD[...] = 0.0
 
-    def _transfer_changes_s(self) -> np.ndarray:
-        stages, replicas, power_NN = self.stages, self.replicas, self._power_NN
+    def _add_transfers(self) -> None:
+        """Add to them the changes of what transfers cost."""
+        replicas, power_NN, within_SDD = self.replicas, self._power_NN, self._within_SDD
+        above_PN, below_PN = self._above_PN, self._below_PN
         edge_BD = self._edges(power_NN)  # B = S - 1 boundaries
-        rest_BD = edge_BD @ self._others_DD
+        rest_P1 = (edge_BD @ self._others_DD).reshape(-1, 1)
         before_B = self._root(edge_BD.sum(axis=1))
-        rest_N1 = rest_BD.reshape(-1, 1)
-        before_N1 = np.repeat(before_B, replicas)[:, None]
-        # A device j in the place of q: the boundary above q, then the one below it.
-        own_NN = np.zeros_like(power_NN)
-        own_NN[replicas:] = self._root(rest_N1 + power_NN[:-replicas])
-        own_NN[replicas:] -= before_N1
-        below_NN = self._root(rest_N1 + power_NN[replicas:])
-        below_NN -= before_N1
-        own_NN[:-replicas] += below_NN
-        change_NN = own_NN + own_NN.T
-        # Two places at one boundary are not independent of one another.
-        change_SDSD = change_NN.reshape(stages, replicas, stages, replicas)
-        every = np.arange(stages)
-        power_SDSD = power_NN.reshape(stages, replicas, stages, replicas)
-        across_BDD = power_SDSD[every[:-1], :, every[1:], :]
-        within_SDD = power_SDSD[every, :, every, :]
-        before_B11 = before_B[:, None, None]
+        before_P1, before_B11 = np.repeat(before_B, replicas)[:, None], before_B[:, None, None]
+        # Another device in a place: the boundary above the place (of all but the first stage), the one below.
+        for own_PN, next_PN in ((above_PN, power_NN[:-replicas]), (below_PN, power_NN[replicas:])):
+            np.add(rest_P1, next_PN, out=own_PN)
+            self._root(own_PN)
+            own_PN -= before_P1
+        # Places of neighbouring stages are not independent of one another at the boundary that they share.
         kept_BDD = (edge_BD @ self._without_two_DxDD).reshape(-1, replicas, replicas)
-        # Neighbouring stages: what was added above for the shared boundary is replaced.
         joint_BDD = self._root(kept_BDD + within_SDD[:-1] + within_SDD[1:]) - before_B11
         diagonal = np.arange(replicas)
         joint_BDD[:, diagonal, diagonal] = 0.0  # the edge between the two is turned round
-        joint_BDD -= self._root(rest_BD[:, :, None] + within_SDD[1:]) - before_B11
-        joint_BDD -= self._root(rest_BD[:, None, :] + within_SDD[:-1]) - before_B11
-        change_SDSD[every[:-1], :, every[1:], :] += joint_BDD
+        self._above_BDD[...] = 0.0
+        self._below_BDD[...] = joint_BDD
+        own_NN = np.zeros_like(power_NN)
+        own_NN[:-replicas] = below_PN
+        own_NN[replicas:] += above_PN
+        self._change_NN += own_NN
+        self._change_NN += own_NN.T
         # Two of one stage: the two boundaries see their edges crossed.
-        crossed_BDD = self._root(kept_BDD + across_BDD + across_BDD.transpose(0, 2, 1)) - before_B11
-        same_SDD = np.zeros_like(within_SDD)
-        same_SDD[:-1] += crossed_BDD
-        same_SDD[1:] += crossed_BDD
-        change_SDSD[every, :, every, :] = same_SDD
-        change_NN *= 2.0
-        return change_NN
+        kept_BDD += self._across_BDD
+        kept_BDD += self._across_BDD.transpose(0, 2, 1)
+        crossed_BDD = self._root(kept_BDD) - before_B11
+        self._same_SDD[:-1] = crossed_BDD
+        self._same_SDD[-1] = 0.0
+        self._same_SDD[1:] += crossed_BDD
+
+
+def _blocks(matrix_NN: np.ndarray, replicas: int) -> np.ndarray:
+    """[s, D, D] a view of the blocks on the diagonal, of as many stages as fit."""
+    count, (down, right) = min(matrix_NN.shape) // replicas, matrix_NN.strides
+    return as_strided(matrix_NN, (count, replicas, replicas), (replicas * (down + right), down, right))
+
+
+def _looked_at(places_XM: np.ndarray) -> np.ndarray:
+    """[C, X, m] the same in chunks of `LOOKED_AT` exchanges, each in one piece of memory."""
+    return places_XM.reshape(len(places_XM), -1, LOOKED_AT).transpose(1, 0, 2).copy()
 
 
 def _without_two(size: int) -> np.ndarray:

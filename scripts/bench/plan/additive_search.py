@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.bench.plan.additive_grid import Grid, Segments
+from scripts.bench.plan.additive_grid import KNOWN, LOOKED_AT, Grid, Segments
 from scripts.bench.plan.additive_objective import AdditiveCost, AdditiveTerms, additive_cost
 from swarm.plan.search import even_clusters, shapes
 
@@ -327,15 +327,15 @@ def _drawn(
     if not change_NN[i, j] < np.inf:
         return []
     if draws is not None and grid.segments is not None:
-        some = grid.segments.some(rng)
-        change_m = grid.segment_changes_s(some)
-        offset = int(rng.integers(0, len(draws) - len(change_m) + 1))
+        offset = int(rng.integers(0, len(draws) - LOOKED_AT + 1))
+        chunk = offset % (KNOWN // LOOKED_AT)
+        change_m = grid.segment_changes_s(chunk)
         change_m += np.float32(heat_s) * (
             draws[offset : offset + len(change_m)] - np.float32(SEGMENTS_WEIGHT)
         )
         best = int(change_m.argmin())
         if change_m[best] < change_NN[i, j]:
-            return grid.segments.swaps(some.start + best)
+            return grid.segments.swaps(chunk * LOOKED_AT + best)
     return [(i, j)]
 
 
