@@ -95,10 +95,10 @@ class SharedLines(Lines):
             (self._down_free_s, j, self._down_s[j]),
         ):
             if byte_s:
-                turn_s = max(start_s, free_s.get(which, 0.0))
-                free_s[which] = turn_s + size_bytes * byte_s
+                turn_s = free_s.get(which, 0.0)
                 if size_bytes > SMALL_BYTES:
-                    start_s = turn_s
+                    start_s = turn_s = max(start_s, turn_s)
+                free_s[which] = turn_s + size_bytes * byte_s
                 end_s = max(end_s, start_s + size_bytes * byte_s)
         return end_s + self._latency_s[a][b]
 

@@ -180,15 +180,23 @@ def hosts_of(case: Case) -> Network:
     return Network(tuple(hosts), ("lab",), np.array([[case.delay_s]]), np.array([[np.inf]]))
 
 
-def simulated(case: Case, run: Run, *, job_s: float, steps: int) -> float:
-    """Tokens per second of the simulation of the same."""
+STEP_JOBS = 4
+"""Of a device between two steps: it freezes a sum, takes the step, begins a sum, hashes weights. In virtual
+time each takes a third of `job_s` (`SimDevice`), in life nearly nothing."""
+
+
+def simulated(case: Case, run: Run, *, job_s: float, steps: int, virtual: bool = False) -> float:
+    """Tokens per second of the simulation of the same; `virtual`: of `shipped`."""
     job = job_of(run)
     # Its backward is two forwards: together they are as long as the two jobs of a middle stage, or the
     # single one of the last.
     last = case.stages - 1
     flops = tuple((job_s if stage == last else 2 * job_s) / 3 for stage in range(case.stages))
     job = replace(job, forward_flops=flops)
-    settings = Settings(window=case.window, rebalance_every_s=0.0, max_inflight=case.max_inflight)
+    settings = Settings(
+        window=case.window, rebalance_every_s=0.0, max_inflight=case.max_inflight,
+        step_s=STEP_JOBS * job_s / 3 if virtual else 0.0,
+    )  # fmt: skip
     layout = [*(i // case.replicas for i in range(case.stages * case.replicas)), NO_STAGE]
     found = simulate(hosts_of(case), job, layout, end_s=1e9, steps=steps + 2, settings=settings)
     return run.tokens_per_step / found.step_s(skip=2)
@@ -199,7 +207,7 @@ def row(case: Case, reduce: str, *, job_s: float, steps: int, virtual: bool) -> 
     run = validation_run(case.stages, reduce)
     middle = shipped(case, run, job_s=job_s, steps=steps)
     measured = middle if virtual else real(case, run, job_s=job_s, steps=steps)
-    expected = simulated(case, run, job_s=job_s, steps=steps)
+    expected = simulated(case, run, job_s=job_s, steps=steps, virtual=virtual)
     ratio = expected / measured
     return {
         "stages": case.stages, "replicas": case.replicas, "mbit": case.mbit, "delay_ms": 1e3 * case.delay_s,
