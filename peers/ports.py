@@ -153,12 +153,11 @@ class Directory(Protocol):
 
 
 class Rank(IntEnum):
-    """Which job goes first. Backwards free memory, so they go before forwards; digests can wait."""
+    """Which job goes first. Forwards take turns with backwards: stages behind wait for them."""
 
     STEP = 0
-    BACKWARD = 1
-    FORWARD = 2
-    IDLE = 3
+    COMPUTE = 1
+    IDLE = 2
 
 
 class Books:

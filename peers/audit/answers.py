@@ -112,7 +112,7 @@ class AnswerAudits:
     async def _compute(self, t: int, job: Callable[[], T]) -> T:
         """Run a job of the device; the step is not taken meanwhile."""
         audits = self._core.audits
-        running = asyncio.ensure_future(self._core.device.run(Rank.BACKWARD, t, job))
+        running = asyncio.ensure_future(self._core.device.run(Rank.COMPUTE, t, job))
         audits.add(running)
         running.add_done_callback(self._computed)
         return await asyncio.shield(running)

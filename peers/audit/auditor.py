@@ -242,13 +242,13 @@ class Auditor:
             return  # another peer's answer was taken
         said = receipt.statement(stage, mb, told.loss)
         device = self._device
-        made = await device.run(Rank.FORWARD, mb.t, make, compute, mb, came.forth, came.back)
+        made = await device.run(Rank.COMPUTE, mb.t, make, compute, mb, came.forth, came.back)
         if made.is_of(said):
             return
         shown = await kept.of(member, mb, made=True)
         evidence, body = evidence_of(member, said, receipt.signature, came, shown)
         signer = self._transport.signer
-        if await device.run(Rank.FORWARD, mb.t, proves_answer, compute, signer, evidence, body):
+        if await device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):
             self.found.add(member)
             text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
             self._emit(events.Trouble(text=f"{text} than it computes"))

@@ -66,7 +66,7 @@ async def count_again(
         shown = await kept.of(member, mb, made=False)
         neighbours = kept.signed_by(mb, shown)
         saw(mb, shown)
-        await device.run(Rank.FORWARD, mb.t, recount.add, mb.m, shown.forth, shown.back, device.books)
+        await device.run(Rank.COMPUTE, mb.t, recount.add, mb.m, shown.forth, shown.back, device.books)
         return all(kept.counts(*neighbour) for neighbour in neighbours)
 
     return sum(await for_each(microbatches, again, AT_ONCE))

@@ -61,7 +61,7 @@ class EvaluationServer:
                 await core.step(wanted.t, wait_s=OPEN_WAIT_S)
             inputs = split(wanted.tensors, await self._incoming.receive(request))
             version = version_of(core.run, wanted.t)
-            made = await core.device.run(Rank.FORWARD, wanted.t, core.compute.evaluate, version, inputs)
+            made = await core.device.run(Rank.COMPUTE, wanted.t, core.compute.evaluate, version, inputs)
             loss = await self._next(wanted, made) if isinstance(made, list) else made
         finally:
             self._inflight -= 1

@@ -102,7 +102,7 @@ class SimDevice:
             return
         self._job = job
         job.lasts_s = self.job_s * self._dice.between(1 - self._spread, 1 + self._spread)
-        if rank not in (Rank.FORWARD, Rank.BACKWARD):
+        if rank != Rank.COMPUTE:
             job.lasts_s /= 3
         works_after_s = job.lasts_s * self._dice.number()
         loop = asyncio.get_running_loop()

@@ -306,7 +306,7 @@ class MicrobatchServer:
             asked = (caller, work) if self._is_audited else None
             return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked))
 
-        return await self._core.device.run(Rank.FORWARD, work.t, compute)
+        return await self._core.device.run(Rank.COMPUTE, work.t, compute)
 
     def _codec_for(self, work: Work) -> str | None:
         """The codec for the line to the next peer, of those that the manifest allows; None: its first."""
@@ -336,7 +336,7 @@ class MicrobatchServer:
             timed[0] = self._took_s()
             return fwd, came, onward, sent
 
-        fwd, came, onward, sent = await core.device.run(Rank.FORWARD, work.t, forward)
+        fwd, came, onward, sent = await core.device.run(Rank.COMPUTE, work.t, forward)
         fault_point("forward")
         behind_s = 0.0
         while True:
@@ -364,7 +364,7 @@ class MicrobatchServer:
                 return self._count(step, found, kept)
 
             try:
-                kept = await core.device.run(Rank.BACKWARD, work.t, backward)
+                kept = await core.device.run(Rank.COMPUTE, work.t, backward)
                 if self._audits is not None:
                     self._audits.decoded(core.stage + 1, fwd.mb, sent, done, math.hypot(*lengths))
                 return kept
@@ -426,7 +426,7 @@ class MicrobatchServer:
                 fwd = core.compute.forward(self._alive(step, work), kept.inputs, grad=False)
                 return fwd, *self._receipts.feed(work, fwd.outputs)
 
-            fwd, onward, sent = await core.device.run(Rank.FORWARD, work.t, again)
+            fwd, onward, sent = await core.device.run(Rank.COMPUTE, work.t, again)
             await self._call_next(step, onward, fwd, sent)
             job.done.set_result(kept)
         except BaseException as error:

@@ -4616,7 +4616,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "auditors-look-at-no-answers",
         AUDITOR,
-        "        if await device.run(Rank.FORWARD, mb.t, proves_answer, compute, signer, evidence, body):\n",
+        "        if await device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):\n",
         "        if False:\n",
         "A replica that adds truly answers what it likes, and the owner's auditor says that all fits.",
         ("test_auditor",),

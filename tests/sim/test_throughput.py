@@ -324,13 +324,31 @@ def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
 
 @pytest.mark.slow
 def test_a_window_that_learns_comes_near_the_best_fixed_one() -> None:
-    net, work, layout = network(12, latency_s=0.1), job(3, 96), [i // 4 for i in range(12)]
-    inherited = [
-        simulate(net, work, layout, end_s=250.0, settings=Settings(window=w)).step_s()
-        for w in (6, 12, 24, 48)
-    ]
-    learned = simulate(net, work, layout, end_s=300.0, settings=Settings()).step_s(skip=2)
-    assert learned < 1.02 * min(inherited) < max(inherited)
+    work, layout, above = job(3, 96), [i // 4 for i in range(12)], list[float]()
+    for latency_s in (0.05, 0.1, 0.2):
+        net = network(12, latency_s=latency_s)
+        fixed = [
+            simulate(net, work, layout, end_s=150.0, settings=Settings(window=w)).step_s()
+            for w in (6, 12, 24, 48)
+        ]
+        learned = simulate(net, work, layout, end_s=200.0, settings=Settings()).step_s(skip=2)
+        above.append(learned / min(fixed))
+        assert learned < 1.04 * min(fixed) < max(fixed)
+    assert sum(above) / len(above) < 1.02, "which one is best by luck differs by network"
+
+
+def test_smaller_transfers_make_no_step_longer() -> None:
+    """Backwards that went before forwards kept the stage behind waiting: 1.06 s with 50 kB, 0.94 with 130."""
+    work = replace(job(3, 8), forward_flops=(0.08 / 3, 0.08 / 3, 0.04 / 3))
+    steps_s = [
+        simulate(
+            network(3, latency_s=0.05, line_bps=100e6),
+            replace(work, forward_bytes=(size,) * 2, backward_bytes=(size,) * 2),
+            range(3), end_s=1e3, steps=6, settings=Settings(window=8),
+        ).step_s()
+        for size in (0.0, 1e4, 5e4, 1.3e5, 3e5)
+    ]  # fmt: skip
+    assert steps_s == sorted(steps_s)
 
 
 def learned_and_fixed(count: int, work: Job, window: int, latency_s: float) -> tuple[list[float], float]:

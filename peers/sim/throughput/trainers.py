@@ -220,7 +220,7 @@ class Trainers:
         forward_s, backward_s = peer.job_s
         await peer.take_room()
         try:
-            await peer.compute(forward_s + backward_s if last else forward_s)
+            await peer.compute(flight.t, forward_s + backward_s if last else forward_s)
             if not last:
                 left_s = loop.now_s
                 await self._behind(flight, stage)
@@ -228,7 +228,7 @@ class Trainers:
                 if not peer.alive:
                     await self._notice(peer)
                 if count:
-                    await peer.compute(backward_s, back=True)
+                    await peer.compute(flight.t, backward_s)
             if count:
                 peer.computed += 1
                 self._world.record(peer, flight.t, flight.m)

@@ -25,7 +25,7 @@ class Gone(Exception):
 class Peer:
     """A device in one stage, from its arrival there to its end or its move to another stage.
 
-    It does one job at a time, backwards first: they end something, and free memory.
+    It does one job at a time, in order of step and arrival.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Peer:
         self.computed = self._held = 0
         self._running: asyncio.Future[None] | None = None
         self._order = itertools.count()
-        self._jobs: list[tuple[bool, int, asyncio.Future[None], float]] = []
-        """(whether it is a forward, number, done, seconds) of those that wait."""
+        self._jobs: list[tuple[int, int, asyncio.Future[None], float]] = []
+        """(step, number, done, seconds) of those that wait."""
         self._waiting = deque[asyncio.Future[None]]()
         self._length = MeanLength()
 
@@ -109,11 +109,11 @@ class Peer:
                 return
         self._held -= 1
 
-    def compute(self, lasts_s: float, *, back: bool = False) -> asyncio.Future[None]:
-        """Have the device work so long for a microbatch; done when it has."""
+    def compute(self, t: int, lasts_s: float) -> asyncio.Future[None]:
+        """Have the device work so long for a microbatch of step `t`; done when it has."""
         self._length.count(self._queued)
         done = self._loop.create_future()
-        heapq.heappush(self._jobs, (not back, next(self._order), done, lasts_s))
+        heapq.heappush(self._jobs, (t, next(self._order), done, lasts_s))
         if self._running is None:
             self._next()
         return done

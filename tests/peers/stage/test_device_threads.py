@@ -28,7 +28,7 @@ async def threads(workers: int) -> AsyncIterator[DeviceThreads]:
 async def test_as_many_microbatches_as_there_are_workers_are_computed_at_once() -> None:
     async with threads(3) as device:
         all_there = threading.Barrier(3)
-        ranks = (Rank.FORWARD, Rank.BACKWARD, Rank.IDLE)
+        ranks = (Rank.COMPUTE, Rank.COMPUTE, Rank.IDLE)
         await asyncio.gather(*(device.run(rank, 0, all_there.wait, 30.0) for rank in ranks))
         device.stop()
         assert device.running is None and device.longest_s > 0
@@ -47,13 +47,13 @@ async def test_what_changes_weights_runs_alone_and_first() -> None:
             assert device.running is not None
             ran.append("step")
 
-        jobs = [asyncio.create_task(device.run(Rank.FORWARD, 0, first))]
+        jobs = [asyncio.create_task(device.run(Rank.COMPUTE, 0, first))]
         await asyncio.to_thread(began.wait, 30.0)
-        jobs.append(asyncio.create_task(device.run(Rank.BACKWARD, 5, lambda: None)))
+        jobs.append(asyncio.create_task(device.run(Rank.COMPUTE, 5, lambda: None)))
         await jobs[-1]  # beside the first
         jobs.append(asyncio.create_task(device.run(Rank.STEP, 1, alone)))
         await asyncio.sleep(0)
-        jobs.append(asyncio.create_task(device.run(Rank.BACKWARD, 0, ran.append, "backward")))
+        jobs.append(asyncio.create_task(device.run(Rank.COMPUTE, 0, ran.append, "backward")))
         await asyncio.sleep(0)
         assert device.mean_queue() >= 0 and not ran
         may_end.set()
@@ -70,13 +70,13 @@ async def test_a_ledger_changes_only_in_a_job_that_holds_the_books() -> None:
                 ledger.record(m)
 
         await device.run(Rank.STEP, 0, ledger.record, 0)
-        await device.run(Rank.BACKWARD, 0, counted, 1)
+        await device.run(Rank.COMPUTE, 0, counted, 1)
         for change in (
             lambda: ledger.record(2), lambda: ledger.take_over(4), lambda: ledger.remove(0),
             lambda: ledger.freeze("round"), ledger.thaw, ledger.clear,
         ):  # fmt: skip
             with pytest.raises(AssertionError, match="a ledger changes outside of a job that holds"):
-                await device.run(Rank.BACKWARD, 0, change)
+                await device.run(Rank.COMPUTE, 0, change)
             with pytest.raises(AssertionError, match="outside of a job that holds the books"):
                 change()
         assert ledger.done == 0b11
@@ -100,9 +100,9 @@ async def test_what_a_stopped_device_will_not_do_is_said_at_once() -> None:
             may_end.wait(30.0)
             return "done"
 
-        running = asyncio.create_task(device.run(Rank.FORWARD, 0, first))
+        running = asyncio.create_task(device.run(Rank.COMPUTE, 0, first))
         await asyncio.to_thread(began.wait, 30.0)
-        waiting = asyncio.create_task(device.run(Rank.BACKWARD, 0, str))
+        waiting = asyncio.create_task(device.run(Rank.COMPUTE, 0, str))
         await asyncio.sleep(0)
         may_end.set()
         device.stop()
