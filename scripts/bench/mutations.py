@@ -39,6 +39,7 @@ WORKLIST = "swarm/protocol/worklist.py"
 ROLLBACK = "swarm/protocol/rollback.py"
 ACTIONS = "peers/stage/actions.py"
 SERVER = "peers/stage/server.py"
+DEVICE_THREADS = "peers/stage/device.py"
 JOINING = "peers/stage/joining.py"
 MEMBERSHIP = "peers/stage/membership.py"
 MOVING = "peers/stage/moving.py"
@@ -5690,5 +5691,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:",
         "Each replica but one gets over its line what it has.",
         ("test_islands",),
+    ),
+    Mutation(
+        "compute-what-came-last-first",
+        DEVICE_THREADS,
+        "(rank, t, next(self._order), work)",
+        "(rank, t, -next(self._order), work)",
+        "What came first waits for all that comes after it.",
+        ("test_sim_device",),
     ),
 )
