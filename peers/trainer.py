@@ -303,7 +303,7 @@ class Trainer:
                 item = self._todo.next(newest, now=now_s())
             if item is None:
                 break
-            again[item.microbatch.t] += item.replay
+            again[item.microbatch.t] += item.replay and len(self._served) == self._run.S
             task = asyncio.get_running_loop().create_task(self._microbatch(item))
             self._running[task] = item.microbatch.t
             task.add_done_callback(self._ended)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from msgspec.structs import replace as remade
 
+from peers.clock import now_s
 from peers.events import Note, PeerLost, Replayed, StateFetched, StepDone, Undone
 from peers.stage import actions
 from peers.stage import all_reduce as reduce
@@ -821,3 +822,18 @@ async def test_with_a_top_k_at_one_boundary_deaths_leave_every_bit_as_it_is(reci
         for _, peer in s.live():
             for name, weight in peer.core.compute.state.named_weights().items():
                 assert torch.equal(weight, reference[name]), name
+
+
+async def test_while_a_stage_has_no_peer_no_microbatch_is_said_to_run_again() -> None:
+    """What stage 0 has and stage 1 lost is due for as long as nobody serves stage 1."""
+    async with swarm(audit_run(stages=2, steps=9, microbatches_per_step=8), replicas=1) as s:
+        await s.until_serving()
+        trainer = s.add_trainer("trainer", window=2)
+        await s.until_version(1)
+        s.kill_and_forget("s1p0")
+        await s.until(lambda: trainer._served == {0})  # pyright: ignore[reportPrivateUsage]
+        said, t = len(s.seen(Replayed)), trainer._version  # pyright: ignore[reportPrivateUsage]
+        for _ in range(20):
+            trainer._todo.lacking(t, [0, 255], now=now_s())  # pyright: ignore[reportPrivateUsage]
+            await asyncio.sleep(1.0)
+        assert len(s.seen(Replayed)) == said, "a line for each attempt, some a second"
