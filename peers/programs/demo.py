@@ -157,7 +157,7 @@ def run_up(options: UpOptions) -> None:
     Raises:
         SetupError: the folder holds no run, or a process cannot start.
     """
-    folder = options.folder
+    folder = options.folder.parent if options.folder.is_file() else options.folder  # its run.toml, say
     if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
         raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
     from peers.api import Run, local
@@ -169,14 +169,15 @@ def run_up(options: UpOptions) -> None:
     )  # fmt: skip
     terms, here = run.terms, shlex.quote(str(folder))
     lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
+    made = local(
+        run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder,
+        device=options.device,
+    )  # fmt: skip
     lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
     saves = terms.checkpoint_every or terms.islands.count > 1  # which save what each meeting leaves
     kept = "from the last checkpoint" if saves else "from the start (checkpoint_every = 0)"
     lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on {kept}")
-    with local(
-        run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder,
-        device=options.device,
-    ) as swarm:  # fmt: skip
+    with made as swarm:
         for _ in swarm:
             pass
     model = folder / "model.safetensors"

@@ -541,3 +541,14 @@ async def test_a_newcomer_takes_a_stage_that_it_may() -> None:
     announced: list[int] = []
     assert await choose_stage(KIM.peer_id, RUN, Directory(), (), "", [1]) == 1  # type: ignore[arg-type]
     assert announced == [-1, 1]
+
+
+def test_what_up_cannot_start_is_said_before_how_to_watch_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init(tmp_path / "mine", "--manifest", str(unpinned(tmp_path))) == 0
+    capsys.readouterr()
+    for named in ("mine", "mine/run.toml"):  # the file in the folder is taken for the folder
+        assert main(["up", str(tmp_path / named), "--device", "gpu9"]) != 0
+        said = capsys.readouterr()
+        assert "--device 'gpu9' is unknown; take auto" in said.err and "watch it" not in said.out
