@@ -376,7 +376,7 @@ async def test_what_a_trainer_knew_before_the_run_went_back_holds_up_no_stage() 
         assert protocol.trained.version == 1, "one that is gone does not count for ever, nor do strangers"
 
 
-async def test_whoever_watches_hears_at_once_of_what_is_new_and_in_a_while_of_nothing() -> None:
+async def test_who_watches_hears_at_once_of_what_is_new_and_in_a_while_of_nothing() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         stranger = s.add_stranger()
