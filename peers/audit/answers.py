@@ -15,7 +15,7 @@ from peers.audit.kept import KeptWork, Shown
 from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit.answers import digest, is_audited, make, proves_answer
-from swarm.errors import Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
+from swarm.errors import Busy, NotReady, PeerFault, Refused, short
 from swarm.ids import Microbatch, PeerId
 from swarm.protocol.statements import is_signed
 from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
@@ -87,8 +87,6 @@ class AnswerAudits:
             if made.is_of(said):
                 return True
             made_there = await self._kept.of(ask.peer, mb, made=True)
-        except (Stale, NotNow):
-            return True  # its step is over, or it leaves: nothing is known
         except PeerFault:
             return False
         evidence, body = evidence_of(ask.peer, said, ask.signature, came, made_there)

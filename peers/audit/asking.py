@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from peers.ports import Directory, Transport
 from peers.voices import Voices
 from peers.waiting import TaskKeeper
-from swarm.audit.unusual import AnswerScreen
+from swarm.audit.unusual import AnswerScreen, Honest
 from swarm.errors import BadAnswer, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -42,21 +42,20 @@ class AuditCaller:
 
     def answered(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
         """Note an answer, whose receipt was checked; `sent`: the digest of what it answers."""
-        strange = self._screen.is_strange(done.loss)
+        strange = self._screen.strange_loss(done.loss)
         if not done.hops:
             return
         toss = Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")
         coin = Coin(self._transport.signer, self._run.id, toss)
         if coin.falls(SHARE) or strange:
-            self._ask(coin, stage, mb, sent, done)
+            self._ask(stage, mb, sent, done, strange)
 
     def decoded(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone, length: float) -> None:
         """Note the norm of the gradient in an answer."""
-        if self._screen.is_long_or_short(length):
-            coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, mb.t, str(mb.m)))
-            self._ask(coin, stage, mb, sent, done)
+        if strange := self._screen.strange_length(length):
+            self._ask(stage, mb, sent, done, strange)
 
-    def _ask(self, coin: Coin, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
+    def _ask(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone, honest: Honest | None) -> None:
         """Have an answer computed again.
 
         A peer may have computed with the same microbatch from another caller: then there is nothing to say.
@@ -69,17 +68,20 @@ class AuditCaller:
         others = sorted(peer for peer in there if peer != hop.peer and (peer in voice or not voice))
         if not others:
             return
+        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, mb.t, str(mb.m)))
         said, signature = hop.receipt.statement(stage, mb, done.loss), hop.receipt.signature
         ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=signature)
         first = coin.below(len(others))
         judges = [*others[first:], *others[:first]][:JUDGES]
-        self._tasks.create_task(self._audit(judges, ask))
+        self._tasks.create_task(self._audit(judges, ask, honest))
 
-    async def _audit(self, judges: Sequence[PeerId], ask: AuditAnswer) -> None:
+    async def _audit(self, judges: Sequence[PeerId], ask: AuditAnswer, honest: Honest | None) -> None:
         for judge in judges:
             try:
                 answer = await self._transport.call(judge, "audit", pack(ask), deadline_s=AUDIT_S)
                 if unpack_answer(judge, answer.header, Audited).fits:
+                    if honest:
+                        honest()
                     return
             except SwarmError:
                 return  # the step is over, or the judge is busy

@@ -201,6 +201,7 @@ class ContributionAudits:
             self._doubted[member] -= 1
             self._suspects[member] = t + 1
         elif 2 * bound > len(microbatches):
+            self._screen.honest(member)
             self._doubted.pop(member, None)
             self._own.pop(member, None)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from swarm.audit.answers import norm
-from swarm.audit.unusual import Record
+from swarm.audit.unusual import Honest, Record
 from swarm.ids import PeerId
 
 SAMPLE = 1 << 12
@@ -33,6 +33,7 @@ class Screen:
         self._directions: dict[PeerId, float] = {}
         """Cosine with the sum of the others, on average."""
         self._angles, self._lengths = Record(LEAST_ANGLE), Record(LEAST_LENGTH)
+        self._strange: dict[PeerId, list[tuple[float, Honest]]] = {}
 
     def strangest(
         self, samples: Mapping[PeerId, torch.Tensor], counts: Mapping[PeerId, int]
@@ -58,5 +59,11 @@ class Screen:
         usual, length = statistics.median(directions.values()), statistics.median(lengths.values())
         turned = self._angles.beyond({peer: usual - directions[peer] for peer in sums})
         longer = self._lengths.beyond({peer: abs(lengths[peer] - length) for peer in sums})
-        strange = {peer: max(turned.get(peer, 0.0), longer.get(peer, 0.0)) for peer in {*turned, *longer}}
-        return max(sorted(strange), key=strange.__getitem__, default=None)
+        strange = {p: [kind[p] for kind in (turned, longer) if p in kind] for p in {*turned, *longer}}
+        self._strange = {p: before for p, before in self._strange.items() if p in sums} | strange
+        return max(sorted(strange), key=lambda peer: max(times for times, _ in strange[peer]), default=None)
+
+    def honest(self, peer: PeerId) -> None:
+        """Take what looked strange of `peer` for usual: it was computed again, and fits."""
+        for _, remember in self._strange.pop(peer, ()):
+            remember()

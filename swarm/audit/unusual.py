@@ -9,14 +9,14 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeAlias
 
 from swarm.ids import PeerId
 
 SEEN = 1024
 """Deviations that the next are compared with: an honest one is strange once in so many."""
 MARGIN = 1.25
-MOST = 2.0
-"""Times what was usual, as which a deviation is remembered at most: one lie must not hide the next."""
 COMPARED = 64
 """With so many the next one is compared."""
 FEWEST = 16
@@ -26,19 +26,23 @@ TINY = 1e-30
 LEAST_LENGTH = math.log(10.0)
 """Gradients of some samples are several times as long as those of others."""
 
+Honest: TypeAlias = Callable[[], None]
+"""To be called when what looked strange was computed again, and fits."""
+
 
 class Record:
-    """Whether a deviation is larger than all that were seen lately."""
+    """Whether a deviation is larger than all that were seen lately, and were not strange, or honest."""
 
     def __init__(self, least: float) -> None:
         self._least = least
         self._seen: deque[float] = deque(maxlen=SEEN)
 
-    def beyond(self, deviations: Mapping[PeerId, float]) -> dict[PeerId, float]:
-        """By how many times, where it is: those of one step."""
+    def beyond(self, deviations: Mapping[PeerId, float]) -> dict[PeerId, tuple[float, Honest]]:
+        """By how many times, where it is: those of one step. What is not known to be honest hides no lie."""
         limit = max(self._least, MARGIN * max(self._seen, default=0.0))
-        self._seen.extend(min(far, MOST * limit) for far in deviations.values())
-        return {peer: far / limit for peer, far in deviations.items() if far > limit}
+        self._seen.extend(far for far in deviations.values() if far <= limit)
+        strange = {peer: far for peer, far in deviations.items() if far > limit}
+        return {peer: (far / limit, partial(self._seen.append, far)) for peer, far in strange.items()}
 
 
 class AnswerScreen:
@@ -47,14 +51,14 @@ class AnswerScreen:
     def __init__(self) -> None:
         self._losses, self._lengths = _Values(LEAST_LOSS), _Values(LEAST_LENGTH)
 
-    def is_strange(self, loss: float) -> bool:
-        """Whether a loss is, which is one of the last from now on."""
-        return not math.isfinite(loss) or self._losses.next(
-            loss, lambda usual: (loss - usual) / max(abs(loss), abs(usual), TINY)
-        )
+    def strange_loss(self, loss: float) -> Honest | None:
+        """Look at a loss, which is one of the last from now on; None: it is not strange."""
+        if not math.isfinite(loss):
+            return lambda: None
+        return self._losses.next(loss, lambda usual: (loss - usual) / max(abs(loss), abs(usual), TINY))
 
-    def is_long_or_short(self, length: float) -> bool:
-        """Whether the norm of a gradient is, which is one of the last from now on."""
+    def strange_length(self, length: float) -> Honest | None:
+        """The same of the norm of a gradient."""
         log = math.log(length + TINY)
         return self._lengths.next(log, lambda usual: log - usual)
 
@@ -67,8 +71,9 @@ class _Values:
         self._above, self._below = Record(least), Record(least)
         """Apart: that a model learns fast must not hide a lie, which mostly is a loss too high."""
 
-    def next(self, value: float, far_from: Callable[[float], float]) -> bool:
-        """Whether `value` is strange; `far_from`: how far it is above what is usual."""
+    def next(self, value: float, far_from: Callable[[float], float]) -> Honest | None:
+        """Look at `value`; `far_from`: how far it is above what is usual."""
         far = 0.0 if len(self._last) < FEWEST else far_from(statistics.median(self._last))
         self._last.append(value)
-        return bool(self._above.beyond({"": far})) | bool(self._below.beyond({"": -far}))
+        strange = self._above.beyond({"": far}) | self._below.beyond({"": -far})
+        return strange[""][1] if strange else None
