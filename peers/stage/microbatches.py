@@ -57,17 +57,10 @@ class MicrobatchServer:
     """
 
     def __init__(
-        self,
-        core: StageCore,
-        transport: Transport,
-        membership: Membership,
-        next_stage: NextStage | None,
-        *,
-        max_inflight: int,
-        left_out: Callable[[], Sequence[PeerId]],
-        audits: AuditCaller | None = None,
+        self, core: StageCore, transport: Transport, membership: Membership, next_stage: NextStage | None, *,
+        max_inflight: int, left_out: Callable[[], Sequence[PeerId]], audits: AuditCaller | None = None,
         upload_bps: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
         self._audits, self._is_audited = audits, is_audited(core.run)
         self._left_out = left_out

@@ -27,17 +27,10 @@ class NextStage:
     """The peers of stage `stage`, as one callee."""
 
     def __init__(
-        self,
-        run: str,
-        stage: Stage,
-        transport: Transport,
-        directory: Directory,
-        router: Router,
-        *,
-        stages: int,
-        on_fault: Callable[[PeerFault], None],
+        self, run: str, stage: Stage, transport: Transport, directory: Directory, router: Router, *,
+        stages: int, on_fault: Callable[[PeerFault], None],
         heard: Callable[[Sequence[PeerId]], Sequence[PeerId]] = lambda peers: peers,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`stages`: of the run. `heard`: those of some peers of the stage whose word counts."""
         self.stage = stage
         self._run, self._transport, self._directory = run, transport, directory
@@ -157,12 +150,12 @@ class NextStage:
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
         """The trainer's suggestion on the first attempt; else the next of this peer's fair queue."""
         now = now_s()
-        in_vain = self._in_vain(work)
-        if not exclude | in_vain >= set(self._router.peers(self.stage)):
+        in_vain, peers = self._in_vain(work), self._router.peers(self.stage)
+        askable = {peer for peer in peers if not self._router.backoff.in_backoff(peer, now=now)}
+        if not exclude | in_vain >= askable:  # none waits for a peer that rests
             exclude |= in_vain
         suggested = work.route[0] if work.route and work.attempt == 0 else None
-        known = suggested in self._router.peers(self.stage) and suggested not in exclude
-        if suggested is not None and known and not self._router.backoff.in_backoff(suggested, now=now):
+        if suggested in askable - exclude:
             return suggested
         return self._router.route(self.stage, now=now, exclude=exclude, known=work.attempt > 0).peer
 

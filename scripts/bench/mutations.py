@@ -1777,8 +1777,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "suggest-a-peer-in-backoff",
         NEXT_STAGE,
-        "if suggested is not None and known and not self._router.backoff.in_backoff(suggested, now=now):",
-        "if suggested is not None and known:",
+        "if suggested in askable - exclude:",
+        "if suggested in set(peers) - exclude:",
         "A trainer's route leads to a peer that has just failed.",
         ("test_guards", "test_probe", "test_patience", "test_loops", "test_work"),
     ),
@@ -4831,7 +4831,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._seen.extend(far for far in deviations.values() if far <= limit)",
         "self._seen.extend(deviations.values())",
         "After one gross lie no other one looks strange.",
-        ("test_screen",),
+        ("test_false_answers",),
     ),
     Mutation(
         "call-honest-sums-strange-for-ever",
@@ -4839,7 +4839,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for _, remember in self._strange.pop(peer, ()):",
         "for _, remember in ():",
         "A replica whose data are unlike the others' is computed again in each step.",
-        ("test_screen",),
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "wait-for-a-peer-that-rests",
+        "peers/stage/next_stage.py",
+        "if not exclude | in_vain >= askable:",
+        "if not exclude | in_vain >= set(peers):",
+        "A microbatch that all others lost waits for the end of a tarpit's rest.",
+        ("test_work",),
     ),
     Mutation(
         "answer-gradients-of-any-length",

@@ -35,6 +35,62 @@ class TrickleLines(Lines):
         return super().lasts_s(sent, dice) + body_bytes
 
 
+class SharedTrickle(Lines):
+    """All bodies of some peers take turns on a line of 250 bytes a second, as if they were `TIMES` as large:
+    those of the audit model are then as large as a small decoder's. What they report goes at once.
+    """
+
+    TIMES, BYTES_PER_S = 4096, 250.0
+
+    def __init__(self, of: Lines, slow: Collection[PeerId]) -> None:
+        super().__init__(of.least_s, of.most_s, of.bytes_per_s)
+        self._free_s = dict.fromkeys(slow, 0.0)
+        self.at_once = set[tuple[PeerId, PeerId, float | None]]()
+
+    def lasts_s(self, sent: Sent, dice: Dice) -> float:
+        lasts_s = super().lasts_s(sent, dice)
+        if sent.since_s is None or (sent.source, sent.destination, sent.since_s) in self.at_once:
+            return lasts_s
+        return lasts_s + self.waits_s(sent.source, sent.size_bytes, sent.now_s)
+
+    def waits_s(self, source: PeerId, size_bytes: int, now_s: float) -> float:
+        """How long a body that is sent now is on its way."""
+        if source not in self._free_s:
+            return 0.0
+        free_s = max(self._free_s[source], now_s) + size_bytes * self.TIMES / self.BYTES_PER_S
+        self._free_s[source] = free_s
+        return free_s - now_s
+
+
+def trickle_in_all(s: Swarm, slow: Collection[PeerId]) -> None:
+    """What they send comes at 250 bytes a second, all bodies together."""
+    network = s.network
+    lines = network.lines = network.calm = SharedTrickle(network.calm, slow)
+    answer = network._answer
+
+    def later(call: Any, outcome: Any) -> None:
+        size = sum(memoryview(b).nbytes for b in outcome.body) if isinstance(outcome, Answer) else 0
+        if call.callee.peer_id in slow and size:
+            waits_s = lines.waits_s(call.callee.peer_id, size, network.loop.now_s)
+            network.loop.call_later(waits_s, answer, call, outcome)
+        else:
+            answer(call, outcome)
+
+    network._answer = later  # type: ignore[method-assign]
+    for name in slow:
+        transport = network.peers[name].transport
+        call = transport.call
+
+        async def noted(
+            peer: PeerId, method: str, *what: Any, name: str = name, call: Any = call, **more: Any
+        ):
+            if method not in ("work", "part", "held"):
+                lines.at_once.add((name, peer, network.loop.now_s))
+            return await call(peer, method, *what, **more)
+
+        transport.call = noted  # type: ignore[method-assign]
+
+
 def trickle(s: Swarm, slow: Collection[PeerId]) -> None:
     """Each body that they send comes at a byte a second: of calls, and of answers."""
     network = s.network

@@ -33,8 +33,9 @@ from swarm.errors import Busy
 from swarm.ids import PeerId
 from swarm.manifest import audit_run
 from swarm.protocol.replica import AllReduce
+from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
-from tests.peers.tarpits import answer_late, never_answered, trickle
+from tests.peers.tarpits import answer_late, never_answered, trickle, trickle_in_all
 
 STEPS, STAGES, MICROBATCHES = 20, 3, 8
 GOAL_S = 30.0
@@ -104,6 +105,7 @@ WAYS: dict[str, Way] = {
     "busy after 1.4 s": busy(1.4),
     "busy after 4 s": busy(4.0),
     "a byte a second": trickle,
+    "250 bytes a second in all": trickle_in_all,
     "silent in held": silent("held"),
     "silent in part": silent("part"),
     "sends no part": sends_no_part,
@@ -111,10 +113,15 @@ WAYS: dict[str, Way] = {
 }
 
 
-async def lasts_s(way: str | None, tarpits: int, seed: int, honest_for: int) -> float:
-    """Seconds of `STEPS` steps, after those in which the tarpits are honest, at each honest peer."""
-    steps = honest_for + STEPS
+async def lasts_s(
+    way: str | None, tarpits: int, seed: int, honest_for: int, *, named: bool = False, steps: int = STEPS
+) -> float:
+    """Seconds of `steps` steps, after those in which the tarpits are honest, at each honest peer. `named`: of
+    a run that names its trainers: replicas have voice that these vouch for, and steps are signed.
+    """
+    steps += honest_for
     run = replace(audit_run(stages=STAGES, steps=steps, microbatches_per_step=MICROBATCHES), seed=seed)
+    run = admitting(run, TRAINER) if named else run
     async with swarm(replace(run, name=f"tarpits {seed}"), seed=seed) as s:
         honest = list(s.peers)
         slow: Slow = {}
@@ -128,7 +135,7 @@ async def lasts_s(way: str | None, tarpits: int, seed: int, honest_for: int) -> 
                 WAYS[way](s, slow)
         await s.until_serving()
         began = s.network.loop.now_s
-        s.add_trainer("trainer")
+        s.add_trainer(TRAINER)
         if honest_for:
             first = lambda: all(s.peers[name].core.version >= honest_for for name in honest)  # noqa: E731
             await s.until(first, limit_s=PATIENCE_S)
@@ -149,13 +156,13 @@ async def lasts_s(way: str | None, tarpits: int, seed: int, honest_for: int) -> 
 
 
 @cache
-def clean_s(seed: int, honest_for: int) -> float:
-    return run_virtual(lasts_s(None, 0, seed, honest_for))
+def clean_s(seed: int, honest_for: int, named: bool) -> float:
+    return run_virtual(lasts_s(None, 0, seed, honest_for, named=named))
 
 
-def row(way: str, tarpits: int, seeds: int, honest_for: int) -> dict[str, object]:
+def row(way: str, tarpits: int, seeds: int, honest_for: int, named: bool) -> dict[str, object]:
     lost_s = [
-        run_virtual(lasts_s(way, tarpits, seed, honest_for)) - clean_s(seed, honest_for)
+        run_virtual(lasts_s(way, tarpits, seed, honest_for, named=named)) - clean_s(seed, honest_for, named)
         for seed in range(1, seeds + 1)
     ]
     return {
@@ -180,12 +187,13 @@ def main() -> int:
         default=0,
         help="steps that tarpits take part in as they should (%(default)s)",
     )
+    parser.add_argument("--named", action="store_true", help="trainers are named, who vouch for peers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = list[dict[str, object]]()
     for tarpits in options.tarpits or (1, 3):
         for way in options.way or WAYS:
-            rows.append(row(way, tarpits, options.seeds, options.honest_for))
+            rows.append(row(way, tarpits, options.seeds, options.honest_for, options.named))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"rows": rows}))
     return 0

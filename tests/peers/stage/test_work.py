@@ -11,15 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from peers.clock import now_s
 from peers.events import PeerLost
 from peers.ports import Answer, NetworkPath, Request
 from peers.stage.microbatches import MicrobatchServer
+from peers.stage.next_stage import NextStage
 from peers.trainer import Trainer
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
 from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
+from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
+from swarm.policy.router import Router
 from swarm.policy.timeouts import MIN_S
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
@@ -583,3 +587,17 @@ async def test_a_body_that_comes_slowly_keeps_its_place_while_no_other_waits() -
         ledger = s.step("s1p0").ledger
         assert ledger.in_progress == 1 and not ledger.promised, "nobody else waits for it"
         slow.cancel()
+
+
+def test_a_microbatch_that_all_others_answered_in_vain_does_not_wait_for_a_peer_that_rests() -> None:
+    """For a minute honest peers of three stages waited so for a tarpit that had cost too much."""
+    router = Router(Backoff())
+    router.set_peers(1, ["a", "b", "z"])
+    router.backoff.charge("z", t=0, since_s=now_s(), now=now_s(), rounds=BUDGET_ROUNDS)
+    nothing: Any = None
+    stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
+    work = Work(run="run", t=0, m=0, version=0, deepest=1)
+    stage._note_answered(work, "a")  # pyright: ignore[reportPrivateUsage]
+    assert stage._choose(work, set()) == "b"  # pyright: ignore[reportPrivateUsage]
+    stage._note_answered(work, "b")  # pyright: ignore[reportPrivateUsage]
+    assert stage._choose(work, set()) in ("a", "b")  # pyright: ignore[reportPrivateUsage]
