@@ -81,7 +81,7 @@ class Transport(Protocol):
         """What is known of the lines to others, from what passed over them."""
         ...
 
-    def invited(self, peer: PeerId) -> bool:
+    def invited(self, peer: PeerId, /) -> bool:
         """Whether the run's owner named a peer to serve a stage, or gave it a token that holds."""
         ...
 

@@ -108,7 +108,7 @@ class SimTransport:
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told of each connection that broke."""
 
-    def invited(self, peer: PeerId) -> bool:
+    def invited(self, peer: PeerId, /) -> bool:
         return peer in self._network.invited
 
     def serve(self, method: str, handler: Handler, *, max_body_bytes: int = 0) -> None:

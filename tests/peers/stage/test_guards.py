@@ -667,7 +667,7 @@ async def test_a_device_that_was_slow_before_a_pause_is_known_as_slow_after_it()
         return Briefly()
 
     hold: Any = None
-    await serve(0, Owner(), build, hold, device="cpu", emit=lambda _: None)
+    await serve(0, Owner(), build, hold, place=str, device="cpu", emit=lambda _: None)
     assert known == [0.0, 50.0]
 
 
