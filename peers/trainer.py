@@ -494,8 +494,8 @@ class Trainer:
         self._router.set_peers(stage, [record.peer for record in serving])
         if serving:
             self._served.add(stage)
-        elif stage in self._served:
-            self._served.discard(stage)
+        elif stage in self._served and not any(r.state == "leaving" for r in self._directory.at(stage)):
+            self._served.discard(stage)  # who leaves may be about to pause
             paused = sum(record.state == "paused" for record in self._directory.at(stage))
             waits = f"stage {stage} has only {count(paused, 'paused peer')}: the run waits until one resumes"
             self._emit(

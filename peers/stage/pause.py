@@ -132,6 +132,7 @@ class PausedPeer:
             version=self.kept.version if self.kept else 0, device=self._settings.device_name,
             bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
             bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
+            rebalance=f"paused: {self.spare.why}" if self.spare is not None else "",
         )  # fmt: skip
         return Answer(pack(status))
 

@@ -12,9 +12,10 @@ from itertools import product
 
 import pytest
 import torch
+from msgspec import structs
 
 from peers.clock import now_s
-from peers.events import HandedOver, Note, Paused, RolledBack, StateFetched, Stepped, Trouble
+from peers.events import HandedOver, Note, Paused, RolledBack, StageLost, StateFetched, Stepped, Trouble
 from peers.stage.pause import ABSENT
 from peers.watch.monitor import ask_one
 from swarm.errors import Leaving, SetupError
@@ -200,6 +201,7 @@ async def test_the_last_of_a_stage_pauses_too_says_so_and_nothing_is_lost() -> N
         await s.until_version(3)
         said = await pause(s, "s1p0")
         assert said.alone and "the run stands still" in said.words()
+        await s.until(lambda: len(s.seen(Trouble)) == 2)
         peers, trainers = s.seen(Trouble)
         assert "no other peer serves stage 1: the run stands still until this peer resumes" in peers.text
         assert trainers.text == "stage 1 has only 1 paused peer: the run waits until one resumes"
@@ -208,6 +210,17 @@ async def test_the_last_of_a_stage_pauses_too_says_so_and_nothing_is_lost() -> N
         await s.until_finished()
         s.assert_each_counted_once()
         assert not s.seen(StateFetched) and not s.seen(RolledBack)
+
+
+async def test_a_stage_whose_last_peer_is_about_to_pause_is_not_called_lost() -> None:
+    async with swarm(stages=2, replicas=1) as s:
+        trainer = s.add_trainer("trainer")
+        await s.until_version(1)
+        for state in ("leaving", "paused"):
+            s.network.announce(structs.replace(s.network.records["s1p0"], state=state))
+            trainer._refresh_peers()
+        assert [one.text.partition(":")[0] for one in s.seen(Trouble)] == ["stage 1 has only 1 paused peer"]
+        assert not s.seen(StageLost)
 
 
 async def test_who_comes_to_a_stage_that_is_paused_takes_the_state_from_the_paused_peer() -> None:
