@@ -4834,6 +4834,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_answers",),
     ),
     Mutation(
+        "remember-honest-outliers-in-full",
+        "swarm/audit/unusual.py",
+        "most = MOST * limit",
+        "most = math.inf",
+        "An honest answer of the first steps hides lies for a thousand answers.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "call-a-stage-lost-that-is-about-to-pause",
+        "peers/trainer.py",
+        'not any(r.state == "leaving" for r in self._directory.at(stage))',
+        "True",
+        "The owner of a stage's only peer pauses it, and all hear that the run goes back to a checkpoint.",
+        ("test_pause",),
+    ),
+    Mutation(
         "call-honest-sums-strange-for-ever",
         "swarm/audit/screen.py",
         "for _, remember in self._strange.pop(peer, ()):",

@@ -17,6 +17,8 @@ from swarm.ids import PeerId
 SEEN = 1024
 """Deviations that the next are compared with: an honest one is strange once in so many."""
 MARGIN = 1.25
+MOST = 2.0
+"""Times what was usual, as which an honest deviation is remembered at most: lies come after it, too."""
 COMPARED = 64
 """With so many the next one is compared."""
 FEWEST = 16
@@ -42,7 +44,10 @@ class Record:
         limit = max(self._least, MARGIN * max(self._seen, default=0.0))
         self._seen.extend(far for far in deviations.values() if far <= limit)
         strange = {peer: far for peer, far in deviations.items() if far > limit}
-        return {peer: (far / limit, partial(self._seen.append, far)) for peer, far in strange.items()}
+        most = MOST * limit
+        return {
+            peer: (far / limit, partial(self._seen.append, min(far, most))) for peer, far in strange.items()
+        }
 
 
 class AnswerScreen:

@@ -64,8 +64,8 @@ def test_among_noise_only_the_length_tells() -> None:
 
 
 def test_one_that_always_looks_strange_is_chosen_until_it_was_computed_again() -> None:
-    """Its data are another's. It has to look stranger still."""
-    assert [who for who in chosen({"b": 6.0}, signal=0.5, honest=True) if who] == ["b"]
+    """Its data are another's. It has to look stranger still; once is remembered as little more than usual."""
+    assert [who for who in chosen({"b": 6.0}, signal=0.5, honest=True) if who] == ["b"] * 2
     assert chosen({"b": 6.0}, signal=0.5) == ["b"] * 60
 
 

@@ -4,6 +4,7 @@ what it sent. Found in the same round, shown to others, left out; the result is 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,6 +60,7 @@ async def play(
         honest = [name for name in s.peers if name != LIAR or lie is None]
         await s.until(lambda: all(s.peers[n].core.version >= STEPS for n in honest), limit_s=120.0)
         took_s = s.network.loop.now_s - began
+        await asyncio.sleep(1.0)  # a step is told of a moment after it was taken
         counts = s.count_matrix()
         assert all((counts[name] == STEPS).all() for name in honest), s.story()
         return s, took_s
