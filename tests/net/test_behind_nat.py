@@ -199,9 +199,11 @@ def test_a_peer_that_loses_its_relay_takes_another_and_is_called_again() -> None
 def test_a_relay_takes_no_more_guests_than_it_has_places_for() -> None:
     with a_lab(servers=1, homes=2) as hosts:
         relay = hosts.server("server 0", relay_guests=1)
-        assert hosts.home("home 0", relay).addresses
+        guest = hosts.home("home 0", relay)
+        assert guest.addresses
         with pytest.raises(SetupError) as refused:
-            hosts.home("home 1", relay, timings=NetTimings(relay_s=2.0, reserve_s=2.0))
+            other = hosts.home("home 1", relay, timings=NetTimings(relay_s=2.0, reserve_s=2.0))
+            pytest.fail(f"{other.addresses} besides {guest.addresses}")
         assert refused.value.text.startswith("nobody can dial this machine, and none of these peers relays")
 
 
