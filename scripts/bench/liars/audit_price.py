@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from peers.net.identity import Identity
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Segment, Swarm, bench_run, report
 from swarm.manifest import AdmissionSpec, Run
 
@@ -83,10 +84,7 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", nargs="+", default=["2", "2x2"], metavar="S[xR]")
     parser.add_argument("--hidden", type=int, default=512, help="(default: 512)")
     parser.add_argument("--microbatches", type=int, default=32, help="of a step (default: 32)")

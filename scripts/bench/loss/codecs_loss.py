@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
@@ -101,10 +102,7 @@ def rows_of(losses: dict[str, dict[int, float]], smaller: dict[str, float]) -> l
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--codec", nargs="+", default=list(CODECS), help=f"(default: {' '.join(CODECS)})")
     parser.add_argument("--seed", nargs="+", type=int, default=[1, 2, 3], help="(default: 1 2 3)")
     parser.add_argument("--steps", type=int, default=60, help="(default: 60)")

@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.loss.islands_loss import held_out_loss, run_of
 
@@ -45,10 +46,7 @@ def row(steps: int, lr: float, losses: dict[str, dict[str, float]]) -> dict[str,
 
 
 def parse() -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="the text that is trained on")
     parser.add_argument("--held-out", required=True, help="the text that the loss is of")
     parser.add_argument("--seed", nargs="+", type=int, default=[1, 2, 3], help="(default: 1 2 3)")

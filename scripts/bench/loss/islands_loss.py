@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from swarm.manifest import BatchSpec, CodecSpec, DataSpec, IslandsSpec, ModelSpec, OptimizerSpec, Run
 
@@ -113,10 +114,7 @@ def rows_of(losses: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def parse() -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--data", required=True, help="the text that is trained on")
     parser.add_argument("--held-out", required=True, help="the text that the loss is of")
     parser.add_argument("--case", nargs="+", default=list(CASES), help=f"(default: {' '.join(CASES)})")

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 
 from peers.programs.manifest import parameter_count
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.loss.codecs_loss import COLUMNS, codec_spec, crossing, rows_of
 from swarm.manifest import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
@@ -97,10 +98,7 @@ def table(done: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--text", type=Path, help="what is trained on, a token a byte")
     parser.add_argument("--held-out", type=Path, help="what is evaluated on")
     parser.add_argument("--out", type=Path, required=True, help="finished runs, as JSON")

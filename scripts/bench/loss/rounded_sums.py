@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from swarm.codecs import ROUNDED
 from swarm.manifest import PRESETS, BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run, demo_run
@@ -155,10 +156,7 @@ def row_of(model: str, reduce: str, by_seed: dict[int, Trained], plain: dict[int
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="+", default=["demo"], help="demo, or a preset (default: demo)")
     parser.add_argument("--text", type=Path, required=True, help="to train on")
     parser.add_argument("--seed", nargs="+", type=int, default=[1, 2, 3], help="(default: 1 2 3)")

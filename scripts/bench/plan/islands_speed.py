@@ -39,6 +39,7 @@ from peers.programs.descriptions import job_of
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.islands import IslandsReport, simulate_islands
 from peers.sim.throughput.report import Settings
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.plan.worldwide import DTFM, read_network
 from swarm.manifest import (
@@ -175,10 +176,7 @@ def within(network: Network, run: Run, churn: Churn, only: list[int]) -> list[di
 
 
 def main() -> None:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this in it")
     parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
     parser.add_argument("--seed", type=int, default=0, help="of the peers at home (default: 0)")

@@ -33,6 +33,7 @@ import numpy as np
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
 
@@ -100,10 +101,7 @@ def measure(name: str, codec: str, round_trip_ms: float, options: argparse.Names
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--codec", nargs="+", default=list(BYTES_A_NUMBER), choices=list(BYTES_A_NUMBER))
     parser.add_argument("--stages", type=int, default=3, help="2: a line carries one boundary (default: 3)")
     parser.add_argument("--peak-tflops", type=float, default=125.0, help="of a device (default: 125)")

@@ -48,6 +48,7 @@ from peers.sim.throughput.report import Settings
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.common.unhurried import Unhurried
@@ -219,10 +220,7 @@ def row(case: Case, reduce: str, *, job_s: float, steps: int, virtual: bool) -> 
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--job", type=float, default=0.05, help="seconds of a job (default: 0.05)")
     parser.add_argument("--steps", type=int, default=6, help="measured, after two (default: 6)")
     parser.add_argument("--reduce", default="none", help="or rounded16, rounded8 (default: none)")

@@ -32,6 +32,7 @@ import numpy as np
 
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.plan.additive_objective import additive_terms
 from scripts.bench.plan.additive_search import megatron_grid, random_grid, search_additive
@@ -203,10 +204,7 @@ def row(
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--network", type=Path, default=DTFM, help="(default: dtfm.json)")
     parser.add_argument("--case", type=int, default=4, help="(default: 4)")
     parser.add_argument("--microbatches", type=int, default=512, help="of a step (default: 512)")

@@ -45,6 +45,7 @@ import torch
 
 from peers import events
 from peers.cli import COMMANDS, Exit
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.netlab import Lab, Link, why_not
 from swarm.ids import Stage
 from swarm.manifest import CodecSpec, Run, demo_run
@@ -909,10 +910,7 @@ def speaker() -> Callable[[str], None]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--faults", type=int, default=200, help="how many at least (default: 200)")
     parser.add_argument("--seed", type=int, default=1, help="of kinds, victims and moments (default: 1)")
     parser.add_argument("--quick", action="store_true", help="each kind once, 2 peers a stage")

@@ -30,6 +30,7 @@ from peers.net.p2pd import DaemonOptions
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.client import download, state_of
 from peers.transfer.server import StateLeases
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.common.netlab import Lab, Link
 from swarm.manifest import audit_run
@@ -126,10 +127,7 @@ def measure(count: int, size: int, source_mbit: float, joiner_mbit: float, kill:
 
 
 def main() -> None:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--mb", type=float, default=24.0, help="size of the state")
     parser.add_argument("--sources", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--source-mbit", type=float, default=40.0, help="line of each source")

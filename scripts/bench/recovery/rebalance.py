@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.recovery.stage_speeds import Outcome, Rule, ours, papers, run_trace
 from swarm.errors import SetupError
@@ -127,10 +128,7 @@ def bench(options: argparse.Namespace, traces: dict[str, Trace]) -> list[dict[st
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("traces", nargs="*", type=Path, help=f"files (default: those in {TRACES.name})")
     parser.add_argument("--stages", type=int, default=4, help="(default: 4)")
     parser.add_argument("--seeds", type=int, default=10, help="(default: 10)")

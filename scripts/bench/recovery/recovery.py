@@ -42,6 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from peers import events
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.recovery.chaos import ChaosSwarm, chaos_run, speaker
 from swarm.ids import Stage
@@ -372,10 +373,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", action="append", default=[], choices=KINDS, help="repeatable")
     parser.add_argument("--rounds", type=int, default=3, help="of each kind (default: 3)")
     parser.add_argument("--before", type=float, default=10.0, help="seconds before a fault (default: 10)")

@@ -37,6 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from peers.system import die_with_parent, tune_malloc, usable_cores
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Clocks, Segment, Swarm, bench_run, machine, machine_busy_s, report
 from swarm.manifest import Run, parse_run
 
@@ -301,10 +302,7 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--stages", nargs="+", default=["2", "4"], metavar="S[xR]",
         help="stages, and replicas of each if not 1: 2 4 2x2 (default: 2 4)",

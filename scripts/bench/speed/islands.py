@@ -49,6 +49,7 @@ from peers.sim.network import Network, SimTransport
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import TrainerSettings
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Segment, Swarm, bench_run, machine, report, role_names
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.loss.islands_loss import islands_of
@@ -330,10 +331,7 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--case", nargs="+", default=list(CASES), help=f"(default: {' '.join(CASES)})")
     parser.add_argument(
         "--lines", nargs="+", type=float, default=[8.0, 20.0, 100.0, 200.0], metavar="MBIT",

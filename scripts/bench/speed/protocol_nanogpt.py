@@ -44,6 +44,7 @@ from peers.programs.descriptions import job_of
 from peers.programs.manifest import parameter_count
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, machine_busy_s, report
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.loss.codecs_loss import codec_spec
@@ -181,10 +182,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="of which the second half counts (default: 8)")
     parser.add_argument("--real", action="store_true", help="processes, beside the simulation")
     parser.add_argument(

@@ -49,6 +49,7 @@ from peers.programs.descriptions import job_of
 from peers.programs.plan import plan_codecs
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Segment, Swarm, bench_run, machine, report, role_names
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.loss.codecs_loss import codec_spec
@@ -397,10 +398,7 @@ def _positive(text: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--lines", nargs="+", type=_lines, default=["8", "50", "200", MIXED], metavar="MBIT",
         help=f"Mbit/s of each host, or {MIXED} (default: 8 50 200 {MIXED})",

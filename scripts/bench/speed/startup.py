@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Role, Swarm, bench_run, machine, memory_of, p2pd_of, report
 from swarm.manifest import Run
 
@@ -100,10 +101,7 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=256, help="of the model (default: 256)")
     parser.add_argument("--layers", type=int, default=2, help="of the whole model (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="swarms to start; medians count (default: 3)")

@@ -44,6 +44,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
 from peers.sim.throughput.trainers import Trainer, Trainers
 from peers.sim.throughput.world import Peer
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.recovery.stage_speeds import Fluid, ours
 from scripts.bench.wire.directory import directory
@@ -238,10 +239,7 @@ def event_speed() -> dict[str, Any]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", nargs="+", type=int, default=[100, 1000, 10_000])
     parser.add_argument("--quick", action="store_true", help="no more than 1 000 peers")
     options = parser.parse_args(arguments)

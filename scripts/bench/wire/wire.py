@@ -47,6 +47,7 @@ from peers.net.identity import split_peer_id
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
 from peers.ports import Answer, Request
+from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Swarm, bench_run, machine, report
 from swarm.ids import PeerId
 from swarm.manifest import Run
@@ -328,10 +329,7 @@ async def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    text, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=text, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--stages", type=int, default=3, help="(default: 3)")
     parser.add_argument("--hidden", nargs="+", type=int, default=[512], help="(default: 512)")
     parser.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float64")
