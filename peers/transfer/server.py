@@ -115,10 +115,8 @@ class StateLeases(Leases):
             return self.read_by(reader, await lend(wanted.stage, wanted.version))
         finally:  # where all stay open nothing is copied, and each is hashed once
             took_s = 0.0 if self._most_saved else now_s() - began
-            self._rests[reader] = (
-                now_s() + COPY_TIMES * took_s,
-                "a state was copied for this peer a moment ago",
-            )
+            why = "a state was copied for this peer a moment ago"
+            self._rests[reader] = now_s() + COPY_TIMES * took_s, why
 
     def _of_stage(self, stage: Stage) -> list[Lease]:
         return [lease for lease in self.of("live", "saved") if lease.what == stage]
