@@ -278,12 +278,9 @@ def conclude(
     if not told:
         why = "; ".join(refusals)[:500] or "there is no peer to ask"
         return Finding(kind="unknown", port=port, relays=relays, why=why)
-    seen = {(answer.host, answer.port) for answer in told}
-    punchable = None
-    if len({seen_port for _, seen_port in seen}) > 1:
-        punchable = False
-    elif len(told) > 1 or told[0].port == asked_from:
-        punchable = True
+    # A single answer shows that a router keeps ports, or nothing.
+    several = len(told) > 1
+    punchable = len({a.port for a in told}) == 1 if several else told[0].port == asked_from or None
     # Newcomers dial what we announce: one liar among many is not to send them all to another host.
     hosts = Counter(answer.host for answer in told).most_common(2)
     host = hosts[0][0]
@@ -317,6 +314,8 @@ async def settled(
     if reach == "public" or options.announce or not join:
         return replace(options, reachable=True), ""
     found = await find_reach(options, join, hidden=reach == "relay")
+    if found.kind == "unknown":  # who is busy for a moment is not to have us announce what nobody can dial
+        found = await find_reach(options, join, hidden=reach == "relay")
     if reach == "auto" and found.kind == "unknown":
         return options, in_words(found)
     if reach == "auto" and found.kind == "open":

@@ -200,7 +200,9 @@ def test_a_relay_takes_no_more_guests_than_it_has_places_for() -> None:
     with a_lab(servers=1, homes=2) as hosts:
         relay = hosts.server("server 0", relay_guests=1)
         guest = hosts.home("home 0", relay)
-        assert guest.addresses
+        assert guest.addresses and all(relay.peer_id in address for address in guest.addresses), (
+            guest.addresses
+        )
         with pytest.raises(SetupError) as refused:
             other = hosts.home("home 1", relay, timings=NetTimings(relay_s=2.0, reserve_s=2.0))
             pytest.fail(f"{other.addresses} besides {guest.addresses}")

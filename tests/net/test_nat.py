@@ -372,6 +372,18 @@ async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch:
     chosen, _ = await settled(anywhere, public.addresses, "auto", needed=False)
     assert chosen.reachable is False and not chosen.relays
 
+    left = [
+        Finding(kind="unknown", port=7, why="no answer within 10 s"),
+        await closed(anywhere, (), hidden=False),
+    ]
+
+    async def busy(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Finding:
+        return left.pop(0)
+
+    monkeypatch.setattr(nat, "find_reach", busy)
+    chosen, words = await settled(anywhere, public.addresses, "auto", needed=False)
+    assert chosen.reachable is False and words.startswith("nobody can dial this machine")
+
 
 @pytest.mark.net
 async def test_where_no_peer_relays_a_hidden_peer_says_so(public: Node) -> None:

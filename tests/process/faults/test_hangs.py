@@ -231,15 +231,19 @@ def test_a_peer_twenty_times_slower_is_used_less_and_never_lost(tmp_path: Path) 
         swarm.all_serve()
         swarm.trainer("--window", "8")
 
-        def known(program: Program) -> bool:
-            return any(event.microbatches for event in program.heard(Stepped))
+        def works(program: Program, since: int) -> bool:
+            return any(event.t >= since and event.microbatches for event in program.heard(Stepped))
+
+        def all_work(since: int) -> bool:
+            return all(works(peer, since) for peer in swarm.serving(1))
 
         # Before, a trainer that has just come knows one of them only, and not yet how long a step takes.
-        swarm.until(lambda: all(map(known, swarm.serving(1))), "one of them gets nothing at all")
+        swarm.until(lambda: all_work(0), "one of them gets nothing at all")
         swarm.goes_on(2)
         swarm.until_all_stepped()
         first = swarm.version()
         swarm.goes_on(8)
+        swarm.until(lambda: all_work(first), "one of them gets nothing more")
         swarm.until_all_stepped()
         assert not [e for p in swarm.programs for e in p.heard(PeerLost)], swarm.story()
         assert not [e for p in swarm.programs for e in p.heard(RoundAborted)], swarm.story()
