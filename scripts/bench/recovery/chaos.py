@@ -412,7 +412,9 @@ class Chaos:
 
     def _well(self, stage: Stage) -> list[Program]:
         """Peers of a stage that serve, lack nothing, and are up to date."""
-        serving = [program for program in self._living("peer") if self._stage_of(program) == stage]
+        # What a program says from now on is not read yet.
+        read = filter(self._version_of.__contains__, self._living("peer"))
+        serving = [program for program in read if self._stage_of(program) == stage]
         newest = max((self._version_of[program] for program in serving), default=0)
         return [
             program
