@@ -828,8 +828,7 @@ class IslandsSpec(_Spec, section="islands"):
     """Nesterov's, of the meetings."""
     codec: str = _rule(
         _Rule(
-            f"{_VALUES}: what a top-k leaves out would never arrive",
-            lambda v: type(v) is str and v in VALUES,
+            f"{_VALUES}: what a top-k leaves out would never arrive", lambda v: type(v) is str and v in VALUES
         ),
         "none",
         later=True,

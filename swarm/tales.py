@@ -42,15 +42,9 @@ _SENTENCES = (
         "Once upon a time there was a {kind} {animal} who was called {name} and lived {home}.",
         "Once there lived a {kind} {animal} {home}. Everybody called the {animal} {name}.",
     ),
-    (
-        "{day} {name} found a {thing} {place}.",
-        "{day} there lay a {thing} {place}, and {name} picked it up.",
-    ),
+    ("{day} {name} found a {thing} {place}.", "{day} there lay a {thing} {place}, and {name} picked it up."),
     ("{name} {wish}.", "The {animal} {wish}, and thought about it all night."),
-    (
-        'Then {helper} said: "{advice}."',
-        '"{advice}," said {helper}, and was gone.',
-    ),
+    ('Then {helper} said: "{advice}."', '"{advice}," said {helper}, and was gone.'),
     (
         "So {name} went to see {friend} the {other}, and together they walked {way}.",
         "So {name} called {friend} the {other}, and they set out {way}.",

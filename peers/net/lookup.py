@@ -99,10 +99,7 @@ DEFAULT_SCALE = Scale()
 
 
 def nodes_to_ask(
-    holders: Mapping[Key, Sequence[Holder]],
-    rng: random.Random,
-    *,
-    most: int | None = None,
+    holders: Mapping[Key, Sequence[Holder]], rng: random.Random, *, most: int | None = None
 ) -> dict[Holder, list[Key]]:
     """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
 

@@ -24,17 +24,7 @@ from peers.net.p2pd_control import ControlError, DaemonControl, check_response, 
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.waiting import TaskKeeper, happens, within
-from swarm.errors import (
-    BadAnswer,
-    Busy,
-    Leaving,
-    PeerFault,
-    PeerGone,
-    PeerSilent,
-    Refused,
-    SwarmError,
-    short,
-)
+from swarm.errors import BadAnswer, Busy, Leaving, PeerFault, PeerGone, PeerSilent, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.wire import frames
 

@@ -23,10 +23,7 @@ MAX_TOLD = 20
 
 
 def pinned(
-    run: Run,
-    data: Dataset | Samples,
-    start: Path | None = None,
-    held_out: Dataset | Samples | None = None,
+    run: Run, data: Dataset | Samples, start: Path | None = None, held_out: Dataset | Samples | None = None
 ) -> Run:
     """`run` with what is open filled in, as it is on this machine.
 

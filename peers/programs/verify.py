@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from peers.audit.account import Account, Verify, account_of
 from peers.device import choose_device
 from peers.islands.directory import split_cell
 from peers.net import identity
@@ -29,64 +29,14 @@ from peers.trainer import entering
 from swarm.audit.by_stage import ByStage
 from swarm.audit.rerun import NEAR, Said, answers_of, is_false, is_same_state, referee_of, rerun_step
 from swarm.data import sample_offsets
-from swarm.errors import SetupError, short
-from swarm.ids import Microbatch, PeerId, Stage
+from swarm.errors import SetupError
+from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reductions import state_digest
 from swarm.model.stage import StageCompute
 from swarm.protocol.coordinator import realigns
-from swarm.protocol.statements import signable
-from swarm.protocol.voice import voice_of
-from swarm.wire.evidence import (
-    Evidence,
-    FalseContribution,
-    WrongAnswer,
-    WrongContribution,
-    WrongProduct,
-    WrongSum,
-    judged,
-)
 from swarm.wire.receipts import Answered
-from swarm.wire.trails import TookSteps, unpack_rows
-
-Verify: TypeAlias = Callable[[PeerId, bytes, bytes], bool]
-"""Whether a peer signed some bytes."""
-
-
-class Verdict(NamedTuple):
-    """Evidence that the accused signed, and the replicas of its stage that judged it."""
-
-    evidence: Evidence
-    by: tuple[PeerId, ...]
-    run: Run  # of the island
-
-    def __str__(self) -> str:
-        said = self.evidence.statement
-        of = f"microbatch ({said.t}, {said.m})" if isinstance(said, Answered) else f"step {said.t}"
-        what = WORDS[type(self.evidence)]
-        return (
-            f"peer {self.evidence.accused} of {self.run.place(self.run.cell(said.stage))}: {what} of {of}, "
-            f"say {' and '.join(self.by)}"
-        )
-
-
-class Account(NamedTuple):
-    """What a transcript says of the steps that are computed again, and of the one before."""
-
-    run: Run
-    stages: Sequence[Stage]
-    """Those that are compared; here and below cells, of a run with islands."""
-    by_step: dict[int, list[Said]]
-    """Of all stages."""
-    kinds: dict[Stage, dict[str, set[PeerId]]]
-    """Of devices, and who signed as one: of all stages, since each computes with what others send it."""
-    convictions: list[Verdict]
-    """Of peers of the stages that are compared, at any step."""
-
-    def compared(self, t: int) -> list[Said]:
-        """What was signed of a step at the stages that are compared."""
-        return [one for one in self.by_step.get(t, []) if one.stage in self.stages]
 
 
 def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> bool:
@@ -95,8 +45,8 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     Raises:
         SetupError: what is needed for that is not there; says what to do.
     """
-    told = read(options, verify)
-    run, first, last = told.run, options.from_, options.to
+    told, first, last = read(options, verify), options.from_, options.to
+    run = told.run
     for verdict in told.convictions:
         print(f"convicted: {verdict}")
     folder = options.checkpoint_dir or options.transcript.resolve().parent.parent
@@ -124,8 +74,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
                 # Where bits are compared, it does not matter where they came from.
                 if not is_same_state(again.state_of(stage), start(stage) if near else {}, saved(stage), near)
             ]:
-                which = " ".join(map(str, other))
-                print(f"the checkpoint of step {last} is not what was computed: stage {which}")
+                print(f"the checkpoint of step {last} is not what was computed: stage", *other)
                 return False
             also = f", and the checkpoint of step {last}"
     how = "as far as another kind of device can tell" if why else "to the last bit"
@@ -156,14 +105,6 @@ def rerun(
     return True
 
 
-WORDS: dict[type[Evidence], str] = {
-    WrongSum: "a sum of what others contributed",
-    FalseContribution: "a contribution that its member did not send",
-    WrongProduct: "the products of its sum",
-    WrongAnswer: "its answer",
-    WrongContribution: "what it added",
-}
-"""What each was convicted of."""
 FOUND = {True: "it lied", False: "its answer is true", None: "it was sent something false"}
 HINT = (
     "Each stage computes with what others send it. Where one differs, look there; where several do, at these "
@@ -203,78 +144,28 @@ def other_than(run: Run, t: int, what: str, one: Said) -> str:
 
 
 def read(options: VerifyOptions, verify: Verify) -> Account:
-    """What the transcript says of these steps, without what was not signed.
+    """What the transcript says of the steps that are asked for.
 
     Raises:
         SetupError: it is none, says nothing of them, or the run has no such steps.
     """
-    first, last = options.from_, options.to
-    run, entries, rest = transcript.read(options.transcript)
+    first, last, stage = options.from_, options.to, options.stage
+    found = transcript.read(options.transcript)
+    run = found.run
     check_code(run, options.allow_code)
     if not first < last <= run.steps:
         has = f"run {run.name!r} has versions 0 to {run.steps}"
         raise SetupError(f"--from {first} --to {last}: {has}, and --to is a later one than --from")
-    if options.stage is not None and options.stage >= run.cells:
+    if stage is not None and stage >= run.cells:
         of = "cells" if run.cells > run.S else "stages"
-        raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
-    told = Account(run, range(run.cells) if options.stage is None else [options.stage], {}, {}, [])
-    rows, forged = list[tuple[Stage, TookSteps, tuple[PeerId, ...], bool]](), set[PeerId]()
-    elsewhere = list[TookSteps]()
-    verdicts, strangers = list[tuple[Stage, Verdict, bool]](), set[PeerId]()
-    reader: Any = SimpleNamespace(verify=verify)
-    for entry in entries:
-        if not isinstance(entry, transcript.Took | transcript.Conviction):
-            continue
-        stage = entry.steps.stage if isinstance(entry, transcript.Took) else entry.evidence.statement.stage
-        if not (0 <= stage < run.S and 0 <= entry.island < run.islands.count):
-            continue
-        island = run.island(entry.island)
-        cell = island.cell(stage)
-        if isinstance(entry, transcript.Conviction):
-            evidence, said = entry.evidence, signable(island.id, judged(entry.evidence))
-            by = tuple(dict.fromkeys(s.peer for s in entry.by if verify(s.peer, said, s.signature)))
-            shown = signable(island.id, evidence.statement)
-            t = evidence.statement.t
-            worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=t)}
-            if cell in told.stages and by and verify(evidence.accused, shown, evidence.signature):
-                judges = tuple(peer for peer in by if peer in worked) or by
-                verdicts.append((cell, Verdict(evidence, judges, island), judges[0] in worked))
-            continue
-        took = entry.steps
-        if took.end < first or took.start >= last:
-            elsewhere.append(took)
-            continue
-        by = tuple(s.peer for s in entry.by if verify(s.peer, signable(island.id, took), s.signature))
-        forged |= {signed.peer for signed in entry.by}.difference(by)
-        worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=took.end)}
-        some = tuple(peer for peer in by if peer in worked) or by  # a keeper may have its own sign as well
-        rows += [(cell, took, some, not worked.isdisjoint(by))] if by else []
-    voiced = {cell for cell, *_, has_voice in (*rows, *verdicts) if has_voice}
-    for cell, verdict, has_voice in verdicts:
-        if has_voice or cell not in voiced:
-            told.convictions.append(verdict)
-        else:
-            strangers.update(verdict.by)
-    for cell, took, by, has_voice in rows:
-        if not has_voice and cell in voiced:  # a keeper may make up identities
-            strangers.update(by)
-            continue
-        if took.end > first:
-            told.kinds.setdefault(cell, {}).setdefault(took.kind, set()).update(by)
-        for t, step in enumerate(unpack_rows(took.rows), took.start):
-            told.by_step.setdefault(t, []).append(Said(cell, step, by))
-    if rest:
-        say(f"the last {rest} bytes of the transcript are damaged, and not read")
-    if strangers:
-        names = " ".join(map(short, sorted(strangers)))
-        say(f"signed by peers without voice, beside those that have it, and left out: {names}")
-    if forged:
-        say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
+        raise SetupError(f"--stage {stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
+    told = account_of(found, first, last, range(run.cells) if stage is None else [stage], verify)
     if not told.kinds.keys() & set(told.stages):
-        has = [*elsewhere, *(took for _, took, *_ in rows)]
-        there = f"steps {min(s.start for s in has)} to {max(s.end for s in has) - 1}" if has else "none"
+        took = (entry.steps for entry in found.entries if isinstance(entry, transcript.Took))
+        other = [steps for steps in took if steps.end <= first or steps.start >= last]
+        has = f"steps {min(s.start for s in other)} to {max(s.end for s in other) - 1}" if other else "none"
         text = f"{options.transcript} has no signed step from {first} to {last - 1}"
-        raise SetupError(f"{text}: take others (it has {there}), or the transcript of another keeper")
+        raise SetupError(f"{text}: take others (it has {has}), or the transcript of another keeper")
     return told
 
 
@@ -320,9 +211,8 @@ class ScratchFolder(MutableMapping[str, dict[str, torch.Tensor]]):
             save_file({key: one.contiguous() for key, one in tensors.items()}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # what was read of the one before stays as it was
         except (OSError, SafetensorError) as error:
-            raise SetupError(
-                f"cannot write to --scratch {self._folder.parent}: {error}: choose another"
-            ) from None
+            where = self._folder.parent
+            raise SetupError(f"cannot write to --scratch {where}: {error}: choose another") from None
 
     def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
         if not self._path(name).exists():

@@ -394,12 +394,7 @@ class StageCompute:
         )
 
     def _autograd(
-        self,
-        version: int,
-        computed: Computed,
-        grads_out: Sequence[torch.Tensor | None],
-        *,
-        weights: bool,
+        self, version: int, computed: Computed, grads_out: Sequence[torch.Tensor | None], *, weights: bool
     ) -> tuple[list[torch.Tensor | None], dict[str, torch.Tensor]]:
         """(gradients of the leaves, by name those of the weights that have a part in it).
 

@@ -293,7 +293,7 @@ def test_a_norm_that_one_peer_says_a_little_else_makes_the_others_of_its_stage_n
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As far off as hosts may be that add in different orders: the weights differ all the same. One of those
-    who sign it has voice, and the others are a keeper's."""
+    that sign it has voice, and the keeper writes it down three times; the others are the keeper's own."""
     trainer = Identity.generate()
     was = record(tmp_path, admitting(replace(small(), steps=3), trainer.peer_id))
     off = [
@@ -302,6 +302,7 @@ def test_a_norm_that_one_peer_says_a_little_else_makes_the_others_of_its_stage_n
     liars = [[Identity.generate() for _ in range(4)] for _ in was.peers]
     for peer in (one for stage, others in zip(was.peers, liars, strict=True) for one in (*stage, others[0])):
         was.vouchers[peer.peer_id] = vouch(trainer, was.run.id, Worked(peer.peer_id, 30, 2, 30))
+    liars = [[others[0]] * 2 + others for others in liars]
     replace(was, peers=liars, rows=off).write(1, 2)
     was.write()
     replace(was, peers=liars, rows=off).write(1, 2)
