@@ -4673,8 +4673,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-the-next-one-for-the-last",
         "swarm/policy/rotation.py",
-        "began_s = now if self._since_s else self._stepped_s",
-        "began_s = self._stepped_s",
+        "{peer: self._since_s.get(peer, now) for peer in coordinators}",
+        "{peer: self._since_s.get(peer, self._stepped_s) for peer in coordinators}",
         "All coordinators lose their turns for one that lies.",
         ("test_lying_coordinators",),
     ),
@@ -4697,8 +4697,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-for-what-nobody-saw",
         "swarm/policy/rotation.py",
-        "        if slept:\n            self._stepped_s = now\n",
-        "",
+        "            self._stepped_s, self._since_s = now, {}\n",
+        "            pass\n",
         "A machine that slept sees other coordinators than the rest.",
         ("test_lying_coordinators",),
     ),

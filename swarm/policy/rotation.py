@@ -50,25 +50,25 @@ class Rotation:
         self._in_time = self._in_time + 1 if took_s <= limit_s else 0
         if self._in_time >= STEPS:
             self._overspent.clear()
-        for peer in self._since_s:
+        for peer in self._since_s if took_s > limit_s else ():
             self._overspent[peer] = 0  # the late step was taken under these
         if alone and took_s <= limit_s:
             self._usual.answered(took_s if self._usual.known else FIRST_SHARE * took_s)
         elif alone and took_s < math.inf:
             self._usual.gave_up(limit_s)
         self._stepped_s = now
-        self._since_s.clear()
+        self._since_s = dict.fromkeys(self._since_s, now)
 
     def charge(self, coordinators: Iterable[PeerId], *, t: int, now: float) -> None:
         """Charge those that coordinate now, if step `t` is late. Called every second or so."""
         slept, self._seen_s = now - self._seen_s > SLEPT_S, now
         if slept:
-            self._stepped_s = now
+            self._stepped_s, self._since_s = now, {}
         limit_s = self._usual.limit_s
+        # One that was not reached before is charged from now on: after a cut all would rest, here and there.
+        self._since_s = {peer: self._since_s.get(peer, now) for peer in coordinators}
         if now - self._stepped_s <= limit_s:
             return
-        began_s = now if self._since_s else self._stepped_s
-        self._since_s = {peer: self._since_s.get(peer, began_s) for peer in coordinators}
         for peer, since_s in self._since_s.items():
             if now - since_s > limit_s * 2 ** min(self._overspent[peer], MAX_DOUBLED):
                 rested = now < self._lost.rests_until_s(peer)

@@ -104,6 +104,16 @@ def test_a_peer_that_was_away_saw_nobody_hold_anything_up() -> None:
     assert this.first == "ann"
 
 
+def test_one_that_came_late_in_a_step_is_charged_from_then_on() -> None:
+    """After a cut those that could be reached again rested at once, each in another's view (seed 700330)."""
+    this = Watched()
+    this.waits(FIRST_LATE_S - 2.0, lambda: ["eve"])
+    this.waits(FIRST_LATE_S - 1.0)
+    assert this.first == "ann"
+    this.waits(3.0)
+    assert this.first == "bob"
+
+
 def test_where_all_cost_too_much_the_one_whose_rest_ends_first_coordinates() -> None:
     this = Watched()
     this.steps(3)
