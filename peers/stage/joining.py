@@ -52,16 +52,14 @@ class Joining:
         while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
             told = {peer: status.position for peer, status in (await ask(core, others)).items()}
-            replicas = {
-                r.peer: told[r.peer]
-                for r in others
-                if r.stage == core.stage and r.state == "serving" and r.peer in told
-            }
+            there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
+            replicas = {peer: told[peer] for peer in there if peer in told}
             of_all = core.voices.of_all(version=core.version)
             run = max((told[peer] for peer in heard(told, of_all)), default=Position())
             voice = core.voice()
             counted = [replicas[peer] for peer in heard(replicas, voice)]
-            if counted and voice and voice.keys().isdisjoint(replicas) and now_s() < voiced_until:
+            silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
+            if counted and silent and now_s() < voiced_until:
                 by = None  # those with voice may only be slow to answer
             else:
                 by = join_by(core.position, counted, run)

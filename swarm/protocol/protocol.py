@@ -419,7 +419,8 @@ class StepProtocol:
                 and now - known.seen_s < 1.5 * self._timings.refresh_s
                 and known.coordinator == self.coordinator(summary.stage, now=now) != sender
             )
-            if voice and (sender not in voice or overruled):
+            serving = (r.peer for r in self._peers.get(summary.stage, ()) if r.state == "serving")
+            if voice and (sender not in heard({sender, *serving}, voice) or overruled):
                 raise NotNow(f"peer {short(sender)} does not coordinate stage {summary.stage}")
             self._run_coordinator.stages[summary.stage] = Summarized(summary, sender, now)
             self._follows(summary.generation, now)

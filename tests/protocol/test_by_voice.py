@@ -111,6 +111,19 @@ def test_a_stranger_does_not_speak_for_a_stage_nor_over_its_coordinator() -> Non
     this.summary("bob", summary, now=NOW + 2.0)  # ann is silent: pictures may differ
 
 
+def test_who_has_voice_and_only_joins_its_stage_keeps_no_stranger_from_speaking_for_it() -> None:
+    """A run of strangers stood still while a peer that had worked before got the weights (seed 700144)."""
+    joins = msgspec.structs.replace(record("ann", steps=60), state="joining")
+    summary = StageSummary(run=RUN.id, stage=1, version=0, members=1)
+    this = protocol_of("zoe", record("zoe", 0, steps=40), joins, record("dan"), stage=0)
+    this.summary("dan", summary, now=NOW)
+    this = protocol_of(
+        "zoe", record("zoe", 0, steps=40), joins, record("bob", steps=20), record("dan"), stage=0
+    )
+    with pytest.raises(NotNow, match="dan does not coordinate stage 1"):
+        this.summary("dan", summary, now=NOW)
+
+
 # --- what counts ---
 
 

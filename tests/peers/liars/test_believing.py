@@ -18,6 +18,7 @@ import torch
 from peers.clock import now_s
 from peers.events import HandedOver, Note, Trouble
 from peers.ports import Answer, Handler, Request
+from peers.stage.joining import VOICED_S
 from peers.status_query import all_have
 from peers.storage import checkpoint
 from peers.transfer.leases import Leases, Snapshot
@@ -87,6 +88,20 @@ async def test_a_newcomer_waits_for_those_with_voice_that_do_not_answer_at_first
             s.network.drop_answer(name, "status", 1)
             s.network.drop_answer(name, "status", 2)
         await joined(s)
+        assert_honest(s)
+
+
+async def test_a_newcomer_that_alone_has_voice_does_not_wait_for_itself() -> None:
+    """Seed 700144: for 30 s, and its stage with it."""
+    async with swarm(RUN, replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        give_voice(s, "newcomer")
+        began = now_s()
+        await joined(s)
+        assert now_s() - began < VOICED_S / 3
+        assert s.peers["newcomer"].core.version == 2
         assert_honest(s)
 
 
