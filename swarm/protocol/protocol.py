@@ -206,7 +206,7 @@ class StepProtocol:
             self._coordinator.members.pop(self._me, None)
             last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
-                since = last.version  # it knows the commits before
+                since = last.version if coordinator in last.sources else 0  # it knows the commits before
             report = self._report(since=since)
             for peer in self._to_tell(self._stage, coordinator, last.coordinator if last else "", now):
                 self._messages.append(Message(peer, *report))

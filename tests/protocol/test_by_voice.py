@@ -18,6 +18,7 @@ from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import (
+    Commit,
     FetchResult,
     Lacking,
     Prepared,
@@ -122,6 +123,21 @@ def test_who_has_voice_and_only_joins_its_stage_keeps_no_stranger_from_speaking_
     )
     with pytest.raises(NotNow, match="dan does not coordinate stage 1"):
         this.summary("dan", summary, now=NOW)
+
+
+def test_a_replica_tells_its_commits_until_its_coordinator_has_its_version() -> None:
+    """The coordinator may believe one only once it has asked around: told once, it was lost (seed 900336)."""
+    others = (record("ann", steps=20), record("bob", steps=60))
+    this, commit = protocol_of("ann", *others), Commit(0, 1.0)
+    local = Local(generation=Generation(), version=1, steps={}, commits={0: commit})
+    this.observe(local, {1: others}, now=NOW)
+    for sources, told in ((("ann",), (commit,)), (("ann", "bob"), ())):
+        this.directive_came(
+            Directive(run=RUN.id, stage=1, coordinator="bob", version=1, sources=sources), now=NOW
+        )
+        this.speak(now=NOW)
+        bodies = [body for _, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
+        assert bodies[-1].commits == told
 
 
 # --- what counts ---
