@@ -590,7 +590,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "do-not-compare-the-own-norm",
         PROOFS,
-        "if mine is not None and not _alike(mine.sqnorm, norms[self._stage]):",
+        "if mine is not None and not is_same_norm(mine.sqnorm, norms[self._stage]):",
         "if False:",
         "Two peers of a stage make its norm up for those that know better.",
         ("test_attack",),

@@ -148,6 +148,9 @@ class StageCoordinator:
                 blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
                 owner=blame.owner(t, plan, steps, now=now),
             )  # fmt: skip
+            if isinstance(decision, rounds.FetchResult):
+                others = {p: step for p, step in self._believable(t).items() if p not in steps}
+                decision = rounds.proven_by(decision, others, self.voice)
             self._decisions[t] = decision
             self._left_out[t] |= self._alone_with_a_result(t, decision)
             if isinstance(decision, rounds.Reduce):

@@ -7,7 +7,6 @@ trainers or founders sign: in others all words count alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -16,14 +15,12 @@ from swarm.errors import Refused, short
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.messages import ReplicaReport
-from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
+from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof, is_same_norm
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.protocol.voice import Electorate, heard, voice_of
 from swarm.records import PeerRecord, Voucher
 
 KEPT_STEPS = 2
-ALIKE = 1e-6
-"""Relative difference of two norms of one result: hosts add in another order."""
 
 
 class HoldsResult(Statement, frozen=True, array_like=True):
@@ -140,7 +137,7 @@ class Belief:
         if len(commit.proofs) != self._run.S:
             raise Refused(f"the commit of step {t} has proofs of {len(commit.proofs)} stages")
         norms = [self._norm(proofs, generation, stage, t) for stage, proofs in enumerate(commit.proofs)]
-        if mine is not None and not _alike(mine.sqnorm, norms[self._stage]):
+        if mine is not None and not is_same_norm(mine.sqnorm, norms[self._stage]):
             raise Refused(
                 f"the commit of step {t} says that stage {self._stage} has the squared norm "
                 f"{norms[self._stage]}; this replica's result has {mine.sqnorm}"
@@ -156,7 +153,7 @@ class Belief:
         first = proofs[0].prepared
         for proof in proofs:
             _check_signed(self._signer, self._run.id, generation, stage, t, proof.peer, proof.prepared)
-            if proof.prepared.round != first.round or not _alike(proof.prepared.sqnorm, first.sqnorm):
+            if proof.prepared.round != first.round or not is_same_norm(proof.prepared.sqnorm, first.sqnorm):
                 raise Refused(f"the proofs of stage {stage} in the commit of step {t} are not of one result")
         return first.sqnorm
 
@@ -183,7 +180,3 @@ class Belief:
 def proves(commit: Commit, stage: Stage, held: Prepared) -> bool:
     """Whether a gradient is the one that a commit is about; commits without proofs are about any."""
     return not commit.proofs or commit.proofs[stage][0].prepared.digest == held.digest
-
-
-def _alike(one: float, other: float) -> bool:
-    return one == other or math.isclose(one, other, rel_tol=ALIKE)

@@ -10,10 +10,12 @@ so any complete result of a step is *the* result. More: docs/design.md, *The pat
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 
 import msgspec
+from msgspec.structs import replace
 
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap, everything, members_of
@@ -27,6 +29,8 @@ NO_VOICE: Mapping[PeerId, int] = {}
 
 PROOFS = 2
 """Replicas whose word a stage's norm needs, if there are as many."""
+SAME_NORM = 1e-6
+"""Relative difference of two norms of one result."""
 
 FINISHES_LEAST_S = 1.0
 
@@ -168,18 +172,10 @@ def round_id(
 
 
 def decide(
-    run: str,
-    stage: Stage,
-    t: int,
-    microbatches: int,
-    numel: int,
-    reports: Mapping[PeerId, StepReport],
-    current: Plan | None,
-    bandwidths_bps: Mapping[PeerId, float],
-    voice: Mapping[PeerId, int] = NO_VOICE,
-    *,
+    run: str, stage: Stage, t: int, microbatches: int, numel: int, reports: Mapping[PeerId, StepReport],
+    current: Plan | None, bandwidths_bps: Mapping[PeerId, float], voice: Mapping[PeerId, int] = NO_VOICE, *,
     owner: PeerId | None = None,
-) -> Decision:
+) -> Decision:  # fmt: skip
     """What a stage should do about step `t`, from its live replicas' reports.
 
     `current` is the plan published last, kept as long as it still fits the reports. `bandwidths_bps`: the
@@ -228,12 +224,25 @@ def _fetch(
     chosen = min(votes, key=lambda name: (-sum(weight(peer, voice) for peer in votes[name]), name))
     sources = votes[chosen]
     return FetchResult(
-        round=chosen,
-        sources=tuple(sources),
-        ready=set(waited_for) <= set(sources),
+        round=chosen, sources=tuple(sources), ready=set(waited_for) <= set(sources),
         sqnorm=held[sources[0]].sqnorm,
         proofs=tuple(Proof(peer, held[peer]) for peer in sources if held[peer].signature)[:PROOFS],
-    )
+    )  # fmt: skip
+
+
+def proven_by(
+    fetch: FetchResult, others: Mapping[PeerId, StepReport], voice: Mapping[PeerId, int]
+) -> FetchResult:
+    """A result with the words of replicas that are left out, too: the run waits for those that have it."""
+    held = {peer: step.prepared for peer, step in sorted(others.items()) if step.prepared is not None}
+    same = {p: h for p, h in held.items() if h.round == fetch.round and is_same_norm(h.sqnorm, fetch.sqnorm)}
+    proofs = (Proof(peer, same[peer]) for peer in heard(same, voice) if same[peer].signature)
+    return replace(fetch, proofs=(*fetch.proofs, *proofs)[:PROOFS])
+
+
+def is_same_norm(one: float, other: float) -> bool:
+    """Whether two squared norms may be of one result: hosts add in another order."""
+    return one == other or math.isclose(one, other, rel_tol=SAME_NORM)
 
 
 def doubled_without_voice(

@@ -11,7 +11,7 @@ from peers.sim.network import SimSigner
 from swarm.errors import NotNow
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import AdmissionSpec, audit_run
-from swarm.policy.backoff import Backoff
+from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.protocol.proofs import signed_report
@@ -260,6 +260,22 @@ def opened(t: int, microbatches: int) -> Step:
     prepared.complete()
     prepared.prepare(Prepared("r", 1.0, ""))
     return prepared
+
+
+@pytest.mark.parametrize(("held", "proven_by"), [("r", ["ann", "bob"]), ("s", ["ann"])])
+def test_one_that_is_left_out_gives_its_word_on_the_result_all_the_same(
+    held: str, proven_by: list[PeerId]
+) -> None:
+    """Others see no reason to do without it: the commit waited until its rest was over (seed 901048)."""
+    others = (record("ann", steps=60), record("bob", steps=40))
+    this = protocol_of("ann", *others)
+    local = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
+    this.observe(local, {1: others}, now=NOW)
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    tell(this, "bob", report(0, step(held=held)))
+    this.speak(now=NOW)
+    told = this._coordinator.summary({})
+    assert [proof.peer for proof in told.steps[0].proofs] == proven_by
 
 
 def test_a_stage_tells_also_the_run_coordinator_of_whom_it_was_told() -> None:
