@@ -91,9 +91,10 @@ class Recovery:
         others = sorted({*sources, *serving} - {core.me})
         proven = any(c.t == goal.version - 1 and believes(c) for c in directive.commits)
         told = await ask_status(self._run, self._transport, heard(others, voice))
-        is_here = any(peer in voice and said.position >= goal for peer, said in told.items())
-        if core.position < goal and voice and not is_here and await self._others_have(goal.version):
-            proven, voice, told = True, {}, await ask_status(self._run, self._transport, others)
+        if core.position < goal and voice and await self._others_have(goal.version):
+            proven = True
+            if not any(peer in voice and said.position >= goal for peer, said in told.items()):
+                voice, told = {}, await ask_status(self._run, self._transport, others)
         found = bearers(
             goal, directive.digest, ReplicaState(core.position, core.digest, core.kind),
             {peer: ReplicaState(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,

@@ -140,6 +140,26 @@ async def test_those_with_voice_take_what_their_stage_did_without_them(with_voic
         s.assert_each_counted_once()
 
 
+async def test_one_with_most_voice_takes_what_all_others_did_without_it() -> None:
+    """One with less voice went on, by what no peer with voice of the next stage proved (seed 902339)."""
+    away = ["s0p0", "s1p0"]
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *away, "s0p1", steps={"s0p0": 100})
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(1)
+        s.network.cut(away)
+        for name in away:
+            s.network.dht.cut_off.add(name)
+            s.network.dht.forget(name)
+        went_on = [peer for name, peer in s.live() if name not in away]
+        await s.until(lambda: all(peer.core.version >= RUN.steps for peer in went_on))
+        s.network.heal()
+        s.network.dht.cut_off.clear()
+        await s.until_finished()
+        s.assert_each_counted_once()
+
+
 async def test_strangers_replace_no_weights_of_the_only_one_with_voice() -> None:
     async with swarm(RUN, replicas=1) as s:
         give_voice(s, "s0p0", "s1p0")
