@@ -136,7 +136,8 @@ class StageCoordinator:
         self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
         newest = self.newest_version()
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
-        for t in range(newest, min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)):
+        until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
+        for t in range(newest - self._holds_back(newest - 1), until):
             steps = self._steps(t, now)
             self._doubled[t] = rounds.doubled_without_voice(steps, self.voice)
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
@@ -165,6 +166,12 @@ class StageCoordinator:
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
                 del known[t]
+
+    def _holds_back(self, t: int) -> bool:
+        """Whether this peer has the result of a step that others took by a commit it does not believe."""
+        mine = self.members[self._me].report
+        held = any(step.t == t and step.prepared is not None for step in mine.steps)
+        return held and mine.version == t and t not in self._agreed.commits
 
     def heard(self, t: int, plan: Plan) -> None:
         """Remember the name of a round: a result of it may be true."""
@@ -257,21 +264,15 @@ class StageCoordinator:
         digest = rounds.digest_majority(digests, self.voice) if len(digests) == len(alike) and digests else ""
         sources = sorted(p for p, r in (alike or at_newest).items() if not digest or r.digest == digest)
         return Directive(
-            run=self._run.id,
-            stage=self._stage,
-            coordinator=self._me,
-            generation=self._agreed.generation,
-            version=newest,
-            behind_s=int(behind_s),
-            sources=tuple(sources[:MAX_SOURCES]),
-            digest=digest,
+            run=self._run.id, stage=self._stage, coordinator=self._me, generation=self._agreed.generation,
+            version=newest, behind_s=int(behind_s), sources=tuple(sources[:MAX_SOURCES]), digest=digest,
             left_out=self._resting,
             steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
             commits=newest_commits(commits, since=self.members[peer].report.version),
             # Only trainers need it, and they ask stage 0; for other stages it would mean a message per
             # microbatch.
             run_status=replace(run_status, commits=()) if self._stage == 0 else RunStatus(run=self._run.id),
-        )
+        )  # fmt: skip
 
     def _step_directive(self, t: int, decision: rounds.Decision, peer: PeerId) -> StepDirective:
         if peer in self._left_out[t]:
@@ -355,12 +356,13 @@ class RunCoordinator:
             del losses[min(losses)]
         ahead = 1 if self._run.delayed_updates else 0
         lacking: list[StepLacking] = []
-        for t in sorted({oldest, *range(version, version + ahead + 1)}):
+        due = min([oldest, *(step.t for summary in summaries.values() for step in summary.steps)])
+        for t in sorted({due, oldest, *range(version, version + ahead + 1)}):
             if t >= self._run.steps:
                 continue
             views = {stage: _summary_of(summary, t) for stage, summary in summaries.items()}
             known = {stage: view for stage, view in views.items() if view is not None}
-            if t == oldest:  # steps are taken in their order
+            if t in (due, oldest):  # steps are taken in their order
                 commit = rounds.decide_commit(t, self._run.S, known, self._agreed.commits)
                 if commit is not None and believes(commit):
                     self._agreed.commits[t] = commit

@@ -84,18 +84,9 @@ class StepProtocol:
     """One replica's part in the coordination of steps, also as coordinator of its stage or of the run."""
 
     def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        me: PeerId,
-        numel: int,
-        local: Local,
-        backoff: Backoff,
-        timings: ProtocolTimings,
-        signer: Signer,
-        *,
-        since_s: float,
-    ) -> None:
+        self, run: Run, stage: Stage, me: PeerId, numel: int, local: Local, backoff: Backoff,
+        timings: ProtocolTimings, signer: Signer, *, since_s: float,
+    ) -> None:  # fmt: skip
         """`numel`: elements of the flat gradient; `since_s`: when this replica joined, by its clock."""
         self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
         self._local, self._backoff, self._timings = local, backoff, timings
@@ -347,9 +338,8 @@ class StepProtocol:
     def _lead(self, now: float) -> None:
         """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
         stage = self._coordinator
-        for peer in [
-            p for p, member in stage.members.items() if self._timings.is_gone(member.seen_s, now=now)
-        ]:
+        gone = [p for p, member in stage.members.items() if self._timings.is_gone(member.seen_s, now=now)]
+        for peer in gone:
             self.lost(peer)
         stage.members[self._me] = Member(*self._report(), now)
         for member in list(stage.members.values()):

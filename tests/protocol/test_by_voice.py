@@ -278,6 +278,38 @@ def test_one_that_is_left_out_gives_its_word_on_the_result_all_the_same(
     assert [proof.peer for proof in told.steps[0].proofs] == proven_by
 
 
+def test_a_result_is_proven_anew_where_another_took_its_step_by_what_is_not_believed() -> None:
+    """Both stages had it, and nobody said so: to its coordinator the stage was past it (seed 902339)."""
+    others = (record("ann", steps=60), record("bob", steps=40))
+    this = protocol_of("ann", *others)
+    local = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
+    this.observe(local, {1: others}, now=NOW)
+    tell(this, "bob", report(1))
+    this.speak(now=NOW)
+    told = this._coordinator.summary({})
+    assert told.version == 1 and [(step.t, step.ready) for step in told.steps] == [(0, True)]
+    this._agreed.commits[0] = Commit(0, 1.0)
+    this.speak(now=NOW)
+    assert not this._coordinator.summary({}).steps, "it follows"
+
+
+def test_a_step_that_some_of_each_stage_have_taken_is_committed_anew() -> None:
+    stage_0 = (record("zoe", 0, steps=60), record("yan", 0, steps=40))
+    records = {0: stage_0, 1: (record("ann", steps=60),)}
+    this = protocol_of("zoe", *stage_0, *records[1], stage=0)
+    this.observe(
+        Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={}), records, now=NOW
+    )
+    tell(this, "yan", msgspec.structs.replace(report(1), stage=0))
+    this.belief.excuse(0, {"yan"})
+    this.speak(now=NOW)
+    said = signed_report(report(0, step(held="r")), SimSigner("ann"), None).steps[0].prepared
+    assert said is not None
+    view = StepSummary(t=0, ready=True, sqnorm=1.0, proofs=(Proof("ann", said),))
+    summary = StageSummary(run=RUN.id, stage=1, version=1, members=1, steps=(view,))
+    assert [commit.t for commit in this.summary("ann", summary, now=NOW).commits] == [0]
+
+
 def test_a_stage_tells_also_the_run_coordinator_of_whom_it_was_told() -> None:
     """After late steps peers may differ for a while on who that is. Strangers are told nothing."""
     for named, told in (("yan", {"yan", "zoe"}), ("liar", {"zoe"}), ("", {"zoe"})):
