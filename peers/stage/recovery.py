@@ -290,6 +290,8 @@ class Recovery:
         if self._islands.others:
             others, voice = await self._islands.others_records(), self._islands.voice(version=version)
             theirs = await ask_saved(run.whole, transport, others, voice=voice, on_fault=on_fault)
+            if not theirs.sources[self._stage]:  # what none with voice has would be lost for good
+                theirs = await ask_saved(run.whole, transport, others, on_fault=on_fault)
             for stage, had in theirs.sources.items():
                 for saved, peers in had.items():
                     if run.is_common(saved):

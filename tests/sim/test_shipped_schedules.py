@@ -293,3 +293,28 @@ def test_a_sum_is_open_only_once_its_ledger_is() -> None:
 @pytest.mark.parametrize("seed", [1262, 1672])
 def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> None:
     assert run_schedule(seed).violation == ""
+
+
+@pytest.mark.parametrize(
+    ("seed", "faults"),
+    [
+        (
+            900336,
+            [Fault(0.591, "lose stage at", 0.098, 2.854, "forward", 1), Fault(1.433, "move", 0.261, 25.438)],
+        ),
+        (900829, [Fault(0.05, "cut off", 0.8, 0.566), Fault(1.929, "cut power", 0.738, 15.102)]),
+        (902339, [Fault(0.593, "cut", 0.441, 0.915)]),
+    ],
+    ids=[
+        "a commit is told until it is believed",
+        "a meeting is given out by strangers where none with voice has it",
+        "a result is proven anew where the commit that some followed is not believed",
+    ],
+)
+def test_a_run_that_names_its_trainers_ends(
+    seed: int, faults: list[Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stood still for ever: a peer with voice had come, or come back, when others had gone on."""
+    monkeypatch.setattr("peers.sim.setting.ADMITTING", 0.9)
+    monkeypatch.setattr("peers.sim.setting.WITH_VOUCHER", 0.5)
+    assert World(seed, schedule=faults).play().violation == ""
