@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 TALES = 4000
 
@@ -64,6 +65,7 @@ _SLOTS = {
 }
 
 
+@cache
 def text(tales: int = TALES) -> bytes:
     """All of them, an empty line between."""
     return "\n\n".join(_tale(number) for number in range(tales)).encode() + b"\n"

@@ -7,6 +7,7 @@ before there are any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+@lru_cache(maxsize=64)
 def foretold_bytes(run: Run, stage: Stage) -> int:
     """What `StageCompute.saved_bytes` will measure on a peer of that stage; builds no weights.
 

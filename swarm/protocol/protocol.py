@@ -362,12 +362,8 @@ class StepProtocol:
                 self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
 
     def _directive_for(self, peer: PeerId, now: float) -> Directive:
-        return self._coordinator.directive_for(
-            peer,
-            commits=self._agreed.known(self._local),
-            behind_s=self.stuck_s(now=now),
-            run_status=self.run_status,
-        )
+        known, since_s, status = self._agreed.known(self._local), self.stuck_s(now=now), self.run_status
+        return self._coordinator.directive_for(peer, commits=known, behind_s=since_s, run_status=status)
 
     # -- a stage that cannot follow the run -------------------------------------------------------
 
