@@ -315,6 +315,7 @@ class Rings:
         return self._fails_anyway[name]
 
 
+@functools.cache
 def path_of(name: str) -> str:
     """The file of tests/peers, or of those of the DHT's nodes, with that name."""
     (path,) = (path for wing in WINGS for path in (ROOT / "tests" / wing).rglob(f"{name}.py"))
