@@ -95,11 +95,13 @@ async def begun(s: Swarm) -> None:
 POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took")
 HOW = [*product((True, False), (0.0, HEARS_S))]
 """Whether programs that are banned end when they hear of it, and within which time all have."""
+WHO = [(*how, leads) for how, leads in product(HOW, (True, False))]
 
 
 @pytest.mark.parametrize("seed", seeds(3, quick=1))
-@pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize(("obeys", "within_s"), some(HOW, quick=[(True, 0.0), (False, HEARS_S)]))
+@pytest.mark.parametrize(
+    ("obeys", "within_s", "leads"), some(WHO, quick=[(False, HEARS_S, True), (True, 0.0, False)])
+)
 @pytest.mark.parametrize("point", POINTS)
 async def test_who_is_banned_at_any_point_of_a_step_takes_nothing_along(
     point: str, obeys: bool, within_s: float, leads: bool, seed: int
@@ -118,8 +120,10 @@ async def test_who_is_banned_at_any_point_of_a_step_takes_nothing_along(
         assert len(bans.banned) == 1
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize(("obeys", "within_s"), some(HOW, quick=[(True, HEARS_S), (False, HEARS_S)]))
+@pytest.mark.parametrize(
+    ("obeys", "within_s", "stage"),
+    some([(*how, stage) for how in HOW for stage in (0, 1)], quick=[(False, HEARS_S, 0), (True, HEARS_S, 1)]),
+)
 @pytest.mark.parametrize("come_later", [False, True])
 async def test_all_with_voice_of_a_stage_are_banned_and_newcomers_go_on(
     stage: int, obeys: bool, within_s: float, come_later: bool
