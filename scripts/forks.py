@@ -135,6 +135,7 @@ def run_files(
 
     try:
         for item, following in itertools.pairwise(itertools.chain(tests(), [None])):
+            assert item is not None  # only the last one that follows is
             writer.send((item.nodeid, ()))
             hook.pytest_runtest_protocol(item=item, nextitem=following)
             writer.send(("", said))
