@@ -5748,4 +5748,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "What came first waits for all that comes after it.",
         ("test_sim_device",),
     ),
+    Mutation(
+        "who-is-left-out-makes-results-up",
+        COORDINATOR,
+        "members = (*plan.members, *self._resting)",
+        "members = plan.members",
+        "A tarpit that says it has microbatches makes two others begin each step again, for ever.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "any-result-without-those-left-out",
+        COORDINATOR,
+        "            members: tuple[PeerId, ...] = ()\n",
+        "            members = self._resting\n",
+        "A result that one replica made up is fetched where the others are left out.",
+        ("test_limits",),
+    ),
 )

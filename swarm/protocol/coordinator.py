@@ -215,7 +215,9 @@ class StageCoordinator:
             return False
         if prepared.signature:
             plan = self._plans.get(t)
-            members = plan.members if plan is not None and plan.round == prepared.round else ()
+            members: tuple[PeerId, ...] = ()
+            if plan is not None and plan.round == prepared.round:
+                members = (*plan.members, *self._resting)
             apart = [step for other, step in others.items() if other not in members]
             return peer in speaking and any(step.done or step.in_progress for step in apart)
         return peer != self._me and not self.knows(t, prepared.round)

@@ -237,6 +237,18 @@ def test_a_result_of_one_with_voice_is_none_while_another_has_microbatches_that_
     assert told.steps[0].begin_again and told.steps[0].fetch is None
 
 
+def test_a_round_without_one_that_is_left_out_gives_a_result_whatever_that_one_has() -> None:
+    """A tarpit that said it has microbatches made two others begin each step again, for ever."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("cid", steps=40))
+    this._backoff.charge("cid", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    tell(this, "cid", report(0, step(0b0100, in_progress=0b1000)))
+    plan = tell(this, "bob", report(0, step(ALL))).steps[0].plan
+    assert plan is not None and plan.members == ("bob",)
+    told = tell(this, "bob", report(0, step(ALL, held=plan.round))).steps[0]
+    assert told.fetch is not None and not told.begin_again
+    assert tell(this, "bob", report(0, step(ALL, held="made-up"))).steps[0].begin_again
+
+
 def commit_of(norm: float, *, by: PeerId = "ann") -> tuple[object, ...]:
     """What zoe, who coordinates the run, commits when both stages say that they are prepared."""
     records = [record("zoe", 0, steps=40), record("ann", steps=60)]
