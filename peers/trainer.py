@@ -131,16 +131,9 @@ class Trainer:
     """Runs microbatches until the run is finished, or `leave` is called."""
 
     def __init__(
-        self,
-        run: Run,
-        batches: Batches,
-        transport: Transport,
-        directory: Directory,
-        settings: TrainerSettings,
-        emit: Callable[[events.Event], None],
-        *,
-        held_out: Batches | None = None,
-    ) -> None:
+        self, run: Run, batches: Batches, transport: Transport, directory: Directory,
+        settings: TrainerSettings, emit: Callable[[events.Event], None], *, held_out: Batches | None = None,
+    ) -> None:  # fmt: skip
         """`held_out`: what the run is evaluated on, if it is and this trainer has it."""
         self._run, self._batches, self._emit = run, batches, emit
         directory = own_directory(run, directory)

@@ -41,6 +41,7 @@ from swarm.model.reductions import vectors_digest
 from swarm.protocol import replica
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
+from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
 from swarm.protocol.step import StepState
 from swarm.records import NO_STAGE
@@ -58,18 +59,10 @@ class Actions:
     """
 
     def __init__(
-        self,
-        core: StageCore,
-        coordination: StepCoordination,
-        all_reduce: AllReduce,
-        tied_weights: TiedWeights,
-        meeting: IslandMeeting,
-        recovery: Recovery,
-        store: CheckpointStore,
-        checkpoints: Checkpoints | None,
-        *,
-        failed: Callable[[SetupError], None],
-    ) -> None:
+        self, core: StageCore, coordination: StepCoordination, all_reduce: AllReduce,
+        tied_weights: TiedWeights, meeting: IslandMeeting, recovery: Recovery, store: CheckpointStore,
+        checkpoints: Checkpoints | None, *, failed: Callable[[SetupError], None],
+    ) -> None:  # fmt: skip
         self._core, self._coordination, self._all_reduce = core, coordination, all_reduce
         self._tied_weights, self._meeting, self._recovery = tied_weights, meeting, recovery
         self._store, self._checkpoints, self._failed = store, checkpoints, failed
@@ -312,11 +305,13 @@ class Actions:
             await asyncio.sleep(RETRY_S)
 
     async def _restore(self) -> None:
-        run = self._coordination.run_status.position
+        run, behind_s = self._coordination.run_status.position, self._coordination.behind_s
+        if behind_s < FAR_BACK_S and await self._recovery.rejoin(run):
+            return
         if run != self._lost_at:
             self._lost_at = run
             self._core.emit(events.StageLost(stage=self._core.stage, version=run.version))
-        await self._recovery.restore(run, waited_s=self._coordination.behind_s)
+        await self._recovery.restore(run, waited_s=behind_s)
 
     # -- checkpoints --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from peers import events
 from peers.clock import now_s
 from peers.islands.directory import Islands
 from peers.stage.coordination import StepCoordination
+from peers.stage.membership import announced, ask
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
 from peers.status_query import all_have, ask_status
@@ -206,6 +207,23 @@ class Recovery:
             return False
         self._emit(events.RolledBack(stage=self._stage, step=generation.start))
         return True
+
+    async def rejoin(self, run: Position) -> bool:
+        """Go to where replicas are that have come as far as the run; False if there is none.
+
+        They may have another coordinator, to which this one does not report.
+        """
+        core, voice = self._core, self._core.voice()
+        told = await ask(core, [r for r in announced(core) if not voice or r.peer in voice])
+        there = {peer: said for peer, said in told.items() if said.position >= run}
+        if there:
+            first = max(there, key=lambda peer: (voice.get(peer, 0), peer))
+            directive = Directive(
+                run=core.run.id, stage=core.stage, coordinator=first, sources=tuple(there),
+                generation=there[first].generation, version=there[first].version, digest=there[first].digest,
+            )  # fmt: skip
+            await self.to(directive)
+        return bool(there)
 
     async def restore(self, run: Position, *, waited_s: float) -> bool:
         """Give the run a state of this stage that it can go on from.

@@ -36,6 +36,7 @@ from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import AllReduce, ApplyStep, CatchUp, Unfreeze
+from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
 from swarm.protocol.step import StepState
 from swarm.records import PeerRecord
@@ -613,6 +614,43 @@ async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_f
     trainers.append("trainer")
     assert await its.restore(finished, waited_s=1000.0)
     assert (alone.core.generation.number, alone.core.generation.start) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "voice", "behind_s", "rejoins"),
+    [
+        (2, {}, 8.0, True),
+        (2, {"other": 40}, 8.0, True),
+        (1, {}, 8.0, False),
+        (2, {"me": 40}, 8.0, False),
+        (2, {}, FAR_BACK_S, False),
+    ],
+    ids=["there", "there-with-voice", "behind-as-well", "only-strangers", "for-long-in-vain"],
+)
+async def test_no_stage_is_restored_whose_replicas_are_where_the_run_is(
+    version: int, voice: dict[str, int], behind_s: float, rejoins: bool
+) -> None:
+    """They had another coordinator than a replica that was behind, and the run went back to its beginning."""
+    alone = await Alone(RUN).opened()
+    alone.records.known = [replica()]
+    alone.line.answers["status"] = lambda *_: status(version=version)
+    its: Any = alone.peer.actions
+    run = Position(Generation(), 2)
+    its._coordination = SimpleNamespace(run_status=SimpleNamespace(position=run), behind_s=behind_s)
+    its._core.voice = lambda: voice
+    did: list[object] = []
+
+    async def to(directive: Directive) -> bool:
+        did.append((directive.position, directive.coordinator, directive.sources))
+        return True
+
+    async def restore(position: Position, *, waited_s: float) -> bool:
+        did.append((position, waited_s))
+        return True
+
+    its._recovery.to, its._recovery.restore = to, restore
+    await its._restore()
+    assert did == [(run, "other", ("other",)) if rejoins else (run, behind_s)]
 
 
 async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough() -> None:
