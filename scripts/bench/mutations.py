@@ -5761,7 +5761,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ACTIONS,
         "if behind_s < FAR_BACK_S and await self._recovery.rejoin(run):",
         "if await self._recovery.rejoin(run):",
-        "One that says it has a stage, and gives it to nobody, keeps a stage that was lost from being restored.",
+        "One that says it has a stage, and gives it to nobody, keeps it from being restored.",
         ("test_guards",),
     ),
     Mutation(
@@ -5787,5 +5787,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            members = self._resting\n",
         "A result that one replica made up is fetched where the others are left out.",
         ("test_limits",),
+    ),
+    Mutation(
+        "nobody-was-invited-to-a-node",
+        "peers/net/node.py",
+        "self.transport.refusal, self.transport.invited = self.door.refusal, self.door.invited",
+        "self.transport.refusal = self.door.refusal",
+        "Who was invited waits for a state behind a crowd of strangers.",
+        ("test_admission",),
+    ),
+    Mutation(
+        "a-node-refuses-nobody",
+        "peers/net/node.py",
+        "self.transport.refusal, self.transport.invited = self.door.refusal, self.door.invited",
+        "self.transport.invited = self.door.invited",
+        "Who was banned calls as before.",
+        ("test_admission",),
     ),
 )

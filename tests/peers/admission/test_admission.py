@@ -13,6 +13,8 @@ import pytest_asyncio
 from peers.net.charter import signed
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.identity import Identity
+from peers.net.node import Node
+from peers.net.p2pd import DaemonOptions
 from peers.net.transport import SHOW_METHOD, NetTransport
 from peers.ports import Answer, Request
 from swarm import charter as rules
@@ -149,6 +151,50 @@ async def test_a_caller_shows_its_token_before_its_first_call(relay: Relay) -> N
     assert await caller.call(other, "work") == b"done"
     with pytest.raises(Refused, match="its token is for a trainer"):
         await caller.call(other, "part")
+
+
+class NoDaemon:
+    """Stands for p2pd and what it is asked, and for the directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.identity, self.options = Identity.generate(), DaemonOptions(direct=False)
+        self.control_path, self.streams_path = folder / "control", folder / "streams"
+        self.peer_id = self.identity.peer_id
+
+    async def ready(self) -> None: ...
+
+    async def identify(self) -> tuple[str, tuple[str, ...]]:
+        return self.peer_id, ("/ip4/127.0.0.1/tcp/4001",)
+
+    async def serve_streams(self, protocol: str) -> None: ...
+
+    async def attach(self) -> None: ...
+
+    async def detach(self) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def disconnect(self, peer: str) -> None: ...
+
+    def expect_end(self) -> None: ...
+
+    def close_now(self) -> None: ...
+
+
+async def test_the_transport_of_a_node_asks_its_doorkeeper_who_may_call_and_who_was_invited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon: Any = NoDaemon(tmp_path)
+    monkeypatch.setattr("peers.net.node.DaemonControl", lambda *_: daemon)
+    monkeypatch.setattr("peers.net.node.NetDirectory", lambda *_, **__: daemon)
+    node, friend, stranger = Node(daemon=daemon, run_id=RUN), *(Identity.generate().peer_id for _ in "ab")
+    async with node:
+        assert not node.transport.invited(friend) and not node.transport.refusal(stranger, "part", True)
+        node.door.set(terms(peers=Rule("list", (friend,))))
+        assert node.transport.invited(friend) and not node.transport.invited(stranger)
+        assert "not admitted" in node.transport.refusal(stranger, "part", True)
 
 
 async def test_a_callee_that_knows_no_credentials_is_called_all_the_same(relay: Relay) -> None:
