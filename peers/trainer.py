@@ -173,7 +173,8 @@ class Trainer:
         self._changed = asyncio.Event()
         self._leaving = False
         self._attempts: dict[Microbatch, int] = {}
-        self._refusals: dict[Microbatch, set[PeerId]] = {}
+        self._refusals: dict[Microbatch | None, set[PeerId]] = {}
+        """By whom a microbatch is refused; None: this trainer, by the charter that they know."""
         self._past: dict[PeerId, int] = {}
         """Peers of stage 0 that say that a step is over, and the newest such step."""
         self._failure: SwarmError | None = None
@@ -348,11 +349,17 @@ class Trainer:
         except Refused as refused:
             assert peer is not None
             self._router.failed(peer, now=now_s())
-            by = self._refusals.setdefault(mb, set())
+            # The charter that holds ends this program by itself, whichever the others know.
+            by = self._refusals.setdefault(None if refused.by_charter else mb, set())
             by.add(peer)
             counted = self._counted(0)
             if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):
-                self._failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
+                failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
+                if refused.by_charter:
+                    by.clear()
+                    self._emit(events.Trouble(text=failure.text))
+                else:
+                    self._failure = failure
             await asyncio.sleep(0.2)
             self._todo.failed(mb)
         except SetupError as wrong:

@@ -13,6 +13,7 @@
     │   └── Leaving       it is draining: ask another
     ├── Stale             it is already past that step; carries its version
     └── Refused           what we sent is not acceptable (and would not be elsewhere)
+        ├── NotAdmitted   by the charter that the answering peer knows: it may not know the newest
         └── OtherVersion  the peer's program speaks another version of the protocol
 
 Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep their fields.
@@ -129,9 +130,16 @@ class Refused(SwarmError):
     """The request is not acceptable: unknown method, wrong run, wrong shape, too large, not finite."""
 
     code = "refused"
+    by_charter: ClassVar[bool] = False
 
     def __init__(self, text: str) -> None:
         super().__init__(one_line(text))  # it quotes the request
+
+
+class NotAdmitted(Refused):
+    """The charter that the answering peer knows does not admit us. Whether the newest does, we read there."""
+
+    code, by_charter = "not-admitted", True
 
 
 class OtherVersion(Refused):
@@ -144,7 +152,8 @@ class OtherVersion(Refused):
         self.version = version
 
 
-_WIRE = {cls.code: cls for cls in (NotNow, Busy, Leaving, NotReady, Stale, Refused, OtherVersion)}
+_ANSWERS = NotNow, Busy, Leaving, NotReady, Stale, Refused, NotAdmitted, OtherVersion
+_WIRE = {cls.code: cls for cls in _ANSWERS}
 
 
 def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:

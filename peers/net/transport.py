@@ -24,7 +24,18 @@ from peers.net.p2pd_control import ControlError, DaemonControl, check_response, 
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.waiting import TaskKeeper, happens, within
-from swarm.errors import BadAnswer, Busy, Leaving, PeerFault, PeerGone, PeerSilent, Refused, SwarmError, short
+from swarm.errors import (
+    BadAnswer,
+    Busy,
+    Leaving,
+    NotAdmitted,
+    PeerFault,
+    PeerGone,
+    PeerSilent,
+    Refused,
+    SwarmError,
+    short,
+)
 from swarm.ids import PeerId
 from swarm.wire import frames
 
@@ -393,7 +404,7 @@ class NetTransport:
     def _called(self, link: ServerConnection, served: ServedCall) -> None:
         """A CALL arrived: start its handler. Raises Refused, Leaving or Busy."""
         if why := self.refusal(link.peer, served.method, True):
-            raise Refused(why)
+            raise NotAdmitted(why)
         handler = self._find(served.method, sum(served.body_sizes))
         if self._dialer.closed:
             raise Leaving(self._dialer.closed)

@@ -443,16 +443,9 @@ def parts_of(plan: Plan) -> list[list[tuple[int, int]]]:
 
 
 def read_part(
-    peer: PeerId,
-    metas: Sequence[TensorMeta],
-    crc: int | None,
-    body: Sequence[Buffer],
-    numel: int,
-    codec: str,
-    dtype: torch.dtype,
-    *,
-    error: type[Refused] | None = None,
-) -> torch.Tensor:
+    peer: PeerId, metas: Sequence[TensorMeta], crc: int | None, body: Sequence[Buffer], numel: int,
+    codec: str, dtype: torch.dtype, *, error: type[Refused] | None = None,
+) -> torch.Tensor:  # fmt: skip
     """A checked flat chunk; `crc` None: its bytes are checked by their digest.
 
     Raises `error`, or BadAnswer for an answer, if anything does not fit.

@@ -19,8 +19,8 @@ from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latenc
 
 MAX_PAUSE_S = 1.0
 """However long a peer says that it wants to be left alone."""
-MAX_REFUSALS = 2
-"""So many peers that refuse the same microbatch are not all wrong about it."""
+MAX_REFUSALS = 3
+"""So many peers that refuse the same microbatch are not all wrong about it: a trainer may end by it."""
 
 
 class NextStage:
@@ -58,9 +58,9 @@ class NextStage:
 
         Raises:
             Stale: the step is over, here, or for every peer there that can be asked.
-            Refused: several peers refuse it.
+            Refused: several peers refuse it; NotAdmitted: by the charter that one of them knows.
         """
-        refusals: list[PeerId] = []
+        refusals: dict[PeerId, Refused] = {}
         busy: set[PeerId] = set()
         past: dict[PeerId, Stale] = {}
         holder: PeerId | None = None
@@ -100,13 +100,15 @@ class NextStage:
             except Stale as stale:
                 past[peer] = stale  # one that took the step by itself; others may lack the microbatch
             except Refused as refused:
-                refusals.append(peer)
+                refusals[peer] = refused
                 counted = self._heard(self._router.peers(self.stage))
                 if peer not in counted:
                     self._router.failed(peer, now=now_s())
                 by = set(refusals).intersection(counted)
                 if len(by) >= MAX_REFUSALS or by.issuperset(counted):
-                    raise Refused(f"stage {self.stage} refuses {work.t, work.m}: {refused.text}") from None
+                    refused = next((refusals[one] for one in sorted(by) if refusals[one].by_charter), refused)
+                    refused.text = f"stage {self.stage} refuses {work.t, work.m}: {refused.text}"
+                    raise refused from None
             else:
                 took_s = now_s() - began
                 self._limits.answered(took_s, now=now_s())

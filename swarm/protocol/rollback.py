@@ -91,16 +91,9 @@ class Rollback(NamedTuple):
 
 
 def plan_rollback(
-    stage: Stage,
-    stages: int,
-    run: Position,
-    saved: Mapping[Stage, Iterable[int]],
-    *,
-    waited_s: float,
-    checkpoint_every: int,
-    steps: int,
-    from_keeper: bool = False,
-) -> Rollback:
+    stage: Stage, stages: int, run: Position, saved: Mapping[Stage, Iterable[int]], *, waited_s: float,
+    checkpoint_every: int, steps: int, from_keeper: bool = False,
+) -> Rollback:  # fmt: skip
     """The rollback that a peer of the lost `stage` plans, with the run at `run`. `saved`: versions on offer,
     by stage.
 

@@ -19,7 +19,7 @@ from peers.net.transport import SHOW_METHOD, NetTransport
 from peers.ports import Answer, Request
 from swarm import charter as rules
 from swarm.charter import Ban, Rule, Terms
-from swarm.errors import PeerGone, Refused
+from swarm.errors import NotAdmitted, PeerGone, Refused
 from tests.net.relay import Relay, open_links
 
 RUN, OWNER = "ab" * 16, Identity(b"o" * 32)
@@ -119,7 +119,7 @@ async def test_who_is_not_admitted_may_read_and_nothing_else(pair: tuple[Guarded
         ("part", "not admitted as a peer: "),
         ("work", "not admitted as a peer: .*; as a tr"),
     ):
-        with pytest.raises(Refused, match=text):
+        with pytest.raises(NotAdmitted, match=text):
             await caller.call(callee, method)
     assert callee.handled == [caller.peer]
 
