@@ -174,14 +174,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _file(parser: _Parser, word: str) -> list[str]:
     """The arguments in a file that a bootstrap wrote, a line each."""
-    text = ""
-    with contextlib.suppress(OSError, UnicodeDecodeError), Path(word[1:]).open() as file:
-        text = file.read(1 << 16)  # hundreds of addresses
+    text, wrong = "", f"{word[1:]!r} is not what a bootstrap writes with --join-file"
+    try:
+        with Path(word[1:]).open(encoding="utf-8", errors="replace") as file:
+            text = file.read(1 << 16)  # hundreds of addresses
+    except OSError as error:
+        wrong = f"{word[1:]!r}, which a bootstrap writes with --join-file, cannot be read: {error.strerror}"
     if not text.startswith("--"):
-        parser.error(
-            f"{word}: {word[1:]!r} is no file that a bootstrap writes with --join-file. Or type --run and "
-            "--join, as the bootstrap printed them"
-        )
+        parser.error(f"{word}: {wrong}. Or type --run and --join, as the bootstrap printed them")
     return [*filter(None, map(str.strip, text.splitlines()))]
 
 

@@ -378,9 +378,17 @@ sys.exit(main(sys.argv[1:]))
             Exit.SETUP,
             "tokenize: FILE nowhere cannot be read: there is no",
         ),
-        (["peer", "@nofile"], Exit.USAGE, "@nofile: 'nofile' is no file that a bootstrap writes with"),
-        (["peer", "@/"], Exit.USAGE, "@/: '/' is no file that a bootstrap writes"),
-        (["peer", "@/dev/null"], Exit.USAGE, "@/dev/null: '/dev/null' is no file"),
+        (
+            ["peer", "@nofile"],
+            Exit.USAGE,
+            "@nofile: 'nofile', which a bootstrap writes with --join-file, cannot be read: No such file",
+        ),
+        (
+            ["peer", "@/"],
+            Exit.USAGE,
+            "@/: '/', which a bootstrap writes with --join-file, cannot be read: Is a",
+        ),
+        (["peer", "@/dev/null"], Exit.USAGE, "@/dev/null: '/dev/null' is not what a bootstrap"),
         (["demo", "up"], Exit.USAGE, "swarm demo: unrecognized arguments: up\nSee: swarm demo --help"),
     ],
 )
@@ -552,7 +560,10 @@ def test_a_file_of_arguments_that_no_bootstrap_wrote_is_refused_in_words(
     with pytest.raises(SystemExit) as stopped:
         main(["status", f"@{path}"])
     assert stopped.value.code == Exit.USAGE
-    assert f"@{path}: '{path}' is no file that a bootstrap writes with --join-file" in capsys.readouterr().err
+    wrong = f"@{path}: '{path}' is not what a bootstrap writes with --join-file. Or type --run and --join"
+    if content is None:
+        wrong = f"@{path}: '{path}', which a bootstrap writes with --join-file, cannot be read: File name too"
+    assert wrong in capsys.readouterr().err
 
 
 def test_a_file_of_arguments_may_have_gone_through_a_windows_mailbox(
