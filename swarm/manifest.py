@@ -225,7 +225,7 @@ def _shown(value: Any) -> str:
         text = _toml(value)
     else:
         try:
-            text = repr(value)
+            text = " ".join(repr(value).split())
         except ValueError:  # Python refuses to print an integer of more than 4300 digits
             text = f"<{type(value).__name__}>"
     return text if len(text) <= 80 else text[:77] + "..."
@@ -1334,7 +1334,9 @@ def run_of(values: Mapping[str, Any]) -> Run:
     for section, spec in _TABLES.items():
         table = values.pop(section, {})
         if type(table) is not dict:
-            raise wrong(section, table, f"a table: [{section}] on a line of its own, then its keys")
+            raise wrong(
+                section, table, f"a table: [{section}] on a line of its own, then its keys; or a dict"
+            )
         if spec is ModelSpec:
             spec, table = _model_of(table)
         if spec is DataSpec and table.get("source") == "code":
@@ -1408,7 +1410,9 @@ def _refuse_unknown(spec: type[_Spec], values: dict[str, Any]) -> None:
             )
         key = spec._key(told)  # pyright: ignore[reportPrivateUsage]
         where = f"[{spec.section}]" if spec.section else "a manifest, before its tables,"
-        hint = did_you_mean(name, names if spec.section else [*names, *_TABLES])
+        at = [f" (it stands in [{table}])" for table, one in _TABLES.items() if name in _known(one)]
+        at += [" (it stands before all tables)"] * (name in _known(Run))
+        hint = at[0] if at else did_you_mean(name, names if spec.section else [*names, *_TABLES])
         more = "" if spec.section else f"; its tables are {', '.join(tables)}"
         raise SetupError(
             f"{key[:80]} = {_shown(value)} in the run's manifest: unknown key{hint}; "
@@ -1432,6 +1436,7 @@ def _refuse_missing(*tables: tuple[type[_Spec], dict[str, Any]]) -> None:
         raise SetupError(f"{key} is missing in the run's manifest: it must be {allowed}{more}")
     if lacking:
         told = "; ".join(f"{key} must be {allowed}" for key, allowed in lacking.items())
+        told = told if len(lacking) < 9 else "`swarm manifest` prints an example with all of them"
         raise SetupError(f"{', '.join(lacking)} are missing in the run's manifest: {told}{more}")
 
 

@@ -576,6 +576,14 @@ def test_missing_keys_of_all_tables_are_named_at_once() -> None:
         parse_run(text)
 
 
+def test_a_manifest_that_says_nothing_is_refused_in_few_words_with_where_an_example_is() -> None:
+    with pytest.raises(
+        SetupError, match=r"^name, seed, .* are missing .*: `swarm manifest` prints an ex"
+    ) as e:
+        parse_run("")
+    assert len(e.value.text) < 330
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -476,13 +476,9 @@ class StepProtocol:
         return not later
 
     def lost_stage_told(
-        self,
-        claimed: Generation,
-        told: Mapping[PeerId, tuple[Stage, Position]],
-        voice: Mapping[PeerId, int],
-        *,
-        now: float,
-    ) -> None:
+        self, claimed: Generation, told: Mapping[PeerId, tuple[Stage, Position]], voice: Mapping[PeerId, int],
+        *, now: float,
+    ) -> None:  # fmt: skip
         """Enter a generation, or leave it, by where the replicas are of the stage that it calls lost, and
         some of others. They count by voice; what this replica has itself disproves without it.
         """

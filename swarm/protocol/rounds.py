@@ -154,14 +154,9 @@ def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:
 
 
 def round_id(
-    run: str,
-    stage: Stage,
-    t: int,
-    number: int,
-    members: Sequence[PeerId],
-    ledgers: Sequence[int],
+    run: str, stage: Stage, t: int, number: int, members: Sequence[PeerId], ledgers: Sequence[int],
     parts: Sequence[int],
-) -> str:
+) -> str:  # fmt: skip
     """The name of an all-reduce group: a hash of everything that its replicas must agree on.
 
     The parts are in it: a new coordinator may know other bandwidths.
