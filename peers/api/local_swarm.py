@@ -11,12 +11,13 @@ from torch import nn
 
 from peers.api.background import Background
 from peers.api.processes import Processes, Tally
-from peers.api.run import Run
+from peers.api.run import Run, check_run
 from peers.api.steps import Progress, Step
 from peers.events import Emit
-from peers.programs.fleet import check_size
+from peers.programs.fleet import check_folder, check_size
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
+from swarm.manifest import load_run
 
 
 class LocalSwarm:
@@ -133,9 +134,14 @@ def local(
         yes: start as many processes as that takes, however few cores there are.
 
     Raises:
-        SetupError: there would be more processes than this machine is likely to bear, or no such device.
+        SetupError: more processes than this machine is likely to bear, or no such device, run or folder.
     """
+    check_run(run)
     check_size(run.terms.cells, peers, yes)
     own = None if folder is None else Path(folder)
+    if own is not None:
+        check_folder(own)
+        if load_run(path := own / "run.toml").id != run.id:
+            raise SetupError(f"{own} holds another run than {run!r}: take swarm.Run.from_toml({str(path)!r})")
     processes = Processes(run, peers, on_event or (lambda event: None), folder=own, device=device)
     return LocalSwarm(run, processes, progress=progress)

@@ -47,27 +47,14 @@ class Run:
     """
 
     def __init__(
-        self,
-        *,
-        model: nn.Module | Mapping[str, Any],
-        data: Any,
-        inputs: Any = None,
-        loss: Callable[..., torch.Tensor] | None = None,
-        targets: Any = None,
-        stages: int | None = None,
-        steps: int = 100,
-        name: str = "notebook",
-        seed: int = 0,
-        vocab_size: int | None = None,
-        batch: Mapping[str, Any] | None = None,
-        optimizer: Mapping[str, Any] | None = None,
-        files: Sequence[str | Path] = (),
-        tokenizer: str | Path | None = None,
-        start: str | Path | None = None,
-        eval_data: Sequence[str | Path] = (),
-        folder: str | Path | None = None,
-        **terms: Any,
-    ) -> None:
+        self, *, model: nn.Module | Mapping[str, Any], data: Any, inputs: Any = None,
+        loss: Callable[..., torch.Tensor] | None = None, targets: Any = None, stages: int | None = None,
+        steps: int = 100, name: str = "notebook", seed: int = 0, vocab_size: int | None = None,
+        batch: Mapping[str, Any] | None = None, optimizer: Mapping[str, Any] | None = None,
+        files: Sequence[str | Path] = (), tokenizer: str | Path | None = None,
+        start: str | Path | None = None, eval_data: Sequence[str | Path] = (),
+        folder: str | Path | None = None, **terms: Any,
+    ) -> None:  # fmt: skip
         """Everything is checked here, before a process is started: a module is traced with the example.
 
         Args:
@@ -197,6 +184,12 @@ class Run:
     def __repr__(self) -> str:
         terms = self.terms
         return f"<swarm.Run {terms.name} {terms.id}: {terms.S} stages, {terms.steps} steps>"
+
+
+def check_run(run: object) -> None:
+    """Raises SetupError: it is something else."""
+    if not isinstance(run, Run):
+        raise SetupError(f"run is a {type(run).__name__}: give a swarm.Run, as swarm.Run.from_toml(FILE) is")
 
 
 def _paths(given: str | Path | Sequence[str | Path]) -> tuple[Path | str, ...]:

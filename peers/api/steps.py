@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import nn
 
-from peers.api.run import Run
+from peers.api.run import Run, check_run
 from peers.progress import Bar
 from swarm.ids import PeerId
 from swarm.model.reference import SingleProcess
@@ -125,4 +125,5 @@ def reference(run: Run) -> Reference:
     Raises:
         SetupError: the run has none, since its result depends on routes, or its optimizer needs a GPU.
     """
+    check_run(run)
     return Reference(run)

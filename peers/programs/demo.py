@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from peers.events import Emit, Event, Note, StepDone, count, to_text
-from peers.programs.fleet import check_size
+from peers.programs.fleet import check_folder, check_size
 from peers.programs.tool_options import DemoOptions, UpOptions
 from peers.start_line import program
 from peers.watch.terminal import clock, curve, sparkline
@@ -158,8 +158,7 @@ def run_up(options: UpOptions) -> None:
         SetupError: the folder holds no run, or a process cannot start.
     """
     folder = options.folder.parent if options.folder.is_file() else options.folder  # its run.toml, say
-    if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
-        raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
+    check_folder(folder)
     from peers.api import Run, local
     from peers.programs.trained import export
 

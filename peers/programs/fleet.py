@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from peers.events import Emit, Note, Trouble, count
 from peers.options import MIN_UPLOAD_BPS, VARIABLES, Listen, PeerOptions
+from peers.start_line import program
 from peers.waiting import end_tasks, happens, within
 from swarm.errors import SetupError
 
@@ -123,6 +126,12 @@ async def stop_all(children: Sequence[Child]) -> None:
     finally:
         for child in children:
             child.signal(signal.SIGKILL)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises SetupError: `swarm init` did not make it."""
+    if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
+        raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
 
 
 def check_size(stages: int, peers: int, yes: bool) -> None:

@@ -239,6 +239,10 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         swarm.local(found, peers=500)
     with pytest.raises(SetupError, match="peers = 0: each stage needs at least one"):
         swarm.local(found, peers=0)
+    with pytest.raises(SetupError, match=r"run is a str: give a swarm\.Run, as swarm\.Run\.from_toml\("):
+        swarm.local("run.toml")  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=r"run is a str: give a swarm\.Run"):
+        swarm.reference("run.toml")  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="--device 'gpu' is unknown; take auto, cpu"):
         swarm.local(found, device="cpu,gpu")
     idle = swarm.local(found, peers=1)
@@ -246,6 +250,20 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         next(iter(idle))
     with pytest.raises(SetupError, match="the run is not trained to its end"):
         idle.model()
+
+
+def test_a_folder_that_holds_no_run_or_another_one_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    found, folder = run(steps=1), tmp_path / "myrun"
+    with pytest.raises(SetupError, match=r"myrun holds no run: make one with .*swarm init .*myrun"):
+        swarm.local(found, folder=folder)
+    folder.mkdir()
+    for name in ("charter", "owner.key", "trainer.key"):
+        (folder / name).touch()
+    (folder / "run.toml").write_text(run(steps=2).to_toml())
+    with pytest.raises(SetupError, match=r"myrun holds another run than <swarm\.Run note.* 1 steps>: take"):
+        swarm.local(found, folder=folder)
+    (folder / "run.toml").write_text(found.to_toml())
+    swarm.local(found, folder=folder)
 
 
 class Deaf(Processes):
