@@ -185,6 +185,16 @@ class StepDone(Event, frozen=True):
         return f"{done}: {loss}, {self.tokens_per_s:,.0f} tokens/s{peers}"
 
 
+class Working(Event, frozen=True):
+    """A step takes long; a trainer says how far it is."""
+
+    template = "step {t}: {done} of {count:count microbatch} answered after {after_s:.0f} s"
+    t: int
+    done: int
+    count: int
+    after_s: float
+
+
 class Evaluated(Event, frozen=True):
     """What the weights of a version come to on samples that are not trained on."""
 

@@ -62,6 +62,8 @@ WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
 SAME_S = 10.0
 """While no step is taken, another peer is watched after so long: one may hide what it knows."""
+SLOW_S = 30.0
+"""A step that takes so long is told of, and again after as long."""
 IDLE_S = 0.25
 """The loop looks again at least this often."""
 STALE_S = 0.1
@@ -184,7 +186,7 @@ class Trainer:
         """Of every microbatch that this trainer got an answer for."""
         self.step_losses: dict[int, float] = {}
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
-        self._step_began = now_s()
+        self._step_began = self._slow_told = now_s()
         self._evaluations = Evaluations(
             run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
             transport, self._counted, self._route_of_counted,
@@ -372,11 +374,19 @@ class Trainer:
             self.losses[mb] = done.loss
             self._todo.finished(mb, now=now_s())
             self._pace.answered(now=now_s())
+            self._tell_slow(mb.t, now_s())
             self._limits.answered(now_s() - began, now=now_s())
             self._learn_speeds(mb.t, route, done.hops[: self._run.S], now_s() - began)
             self._refusals.pop(mb, None)
         finally:
             self._latency.ended(route)
+
+    def _tell_slow(self, t: int, now: float) -> None:
+        """Say how far a step is that takes long."""
+        if t != self._version or now - max(self._step_began, self._slow_told) < SLOW_S:
+            return
+        self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._step_began
+        self._emit(events.Working(t=t, done=self._todo.ran(t), count=count, after_s=after_s))
 
     def _learn_speeds(self, t: int, route: Sequence[PeerId], hops: Sequence[Hop], took_s: float) -> None:
         """Learn from what each stage and each link took of a microbatch of step `t`."""

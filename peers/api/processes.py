@@ -37,15 +37,16 @@ if TYPE_CHECKING:
     from peers.api.run import Run
 
 START_S = 120.0
-"""Limit for the first step: processes start slowly on a loaded machine."""
-STALL_S = 120.0
-"""Limit between two steps."""
+"""Limit for the start of a process, on a loaded machine."""
+STALL_S = 900.0
+"""Limit between two signs of work: longer than a device may take for one job."""
 PRIVATE = ("--host", "127.0.0.1")
 QUIET_S = 5.0
 """If nothing is said for so long after the last step, there is nothing more to say."""
 LAST_LINES = 20
 OWN_WORDS = (events.Stepped, events.JoinLine, events.StopNow, events.Contributed, Note)
 """What a process says of itself, which means little where it is one of many."""
+SIGNS_OF_WORK = (events.Serving, events.Working, StepDone)
 MAX_DEATHS = 5
 """So many peers may die of themselves before a step is taken: then something kills all of them."""
 
@@ -144,6 +145,8 @@ class Processes:
         self._dead: set[PeerId] = set()
         self._died: list[PeerId] = []
         """Since the last step that was handed out."""
+        self._sign_s = 0.0
+        """When the last sign of work was heard."""
         self._deaths = 0
         """Not by `kill`, since the last step."""
         self._started: dict[str, events.Started] = {}
@@ -198,7 +201,7 @@ class Processes:
         why = "the first step is not taken" if first else f"step {self.tally.steps + 1} is not taken"
         await self._until(
             lambda: bool(self._steps) or self.tally.steps >= self.run.steps or trainer.returncode == 0,
-            START_S if first else STALL_S, why,
+            STALL_S, why,
         )  # fmt: skip
         if not self._steps:
             return None
@@ -277,6 +280,8 @@ class Processes:
         if event is None:
             self._said[child].append(line)
             return
+        if isinstance(event, SIGNS_OF_WORK):
+            self._sign_s = time.monotonic()
         self.tally.add(event)
         if isinstance(event, events.Stepped):
             peer = next((peer for peer, (its, _) in self._serving.items() if its is child), "")
@@ -307,7 +312,7 @@ class Processes:
 
     async def _until(self, condition: Callable[[], bool], limit_s: float, why: str) -> None:
         """Wait until `condition()`; a process that ends unasked is replaced if it was a peer that died."""
-        end = time.monotonic() + limit_s
+        began_s = time.monotonic()
         while True:
             if self._failure:
                 raise SetupError(self._failure)
@@ -315,9 +320,9 @@ class Processes:
                 await self._ended(child)
             if condition():
                 return
-            left_s = end - time.monotonic()
+            left_s = max(began_s, self._sign_s) + limit_s - time.monotonic()
             if left_s <= 0:
-                raise SetupError(f"{why} within {limit_s:.0f} s; the machine may be too busy")
+                raise SetupError(f"{why}, and nothing else for {limit_s:g} s: the machine may be too busy")
             await happens(self._changed, min(left_s, 1.0))
             self._changed.clear()
 

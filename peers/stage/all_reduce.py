@@ -153,16 +153,10 @@ class AllReduce:
     """This peer's side of the all-reduces of its stage."""
 
     def __init__(
-        self,
-        run: str,
-        me: PeerId,
-        transport: Transport,
-        codec: str,
-        sum_dtype: torch.dtype,
-        answer: Callable[[torch.Tensor], torch.Tensor],
-        sqnorm: Callable[[torch.Tensor], float] = sqnorm,
+        self, run: str, me: PeerId, transport: Transport, codec: str, sum_dtype: torch.dtype,
+        answer: Callable[[torch.Tensor], torch.Tensor], sqnorm: Callable[[torch.Tensor], float] = sqnorm,
         audits: SumAudits | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`sum_dtype`: of the replicas' sums; `answer` gives what replicas are told of a part of their total,
         and `sqnorm` the squared norm of a result, as the stage reports it. `audits` checks results before
         they count.
@@ -182,12 +176,9 @@ class AllReduce:
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(
-        self,
-        plan: Plan,
-        t: int,
-        total: torch.Tensor,
+        self, plan: Plan, t: int, total: torch.Tensor,
         value: Callable[[torch.Tensor], torch.Tensor] = lambda answers: answers,
-    ) -> tuple[torch.Tensor, Prepared]:
+    ) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
         """Reduce `total` (flat, in host memory unless this replica is alone) with the replicas of `plan`.
 
         Returns:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import swarm
 from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
-from peers.events import Event, Note
+from peers.events import Event, Note, Working, to_json
 from peers.programs.fleet import Child
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
@@ -327,3 +328,20 @@ async def test_what_ends_says_so_and_nothing_after_it() -> None:
     processes.children.append(Stuck())  # type: ignore[arg-type]
     await processes.close()
     assert said == [Note(text="ending all processes")]
+
+
+async def test_a_local_swarm_whose_step_takes_minutes_is_given_up_only_if_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peers.api.processes.STALL_S", 0.5)
+    said: list[Event] = []
+    processes: Any = Processes(swarm.Run.of(demo_run()), 1, said.append)
+    processes._trainer = trainer = SimpleNamespace(returncode=None)
+    working = Working(t=0, done=1, count=8, after_s=31.0)
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.4, processes._hear, trainer, to_json(working))
+    began_s = loop.time()
+    with pytest.raises(SetupError, match=r"the first step is not taken, and nothing else for 0\.5 s"):
+        await processes.next_step()
+    assert loop.time() - began_s > 0.85
+    assert said == [working], "whoever waits sees that it works"

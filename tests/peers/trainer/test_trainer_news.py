@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from peers.clock import now_s
 from peers.events import PeerLost, RolledBack
 from peers.islands.trainers import IslandTrainers
-from peers.trainer import Trainer, TrainerSettings
+from peers.trainer import SLOW_S, Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch
 from swarm.manifest import IslandsSpec, audit_run
@@ -183,3 +184,22 @@ async def test_what_is_over_for_one_peer_of_the_first_stage_goes_to_another_that
     this._past["behind"] = 0
     await this._microbatch(Work(Microbatch(0, 1), -1, replay=True))
     assert len(asked) == 3, "all say so: perhaps that is no longer true"
+
+
+async def test_of_a_step_that_takes_minutes_the_trainer_says_now_and_then_how_far_it_is() -> None:
+    """Else nothing is seen of it, and who waits takes it for a hang."""
+    this: Any = trainer()
+    said = list[str]()
+    this._emit = lambda event: said.append(event.words())
+    hears(this, 0)
+    for stage in range(RUN.S):
+        this._router.set_peers(stage, ["p"])
+    this._transport.answers["work"] = lambda *_: WorkDone(loss=0.0)
+    for m, wait_s in enumerate((SLOW_S - 2, 3, 5, SLOW_S)):
+        await asyncio.sleep(wait_s)
+        await this._microbatch(this._todo.next(0, now=now_s()))
+        assert len(said) == (0, 1, 1, 2)[m]
+    assert said == [
+        "step 0: 2 of 4 microbatches answered after 31 s",
+        "step 0: 4 of 4 microbatches answered after 66 s",
+    ]
