@@ -126,9 +126,10 @@ class Identity:
     def save(self, path: Path) -> None:
         """Write a new file (mode 600). Raises FileExistsError and other OSErrors."""
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(self.to_file_bytes())
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(self.to_file_bytes())
             os.link(draft, path)  # appears whole or not at all, and never replaces a key
         finally:
             draft.unlink()

@@ -78,11 +78,14 @@ def run_init(options: tool_options.InitOptions) -> None:
     )  # fmt: skip
     with atomic_file.told(f"{folder} cannot be made", ". Name another folder"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with atomic_file.told("cannot write", "name another folder", folder=folder):
+    with atomic_file.told("cannot write", "name another", folder=folder), contextlib.ExitStack() as undo:
         for who, identity in keys.items():
-            identity.save(folder / f"{who}.key")
+            identity.save(path := folder / f"{who}.key")
+            undo.callback(path.unlink)  # half a run would be in the way of the next try
         atomic_file.write_whole(folder / "run.toml", run.to_toml().encode())
+        undo.callback((folder / "run.toml").unlink)
         write_charter(folder / "charter", owner.peer_id, seal_charter(charter, owner))
+        undo.pop_all()
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
     print(f"{folder}/owner.key is the run: keep a copy where nobody finds it")
     here, data = shlex.quote(str(folder)), as_given(options, "data", "tokenizer")

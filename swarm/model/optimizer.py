@@ -116,14 +116,9 @@ class FlatOptimizer:
     """The moments of one stage, and the step. `vectors` is its whole state, by name."""
 
     def __init__(
-        self,
-        spec: OptimizerSpec,
-        numel: int,
-        parts: Sequence[Part],
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int = 0,
-    ) -> None:
+        self, spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype,
+        device: torch.device, seed: int = 0,
+    ) -> None:  # fmt: skip
         """`seed`: the run's. Raises SetupError: adamw8bit without CUDA."""
         self._spec, self._parts, self._device, self._seed = spec, parts, device, seed
         if spec.name == "adamw8bit":
@@ -141,16 +136,9 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def step(
-        self,
-        t: int,
-        lr: float,
-        old: torch.Tensor,
-        new: torch.Tensor,
-        grad: torch.Tensor,
-        scale: float,
-        *,
+        self, t: int, lr: float, old: torch.Tensor, new: torch.Tensor, grad: torch.Tensor, scale: float, *,
         number: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write into `new` the weights after step `t` of this optimizer, from `old` (may be the same) and
         `scale * grad`, which is only read.
 
@@ -217,16 +205,9 @@ class FlatOptimizer:
         weights.add_(grad, alpha=-lr)
 
     def _adamw_8bit(
-        self,
-        t: int,
-        lr: float,
-        part: slice,
-        blocks: slice,
-        weights: torch.Tensor,
-        grad: torch.Tensor,
-        scale: float,
-        decay: float,
-    ) -> None:
+        self, t: int, lr: float, part: slice, blocks: slice, weights: torch.Tensor, grad: torch.Tensor,
+        scale: float, decay: float,
+    ) -> None:  # fmt: skip
         from bitsandbytes import functional
 
         spec, vectors = self._spec, self.vectors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
 import shlex
 from collections.abc import AsyncIterator
@@ -29,6 +31,7 @@ from peers.programs.audit import check_audited
 from peers.programs.roles import Bootstrap
 from peers.programs.stage_choice import choose_stage
 from peers.start_line import program
+from peers.storage import atomic_file
 from swarm import charter as rules
 from swarm.charter import Ban, Charter, Rule, Terms
 from swarm.errors import SetupError
@@ -121,6 +124,34 @@ def test_the_peers_of_all_islands_have_a_line_and_a_key(
     assert "swarm audit" not in printed, "none could compute what islands add"
     with pytest.raises(SetupError, match=r"cannot be audited: it names no trainers, has islands, .*verify"):
         check_audited(load_run(tmp_path / "mine" / "run.toml"))
+
+
+@pytest.mark.parametrize("written", [2, 5, 6, 7])
+def test_a_disk_that_is_full_before_the_run_is_made_is_not_in_the_way_of_the_next_try(
+    written: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After so many files: keys, the manifest, and the charter last."""
+    room = iter(range(written))
+
+    def with_room(write: Any) -> Any:
+        def writing(*given: Any) -> Any:
+            if next(room, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(*given)
+
+        return writing
+
+    mine, words = tmp_path / "mine", ("--manifest", str(unpinned(tmp_path)))
+    mine.mkdir()
+    (mine / "notes").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Identity, "to_file_bytes", with_room(Identity.to_file_bytes))
+        patch.setattr(atomic_file, "write_whole", with_room(atomic_file.write_whole))
+        patch.setattr("peers.programs.charter.write_charter", with_room(signed.write_charter))
+        assert init(mine, *words) == (0 if written == 7 else 3)
+    assert written == 7 or "the disk is full" in capsys.readouterr().err
+    assert written == 7 or [path.name for path in mine.iterdir()] == ["notes"]
+    assert init(mine, *words) == (3 if written == 7 else 0)
 
 
 def test_what_init_cannot_do_is_said_and_leaves_nothing(
