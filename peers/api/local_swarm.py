@@ -82,13 +82,14 @@ class LocalSwarm:
         Raises:
             SetupError: the run was not trained to its end.
         """
-        return self._trained()[0]
+        return self.trained()[0]
 
     def model(self) -> nn.Module:
         """The trained model, in evaluation mode, also after the block; raises as `weights`."""
-        return self.run.trained(*self._trained())
+        return self.run.trained(*self.trained())
 
-    def _trained(self) -> tuple[dict[str, torch.Tensor], int]:
+    def trained(self) -> tuple[dict[str, torch.Tensor], int]:
+        """The trained weights, and their version."""
         if self._weights is None:
             raise SetupError("the run is not trained to its end: go through all of its steps first")
         return self._weights

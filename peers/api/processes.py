@@ -147,6 +147,8 @@ class Processes:
         """Since the last step that was handed out."""
         self._sign_s = 0.0
         """When the last sign of work was heard."""
+        self._no_room = ""
+        """Why the trained weights cannot be fetched here."""
         self._deaths = 0
         """Not by `kill`, since the last step."""
         self._started: dict[str, events.Started] = {}
@@ -237,13 +239,23 @@ class Processes:
         run, found = self.run, dict[str, "torch.Tensor"]()
         with tempfile.TemporaryDirectory() as name:
             async with Node(join=self.addresses, run_id=run.id) as node:
-                step = await collect(run, node.transport, node.directory, Path(name), self._hear_download)
+                while True:
+                    try:
+                        network = node.transport, node.directory
+                        step = await collect(run, *network, Path(name), self._hear_download)
+                        break
+                    except SetupError as error:
+                        if not self._no_room or self._folder is None:
+                            raise SetupError(self._no_room or error.text) from None
             for stage in range(run.S):
                 found |= await asyncio.to_thread(read_stage, Path(name), run, stage, step)
         return found, step
 
     def _hear_download(self, event: Event) -> None:
         if isinstance(event, events.Downloading):
+            self._emit(event)
+        elif isinstance(event, events.Trouble):
+            self._no_room = self._no_room or event.text
             self._emit(event)
 
     async def close(self) -> None:

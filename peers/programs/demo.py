@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ ALONE = """\
 0.272 0.254 0.245 0.248 0.237 0.236 0.224 0.223 0.218 0.220 0.220 0.215 0.207 0.206 0.200 0.201"""
 """What one process made of the demo as it is without arguments: the run's id, the first and the last loss,
 and the means of equally many steps each. Written by `scripts/bench/loss/loss_curve.py --alone`."""
+AGAIN_S = 30.0
+AGAIN = f"stop it by Ctrl-C, which gives the trained model up: tried again every {AGAIN_S:.0f} s"
 STEP_LINES = 40
 """Of the steps, about so many are said."""
 
@@ -160,7 +163,8 @@ def run_up(options: UpOptions) -> None:
     folder = options.folder.parent if options.folder.is_file() else options.folder  # its run.toml, say
     check_folder(folder)
     from peers.api import Run, local
-    from peers.programs.trained import export
+    from peers.storage import model_file
+    from peers.storage.weights import model_shapes
 
     run = Run.from_toml(
         folder / "run.toml", files=options.data, tokenizer=options.tokenizer, start=options.start,
@@ -179,8 +183,14 @@ def run_up(options: UpOptions) -> None:
     with made as swarm:
         for _ in swarm:
             pass
-    model = folder / "model.safetensors"
-    export(folder / "checkpoints", terms, None, model)
+    (by_name, step), model = made.trained(), folder / "model.safetensors"
+    while True:  # what took days to train is in this memory only, if the disk is full
+        try:
+            model_file.write(model, terms, step, model_shapes(terms), by_name.__getitem__, remedy=AGAIN)
+            break
+        except SetupError as error:
+            lines.say(f"! {error.text}")
+            time.sleep(AGAIN_S)
     lines.say(f"the trained model is {model}. See what it writes:")
     lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
 

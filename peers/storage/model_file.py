@@ -40,25 +40,21 @@ def config_path(weights: Path) -> Path:
 
 
 def write(
-    path: Path,
-    run: Run,
-    step: int,
-    shapes: Mapping[str, torch.Tensor],
-    value: Callable[[str], torch.Tensor],
-    *,
-    progress: Progress = unheard,
-) -> ModelConfig:
+    path: Path, run: Run, step: int, shapes: Mapping[str, torch.Tensor], value: Callable[[str], torch.Tensor],
+    *, progress: Progress = unheard, remedy: str = "choose another --out",
+) -> ModelConfig:  # fmt: skip
     """Write a model: `path` and the JSON beside it, each whole or not at all.
 
     Args:
         shapes: full name -> a tensor of that shape and dtype (of the meta device, to hold no memory).
         value: full name -> the weights; asked for in the order of `shapes`.
+        remedy: what to do if there is no room, besides making some.
 
     Raises:
         SetupError: it could not be written.
     """
     _refuse_strange(config_path(path))
-    with atomic_file.told("cannot write the model", "choose another --out", folder=path.parent):
+    with atomic_file.told("cannot write the model", remedy, folder=path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file.writing(path) as file:
             origin = {"run": run.id, "step": str(step), "format": "pt"}

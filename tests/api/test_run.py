@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import swarm
 from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
-from peers.events import Event, Note, Working, to_json
+from peers.events import Event, Note, Trouble, Working, to_json
 from peers.programs.fleet import Child
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
@@ -345,3 +346,32 @@ async def test_a_local_swarm_whose_step_takes_minutes_is_given_up_only_if_nothin
         await processes.next_step()
     assert loop.time() - began_s > 0.85
     assert said == [working], "whoever waits sees that it works"
+
+
+async def test_trained_weights_are_fetched_once_there_is_room_and_before_that_their_peers_do_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, said = list[Path](), list[Event]()
+
+    async def collect(run: Any, transport: Any, directory: Any, folder: Path, emit: Any) -> int:
+        calls.append(folder)
+        if len(calls) < 3:
+            emit(Trouble(text="no room for version 5 of stage 0"))
+            raise SetupError("no version of all stages could be fetched")
+        return 5
+
+    @contextlib.asynccontextmanager
+    async def node(**_: Any) -> Any:
+        yield SimpleNamespace(transport=None, directory=None)
+
+    monkeypatch.setattr("peers.programs.trained.collect", collect)
+    monkeypatch.setattr("peers.net.node.Node", node)
+    monkeypatch.setattr("peers.storage.weights.read_stage", lambda *_: {"w": torch.ones(1)})
+    for folder in (None, tmp_path):
+        processes: Any = Processes(swarm.Run.of(demo_run()), 1, said.append, folder=folder)
+        processes._started = {"bootstrap": SimpleNamespace(addresses=())}
+        if folder is None:  # from Python nobody may be told to make room
+            with pytest.raises(SetupError, match="no room for version 5 of stage 0"):
+                await processes.weights()
+    assert (await processes.weights())[1] == 5 and len(calls) == 3
+    assert {event.words() for event in said} == {"no room for version 5 of stage 0"}

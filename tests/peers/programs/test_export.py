@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,48 @@ def test_a_full_disk_leaves_the_old_model(model: Path, run: Run, tmp_path: Path)
             export(tmp_path / "ckpt", run, None, model)
     assert model.read_bytes() == before
     assert load_weights(WeightsOptions(model=model)).step == 3
+
+
+def test_what_up_has_trained_is_kept_in_memory_until_the_disk_has_room(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Peers could save nothing either: it was nowhere else, and took days."""
+    by_name = {name: torch.ones(it.shape, dtype=it.dtype) for name, it in model_shapes(run).items()}
+
+    class Trained(list[Any]):
+        def __enter__(self) -> Trained:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def trained(self) -> Any:
+            return by_name, run.steps
+
+    assert main(["init", str(tmp_path / "mine")]) == 0
+    (tmp_path / "mine" / "run.toml").write_text(run.to_toml())
+    monkeypatch.setattr("peers.api.local", lambda *_, **__: Trained())
+    monkeypatch.setattr("peers.api.Run.from_toml", lambda *_, **__: SimpleNamespace(terms=run))
+    waited = list[float]()
+
+    def room_is_made(pause_s: float) -> None:
+        waited.append(pause_s)
+        full.undo()
+
+    full = pytest.MonkeyPatch()
+    full.setattr(atomic_file, "write_all", write_full)
+    monkeypatch.setattr("peers.programs.demo.time.sleep", room_is_made)
+    assert main(["up", str(tmp_path / "mine")]) == 0
+    said = capsys.readouterr().out
+    assert "! cannot write the model in" in said and "the disk is full" in said
+    assert "tried again every 30 s" in said and len(waited) == 1
+    found = load_weights(WeightsOptions(model=tmp_path / "mine" / "model.safetensors"))
+    assert found.step == run.steps and all(
+        torch.equal(by_name[name], it) for name, it in found.by_name.items()
+    )
+
+
+def write_full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_name_that_would_mislead_and_a_strangers_json_are_refused(run: Run, tmp_path: Path) -> None:
