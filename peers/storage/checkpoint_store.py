@@ -18,12 +18,14 @@ import torch
 from peers import events
 from peers.storage import checkpoint
 from peers.storage.safetensors_file import unheard
-from peers.waiting import in_daemon_thread
+from peers.waiting import happens, in_daemon_thread
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.wire.trails import Word
 
+AGAIN_S = 60.0
+"""Until the last version is tried again, if it could not be saved."""
 CLOSE_S = 20.0
 """For what is being written when its peer leaves: a cloud gives 30 s from the notice to the end."""
 
@@ -88,6 +90,7 @@ class CheckpointWriter:
         self._folder, self._run, self._stage, self._keep, self._emit = folder, run, stage, keep, emit
         self._waiting: tuple[int, dict[str, torch.Tensor]] | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
 
     def save(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
         """Have `tensors` written as soon as the disk is free. They must not change any more."""
@@ -103,6 +106,7 @@ class CheckpointWriter:
 
         What is left unwritten leaves a temporary file at most, never half a checkpoint.
         """
+        self._closing.set()
         if self._writing is not None:
             await asyncio.wait({self._writing}, timeout=max(0.0, limit_s))
         return self._writing is None or self._writing.done()
@@ -113,8 +117,13 @@ class CheckpointWriter:
             self._waiting = None
             name = f"checkpoints of stage {self._stage}"
             event = await in_daemon_thread(partial(self._write, version, tensors), name=name)
-            del tensors  # a copy of the state: not to be held while the next one is
             self._emit(event)
+            failed, is_last = isinstance(event, events.Trouble), version == self._run.steps
+            if failed and is_last and not self._closing.is_set():
+                # The end of the run may be on no other disk. Once more when this peer leaves.
+                await happens(self._closing, AGAIN_S)
+                self._waiting = self._waiting or (version, tensors)
+            del tensors  # a copy of the state: not to be held while the next one is
 
     def _write(self, version: int, tensors: dict[str, torch.Tensor]) -> events.Event:
         """In a thread."""

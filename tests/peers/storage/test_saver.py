@@ -126,6 +126,28 @@ async def test_what_cannot_be_saved_is_told_and_the_next_is_tried(
     assert not any(isinstance(event, Note) for event in said)
 
 
+async def test_the_last_version_is_tried_again_until_there_is_room_and_once_more_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step comes after it; its peer may be the only one that has it."""
+    said = list[Event]()
+
+    def full(*_: Any, **__: Any) -> Path:
+        raise SetupError("the disk is full")
+
+    for again_s, tries in ((0.01, 3), (1000.0, 1)):
+        one = saver(tmp_path / str(tries), said.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint.Checkpoint, "save", full)
+            monkeypatch.setattr(checkpoint_store, "AGAIN_S", again_s)
+            said.clear()
+            one.save(RUN.steps, state(RUN.steps))
+            while len(said) < tries:
+                await asyncio.sleep(0.01)
+        assert await one.close()
+        assert checkpoint.saved_steps(tmp_path / str(tries), RUN, 1) == [RUN.steps]
+
+
 async def test_after_a_bug_it_can_still_be_closed_and_saves_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
