@@ -47,6 +47,8 @@ LAST_LINES = 20
 OWN_WORDS = (events.Stepped, events.JoinLine, events.StopNow, events.Contributed, Note)
 """What a process says of itself, which means little where it is one of many."""
 SIGNS_OF_WORK = (events.Serving, events.Working, StepDone)
+AGAIN_S = 30.0
+"""Between tries to keep what was trained, while the disk is full."""
 MAX_DEATHS = 5
 """So many peers may die of themselves before a step is taken: then something kills all of them."""
 
@@ -147,8 +149,6 @@ class Processes:
         """Since the last step that was handed out."""
         self._sign_s = 0.0
         """When the last sign of work was heard."""
-        self._no_room = ""
-        """Why the trained weights cannot be fetched here."""
         self._deaths = 0
         """Not by `kill`, since the last step."""
         self._started: dict[str, events.Started] = {}
@@ -233,7 +233,7 @@ class Processes:
             SetupError: there is no such version.
         """
         from peers.net.node import Node
-        from peers.programs.trained import collect
+        from peers.programs.trained import NoRoom, collect
         from peers.storage.weights import read_stage
 
         run, found = self.run, dict[str, "torch.Tensor"]()
@@ -244,18 +244,17 @@ class Processes:
                         network = node.transport, node.directory
                         step = await collect(run, *network, Path(name), self._hear_download)
                         break
-                    except SetupError as error:
-                        if not self._no_room or self._folder is None:
-                            raise SetupError(self._no_room or error.text) from None
+                    except NoRoom as error:
+                        if self._folder is None:
+                            raise
+                        self._emit(events.Trouble(text=f"{error.text}: tried again every {AGAIN_S:.0f} s"))
+                        await asyncio.sleep(AGAIN_S)
             for stage in range(run.S):
                 found |= await asyncio.to_thread(read_stage, Path(name), run, stage, step)
         return found, step
 
     def _hear_download(self, event: Event) -> None:
         if isinstance(event, events.Downloading):
-            self._emit(event)
-        elif isinstance(event, events.Trouble):
-            self._no_room = self._no_room or event.text
             self._emit(event)
 
     async def close(self) -> None:

@@ -47,8 +47,6 @@ ALONE = """\
 0.272 0.254 0.245 0.248 0.237 0.236 0.224 0.223 0.218 0.220 0.220 0.215 0.207 0.206 0.200 0.201"""
 """What one process made of the demo as it is without arguments: the run's id, the first and the last loss,
 and the means of equally many steps each. Written by `scripts/bench/loss/loss_curve.py --alone`."""
-AGAIN_S = 30.0
-AGAIN = f"stop it by Ctrl-C, which gives the trained model up: tried again every {AGAIN_S:.0f} s"
 STEP_LINES = 40
 """Of the steps, about so many are said."""
 
@@ -163,6 +161,7 @@ def run_up(options: UpOptions) -> None:
     folder = options.folder.parent if options.folder.is_file() else options.folder  # its run.toml, say
     check_folder(folder)
     from peers.api import Run, local
+    from peers.api.processes import AGAIN_S
     from peers.storage import model_file
     from peers.storage.weights import model_shapes
 
@@ -184,9 +183,10 @@ def run_up(options: UpOptions) -> None:
         for _ in swarm:
             pass
     (by_name, step), model = made.trained(), folder / "model.safetensors"
+    remedy = f"end this by Ctrl-C, which gives the model up: tried again every {AGAIN_S:.0f} s"
     while True:  # what took days to train is in this memory only, if the disk is full
         try:
-            model_file.write(model, terms, step, model_shapes(terms), by_name.__getitem__, remedy=AGAIN)
+            model_file.write(model, terms, step, model_shapes(terms), by_name.__getitem__, remedy=remedy)
             break
         except SetupError as error:
             lines.say(f"! {error.text}")

@@ -24,13 +24,13 @@ import torch
 
 from peers.clock import now_s
 from peers.device import choose_device
-from peers.events import Emit
+from peers.events import Emit, Event
 from peers.ports import Directory, Transport
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
 from peers.start_line import program
-from peers.storage import model_file, results_folder, weights
+from peers.storage import RESULTS_ENV, model_file, results_folder, weights
 from peers.storage.dataset import Dataset
 from peers.storage.model_file import ModelConfig
 from peers.storage.samples import Samples, open_data
@@ -73,6 +73,10 @@ def run_export(options: ExportOptions) -> None:
         print(f"try it: {program()} generate --model {shlex.quote(str(options.out))}{words} 'The '")
 
 
+class NoRoom(SetupError):
+    """The disk is full."""
+
+
 async def collect(
     run: Run, transport: Transport, directory: Directory, folder: Path, emit: Emit, *,
     limit_s: float = COLLECT_S,
@@ -83,14 +87,23 @@ async def collect(
 
     Raises:
         SetupError: no peer gives it; says of which stage.
+        NoRoom: the folder has too little.
     """
     from peers.transfer.keeper import POLL_S, CheckpointKeeper, KeepingSettings
 
-    keeper = CheckpointKeeper(run, transport, directory, KeepingSettings(folder=folder), emit)
+    settings = KeepingSettings(folder=folder, remedy=f"set {RESULTS_ENV} to another folder")
+
+    def hear(event: Event) -> None:
+        if not keeper.full:  # that is an error here
+            emit(event)
+
+    keeper = CheckpointKeeper(run, transport, directory, settings, hear)
     until = now_s() + limit_s
     while True:
         await directory.lookup_all()
         await keeper.fetch()
+        if keeper.full:
+            raise NoRoom(keeper.full)
         newest = newest_common(keeper.offers)
         if newest is not None and newest == keeper.version:
             return newest

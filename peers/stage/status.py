@@ -37,15 +37,9 @@ class StageStatus:
     """Announces the peer, and answers `status`."""
 
     def __init__(
-        self,
-        core: StageCore,
-        settings: StageSettings,
-        coordination: StepCoordination,
-        microbatches: MicrobatchServer,
-        all_reduce: AllReduce,
-        moving: Moving,
-        evaluations: EvaluationServer,
-    ) -> None:
+        self, core: StageCore, settings: StageSettings, coordination: StepCoordination,
+        microbatches: MicrobatchServer, all_reduce: AllReduce, moving: Moving, evaluations: EvaluationServer,
+    ) -> None:  # fmt: skip
         self._core, self._settings, transport = core, settings, core.transport
         self._coordination, self._microbatches, self._all_reduce = coordination, microbatches, all_reduce
         self._moving, self._evaluations = moving, evaluations

@@ -60,6 +60,8 @@ class KeepingSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a keeper decides for itself."""
 
     folder: Path
+    remedy: str = "choose another --dir"
+    """What to do if it is full, besides making room."""
     keep: int = 2
     stages: tuple[Stage, ...] = ()
     """Empty: all."""
@@ -124,6 +126,8 @@ class CheckpointKeeper:
         self._said: int | None = None
         self._complaints: dict[str, str] = {}
         self._full_until = float("-inf")
+        self.full = ""
+        """Why the last download was not kept, if the disk had no room."""
         self._leaving = asyncio.Event()
 
     @property
@@ -324,11 +328,11 @@ class CheckpointKeeper:
             return None
         return (
             f"no room for version {version} of stage {stage} in {folder}: it takes {needed / 2**20:.0f} MiB, "
-            f"and {free / 2**20:.0f} MiB are free. Make room or choose another --dir"
+            f"and {free / 2**20:.0f} MiB are free. Make room or {self._settings.remedy}"
         )
 
     def _full(self, text: str) -> None:
-        self._full_until = now_s() + FULL_S
+        self._full_until, self.full = now_s() + FULL_S, text
         kept = "what is kept stays" if any(self._have.values()) else "nothing is kept yet"
         self._emit(events.Trouble(text=f"{text}; {kept}, next try in {FULL_S:.0f} s"))
 

@@ -139,15 +139,9 @@ class Router:
             self._trials_of(stage).refused(peer)
 
     def route(
-        self,
-        stage: Stage,
-        *,
-        now: float,
-        exclude: Collection[PeerId] = (),
-        horizon_s: float = float("inf"),
-        latency_s: Callable[[PeerId], float] | None = None,
-        known: bool = False,
-    ) -> Route:
+        self, stage: Stage, *, now: float, exclude: Collection[PeerId] = (), horizon_s: float = float("inf"),
+        latency_s: Callable[[PeerId], float] | None = None, known: bool = False,
+    ) -> Route:  # fmt: skip
         """Pick the peer whose virtual clock is furthest behind. O(log n).
 
         `horizon_s`: how long the step still has other work. A much slower peer that would need longer is left

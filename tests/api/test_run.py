@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import swarm
 from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
-from peers.events import Event, Note, Trouble, Working, to_json
+from peers.events import Event, Note, Working, to_json
 from peers.programs.fleet import Child
+from peers.programs.trained import NoRoom
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
@@ -356,14 +358,14 @@ async def test_trained_weights_are_fetched_once_there_is_room_and_before_that_th
     async def collect(run: Any, transport: Any, directory: Any, folder: Path, emit: Any) -> int:
         calls.append(folder)
         if len(calls) < 3:
-            emit(Trouble(text="no room for version 5 of stage 0"))
-            raise SetupError("no version of all stages could be fetched")
+            raise NoRoom("no room for version 5 of stage 0")
         return 5
 
     @contextlib.asynccontextmanager
-    async def node(**_: Any) -> Any:
+    async def node(**_: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(transport=None, directory=None)
 
+    monkeypatch.setattr("peers.api.processes.AGAIN_S", 0.0)
     monkeypatch.setattr("peers.programs.trained.collect", collect)
     monkeypatch.setattr("peers.net.node.Node", node)
     monkeypatch.setattr("peers.storage.weights.read_stage", lambda *_: {"w": torch.ones(1)})
@@ -371,7 +373,7 @@ async def test_trained_weights_are_fetched_once_there_is_room_and_before_that_th
         processes: Any = Processes(swarm.Run.of(demo_run()), 1, said.append, folder=folder)
         processes._started = {"bootstrap": SimpleNamespace(addresses=())}
         if folder is None:  # from Python nobody may be told to make room
-            with pytest.raises(SetupError, match="no room for version 5 of stage 0"):
+            with pytest.raises(NoRoom):
                 await processes.weights()
     assert (await processes.weights())[1] == 5 and len(calls) == 3
-    assert {event.words() for event in said} == {"no room for version 5 of stage 0"}
+    assert [event.words() for event in said] == ["no room for version 5 of stage 0: tried again every 0 s"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +15,7 @@ import torch
 
 from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
-from peers.programs.trained import collect
+from peers.programs.trained import NoRoom, collect
 from peers.stage.state import StageCore
 from peers.storage.weights import read_stage
 from peers.transfer import leases
@@ -233,3 +235,16 @@ async def test_weights_are_waited_for_while_the_directory_fills(tmp_path: Path) 
             found = read_stage(tmp_path, RUN, stage, RUN.steps)
             assert all(torch.equal(weights, expected[name]) for name, weights in found.items())
         assert set(calls) == {"s0p0", "s0p1", "s1p0", "s1p1"}
+
+
+async def test_where_a_version_has_no_room_that_is_said_once_and_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said no room six times, and at the end that peers give none."""
+    async with swarm(RUN, replicas=1) as s:
+        stranger, said = await trained(s), list[Any]()
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        end = stranger.end
+        with pytest.raises(NoRoom, match=r"^no room for version 3 of .* Make room or set SWARM_RESULTS to"):
+            await collect(RUN, end.transport, end.directory, tmp_path, said.append)
+        assert not said
