@@ -92,6 +92,8 @@ OTHERS = ("manifest", "health", "graph", "simulate", "completion")
 """Those that few need; one line, too."""
 UNLISTED = (*OWNERS, *OTHERS)
 
+NO_TMP = "no folder for temporary files can be written: make room in /tmp, or set TMPDIR to a folder of yours"
+
 PROGRAMS: dict[str, str] = {
     "demo": "peers.programs.demo.run_demo",
     "init": "peers.programs.charter.run_init",
@@ -450,6 +452,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         full = {errno.ENOSPC: "the disk is full: make room", errno.EFBIG: "the output may not be that large"}
+        if isinstance(error, FileNotFoundError) and not error.filename:
+            full[errno.ENOENT] = NO_TMP if "temporary" in str(error) else "the folder that you are in is gone"
         if isinstance(error, OSError) and (error.errno in full or error.filename):
             _say(args, full.get(error.errno or 0) or f"{error.filename}: {error.strerror}")
             _no_more_output(sys.stdout)

@@ -23,16 +23,9 @@ class IslandTrainers:
     """
 
     def __init__(
-        self,
-        run: Run,
-        batches: Batches,
-        transport: Transport,
-        directory: Directory,
-        settings: TrainerSettings,
-        emit: events.Emit,
-        *,
-        held_out: Batches | None = None,
-    ) -> None:
+        self, run: Run, batches: Batches, transport: Transport, directory: Directory,
+        settings: TrainerSettings, emit: events.Emit, *, held_out: Batches | None = None,
+    ) -> None:  # fmt: skip
         """`held_out`: what the run is evaluated on. All islands have the same weights then: one does it."""
         self._emit = emit
         self._done: dict[int, dict[int, events.StepDone]] = {}

@@ -179,7 +179,9 @@ def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str
     try:
         ok, words = probe(host, port)
     except (ImportError, OSError) as error:
-        return Finding("p2pd", f"does not import: {error}", REINSTALL)
+        no_room = "temporary" in str(error)
+        fix = "make room in /tmp, or set TMPDIR to a folder of yours" if no_room else REINSTALL
+        return Finding("p2pd", f"does not start: {error}", fix)
     fix = f"{REINSTALL}; it needs a writable /tmp, and Linux or macOS"
     return Finding("p2pd", words, "" if ok else fix)
 

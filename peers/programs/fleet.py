@@ -132,6 +132,8 @@ def check_folder(folder: Path) -> None:
     """Raises SetupError: `swarm init` did not make it."""
     if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
         raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
+    if not os.access(folder, os.W_OK):
+        raise SetupError(f"{folder} cannot be written, and checkpoints go there: make it, or a copy, yours")
 
 
 def check_size(stages: int, peers: int, yes: bool) -> None:

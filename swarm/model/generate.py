@@ -19,16 +19,10 @@ with two on two cores at a load of 11 more than 100 s (2026-11-24)."""
 
 @torch.no_grad()
 def generate(
-    run: Run,
-    weights: Mapping[str, torch.Tensor],
-    prompt_tokens: Sequence[int],
-    n: int,
-    temperature: float = 1.0,
-    seed: int = 0,
-    device: str | torch.device = "cpu",
-    *,
+    run: Run, weights: Mapping[str, torch.Tensor], prompt_tokens: Sequence[int], n: int,
+    temperature: float = 1.0, seed: int = 0, device: str | torch.device = "cpu", *,
     one_thread_below: int = FOR_ONE_THREAD,
-) -> list[int]:
+) -> list[int]:  # fmt: skip
     """`n` tokens that continue the prompt, drawn at `temperature` (0: always the likeliest).
 
     `weights`: those of all stages by full name; with fewer numbers than `one_thread_below` one thread

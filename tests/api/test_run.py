@@ -256,7 +256,9 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         idle.model()
 
 
-def test_a_folder_that_holds_no_run_or_another_one_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_run_or_another_one_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, folder = run(steps=1), tmp_path / "myrun"
     with pytest.raises(SetupError, match=r"myrun holds no run: make one with .*swarm init .*myrun"):
         swarm.local(found, folder=folder)
@@ -268,6 +270,9 @@ def test_a_folder_that_holds_no_run_or_another_one_is_refused_before_a_process_s
         swarm.local(found, folder=folder)
     (folder / "run.toml").write_text(found.to_toml())
     swarm.local(found, folder=folder)
+    monkeypatch.setattr("peers.programs.fleet.os.access", lambda path, mode: False)  # of root all is writable
+    with pytest.raises(SetupError, match="myrun cannot be written, and checkpoints go there"):
+        swarm.local(found, folder=folder)
 
 
 class Deaf(Processes):

@@ -122,6 +122,14 @@ def test_what_p2pd_says_is_passed_on() -> None:
     )
 
 
+@pytest.mark.parametrize(("said", "fix"), [("no usable temporary folder", "TMPDIR"), ("no module", ".venv")])
+def test_of_a_p2pd_that_has_no_room_that_is_said(said: str, fix: str) -> None:
+    def probe(*_: object) -> tuple[bool, str]:
+        raise FileNotFoundError(said)
+
+    wrong(check.check_p2pd("127.0.0.1", 0, probe), f"does not start: {said}", fix)
+
+
 @pytest.mark.net
 def test_the_real_p2pd_starts() -> None:
     good(check.check_p2pd("127.0.0.1", 0))

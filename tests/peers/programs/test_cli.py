@@ -531,6 +531,23 @@ def test_output_may_be_larger_than_a_shell_allows(
     assert capsys.readouterr().err == "swarm manifest: the output may not be that large\n"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("No usable temporary directory found in ['/tmp', '/var/tmp']", "set TMPDIR to a folder of yours"),
+        ("No such file or directory", "the folder that you are in is gone"),
+    ],
+)
+def test_a_machine_without_room_for_temporary_files_or_without_this_folder_is_no_bug(
+    wrong: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What Python says of both names no file."""
+    monkeypatch.setattr(cli, "_run_tool", raising(FileNotFoundError(errno.ENOENT, wrong)))
+    monkeypatch.setattr(cli, "_no_more_output", lambda stream: None)
+    assert main(["manifest"]) == Exit.SETUP
+    assert capsys.readouterr().err.rstrip().endswith(said)
+
+
 def test_output_that_is_closed_or_knows_few_characters_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["manifest"]) == Exit.OK
