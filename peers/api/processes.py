@@ -234,6 +234,7 @@ class Processes:
         """
         from peers.net.node import Node
         from peers.programs.trained import NoRoom, collect
+        from peers.storage.checkpoint import found_steps
         from peers.storage.weights import read_stage
 
         run, found = self.run, dict[str, "torch.Tensor"]()
@@ -242,15 +243,19 @@ class Processes:
                 while True:
                     try:
                         network = node.transport, node.directory
-                        step = await collect(run, *network, Path(name), self._hear_download)
+                        where = Path(name)
+                        step = await collect(run, *network, where, self._hear_download)
                         break
                     except NoRoom as error:
                         if self._folder is None:
                             raise
+                        where, step = self._folder / "checkpoints", run.steps
+                        if all(step in found_steps(where, run, stage) for stage in range(run.S)):
+                            break
                         self._emit(events.Trouble(text=f"{error.text}: tried again every {AGAIN_S:.0f} s"))
                         await asyncio.sleep(AGAIN_S)
             for stage in range(run.S):
-                found |= await asyncio.to_thread(read_stage, Path(name), run, stage, step)
+                found |= await asyncio.to_thread(read_stage, where, run, stage, step)
         return found, step
 
     def _hear_download(self, event: Event) -> None:

@@ -381,4 +381,7 @@ async def test_trained_weights_are_fetched_once_there_is_room_and_before_that_th
             with pytest.raises(NoRoom):
                 await processes.weights()
     assert (await processes.weights())[1] == 5 and len(calls) == 3
+    monkeypatch.setattr("peers.storage.checkpoint.found_steps", lambda *_: [processes.run.steps])
+    calls.clear()
+    assert (await processes.weights())[1] == processes.run.steps, "the peers' checkpoints are here"
     assert [event.words() for event in said] == ["no room for version 5 of stage 0: tried again every 0 s"]
