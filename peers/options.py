@@ -161,6 +161,11 @@ def is_there(flag: str, path: Path | str) -> None:
         raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
 
 
+def is_no_file(flag: str, path: Path) -> None:
+    if path.is_file():
+        raise SetupError(f"{flag} {path} is a file: give a folder")
+
+
 def _has_driver(flag: str, device: str) -> None:
     """CUDA cannot be where its driver is not; torch, which takes seconds to import, need not be asked."""
     if not any(name.strip().partition(":")[0] == "cuda" for name in device.split(",")):
@@ -185,7 +190,8 @@ WORD = Kind(str, "NAME")
 FILE = Kind(Path, "FILE")
 NEEDED_FILE = Kind(Path, "FILE", is_there)
 DATA = Kind(data_file, "FILE", is_there)
-DIR = Kind(Path, "DIR")
+ANY_DIR = Kind(Path, "DIR")
+DIR = Kind(Path, "DIR", is_no_file)
 NEEDED_DIR = Kind(Path, "DIR", is_there)
 SOCKET = Kind(Path, "SOCKET")
 IP = Kind(str, "IP")
@@ -212,17 +218,9 @@ DEVICES = Kind(str, "auto|cpu|cuda[:N]|mps|all", _has_driver)
 
 
 def option(
-    kind: Kind | None,
-    help: str,
-    default: Any = MISSING,
-    *,
-    group: str = "",
-    one_of: str = "",
-    positional: bool = False,
-    variable: str = "",
-    unless: tuple[str, ...] = (),
-    **more: Any,
-) -> Any:
+    kind: Kind | None, help: str, default: Any = MISSING, *, group: str = "", one_of: str = "",
+    positional: bool = False, variable: str = "", unless: tuple[str, ...] = (), **more: Any,
+) -> Any:  # fmt: skip
     """A field that is an argument; without a default it is required.
 
     Args:

@@ -250,7 +250,7 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
     if why := why_shut_out(terms, who.peer):
         return why
     if who.role == "trainer" and terms.trainers and who.peer not in terms.trainers:
-        return "the run's manifest names its trainers (admission.trainers), and this is none of them"
+        return "the run's manifest names its trainers (admission.trainers): give the --identity of one"
     if is_named(terms, who):
         return ""
     rule, credential = charter.rule(who.role), who.credential

@@ -144,7 +144,7 @@ def listen(path: Path, what: str) -> socket.socket:
     """A listening socket at `path`; one that a killed program left is replaced. Raises as `answering`."""
     with contextlib.ExitStack() as on_error:
         listener = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with told(f"{what} {path}: no socket can be made there"):
+        with told(f"{what} {path}: no socket can be made there", ". Name another, or remove what is there"):
             if path.is_socket():
                 if _answers(path):
                     raise SetupError(f"{what} {path}: another program answers there; give each its own")

@@ -130,7 +130,7 @@ class UpOptions(Options):
     swarm up myrun
     """
 
-    folder: Path = option(arg.DIR, "that swarm init made", positional=True)
+    folder: Path = option(arg.ANY_DIR, "that swarm init made", positional=True)
     peers: int = option(arg.COUNT, "peers of each stage (default: %(default)s)", 1)
     device: str = option(arg.DEVICES, "of the peers, in turn if there are several (default: cpu)", "cpu")
     data: tuple[Path | str, ...] = several(arg.DATA, "text files, if swarm init was given any elsewhere")

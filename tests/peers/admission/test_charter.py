@@ -320,7 +320,7 @@ def test_an_expired_charter_admits_nobody() -> None:
 
 def test_a_manifest_that_names_its_trainers_is_above_the_charter() -> None:
     """It is what the run is; a charter can only take away from it."""
-    text = "the run's manifest names its trainers (admission.trainers), and this is none of them"
+    text = "the run's manifest names its trainers (admission.trainers): give the --identity of one"
     assert why(KIM, "trainer", trainers=Rule("open"), trainers_of_manifest=(TINA.peer_id,)) == text
     assert (
         why(KIM, "trainer", trainers=Rule("list", (KIM.peer_id,)), trainers_of_manifest=(TINA.peer_id,))

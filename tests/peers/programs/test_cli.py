@@ -374,6 +374,11 @@ sys.exit(main(sys.argv[1:]))
             "--checkpoint-dir nowhere cannot be read: there is no such file or folder",
         ),
         (
+            ["peer", *NEEDED["peer"], "--checkpoint-dir", __file__],
+            Exit.SETUP,
+            "test_cli.py is a file: give a folder",
+        ),
+        (
             ["tokenize", "nowhere", "--out", "x"],
             Exit.SETUP,
             "tokenize: FILE nowhere cannot be read: there is no",
