@@ -32,7 +32,7 @@ from swarm.manifest import CustomModelSpec, IslandsSpec, Run
 from swarm.model.layout import initial_state
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.protocol.coordinator import realigns
-from swarm.protocol.proofs import ALIKE
+from swarm.protocol.rounds import SAME_NORM
 from swarm.protocol.statements import sign
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import Voucher
@@ -296,9 +296,8 @@ def test_a_norm_that_one_peer_says_a_little_else_makes_the_others_of_its_stage_n
     that sign it has voice, and the keeper writes it down three times; the others are the keeper's own."""
     trainer = Identity.generate()
     was = record(tmp_path, admitting(replace(small(), steps=3), trainer.peer_id))
-    off = [
-        [step._replace(total_sqnorm=step.total_sqnorm * (1 + 0.9 * ALIKE)) for step in r] for r in was.rows
-    ]
+    nearly = 1 + 0.9 * SAME_NORM
+    off = [[step._replace(total_sqnorm=step.total_sqnorm * nearly) for step in r] for r in was.rows]
     liars = [[Identity.generate() for _ in range(4)] for _ in was.peers]
     for peer in (one for stage, others in zip(was.peers, liars, strict=True) for one in (*stage, others[0])):
         was.vouchers[peer.peer_id] = vouch(trainer, was.run.id, Worked(peer.peer_id, 30, 2, 30))
