@@ -17,10 +17,10 @@ With `--virtual` there are no processes but the classes that ship, in virtual ti
 with the same devices, which do not wait for this machine's cores.
 
 A swarm of processes goes through all lines, which change under it. With islands it takes on each as many
-steps as lie between two meetings, and a meeting; without, a step that is not counted, then `--steps`. `busy`
-is the share of the time in which the devices of the busiest stage work; `trains` the share that is no
-meeting. `bytes_weight_step` is what a peer sends to others of its stage, reports and heartbeats included, for
-each weight of the stage and each step.
+steps as lie between two meetings, and a meeting; without, a step that is not counted (in virtual time five),
+then `--steps`. `busy` is the share of the time in which the devices of the busiest stage work; `trains` the
+share that is no meeting. `bytes_weight_step` is what a peer sends to others of its stage, reports and
+heartbeats included, for each weight of the stage and each step.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ CASES = (
 STAGES = 2
 DELAY_S = 0.005
 """One way, between any two hosts."""
+WARM_STEPS = 5
+"""Of a run without islands in virtual time: until trainers and peers know each other's pace."""
 QUEUE_S = 2.0
 """What waits longer for a line is dropped. Four replicas that all send to one another fill such a queue."""
 
@@ -231,16 +233,17 @@ class Virtual:
         return process
 
     def found(self) -> Found:
-        """Of the steps after the first: with islands one is a meeting."""
-        run, loop, steps = self._run, self._loop, self._steps
+        """Of the steps after the first ones: with islands one of them is a meeting."""
+        run, loop, first = self._run, self._loop, 0 if self._run.islands.count > 1 else WARM_STEPS
+        steps, last = self._steps, first + self._steps
         with loop.running():
             processes = [self._begin(host) for host in range(run.cells * self._replicas + 1)]
-            taken = loop.run(lambda: len(self._ends) > steps or bool(loop.bugs), limit_s=1e6)
+            taken = loop.run(lambda: len(self._ends) > last or bool(loop.bugs), limit_s=1e6)
             assert taken and not loop.bugs, f"{len(self._ends)} steps; {loop.bugs}"
             for process in processes:
                 process.end()
-        (began_s, sent_before, busy_before), (ended_s, sent, busy) = self._ends[0], self._ends[steps]
-        met = [t for t in range(1, steps + 1) if run.meets_at(t)]
+        (began_s, sent_before, busy_before), (ended_s, sent, busy) = self._ends[first], self._ends[last]
+        met = [t for t in range(first + 1, last + 1) if run.meets_at(t)]
         met_s = sum(self._ends[t][0] - self._ends[t - 1][0] for t in met)
         seconds = ended_s - began_s
         numel = [stage_layout(run, stage).numel for stage, *_ in self._peers]
@@ -343,7 +346,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=1, help="of each stage (default: 1)")
     parser.add_argument("--hidden", type=int, default=128, help="(default: 128)")
     parser.add_argument("--ffn", type=int, default=4096, help="(default: 4096)")
-    parser.add_argument("--steps", type=int, default=3, help="without islands (default: 3)")
+    parser.add_argument("--steps", type=int, default=8, help="without islands (default: 8)")
     parser.add_argument("--rounds", type=int, default=1, help="(default: 1)")
     parser.add_argument("--virtual", action="store_true", help="no processes")
     options = parser.parse_args(arguments)
