@@ -139,7 +139,11 @@ class StageCoordinator:
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
             steps = self._steps(t, now)
-            self._doubled[t] = rounds.doubled_without_voice(steps, self.voice)
+            # What those hold that are left out is run again: while they do, no result without it is believed.
+            rest = {
+                p: step.done for p, step in self._believable(t).items() if step.done and p in self._resting
+            }
+            self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
             if not steps and not self._left_out[t]:
                 continue

@@ -465,12 +465,8 @@ class StepProtocol:
         mine, lost_s = self._agreed.generation, self._timings.lost_s
         later = generation > mine
         due = now - self._moved_s >= lost_s if later else now - self._entered_s >= 2 * lost_s
-        if (
-            due
-            and generation != mine
-            and now - self._asked_s >= self._timings.refresh_s
-            and generation.number <= mine.number + MAX_MISSED_GENERATIONS
-        ):
+        due = due and generation != mine and now - self._asked_s >= self._timings.refresh_s
+        if due and generation.number <= mine.number + MAX_MISSED_GENERATIONS:
             self._asked_s = now
             self._actions.append(replica.AskLostStage(max(generation, mine)))
         return not later

@@ -290,6 +290,17 @@ def test_one_that_is_left_out_gives_its_word_on_the_result_all_the_same(
     assert [proof.peer for proof in told.steps[0].proofs] == proven_by
 
 
+def test_one_that_is_left_out_gives_up_what_is_run_again() -> None:
+    """While it had that, no result without it was believed: for a minute (seed 903331)."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
+    assert not tell(this, "bob", report(0, step(0b0011))).steps[0].retract
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    tell(this, "bob", report(0, step(0b0011)))
+    local = Local(generation=Generation(), version=0, steps={0: Step(0, Ledger(0, RUN.M))}, commits={})
+    this.observe(local, {1: (record("ann", steps=60), record("bob", steps=40))}, now=NOW)
+    assert tell(this, "bob", report(0, step(0b0011))).steps[0].retract == 0b0011
+
+
 def test_a_result_is_proven_anew_where_another_took_its_step_by_what_is_not_believed() -> None:
     """Both stages had it, and nobody said so: to its coordinator the stage was past it (seed 902339)."""
     others = (record("ann", steps=60), record("bob", steps=40))
