@@ -526,6 +526,7 @@ class Trainer:
                 peers = self._router.peers(0) or [
                     r.peer for r in self._directory.at(0) if r.state == "joining"
                 ]
+                backoff.relent(peers, now=now)  # what it waits for may be said by the only one there
                 peers = [p for p in peers if not backoff.in_backoff(p, now=now)]
                 if not peers:
                     await self._directory.refresh({0})

@@ -17,6 +17,7 @@ from peers.trainer import SLOW_S, Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch
 from swarm.manifest import IslandsSpec, audit_run
+from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, Work
@@ -99,6 +100,24 @@ async def test_a_trainer_offers_nothing_before_it_was_told_how_far_the_run_is() 
     assert set(this._running.values()) == {5}, "not steps that are long over"
     for task in this._running:
         task.cancel()
+
+
+async def test_a_trainer_asks_the_only_one_there_for_news_though_it_cost_too_much() -> None:
+    """Else it hears only after the rest that the run went back, and nothing is done (seed 903421)."""
+    line, records = Line("trainer"), Records()
+    this: Any = Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+    records.known.append(PeerRecord(peer="ann", run=RUN.id, stage=0, state="serving", version=0))
+    line.answers["watch"] = lambda peer, header: Watched(
+        generation=FIRST, version=0, revision=line.calls["watch"], status=RunStatus(run=RUN.id)
+    )
+    this._start_work = lambda: None  # it waits for what others lack
+    training = asyncio.create_task(this.run())
+    await asyncio.sleep(5.0)
+    line.calls.clear()
+    this._router.backoff.charge("ann", t=0, since_s=now_s(), now=now_s(), rounds=BUDGET_ROUNDS)
+    await asyncio.sleep(FIRST_REST_S / 2)
+    training.cancel()
+    assert line.calls["watch"]
 
 
 async def test_a_trainer_stays_until_all_stages_have_the_last_version() -> None:
