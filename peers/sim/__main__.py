@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -96,6 +97,8 @@ def played(seeds: Iterable[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
                 yield from pool.map(play, seeds, chunksize=4)
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                for worker in multiprocessing.active_children():
+                    worker.terminate()  # a chunk may take a minute
                 raise
     finally:
         gc.enable()
@@ -105,13 +108,19 @@ def played(seeds: Iterable[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
 def begin_work(parent_pid: int) -> None:
     """Prepare a worker: one thread, and an end with the program that started it, also by SIGKILL."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     die_with_parent(parent_pid)
 
 
 def play(seed: int) -> tuple[Outcome, float]:
     """One schedule, and the seconds of a processor that it took."""
     began = time.process_time()
-    outcome = run_schedule(seed)
+    try:
+        outcome = run_schedule(seed)
+    except KeyboardInterrupt:
+        if multiprocessing.parent_process() is not None:
+            os._exit(130)  # a worker would go on with the next chunk
+        raise
     if seed % COLLECT_EVERY == 0:
         gc.collect()
     return outcome, time.process_time() - began
@@ -139,12 +148,9 @@ def report(outcomes: Sequence[Outcome], cpu_s: float, out: TextIO) -> int:
     if len(violations) > MAX_SHOWN:
         print(f"\n… and {len(violations) - MAX_SHOWN} more", file=out)
     row = {
-        "name": "shipped classes",
-        "schedules": len(outcomes),
-        "callbacks": callbacks,
+        "name": "shipped classes", "schedules": len(outcomes), "callbacks": callbacks,
         "calls": sum(outcome.calls for outcome in outcomes),
-        "faults": dict(sorted(injected.items())),
-        "checked": dict(sorted(looked.items())),
+        "faults": dict(sorted(injected.items())), "checked": dict(sorted(looked.items())),
         "violations": [outcome.seed for outcome in violations],
         "undone": sum(outcome.undone for outcome in outcomes),
         "replayed": sum(outcome.replayed for outcome in outcomes),
@@ -152,7 +158,7 @@ def report(outcomes: Sequence[Outcome], cpu_s: float, out: TextIO) -> int:
         "slowest_s": round(max((outcome.ended_s for outcome in outcomes), default=0.0), 1),
         "cpu_s": round(cpu_s, 1),
         "schedules_per_cpu_s": round(len(outcomes) / cpu_s, 1) if cpu_s else None,
-    }
+    }  # fmt: skip
     print(json.dumps({"rows": [row]}), file=out)
     return 1 if violations else 0
 

@@ -167,18 +167,11 @@ class World:
         swarm = self.swarm
         numbers = [m.serving.peer.core.generation.number for m in swarm.peers if m.serving is not None]
         return Outcome(
-            seed=self.seed,
-            violation=swarm.violation,
-            faults=swarm.injected,
-            looked=swarm.checks.looked,
-            callbacks=swarm.loop.callbacks,
-            calls=swarm.network.calls,
-            ended_s=swarm.loop.now_s,
-            undone=swarm.undone,
-            replayed=sum(t.trainer.replayed for t in swarm.trainers),
-            generations=max(numbers, default=0),
-            digest=swarm.digest,
-        )
+            seed=self.seed, violation=swarm.violation, faults=swarm.injected, looked=swarm.checks.looked,
+            callbacks=swarm.loop.callbacks, calls=swarm.network.calls, ended_s=swarm.loop.now_s,
+            undone=swarm.undone, replayed=sum(t.trainer.replayed for t in swarm.trainers),
+            generations=max(numbers, default=0), digest=swarm.digest,
+        )  # fmt: skip
 
 
 def run_schedule(seed: int, trace: Callable[[str], None] | None = None) -> Outcome:

@@ -75,6 +75,26 @@ def test_sigterm_leaves_no_disks_in_memory(tmp_path: Path) -> None:
     assert not any(tmp_path.glob("swarm-sim-*"))
 
 
+@pytest.mark.process
+def test_sigterm_waits_for_no_worker(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time; from peers.sim.world import World\n"
+        f"def play(world): open(r'{tmp_path}' + f'/{{world.seed}}', 'w'); time.sleep(600)\n"
+        "World.play = play"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *filter(None, sys.path)))}
+    command = [sys.executable, "-m", "peers.sim", "--jobs", "2"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env) as simulation:
+        try:
+            while not (tmp_path / "4").exists():  # the first of the second worker's
+                assert simulation.poll() is None
+                time.sleep(0.05)
+            simulation.terminate()
+            assert simulation.wait(timeout=30) == 130
+        finally:
+            simulation.kill()
+
+
 def test_some_schedules_for_those_in_a_hurry() -> None:
     """Also that a world that ends leaves nothing that was never awaited: pytest makes that an error."""
     faults: Counter[str] = Counter()
