@@ -323,6 +323,29 @@ async def test_an_island_that_begins_anew_catches_up_with_others_that_wait_for_i
         assert_counted(s)
 
 
+async def test_strangers_are_heard_of_a_meeting_that_no_peer_with_voice_has() -> None:
+    """Seed 900829: the only one with voice had come after it, and the late island waited for ever."""
+    run = replace(counting(), steps=9, admission=AdmissionSpec(trainers=(TRAINER, OTHER)))
+    async with swarm(run) as s:
+        await s.until_serving()
+        for island, name in enumerate((TRAINER, OTHER)):
+            s.add_trainer(name, island=island)
+        await s.until(lambda: all(p.core.version >= 6 for _, p in s.live()))
+        for name in names_of(s, 0):
+            s.kill(name)
+        kept = names_of(s, 1)
+        await s.until(lambda: all(s.peers[name].core.version == 8 for name in kept))
+        give_voice(s, "late", run=run.island(1))
+        s.network.cut([*kept, "late"])
+        late = s.add_peer("late", 2)
+        await s.until(lambda: late.core.joined and late.core.version == 8, limit_s=60)
+        new = [s.add_peer("new 0", 0), s.add_peer("new 1", 1)]
+        await s.until(lambda: all(peer.core.version == 2 for peer in new), limit_s=200)
+        s.network.heal()
+        await s.until_finished(limit_s=120.0)
+        assert_counted(s)
+
+
 @pytest.mark.parametrize("is_cut_off", some([False, True], quick=[False]))
 async def test_what_a_newcomer_took_of_a_meeting_is_had_from_it(is_cut_off: bool) -> None:
     """It took what its stage was after a meeting from another island, which then is lost: the only copy."""
