@@ -111,12 +111,16 @@ class Auditor:
         rest_s = REST * (now_s() - began)
         version = found.opened.version
         t = version if run.weight_version(version) == version else version + 1
-        if t < run.steps:
+        counted = set(self._voices.counted(stage))
+        if alone := len(counted & found.agreed) < min(2, len(counted)):
+            text = f"stage {stage}: one peer alone gives version {version}, with which nothing is audited"
+            self._emit(events.Note(text=text))
+        elif t < run.steps:
             compute = await asyncio.to_thread(self._build, stage)
             await self._device.run(Rank.STEP, t, compute.load_state, version, found.tensors)
             await self._audit_step(compute, t)
-            await asyncio.sleep(rest_s)
-        return version >= run.steps
+        await asyncio.sleep(rest_s)
+        return version >= run.steps and not alone
 
     def _serving(self, stage: Stage) -> list[PeerId]:
         return [r.peer for r in self._directory.at(stage) if r.state == "serving"]

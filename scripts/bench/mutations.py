@@ -4165,7 +4165,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "an-auditor-asks-about-a-crowd",
-        "peers/audit/auditor.py",
+        AUDITOR,
         'self._voices.counted(stage), ""))\n        claim = None',
         'self._serving(stage), ""))\n        claim = None',
         "A hundred identities that are in no round keep an auditor from those that are.",
@@ -5923,5 +5923,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.transport.invited = self.door.invited",
         "Who was banned calls as before.",
         ("test_admission",),
+    ),
+    Mutation(
+        "audit-with-the-state-of-one-of-two",
+        AUDITOR,
+        "if alone := len(counted & found.agreed) < min(2, len(counted)):",
+        "if alone := False:",
+        "Of two replicas the one that gives an auditor a made-up state has it accuse the other.",
+        ("test_auditor",),
+    ),
+    Mutation(
+        "one-of-two-ends-an-audit",
+        AUDITOR,
+        "return version >= run.steps and not alone",
+        "return version >= run.steps",
+        "A replica that offers the last version ends the audit of its stage.",
+        ("test_auditor",),
     ),
 )

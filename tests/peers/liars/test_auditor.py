@@ -200,6 +200,39 @@ async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_st
         assert len(told) > 1, "in the last step it cannot say that it is further"
 
 
+@pytest.mark.parametrize("version", [2, 12])
+async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused_and_ends_no_audit(
+    version: int,
+) -> None:
+    """Of two with as much voice the newest state was believed: the honest one looked like a liar."""
+    run = run_of(steps=12)
+    async with swarm(run, replicas=2) as s:
+        await s.until_serving()
+        liar = s.network.peers["s1p1"].transport
+        honest = dict(liar.handlers)
+        sybils.StateLeases(run, liar, {1: sybils.MadeUp(run, 1, (version,))})
+        for method in set(liar.handlers) & set(honest):
+            if liar.handlers[method] is not honest[method]:
+                only_to(liar, method, AUDITOR, honest[method][0])
+        s.add_trainer(TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until_version(10)
+        assert not s.tasks[AUDITOR].done()
+        await s.until(lambda: s.finished, limit_s=120.0)
+        assert not auditor.found and not s.seen(Trouble)
+        assert any("one peer alone gives version" in said.text for said in s.seen(Note))
+
+
+def only_to(transport: Any, method: str, reader: str, honest: Any) -> None:
+    """What a method says now is for one reader; others hear what is `honest`."""
+    lie, most = transport.handlers[method]
+
+    async def answer(request: Request) -> Answer:
+        return await (lie if request.peer == reader else honest)(request)
+
+    transport.serve(method, answer, max_body_bytes=most)
+
+
 async def test_an_auditor_cannot_have_an_honest_replica_left_out_and_is_heard_once_in_a_while() -> None:
     run = run_of(steps=6)
     async with swarm(run, replicas=3) as s:
