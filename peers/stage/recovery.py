@@ -213,16 +213,16 @@ class Recovery:
 
         They may have another coordinator, to which this one does not report.
         """
-        core, voice = self._core, self._core.voice()
+        core, at, voice = self._core, self._core.generation, self._core.voice()
         told = await ask(core, [r for r in announced(core) if not voice or r.peer in voice])
-        there = {peer: said for peer, said in told.items() if said.position >= run}
-        if there:
-            first = max(there, key=lambda peer: (voice.get(peer, 0), peer))
+        there = {peer: said for peer, said in told.items() if said.generation == at and said.position >= run}
+        for one in sorted(there, key=lambda peer: (-voice.get(peer, 0), peer)):  # some may lie
             directive = Directive(
-                run=core.run.id, stage=core.stage, coordinator=first, sources=tuple(there),
-                generation=there[first].generation, version=there[first].version, digest=there[first].digest,
+                run=core.run.id, stage=core.stage, coordinator=one, sources=tuple(there), generation=at,
+                version=there[one].version, digest=there[one].digest,
             )  # fmt: skip
-            await self.to(directive)
+            if await self.to(directive):
+                break
         return bool(there)
 
     async def restore(self, run: Position, *, waited_s: float) -> bool:

@@ -5940,4 +5940,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A replica that offers the last version ends the audit of its stage.",
         ("test_auditor",),
     ),
+    Mutation(
+        "rejoin-in-another-generation",
+        RECOVERY,
+        "if said.generation == at and said.position >= run}",
+        "if said.position >= run}",
+        "One with voice that names a later generation gives a replica that is behind made-up weights.",
+        ("test_guards",),
+    ),
+    Mutation(
+        "rejoin-by-the-word-of-one",
+        RECOVERY,
+        "            if await self.to(directive):\n                break\n",
+        "            await self.to(directive)\n            break\n",
+        "One that lies of where the run is keeps a replica that is behind from the others of its stage.",
+        ("test_guards",),
+    ),
 )

@@ -617,23 +617,24 @@ async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_f
 
 
 @pytest.mark.parametrize(
-    ("version", "voice", "behind_s", "rejoins"),
+    ("version", "generation", "voice", "behind_s", "rejoins"),
     [
-        (2, {}, 8.0, True),
-        (2, {"other": 40}, 8.0, True),
-        (1, {}, 8.0, False),
-        (2, {"me": 40}, 8.0, False),
-        (2, {}, FAR_BACK_S, False),
+        (2, Generation(), {}, 8.0, True),
+        (2, Generation(), {"other": 40}, 8.0, True),
+        (1, Generation(), {}, 8.0, False),
+        (2, Generation(1), {}, 8.0, False),
+        (2, Generation(), {"me": 40}, 8.0, False),
+        (2, Generation(), {}, FAR_BACK_S, False),
     ],
-    ids=["there", "there-with-voice", "behind-as-well", "only-strangers", "for-long-in-vain"],
+    ids=["there", "with-voice", "behind-as-well", "elsewhere", "only-strangers", "for-long-in-vain"],
 )
 async def test_no_stage_is_restored_whose_replicas_are_where_the_run_is(
-    version: int, voice: dict[str, int], behind_s: float, rejoins: bool
+    version: int, generation: Generation, voice: dict[str, int], behind_s: float, rejoins: bool
 ) -> None:
     """They had another coordinator than a replica that was behind, and the run went back to its beginning."""
     alone = await Alone(RUN).opened()
     alone.records.known = [replica()]
-    alone.line.answers["status"] = lambda *_: status(version=version)
+    alone.line.answers["status"] = lambda *_: status(version=version, generation=generation)
     its: Any = alone.peer.actions
     run = Position(Generation(), 2)
     its._coordination = SimpleNamespace(run_status=SimpleNamespace(position=run), behind_s=behind_s)
@@ -651,6 +652,23 @@ async def test_no_stage_is_restored_whose_replicas_are_where_the_run_is(
     its._recovery.to, its._recovery.restore = to, restore
     await its._restore()
     assert did == [(run, "other", ("other",)) if rejoins else (run, behind_s)]
+
+
+async def test_a_replica_that_is_behind_goes_to_the_others_of_its_stage_though_one_lies() -> None:
+    alone = await Alone(RUN).opened()
+    alone.records.known = [replica(peer="liar"), replica()]
+    alone.line.answers["status"] = lambda peer, *_: status(peer=peer, version=2 if peer == "liar" else 1)
+    its: Any = alone.peer.actions._recovery  # pyright: ignore[reportPrivateUsage]
+    its._core.voice = lambda: {"liar": 60, "other": 40}
+    did: list[tuple[str, int]] = []
+
+    async def to(directive: Directive) -> bool:
+        did.append((directive.coordinator, directive.version))
+        return directive.coordinator == "other"
+
+    its.to = to
+    assert await its.rejoin(Position(Generation(), 1))
+    assert did == [("liar", 2), ("other", 1)]
 
 
 async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough() -> None:
