@@ -113,8 +113,8 @@ async def collect(
                 for stage, versions in keeper.offers.items()
             )
             raise SetupError(
-                f"no version of all stages could be fetched (on offer: {there}). Peers offer the versions "
-                "that they save every checkpoint_every steps, and the last one"
+                f"no version of all stages could be fetched (on offer: {there}). Before its end a run offers "
+                "what a keeper or peers with a --checkpoint-dir save every checkpoint_every steps: start one"
             )
         await asyncio.sleep(POLL_S)
 
