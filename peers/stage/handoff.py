@@ -99,8 +99,8 @@ class Handoff:
                 dead.add(replicas[0])
                 continue
             except Refused as refused:
-                count, t = step.ledger.done.bit_count(), step.t
-                text = f"{count} microbatches of step {t} are run again by others: {refused.text}"
+                lost = events.count(step.ledger.done.bit_count(), "microbatch")
+                text = f"run again by others: {lost} of step {step.t}, since {refused.text}"
                 self._core.emit(events.Note(text=text))
                 return
             except SwarmError:

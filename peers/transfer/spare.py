@@ -32,7 +32,8 @@ async def judged(run: Run, directory: Directory, me: PeerRecord) -> Verdict | No
 
 def words_of(verdict: Verdict) -> str:
     """Why a peer is a spare, and what would change that."""
-    enough = f" of {verdict.upload_bps / 1e6:,.3g} Mbit/s or more" if verdict.upload_bps else " like theirs"
+    mbps = float(f"{verdict.upload_bps / 1e6:.3g}") if verdict.upload_bps else None
+    enough = " like theirs" if mbps is None else f" of {mbps:,.9g} Mbit/s or more"
     return (
         f"it is a spare: a step would take about {verdict.with_s:.3g} s with it and "
         f"{verdict.without_s:.3g} s without, since all wait for its upload to exchange gradients; one"

@@ -10,8 +10,10 @@ import pytest
 from peers.events import Note, Paused, RolledBack, Serving
 from peers.stage.pause import ABSENT
 from peers.stage.status import ANNOUNCE_S
+from peers.transfer.spare import words_of
 from peers.watch.monitor import ask_one
 from swarm.manifest import Run, audit_run
+from swarm.policy.spares import Verdict
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -143,3 +145,14 @@ async def test_a_spare_comes_back_when_its_owner_resumes_it_and_is_judged_again(
         await s.until(lambda: len(s.seen(Paused)) == 2)
         await stands_by(s)
         assert not [note for note in s.seen(Note) if "another" in note.text]
+
+
+@pytest.mark.parametrize(
+    ("upload_bps", "words"),
+    [(10_412e6, " of 10,400 Mbit/s or more"), (2.345e6, " of 2.35 Mbit/s or more"), (0.0, " like theirs")],
+)
+def test_the_upload_that_would_let_a_spare_take_part_is_said_in_plain_figures(
+    upload_bps: float, words: str
+) -> None:
+    verdict = Verdict(spare=True, with_s=1.2, without_s=0.1, upload_bps=upload_bps)
+    assert f"; one{words} would let it take part" in words_of(verdict)

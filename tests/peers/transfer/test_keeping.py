@@ -266,7 +266,7 @@ async def test_the_last_version_is_collected_from_peers_without_a_disk(tmp_path:
         with pytest.raises(SetupError) as none:
             await collect(run, end.transport, end.directory, tmp_path, s.events.append, limit_s=0.0)
         assert none.value.text.startswith(
-            "no version of all stages could be fetched (on offer: stage 0: none; stage 1: none). Before its end a run offers"
+            "no version of all stages could be fetched (on offer: stage 0: none; stage 1: none). Before its"
         )
         s.add_trainer("trainer")
         await s.until_finished()
