@@ -213,7 +213,7 @@ class RevokeOptions(Membership):
 class AuditOptions(MemberOptions, NetworkOptions):
     """Compute again what peers added to a run of yours; serves nothing.
 
-    swarm audit --run 5a7c... --join ADDRESS --identity owner.key
+    swarm audit @join.txt --identity myrun/auditor.key
     """
 
     stages: tuple[int, ...] = several(arg.NUMBER, "audit these only (default: all, in turn)")
