@@ -5685,14 +5685,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_changes",),
     ),
     Mutation(
-        "what-no-peer-with-voice-has-is-lost",
-        "peers/stage/recovery.py",
-        "if not theirs.sources[self._stage]:",
-        "if False:",
-        "An island that comes late to a meeting of which a newcomer alone has the result waits for ever.",
-        ("test_false_changes",),
-    ),
-    Mutation(
         "hold-a-meeting-up-among-friends",
         ISLAND_MEETING,
         "if run.admission.named else None",

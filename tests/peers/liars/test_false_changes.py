@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from peers.events import PeerLost
-from peers.ports import Answer, Request
-from peers.sim.network import SimTransport
+from peers.ports import Answer
 from peers.transfer.leases import Snapshot
 from swarm.errors import NotReady
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
 from swarm.model.meeting import unlike
 from swarm.records import PeerRecord
-from swarm.wire.messages import Saved, SavedStage, pack
 from tests.model.chain import tiny_run
 from tests.peers.admitted import admitting, trainer_name
 from tests.peers.islands.test_islands import Text, assert_bits, trained_alone
@@ -175,31 +173,6 @@ async def says_it_is_past(s: Swarm, cell: int) -> None:
             since=1e12,
         )
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("saved", [False, True])
-async def test_what_a_meeting_left_is_had_from_strangers_if_none_with_voice_has_it(saved: bool) -> None:
-    run = lone_cells(count=2)
-    async with swarm(run, replicas=1, batches=Text(batch)) as s:
-        for number in range(2):
-            give_voice(s, f"s{number}p0", run=run.island(number))
-        await s.until_serving()
-        await says_it_is_past(s, 1)
-        for name, version in (("stranger 1", FIRST_MEETING + 1), ("s1p0", 0)):
-            if name != "s1p0" or saved:
-                offer(s.network.peers[name].transport, version)
-        recovery: Any = s.peers["s0p0"]._recovery
-        found = await recovery._ask_saved([])
-        assert found.sources[0] == ({0: ["s1p0"]} if saved else {FIRST_MEETING + 1: ["stranger 1"]})
-
-
-def offer(transport: SimTransport, version: int) -> None:
-    """Have a peer say that it has a version of stage 0."""
-
-    async def saved(request: Request) -> Answer:
-        return Answer(pack(Saved(stages=(SavedStage(stage=0, versions=(version,)),))))
-
-    transport.serve("saved", saved)
 
 
 @pytest.mark.parametrize(("times", "friends"), [(2.0, False), (10.0, True)])
