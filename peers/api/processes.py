@@ -147,6 +147,7 @@ class Processes:
         self._dead: set[PeerId] = set()
         self._died: list[PeerId] = []
         """Since the last step that was handed out."""
+        self.stall_s, self.again_s = STALL_S, AGAIN_S
         self._sign_s = 0.0
         """When the last sign of work was heard."""
         self._deaths = 0
@@ -203,7 +204,7 @@ class Processes:
         why = "the first step is not taken" if first else f"step {self.tally.steps + 1} is not taken"
         await self._until(
             lambda: bool(self._steps) or self.tally.steps >= self.run.steps or trainer.returncode == 0,
-            STALL_S, why,
+            self.stall_s, why,
         )  # fmt: skip
         if not self._steps:
             return None
@@ -242,8 +243,7 @@ class Processes:
             async with Node(join=self.addresses, run_id=run.id) as node:
                 while True:
                     try:
-                        network = node.transport, node.directory
-                        where = Path(name)
+                        network, where = (node.transport, node.directory), Path(name)
                         step = await collect(run, *network, where, self._hear_download)
                         break
                     except NoRoom as error:
@@ -252,8 +252,10 @@ class Processes:
                         where, step = self._folder / "checkpoints", run.steps
                         if all(step in found_steps(where, run, stage) for stage in range(run.S)):
                             break
-                        self._emit(events.Trouble(text=f"{error.text}: tried again every {AGAIN_S:.0f} s"))
-                        await asyncio.sleep(AGAIN_S)
+                        self._emit(
+                            events.Trouble(text=f"{error.text}: tried again every {self.again_s:.0f} s")
+                        )
+                        await asyncio.sleep(self.again_s)
             for stage in range(run.S):
                 found |= await asyncio.to_thread(read_stage, where, run, stage, step)
         return found, step

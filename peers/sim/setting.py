@@ -37,8 +37,6 @@ WARMING = 0.25
 """Share of the seeds with a batch warm-up, where it can be."""
 TRAINERS = tuple("12D3KooW" + letter * 44 for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ")
 """Their names then: of the form of peer ids."""
-WITH_VOUCHER = 0.6
-"""Share of the peers of such a run that come with a voucher."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,13 @@ class Setting:
     """Vectors travel in chunks of one element, and replicas leave together."""
     parts: bool = False
     """Each island adds up a part for all, however few they are."""
+    with_voucher: float = 0.6
+    """Share of the peers that come with a voucher, where the manifest names the trainers."""
 
     def voucher_of(self, peer: PeerId, stage: Stage) -> Voucher | None:
         """What a peer of a stage, or cell, brings along in a run that names its trainers."""
         trainers, dice = self.run.admission.trainers, dice_of(self.seed, f"voucher of {peer}")
-        if not trainers or not dice.chance(WITH_VOUCHER):
+        if not trainers or not dice.chance(self.with_voucher):
             return None
         steps = dice.pick((20, 50, 100))
         run, _ = split_cell(self.run, stage)
@@ -96,10 +96,10 @@ class Setting:
         return {name for name, has in there.items() if has}
 
 
-def setting_of(seed: int) -> Setting:
+def setting_of(seed: int, *, admitting: float = ADMITTING) -> Setting:
     """The swarm of a seed: of four kinds."""
     dice, kind = dice_of(seed, "kind"), dice_of(seed, "kinds").number()
-    setting = usual(seed)
+    setting = usual(seed, admitting)
     if kind < CROWDS + UNLEVEL and setting.run.S > 1:
         return _warming(_crowded(setting, dice) if kind < CROWDS else _unlevel(setting, dice))
     setting = _stored(setting, dice) if kind < CROWDS + UNLEVEL + STORED else setting
@@ -107,7 +107,7 @@ def setting_of(seed: int) -> Setting:
     return _of_islands(setting, islands) if islands.chance(ISLANDS) else _warming(setting)
 
 
-def usual(seed: int) -> Setting:
+def usual(seed: int, admitting: float = ADMITTING) -> Setting:
     """No disks, fast devices, a few steps."""
     dice = dice_of(seed, "the world")
     run = replace(
@@ -119,7 +119,7 @@ def usual(seed: int) -> Setting:
         delayed_updates=dice.chance(0.3),
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
-    if dice_of(seed, "admission").chance(ADMITTING):
+    if dice_of(seed, "admission").chance(admitting):
         root = Tree.over(lambda start, end: bytes(end - start), run.data.tokens).root.hex()
         run = replace(run, admission=AdmissionSpec(trainers=TRAINERS), data=replace(run.data, root=root))
         if dice_of(seed, "checked sums").chance(CHECKED):

@@ -90,7 +90,7 @@ class CheckpointWriter:
         self._folder, self._run, self._stage, self._keep, self._emit = folder, run, stage, keep, emit
         self._waiting: tuple[int, dict[str, torch.Tensor]] | None = None
         self._writing: asyncio.Task[None] | None = None
-        self._closing = asyncio.Event()
+        self._closing, self.again_s = asyncio.Event(), AGAIN_S
 
     def save(self, version: int, tensors: dict[str, torch.Tensor]) -> None:
         """Have `tensors` written as soon as the disk is free. They must not change any more."""
@@ -121,7 +121,7 @@ class CheckpointWriter:
             failed, is_last = isinstance(event, events.Trouble), version == self._run.steps
             if failed and is_last and not self._closing.is_set():
                 # The end of the run may be on no other disk. Once more when this peer leaves.
-                await happens(self._closing, AGAIN_S)
+                await happens(self._closing, self.again_s)
                 self._waiting = self._waiting or (version, tensors)
             del tensors  # a copy of the state: not to be held while the next one is
 

@@ -338,12 +338,10 @@ async def test_what_ends_says_so_and_nothing_after_it() -> None:
     assert said == [Note(text="ending all processes")]
 
 
-async def test_a_local_swarm_whose_step_takes_minutes_is_given_up_only_if_nothing_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("peers.api.processes.STALL_S", 0.5)
+async def test_a_local_swarm_whose_step_takes_minutes_is_given_up_only_if_nothing_is_done() -> None:
     said: list[Event] = []
     processes: Any = Processes(swarm.Run.of(demo_run()), 1, said.append)
+    processes.stall_s = 0.5
     processes._trainer = trainer = SimpleNamespace(returncode=None)
     working = Working(t=0, done=1, count=8, after_s=31.0)
     loop = asyncio.get_running_loop()
@@ -370,12 +368,12 @@ async def test_trained_weights_are_fetched_once_there_is_room_and_before_that_th
     async def node(**_: Any) -> AsyncIterator[Any]:
         yield SimpleNamespace(transport=None, directory=None)
 
-    monkeypatch.setattr("peers.api.processes.AGAIN_S", 0.0)
     monkeypatch.setattr("peers.programs.trained.collect", collect)
     monkeypatch.setattr("peers.net.node.Node", node)
     monkeypatch.setattr("peers.storage.weights.read_stage", lambda *_: {"w": torch.ones(1)})
     for folder in (None, tmp_path):
         processes: Any = Processes(swarm.Run.of(demo_run()), 1, said.append, folder=folder)
+        processes.again_s = 0.0
         processes._started = {"bootstrap": SimpleNamespace(addresses=())}
         if folder is None:  # from Python nobody may be told to make room
             with pytest.raises(NoRoom):

@@ -331,10 +331,7 @@ def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> No
         "a result is proven anew where the commit that some followed is not believed",
     ],
 )
-def test_a_run_that_names_its_trainers_ends(
-    seed: int, faults: list[Fault], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_names_its_trainers_ends(seed: int, faults: list[Fault]) -> None:
     """Each stood still for ever: a peer with voice had come, or come back, when others had gone on."""
-    monkeypatch.setattr("peers.sim.setting.ADMITTING", 0.9)
-    monkeypatch.setattr("peers.sim.setting.WITH_VOUCHER", 0.5)
-    assert World(seed, schedule=faults).play().violation == ""
+    setting = replace(setting_of(seed, admitting=0.9), with_voucher=0.5)
+    assert World(seed, schedule=faults, setting=setting).play().violation == ""

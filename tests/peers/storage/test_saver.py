@@ -139,11 +139,11 @@ async def test_the_last_version_is_tried_again_until_there_is_room_and_once_more
         one = saver(tmp_path / str(tries), said.append)
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.Checkpoint, "save", full)
-            monkeypatch.setattr(checkpoint_store, "AGAIN_S", again_s)
+            one.again_s = again_s
             said.clear()
             one.save(RUN.steps, state(RUN.steps))
             while len(said) < tries:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
         assert await one.close()
         assert checkpoint.saved_steps(tmp_path / str(tries), RUN, 1) == [RUN.steps]
 
