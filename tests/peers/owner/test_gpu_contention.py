@@ -17,7 +17,6 @@ from swarm.errors import SetupError
 from swarm.policy.contention import ContentionDetector, Use
 
 GIB = 1 << 30
-ME = os.getpid()
 
 
 class Driver(SimpleNamespace):
@@ -66,12 +65,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_only_others_count_and_each_once(driver: Driver) -> None:
-    reader = Nvml("1234", lambda: GIB)
-    driver.computes = [process(ME, 9 * GIB), process(7, 2 * GIB), process(8, None)]
+    reader, me = Nvml("1234", lambda: GIB), os.getpid()
+    driver.computes = [process(me, 9 * GIB), process(7, 2 * GIB), process(8, None)]
     driver.draws = [process(7, 2 * GIB), process(9, GIB)]
     assert reader.others() == Use(held_bytes=3 * GIB, share=0.0)
     driver.samples = [
-        SimpleNamespace(pid=ME, smUtil=90, timeStamp=5), SimpleNamespace(pid=7, smUtil=10, timeStamp=6),
+        SimpleNamespace(pid=me, smUtil=90, timeStamp=5), SimpleNamespace(pid=7, smUtil=10, timeStamp=6),
         SimpleNamespace(pid=7, smUtil=40, timeStamp=7),
     ]  # fmt: skip
     assert reader.others().share == 0.4
