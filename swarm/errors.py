@@ -25,6 +25,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+DIVERGED = "; the run diverged, or a sample is bad: begin another with a lower optimizer.lr, or other data"
+
 
 class SwarmError(Exception):
     """Base of all errors below. `text` is a sentence for a person."""

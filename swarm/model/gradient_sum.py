@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.errors import NotReady, Refused, Stale, SwarmError
+from swarm.errors import DIVERGED, NotReady, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.fixed_point import Rounded, add_exact, largest_term, to_float
@@ -184,9 +184,8 @@ class GradientSums:
                 "added up exactly: give the model smaller inputs, or a norm before this one"
             )
         if beyond:
-            raise Refused(
-                f"the gradient of the weights of stage {self._stage} for {found.mb} is beyond {limit:g}"
-            )
+            of = f"the weights of stage {self._stage} for {found.mb}"
+            raise Refused(f"the gradient of {of} is beyond {limit:g}{DIVERGED}")
 
 
 class SharedWeights:

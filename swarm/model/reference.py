@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from swarm.data import sample_offsets
-from swarm.errors import SetupError
+from swarm.errors import DIVERGED, SetupError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import NO_ISLAND, Run, Terms
 from swarm.model.custom import model_inputs
@@ -102,7 +102,7 @@ class SingleProcess:
             arriving = passed[-1].arriving
         (loss,) = passed[-1].outputs
         if not math.isfinite(found := float(loss.item())):
-            raise SetupError(f"the loss of microbatch {mb} is not finite: {found}")
+            raise SetupError(f"the loss of microbatch {mb} is not finite: {found}{DIVERGED}")
         if grad:
             back = [torch.ones_like(loss)]
             before = [None, *passed[:-1]]

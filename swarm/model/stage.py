@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import NotReady, Refused, SetupError, Stale
+from swarm.errors import DIVERGED, NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.boundary import Boundary, Computed, Entered, Wire
@@ -208,7 +208,7 @@ class StageCompute:
             computed = self._compute(mb, version, self._boundary.enter(taken))
         loss = computed.outputs[0].item()
         if not math.isfinite(loss):
-            raise Refused(f"the loss of {mb} is not finite: {loss}")
+            raise Refused(f"the loss of {mb} is not finite: {loss}{DIVERGED}")
         found = Gradients(mb=mb, loads=self.state.loads)
         if wanted:
             found = self._differentiate(mb, version, computed, [None], weights=weights, inputs=taken)

@@ -14,7 +14,7 @@ from copy import copy
 import torch
 from torch import nn
 
-from swarm.errors import NotReady, Refused, SetupError, Stale
+from swarm.errors import DIVERGED, NotReady, Refused, SetupError, Stale
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.fixed_point import MOST_DROPPED, dropped_after
@@ -105,10 +105,7 @@ class StageState:
                 f"expected [{numel}] of {self.dtype}"
             )
         if not 0.0 <= total_sqnorm < math.inf:
-            raise SetupError(
-                f"the gradient of step {t} is not finite: the run diverged; "
-                "start it again with a lower optimizer.lr"
-            )
+            raise SetupError(f"the gradient of step {t} is not finite{DIVERGED}")
         use_threads_of(self._run)
         if self._run.meets_at(t):
             self._meet(t, reduced)

@@ -146,7 +146,7 @@ class Weighted(nn.Module):
 
 def test_a_loss_that_is_no_number_ends_the_reference_as_it_ends_a_swarm() -> None:
     single = swarm.reference(run(loss=lambda *given: functional.cross_entropy(*given) * float("nan")))
-    with pytest.raises(SetupError, match=r"the loss of microbatch \(0, 0\) is not finite: nan"):
+    with pytest.raises(SetupError, match=r"the loss of microbatch \(0, 0\) is not finite: nan; the run div"):
         next(iter(single))
 
 
