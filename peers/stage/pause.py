@@ -63,8 +63,8 @@ class PausedPeer:
 
     def _keep(self, kept: Snapshot | None) -> None:
         self.kept = kept
-        if kept is not None:
-            self._store.pin(kept.version, kept.tensors)
+        for version, tensors in (*kept.pinned.items(), (kept.version, kept.tensors)) if kept else ():
+            self._store.pin(version, tensors)
 
     def stand_by(self, spare: Spare | None, emit: Emit) -> None:
         """`spare`: it is paused because a step takes longer with it, not (or not only) by its owner."""

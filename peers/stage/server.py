@@ -120,8 +120,9 @@ class StagePeer:
         self.store = CheckpointStore(
             run, stage, settings.resumed_from, tell=lambda it: emit(events.Trouble(text=f"passed over: {it}"))
         )
-        if kept is not None and run.is_saved(kept.version):
-            self.store.pin(kept.version, kept.tensors)  # all stages saved it: perhaps the run goes back to it
+        for version, tensors in (*kept.pinned.items(), (kept.version, kept.tensors)) if kept else ():
+            if run.is_saved(version):
+                self.store.pin(version, tensors)  # all stages saved it: perhaps the run goes back to it
         self.coordination = StepCoordination(core, all_reduce, since_s=settings.joined_at)
         self.coordination.word_overdue = self.convictions.ask_about
         meeting = IslandMeeting(core, islands)
@@ -338,7 +339,9 @@ class StagePeer:
     async def _end_device(self, *, keep: bool) -> None:
         """Wait for the running job, so that `close` need not; before a pause the state is kept."""
         if self.paused and keep and self.moving_to is None:
-            self.kept = await self._states.snapshot()
+            now = await self._states.snapshot()
+            others = {version: of for version, of in self.store.pinned.items() if version != now.version}
+            self.kept = now._replace(pinned=others)
         else:
             await self.core.device.run(Rank.STEP, 0, lambda: None)
 

@@ -31,7 +31,7 @@ CLOSE_S = 20.0
 
 
 class CheckpointStore:
-    """Checkpoints on this peer's disk, if it has a folder, and the one that it keeps in memory.
+    """Checkpoints on this peer's disk, if it has a folder, and those that it keeps in memory.
 
     Called from worker threads: reading gigabytes takes seconds.
     """
@@ -42,7 +42,8 @@ class CheckpointStore:
         """`tell`: told once, from the worker thread, of each damaged file that is passed over."""
         self._run, self._stage, self._folder, self._tell = run, stage, folder, tell
         self._told: set[str] = set()
-        self._pinned: tuple[int, Mapping[str, torch.Tensor]] | None = None
+        self.pinned: dict[int, Mapping[str, torch.Tensor]] = {}
+        """What it keeps in memory, by version."""
 
     @property
     def on_disk(self) -> bool:
@@ -56,16 +57,18 @@ class CheckpointStore:
             self._tell(text)
 
     def pin(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep this version in memory instead of the one before: a whole copy of weights and optimizer."""
-        self._pinned = version, tensors
+        """Keep this version in memory instead of those before: a whole copy of weights and optimizer.
+
+        What islands have in common stays beside what they have not, since one that is lost begins there.
+        """
+        common = () if self._run.is_common(version) else filter(self._run.is_common, self.pinned)
+        self.pinned = {old: self.pinned[old] for old in common} | {version: tensors}
 
     def versions(self) -> list[int]:
         """Ascending. Those on the disk were read and fit their digests."""
-        found: set[int] = set()
+        found = set(self.pinned)
         if self._folder is not None:
             found.update(checkpoint.saved_steps(self._folder, self._run, self._stage, tell=self.damaged))
-        if self._pinned is not None:
-            found.add(self._pinned[0])
         return sorted(found)
 
     def signed(self, version: int) -> tuple[Word, ...]:
@@ -75,8 +78,8 @@ class CheckpointStore:
 
     def load(self, version: int) -> Mapping[str, torch.Tensor]:
         """The tensors of one version; not to be written to. Raises SetupError: it is not here, or damaged."""
-        if self._pinned is not None and self._pinned[0] == version:
-            return self._pinned[1]
+        if version in self.pinned:
+            return self.pinned[version]
         if self._folder is None:
             raise SetupError(f"version {version} of stage {self._stage} is not here")
         return checkpoint.Checkpoint(self._folder, self._run, self._stage, version).load()

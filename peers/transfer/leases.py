@@ -51,6 +51,8 @@ class Snapshot(NamedTuple):
     last_commit: Commit | None = None
     prepared: Prepared | None = None
     """Of a reduced gradient."""
+    pinned: Mapping[int, Mapping[str, torch.Tensor]] = {}
+    """Other versions that the peer keeps, of one that pauses."""
 
 
 class _Reader(msgspec.Struct):

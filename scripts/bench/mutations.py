@@ -5685,6 +5685,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_changes",),
     ),
     Mutation(
+        "a-pause-forgets-what-a-meeting-left",
+        "peers/stage/server.py",
+        "self.kept = now._replace(pinned=others)",
+        "self.kept = now",
+        "An island whose others died waits for ever for what nobody has any more.",
+        ("test_pause",),
+    ),
+    Mutation(
+        "keep-one-version-between-meetings",
+        "peers/storage/checkpoint_store.py",
+        "filter(self._run.is_common, self.pinned)",
+        "()",
+        "What a meeting left is gone with the first state of a pause.",
+        ("test_download",),
+    ),
+    Mutation(
         "hold-a-meeting-up-among-friends",
         ISLAND_MEETING,
         "if run.admission.named else None",

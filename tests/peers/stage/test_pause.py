@@ -21,6 +21,7 @@ from peers.watch.monitor import ask_one
 from swarm.errors import Leaving, SetupError
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.model.stage import StageCompute
+from swarm.wire.messages import AskSaved, Saved, unpack
 from tests.peers import loops
 from tests.peers.loops import Swarm, swarm
 from tests.seeds import cases, some
@@ -92,6 +93,27 @@ async def test_of_islands_the_owner_hears_which_stage_of_which() -> None:
         owner.pause("by hand", "swarm pause")
         await s.until(lambda: owner.doing == "paused")
         assert owner.words.startswith(f"paused at {place}, swarm pause; the device is free")
+
+
+async def test_what_the_last_meeting_left_outlives_a_pause() -> None:
+    """Nobody else may have it: an island that is lost begins there."""
+    run = audit_run(stages=1, steps=40, microbatches_per_step=8)
+    run = replace(run, islands=IslandsSpec(count=2, local_steps=3))
+    async with swarm(run) as s:
+        for island in range(2):
+            s.add_trainer(f"trainer {island}", island=island)
+        stranger = s.add_stranger()
+
+        async def versions() -> tuple[int, ...]:
+            answer = await stranger.send("s0p0", "saved", AskSaved(run=run.island(0).id))
+            (saved,) = unpack(answer.header, Saved).stages
+            return saved.versions
+
+        await s.until(lambda: s.peers["s0p0"].core.version == 5)
+        said = await pause(s, "s0p0")
+        assert said.version in (5, 6, 7) and await versions() == (4, said.version)
+        await resume(s, "s0p0")
+        assert 4 in await versions()
 
 
 async def test_who_calls_a_paused_peer_hears_that_it_is_paused() -> None:

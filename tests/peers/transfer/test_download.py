@@ -30,7 +30,7 @@ from peers.transfer.server import StateLeases
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Busy, NotReady, PeerFault
 from swarm.ids import Generation
-from swarm.manifest import audit_run
+from swarm.manifest import IslandsSpec, audit_run
 from swarm.protocol import rounds
 from swarm.protocol.rounds import NO_VOICE, Commit, Decision, Reduce
 from swarm.wire.messages import Opened, TensorForm
@@ -416,6 +416,14 @@ def test_a_pinned_version_takes_the_place_of_the_one_before() -> None:
     store.pin(2, state(2))
     store.pin(4, state(4))
     assert store.versions() == [4]
+
+
+def test_what_islands_have_in_common_is_kept_beside_what_they_have_not() -> None:
+    run = replace(RUN, islands=IslandsSpec(count=2, local_steps=1))
+    store = CheckpointStore(run, 0, None)
+    for version, kept in ((2, [2]), (3, [2, 3]), (5, [2, 5]), (4, [4])):
+        store.pin(version, state(version))
+        assert store.versions() == kept
 
 
 # --- liars --------------------------------------------------------------------------------------------------
