@@ -302,8 +302,7 @@ class StepCoordination:
 
     async def _serve_report(self, request: Request) -> Answer:
         report = unpack(request.header, ReplicaReport)
-        self._observe()
-        due = [8 * count for count in self.protocol.may_report(report)]
+        due = [8 * count for count in self._step(lambda _: self.protocol.may_report(report))]
         await self._core.membership.require(request.peer, self._stage)
         losses: list[list[float]] = []
         if not report.say_leaving:
@@ -312,8 +311,9 @@ class StepCoordination:
                 raise Refused(f"losses of {given} bytes do not fit the ledgers: {due[:8]} were due")
             body = await request.accept()
             losses = [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in body]
-        directive = self._step(lambda now: self.protocol.report(request.peer, report, losses, now=now))
-        return Answer(*say(directive))
+        return Answer(
+            *say(self._step(lambda now: self.protocol.report(request.peer, report, losses, now=now)))
+        )
 
     async def _serve_summary(self, request: Request) -> Answer:
         summary = unpack(request.header, StageSummary)
