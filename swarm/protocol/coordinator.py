@@ -138,11 +138,9 @@ class StageCoordinator:
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
-            steps = self._steps(t, now)
+            steps, believable = self._steps(t, now), self._believable(t)
             # What those hold that are left out is run again: while they do, no result without it is believed.
-            rest = {
-                p: step.done for p, step in self._believable(t).items() if step.done and p in self._resting
-            }
+            rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
             self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
             if not steps and not self._left_out[t]:
@@ -154,7 +152,7 @@ class StageCoordinator:
                 owner=blame.owner(t, plan, steps, now=now),
             )  # fmt: skip
             if isinstance(decision, rounds.FetchResult):
-                others = {p: step for p, step in self._believable(t).items() if p not in steps}
+                others = {p: step for p, step in believable.items() if p not in steps}
                 decision = rounds.proven_by(decision, others, self.voice)
             self._decisions[t] = decision
             self._left_out[t] |= self._alone_with_a_result(t, decision)

@@ -119,6 +119,18 @@ async def test_where_all_with_voice_are_gone_a_newcomer_takes_what_there_is() ->
         assert_honest(s)
 
 
+async def go_on_without(s: Swarm, away: Sequence[str], *, version: int) -> None:
+    """The others come to a version while some are cut off and forgotten, and then back."""
+    s.network.cut(away)
+    for name in away:
+        s.network.dht.cut_off.add(name)
+        s.network.dht.forget(name)
+    went_on = [peer for name, peer in s.live() if name not in away]
+    await s.until(lambda: all(peer.core.version >= version for peer in went_on))
+    s.network.heal()
+    s.network.dht.cut_off.clear()
+
+
 @pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
 @pytest.mark.parametrize("with_voice", [1, 2])
 async def test_those_with_voice_take_what_their_stage_did_without_them(with_voice: int, stage: int) -> None:
@@ -129,14 +141,7 @@ async def test_those_with_voice_take_what_their_stage_did_without_them(with_voic
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(1)
-        s.network.cut(away)
-        for name in away:
-            s.network.dht.cut_off.add(name)
-            s.network.dht.forget(name)
-        went_on = [peer for name, peer in s.live() if name not in away]
-        await s.until(lambda: all(peer.core.version >= 4 for peer in went_on))
-        s.network.heal()
-        s.network.dht.cut_off.clear()
+        await go_on_without(s, away, version=4)
         await s.until_finished()
         s.assert_each_counted_once()
 
@@ -149,14 +154,7 @@ async def test_one_with_most_voice_takes_what_all_others_did_without_it() -> Non
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(1)
-        s.network.cut(away)
-        for name in away:
-            s.network.dht.cut_off.add(name)
-            s.network.dht.forget(name)
-        went_on = [peer for name, peer in s.live() if name not in away]
-        await s.until(lambda: all(peer.core.version >= RUN.steps for peer in went_on))
-        s.network.heal()
-        s.network.dht.cut_off.clear()
+        await go_on_without(s, away, version=RUN.steps)
         await s.until_finished()
         s.assert_each_counted_once()
 
