@@ -242,10 +242,11 @@ class AllReduce:
         reduced = host_empty((total.numel(),), self._dtype, total.device)
         for start, numel in chunks_of(0, total.numel()):
             part = self._answer(total[start : start + numel])
-            # Among several the host encodes, whose bytes are others than a GPU's.
-            part = part if self._codec == "none" else part.cpu()
-            meta, buffers = encode(part, self._codec, name="a reduced gradient")
-            reduced[start : start + numel] = decode(meta, buffers)
+            if self._codec != "none":  # among several the host encodes, whose bytes are others than a GPU's
+                part = decode(*encode(part.cpu(), self._codec, name="a reduced gradient"))
+            elif not part.abs().max() < math.inf:
+                raise Refused("a reduced gradient is not finite")
+            reduced[start : start + numel] = part
         return reduced
 
     def _void(self, name: str, why: str) -> None:
