@@ -91,6 +91,9 @@ class StageCompute:
         if self.device.type == "mps" and run.dtype == "float64":
             raise SetupError('dtype = "float64" cannot be computed on --device mps: take --device cpu')
         use_same_algorithms(self.device)
+        if self.device.type == "cuda":
+            # Before threads need it: one that comes while another imports it finds kernels unregistered.
+            import bitsandbytes.functional  # noqa: F401
         self._last = stage == run.S - 1
         self._function = stage_function(run, stage)
         if recompute_layers and run.model.kind != "gpt":
