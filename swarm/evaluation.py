@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swarm.errors import SetupError, count
+from swarm.floats import total_of
 from swarm.manifest import EvalSpec, Run
 
 ALIKE = {"float32": 0.002, "float64": 0.002, "bfloat16": 0.02}
@@ -24,7 +25,7 @@ def spread(tokens: int, window: int, samples: int) -> list[int]:
 
 def mean_loss(losses: Sequence[float], samples: Sequence[int]) -> float:
     """Of batches in order, each with so many samples."""
-    return sum(loss * count for loss, count in zip(losses, samples, strict=True)) / sum(samples)
+    return total_of(loss * count for loss, count in zip(losses, samples, strict=True)) / sum(samples)
 
 
 def eval_data(run: Run) -> Run:

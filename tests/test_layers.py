@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("swarm", "peers")
 BASE = (
     *("swarm.ids", "swarm.errors", "swarm.records", "swarm.codecs", "swarm.manifest", "swarm.data"),
-    *("swarm.installed", "swarm.charter", "swarm.merkle", "swarm.digest"),
+    *("swarm.installed", "swarm.charter", "swarm.merkle", "swarm.digest", "swarm.floats"),
 )
 
 SHARED = (
@@ -137,9 +137,9 @@ DOORS = frozenset(
 """(importer, tool): lazy imports that a role needs only for what it is asked for: a user's model, --metrics,
 --health, several devices, --pause-when-busy."""
 
-MAX_ROLE_LINES = 37_668
+MAX_ROLE_LINES = 37_703
 """Of all that the four roles import; the goal is 20 500. Lower it whenever something is cut."""
-MAX_LINES = 58_388
+MAX_LINES = 58_423
 """Of `swarm` and `peers`; the goal is 31 000."""
 MAX_METHODS = 30
 MAX_FILES = 20

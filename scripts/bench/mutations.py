@@ -29,6 +29,7 @@ class Mutation(NamedTuple):
         return source.replace(self.old, self.new)
 
 
+FLOATS = "swarm/floats.py"
 LEDGER = "swarm/protocol/ledger.py"
 ROUNDS = "swarm/protocol/rounds.py"
 REPLICA = "swarm/protocol/replica.py"
@@ -582,15 +583,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "do-not-add-up-the-norms",
         PROOFS,
-        "if sum(norms) != commit.total_sqnorm:",
+        "if (total := total_of(norms)) != commit.total_sqnorm:",
         "if False:",
         "The norm of a commit is another than its proofs say.",
         ("test_attack",),
     ),
     Mutation(
+        "round-after-each-norm",
+        FLOATS,
+        "return math.fsum(terms)",
+        "return sum(terms)",
+        "Peers with another version of Python refuse every commit.",
+        ("test_attack",),
+    ),
+    Mutation(
         "do-not-compare-the-own-norm",
         PROOFS,
-        "if mine is not None and not is_same_norm(mine.sqnorm, norms[self._stage]):",
+        "if mine is not None and mine.sqnorm != norms[self._stage]:",
         "if False:",
         "Two peers of a stage make its norm up for those that know better.",
         ("test_attack",),
@@ -686,7 +695,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "norm-of-one-stage",
         ROUNDS,
-        "sum(summary.sqnorm for summary in by_stage)",
+        "total_of(summary.sqnorm for summary in by_stage)",
         "by_stage[0].sqnorm",
         "Gradients are clipped by the norm of stage 0 alone.",
         SWARMS,

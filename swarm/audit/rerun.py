@@ -21,7 +21,6 @@ from swarm.model.reductions import vectors_digest
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import allowed_inputs
 from swarm.protocol.coordinator import realigns
-from swarm.protocol.rounds import SAME_NORM
 from swarm.wire.buffers import Buffer
 from swarm.wire.receipts import Answered
 from swarm.wire.trails import TookStep
@@ -74,7 +73,7 @@ def rerun_step(
     what = "sum" if squares else "change"
     if ends(what, (one for one in said if exact and one.took.sum != sums[one.stage])):
         return found
-    near, S = SAME_NORM if exact else NEAR_NORM, again.run.S
+    near, S = 0.0 if exact else NEAR_NORM, again.run.S
     norms = [(one, one.took.total_sqnorm, one.stage // S) for one in said if squares]
     true = [one for one in norms if math.isclose(one[1], squares[one[2]], rel_tol=near)]
     if ends("norm", (one[0] for one in norms if one not in true)):

@@ -194,8 +194,8 @@ class SharedWeights:
     Changes nothing but its results: any thread may call it.
     """
 
-    def __init__(self, run: Run, stage: Stage, layout: Layout) -> None:
-        self._stage, self._layout = stage, layout
+    def __init__(self, run: Run, stage: Stage, layout: Layout, device: torch.device) -> None:
+        self._stage, self._layout, self._device = stage, layout, device
         self.names = shared_terms(run, stage)
         """Other stage -> what it holds as well as this one, sorted."""
 
@@ -260,4 +260,4 @@ class SharedWeights:
             for name in earlier & self._layout.spans.keys():
                 start, end, _ = self._layout.spans[name]
                 own[start:end] = 0
-        return sqnorm(own)
+        return sqnorm(own, self._device if self._device.type == "cuda" else None)

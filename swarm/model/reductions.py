@@ -11,26 +11,41 @@ from swarm.digest import digest_of
 from swarm.model.fixed_point import in_float64
 from swarm.wire.codec import bytes_of
 
-_SLICE = 1 << 20
-"""Elements that are reduced at once: a fixed number, since it decides the rounding."""
-_ROW = 1 << 10
-"""Of which each row is summed by itself: `_SLICE` holds few enough that one thread adds the rows."""
+_ROW = 1 << 16
+"""Squares that are added up at once: a fixed number, since it decides the rounding."""
+_ON_HOST, _ON_DEVICE = 1 << 18, 1 << 22
+"""Elements that are in work at once: few enough for a cache, and enough for a GPU."""
 
 
-def sqnorm(vector: torch.Tensor) -> float:
+def sqnorm(vector: torch.Tensor, device: torch.device | None = None) -> float:
     """The sum of squares, in float64 whatever the dtype: a stage's share of `total_sqnorm`.
 
-    Replicas with the same bits get the same number on the same kind of device, whatever their thread counts.
+    A function of the numbers alone: halves are added to each other until one number is left, which all
+    devices do alike. `device`: that computes it; None: the vector's.
     """
-    return float(sum(_sum_of_squares(part) for part in vector.split(_SLICE)))
+    device = vector.device if device is None else device
+    parts = vector.split(_ON_HOST if device.type == "cpu" else _ON_DEVICE)
+    rows = [_halved(_squares(part.to(device))) for part in parts]
+    total = torch.cat(rows) if rows else torch.zeros(1, dtype=torch.float64)
+    while len(total) > 1:
+        total = _halved(total)
+    return float(total.sum())
 
 
-def _sum_of_squares(part: torch.Tensor) -> float:
-    """torch shares one long sum among its threads, which decides its rounding; a row is one thread's."""
-    squares = in_float64(part).square()
-    whole = squares.numel() - squares.numel() % _ROW
-    rows = squares[:whole].view(-1, _ROW).sum(dim=1)
-    return float((rows.sum() + squares[whole:].sum()).item())
+def _squares(part: torch.Tensor) -> torch.Tensor:
+    wide = in_float64(part)
+    return wide.square() if wide is part else wide.square_()  # in fresh memory it takes twice as long
+
+
+def _halved(numbers: torch.Tensor) -> torch.Tensor:
+    """The sum of each row of `_ROW` numbers; the last is as long as it has to be. Overwrites them."""
+    width = min(_ROW, 1 << (len(numbers) - 1).bit_length())
+    lacking = -len(numbers) % width
+    rows = (torch.nn.functional.pad(numbers, (0, lacking)) if lacking else numbers).view(-1, width)
+    while width > 1:
+        width //= 2
+        rows[:, :width] += rows[:, width : 2 * width]
+    return rows[:, 0]
 
 
 def add_tensor(digest: Any, name: str, tensor: torch.Tensor) -> None:
@@ -72,8 +87,9 @@ def device_digest(vector: torch.Tensor) -> str:
     flat = vector.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for number, part in enumerate(words.split(_SLICE)):
-        place = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + number * _SLICE
+    size = _ON_HOST if words.device.type == "cpu" else _ON_DEVICE
+    for number, part in enumerate(words.split(size)):
+        place = torch.arange(part.numel(), device=part.device, dtype=torch.int64) + number * size
         for i, factor in enumerate((0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D)):
             sums[i] += (part.to(torch.int64) * ((place * factor) | 1)).sum()
     return "".join(f"{total % 2**64:016x}" for total in sums.tolist())

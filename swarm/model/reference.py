@@ -16,6 +16,7 @@ import torch
 
 from swarm.data import sample_offsets
 from swarm.errors import DIVERGED, SetupError
+from swarm.floats import total_of
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import NO_ISLAND, Run, Terms
 from swarm.model.custom import model_inputs
@@ -419,7 +420,7 @@ def add_up(
             start, end, shape = layout.terms[name]
             total = sum_of(stage)[start:end].view(shape)
             shared[name] = shared[name] + total if name in shared else total.clone()
-    squares, seen = 0.0, set[str]()
+    squares, seen = list[float](), set[str]()
     for stage, layout in enumerate(layouts):
         # As a stage adds them: at their places in its vector.
         own = sum_of(stage)
@@ -429,8 +430,8 @@ def add_up(
                 start, end, shape = layout.spans[name]
                 view.copy_(shared[name] if name in shared else own[start:end].view(shape))
         seen |= layout.spans.keys()
-        squares += sqnorm(flat)
-    return shared, squares
+        squares.append(sqnorm(flat))
+    return shared, total_of(squares)
 
 
 def _vectors(run: Run, stage: Stage, layout: Layout, *, blank: bool) -> tuple[torch.Tensor, torch.Tensor]:

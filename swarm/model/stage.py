@@ -110,7 +110,7 @@ class StageCompute:
         """Numbers in the sum of a step."""
         self.state = StageState(run, stage, self.layout, self.device)
         self.sums = GradientSums(run, stage, self.layout, self.state, on_host=host_sums)
-        self.shared = SharedWeights(run, stage, self.layout)
+        self.shared = SharedWeights(run, stage, self.layout, self.device)
         self._saved_bytes = 0
         self._bind()
 

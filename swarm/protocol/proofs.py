@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from swarm.errors import Refused, short
+from swarm.floats import total_of
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.messages import ReplicaReport
-from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof, is_same_norm
+from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.protocol.voice import Electorate, heard, voice_of
 from swarm.records import PeerRecord, Voucher
@@ -137,14 +138,14 @@ class Belief:
         if len(commit.proofs) != self._run.S:
             raise Refused(f"the commit of step {t} has proofs of {len(commit.proofs)} stages")
         norms = [self._norm(proofs, generation, stage, t) for stage, proofs in enumerate(commit.proofs)]
-        if mine is not None and not is_same_norm(mine.sqnorm, norms[self._stage]):
+        if mine is not None and mine.sqnorm != norms[self._stage]:
             raise Refused(
                 f"the commit of step {t} says that stage {self._stage} has the squared norm "
                 f"{norms[self._stage]}; this replica's result has {mine.sqnorm}"
             )
-        if sum(norms) != commit.total_sqnorm:
+        if (total := total_of(norms)) != commit.total_sqnorm:
             said = commit.total_sqnorm
-            raise Refused(f"the commit of step {t} has the norm {said}; its proofs add up to {sum(norms)}")
+            raise Refused(f"the commit of step {t} has the norm {said}; its proofs add up to {total}")
 
     def _norm(self, proofs: Sequence[Proof], generation: Generation, stage: Stage, t: int) -> float:
         """The squared norm of a stage that all of its proofs state."""
@@ -153,7 +154,7 @@ class Belief:
         first = proofs[0].prepared
         for proof in proofs:
             _check_signed(self._signer, self._run.id, generation, stage, t, proof.peer, proof.prepared)
-            if proof.prepared.round != first.round or not is_same_norm(proof.prepared.sqnorm, first.sqnorm):
+            if proof.prepared.round != first.round or proof.prepared.sqnorm != first.sqnorm:
                 raise Refused(f"the proofs of stage {stage} in the commit of step {t} are not of one result")
         return first.sqnorm
 

@@ -10,13 +10,13 @@ so any complete result of a step is *the* result. More: docs/design.md, *The pat
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 
 import msgspec
 from msgspec.structs import replace
 
+from swarm.floats import total_of
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap, everything, members_of
 from swarm.protocol.statements import Signature
@@ -29,8 +29,6 @@ NO_VOICE: Mapping[PeerId, int] = {}
 
 PROOFS = 2
 """Replicas whose word a stage's norm needs, if there are as many."""
-SAME_NORM = 1e-6
-"""Relative difference of two norms of one result."""
 
 FINISHES_LEAST_S = 1.0
 
@@ -230,14 +228,9 @@ def proven_by(
 ) -> FetchResult:
     """A result with the words of replicas that are left out, too: the run waits for those that have it."""
     held = {peer: step.prepared for peer, step in sorted(others.items()) if step.prepared is not None}
-    same = {p: h for p, h in held.items() if h.round == fetch.round and is_same_norm(h.sqnorm, fetch.sqnorm)}
+    same = {p: h for p, h in held.items() if h.round == fetch.round and h.sqnorm == fetch.sqnorm}
     proofs = (Proof(peer, same[peer]) for peer in heard(same, voice) if same[peer].signature)
     return replace(fetch, proofs=(*fetch.proofs, *proofs)[:PROOFS])
-
-
-def is_same_norm(one: float, other: float) -> bool:
-    """Whether two squared norms may be of one result: hosts add in another order."""
-    return one == other or math.isclose(one, other, rel_tol=SAME_NORM)
 
 
 def doubled_without_voice(
@@ -367,7 +360,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
 def decide_commit(
     t: int, stages: int, summaries: Mapping[Stage, StepSummary], known: Mapping[int, Commit]
 ) -> Commit | None:
-    """The commit of step `t`, once every stage is prepared; the squared norms are added in stage order.
+    """The commit of step `t`, once every stage is prepared.
 
     A stage that has taken the step already (on an earlier run coordinator's word) knows the commit: that one
     is used.
@@ -378,7 +371,7 @@ def decide_commit(
         return None
     by_stage = [summaries[stage] for stage in range(stages)]
     proofs = tuple(summary.proofs for summary in by_stage) if by_stage[0].proofs else ()
-    return Commit(t, sum(summary.sqnorm for summary in by_stage), proofs)
+    return Commit(t, total_of(summary.sqnorm for summary in by_stage), proofs)
 
 
 def digest_majority(digests: Mapping[PeerId, str], voice: Mapping[PeerId, int] = NO_VOICE) -> str:

@@ -1,0 +1,16 @@
+"""Sums of Python floats that are the same bits on every machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def total_of(terms: Iterable[float]) -> float:
+    """The sum, rounded once. `sum` rounds after each term in Python 3.11 and not in 3.12, so that peers would
+    disagree. Infinite if it is beyond the floats.
+    """
+    try:
+        return math.fsum(terms)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,17 @@
+"""Sums of floats are the same bits on every machine."""
+
+from __future__ import annotations
+
+import math
+
+from swarm.floats import total_of
+
+
+def test_a_sum_is_rounded_once_on_every_version_of_python() -> None:
+    assert total_of([2.0**53, 1.0, 1.0]) == 2.0**53 + 2.0
+
+
+def test_a_sum_beyond_the_floats_is_infinite() -> None:
+    """Strangers sign norms; one that cannot be added must not end who adds it."""
+    assert total_of([1e308, 1e308]) == math.inf
+    assert total_of([math.inf, 1.0]) == math.inf
