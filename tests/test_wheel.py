@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_module_of_both_packages_and_what_they_read(wheel:
         for path in (ROOT / package).rglob(kind)
     }
     assert inside == tree
-    assert {"swarm/manifest.py", "peers/cli.py", "swarm/py.typed"} <= inside
+    assert {"swarm/manifest/run.py", "peers/cli.py", "swarm/py.typed"} <= inside
 
 
 def test_the_wheel_has_the_licence_and_says_it(wheel: zipfile.ZipFile) -> None:

@@ -5512,7 +5512,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "give-out-a-version-that-islands-do-not-share",
-        "swarm/manifest.py",
+        "swarm/manifest/run.py",
         "return self.islands.count == 1 or version == 0 or self.meets_at(version - 1)",
         "return True",
         "A replica takes the weights of another island for its own.",
@@ -5536,7 +5536,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "the-microbatches-of-the-first-island-for-all",
-        "swarm/manifest.py",
+        "swarm/manifest/run.py",
         "max(0, self.number) * self.M + mb.m",
         "mb.m",
         "All islands train on the same data.",

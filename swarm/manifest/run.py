@@ -1,0 +1,352 @@
+"""A run: all that its manifest says, its id, and what follows from it for islands and steps."""
+
+from __future__ import annotations
+
+import hashlib
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from swarm.codecs import ROUNDED
+from swarm.errors import SetupError
+from swarm.ids import Microbatch, Stage
+from swarm.manifest.rules import FLAG, Spec, choice, integer, setting, text, toml, values_of, wrong
+from swarm.manifest.tables import (
+    AdmissionSpec,
+    AnyModel,
+    BatchSpec,
+    CodecSpec,
+    CustomModelSpec,
+    DataSpec,
+    EvalSpec,
+    IslandsSpec,
+    LoraSpec,
+    ModelSpec,
+    OptimizerSpec,
+    StartSpec,
+)
+
+MAX_MANIFEST_BYTES = 16_000
+"""200 trainers, the most that `admission` takes, are 11 kB, 40 founders 2 kB; the rest is under 2 kB."""
+
+MAX_TOLD = 256 * 8192
+"""Stages times microbatches of a step, of which the run coordinator says what is lacking: 256 kB of bits."""
+
+NO_ISLAND = -1
+"""The number of a run that is no island of another."""
+
+ID_HEX = 32
+"""Hex digits of a run id: 128 bits, too many to make two manifests that share one on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Spec):
+    """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
+
+    format: int = setting(choice(2), 2)
+    """Version of this file's meaning: it changes whenever the same keys would train another model. Leave
+    it out. Since 2 an epoch has each window of the data once."""
+    name: str = setting(
+        text(
+            r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",
+            "1 to 63 letters, digits, spaces or . _ + - and no space first",
+        )
+    )
+    """For people. Two runs that differ in nothing else are two runs."""
+    seed: int = setting(integer(0, 2**63 - 1))
+    """Seed of weights, samples and dropout."""
+    steps: int = setting(integer(1, 1_000_000_000))
+    """T: optimizer steps in the run; they are 0 … steps - 1."""
+    dtype: Literal["float32", "bfloat16", "float64"] = setting(
+        choice("float32", "bfloat16", "float64"), "float32"
+    )
+    """The dtype of the arithmetic. bfloat16 is autocast over float32 weights; float64 is for proofs."""
+    delayed_updates: bool = setting(FLAG, False)
+    """Compute step t with the weights of t - 1, so that averaging overlaps the next step. It costs loss
+    in short runs."""
+    exact_sums: bool = setting(FLAG, True)
+    """Add gradients as fixed-point numbers, so that the result does not depend on the order of additions, not
+    by a bit; costs 2 to 4 % on a CPU. float64 runs, and a lossy codec.reduce, add floats in any case."""
+    checkpoint_every: int = setting(integer(0, 1_000_000_000), 0)
+    """Steps between checkpoints; 0 = never."""
+    rebalance_every_s: int = setting(integer(0, 86_400), 60)
+    """Seconds between decisions on which peers move to a slower stage; 0 = no peer ever moves."""
+    model: AnyModel
+    data: DataSpec
+    batch: BatchSpec
+    optimizer: OptimizerSpec
+    codec: CodecSpec = field(default_factory=CodecSpec)
+    admission: AdmissionSpec = field(default_factory=AdmissionSpec)
+    start: StartSpec = field(default_factory=StartSpec)
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    eval: EvalSpec = field(default_factory=EvalSpec)
+    islands: IslandsSpec = field(default_factory=IslandsSpec)
+    id: str = field(init=False, repr=False, compare=False)
+    """The first 32 hex digits of the SHA-256 of the canonical text; stored, since every message carries
+    it. That of an island has its number besides."""
+    number: int = field(init=False, repr=False, default=NO_ISLAND)
+    """Of this island, where the run has several: see `island`."""
+    _whole: Run | None = field(init=False, repr=False, compare=False, default=None)
+
+    def _cross_check(self) -> None:
+        if self.optimizer.warmup_steps >= self.steps:
+            raise self.optimizer.wrong("warmup_steps", f"less than steps ({self.steps})")
+        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.steps:
+            raise self.optimizer.wrong("decay_steps", f"at most steps - warmup_steps (of {self.steps} steps)")
+        if self.optimizer.name == "adamw8bit" and self.dtype == "float64":
+            raise self.optimizer.wrong("name", 'adamw or sgd when dtype is "float64"')
+        if self.optimizer.moments == "bfloat16" and self.dtype == "float64":
+            raise self.optimizer.wrong("moments", '"float32", or left out, when dtype is "float64"')
+        if self.rounds_sums and (self.delayed_updates or not self.adds_exactly):
+            # The step before is not over when the sum of a delayed one begins.
+            allowed = 'exact_sums is false, delayed_updates is true, or dtype is "float64"'
+            raise self.codec.wrong("reduce", f"another than {' and '.join(ROUNDED)} when {allowed}")
+        if self.data.document_mask and self.model.kind != "gpt":
+            allowed = f'false when model.kind is "{self.model.kind}": only the built-in decoder has that mask'
+            raise self.data.wrong("document_mask", allowed)
+        if self.data.eos >= self.model.vocab_size:
+            raise self.data.wrong("eos", f"less than model.vocab_size ({self.model.vocab_size})")
+        if self.data.source == "code":
+            if isinstance(self.model, ModelSpec):
+                raise self.data.wrong("source", f'"tales" or "files" when model.kind is "{self.model.kind}"')
+        elif self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
+            raise self.model.wrong("vocab_size", 'at least 256 when data.tokenizer is "bytes"')
+        if self.data.root and self.brings_model:
+            raise self.data.wrong("root", f'empty when model.kind is "{self.model.kind}"')
+        if self.S * self.M > MAX_TOLD:
+            raise self.batch.wrong(
+                "microbatches_per_step", f"at most {MAX_TOLD // self.S} with {self.S} stages: what they "
+                "lack of a step has to fit into a message"
+            )  # fmt: skip
+        if self.start.weights and self.model.kind == "counting":
+            raise self.start.wrong("weights", 'empty when model.kind is "counting"')
+        if self.lora.rank and not self.brings_model:
+            raise self.lora.wrong(
+                "rank", f'0 when model.kind is "{self.model.kind}": it is for "hf" and "code"'
+            )
+        if self.eval.every:
+            self._check_eval()
+        if self.islands.count > 1:
+            self._check_islands()
+        if self.start.digests and len(self.start.digests) != self.S:
+            raise self.start.wrong("digests", f"a list of {self.S}, one for each stage; or empty")
+        object.__setattr__(self, "codec", self._codec_of_each_boundary())
+        text = self.to_toml()
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise SetupError(
+                f"the run's manifest takes {len(text)} bytes; at most {MAX_MANIFEST_BYTES} are allowed: give "
+                "codec.forward and codec.backward one codec for all boundaries, admit fewer trainers, or "
+                "leave defaults out of model.config"
+            )
+        object.__setattr__(self, "id", hashlib.sha256(text.encode()).hexdigest()[:ID_HEX])
+
+    def _check_eval(self) -> None:
+        size, source = self.batch.microbatch_size, self.data.source
+        if self.model.kind == "counting":
+            raise self.eval.wrong("every", '0 when model.kind is "counting", which has no loss')
+        if self.eval.samples % size:
+            raise self.eval.wrong("samples", f"a multiple of batch.microbatch_size ({size})")
+        if (source == "code") == (self.eval.data == "files"):
+            some = "package.module:function" if source == "code" else '"files"'
+            raise self.eval.wrong("data", f'{some} when data.source is "{source}"')
+
+    def _check_islands(self) -> None:
+        count, window = self.islands.count, self.islands.local_steps + 1
+        if window > self.steps:
+            raise self.islands.wrong("local_steps", f"below steps ({self.steps}), or islands never meet")
+        if self.M % count:
+            raise self.islands.wrong("count", f"a divisor of batch.microbatches_per_step ({self.M})")
+        if self.delayed_updates:
+            raise self.islands.wrong("count", "1 when delayed_updates is true: islands hardly wait")
+        if self.batch.warmup_steps:
+            raise self.islands.wrong("count", f"1 when batch.warmup_steps is {self.batch.warmup_steps}")
+        if self.optimizer.name == "adamw8bit":
+            raise self.islands.wrong("count", '1 when optimizer.name is "adamw8bit"')
+        for name, steps in (
+            ("steps", self.steps),
+            ("checkpoint_every", self.checkpoint_every),
+            ("eval.every", self.eval.every),
+        ):
+            if steps % window:
+                raise wrong(
+                    name, steps, f"a multiple of islands.local_steps + 1 ({window}): so many steps end with "
+                    "a meeting"
+                )  # fmt: skip
+
+    def _codec_of_each_boundary(self) -> CodecSpec:
+        """`codec` with lists that fit the model, and no list where all boundaries are alike."""
+        changes: dict[str, str] = {}
+        for direction in ("forward", "backward"):
+            codecs = getattr(self.codec, direction)
+            if isinstance(codecs, str):
+                continue
+            if not codecs or len(codecs) != self.S - 1:
+                allowed = f"one codec, or a list of {self.S - 1}, one for each boundary of {self.S} stages"
+                raise wrong(f"codec.{direction}", list(codecs), allowed if self.S > 1 else "one codec")
+            if len(set(codecs)) == 1:
+                changes[direction] = codecs[0]
+        return replace(self.codec, **changes) if changes else self.codec
+
+    @property
+    def M(self) -> int:  # noqa: N802 - the letter that the design and the messages use
+        """Microbatches per step."""
+        return self.batch.microbatches_per_step
+
+    @property
+    def S(self) -> int:  # noqa: N802
+        """Stages."""
+        return self.model.stages
+
+    @property
+    def built_in(self) -> ModelSpec:
+        """The table of the built-in model. Raises SetupError: the run has a custom model."""
+        if isinstance(self.model, CustomModelSpec):
+            raise SetupError(f'model.kind = "{self.model.kind}": this works for the built-in decoder only')
+        return self.model
+
+    @property
+    def brings_model(self) -> bool:
+        """Whether the run has a custom model; see `swarm.model.graph.custom_model`."""
+        return isinstance(self.model, CustomModelSpec)
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The functions that the manifest names, each `package.module:function`."""
+        model = self.model.source if isinstance(self.model, CustomModelSpec) else ""
+        held_out = self.eval.data if self.eval.data != "files" else ""
+        return tuple(dict.fromkeys(filter(None, (model, self.data.code, held_out))))
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the manifest says exactly what its data are, and its custom model and the weights that it
+        starts from if there are any: it can be published.
+        """
+        return (
+            bool(self.data.sha256)
+            and (self.data.eos >= 0 or not self.data.document_mask)
+            and (not isinstance(self.model, CustomModelSpec) or self.model.pinned)
+            and bool(self.start.digests) == bool(self.start.weights)
+            and bool(self.eval.sha256) == bool(self.eval.every)
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that get a label in one step; samples, where code makes them. After the batch warm-up."""
+        return self.M * self.batch.microbatch_size * self.data.sequence_length
+
+    @property
+    def adds_exactly(self) -> bool:
+        """Whether the sum of a step is the same to the last bit, whichever peers computed its parts."""
+        return self.exact_sums and self.dtype != "float64" and self.codec.reduce in ("none", *ROUNDED)
+
+    @property
+    def rounds_sums(self) -> bool:
+        """Whether gradients are rounded before they are added: `swarm.model.fixed_point`."""
+        return self.codec.reduce in ROUNDED
+
+    @property
+    def kept_bits(self) -> int:
+        """Of a block's largest sum in the step before; of a run that rounds gradients."""
+        return ROUNDED[self.codec.reduce]
+
+    @property
+    def sum_codec(self) -> str:
+        """The codec of sums between replicas; exact ones are packed as they are."""
+        return "none" if self.adds_exactly else self.codec.reduce
+
+    @property
+    def depends_on_routes(self) -> bool:
+        """Whether weights depend on the routes of microbatches, and are no function of the manifest."""
+        return any(len(self.codec.allowed_at(boundary)) > 1 for boundary in range(self.S - 1))
+
+    # -- islands --------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> Run:
+        """The run that this island is one of; or the run itself."""
+        return self._whole or self
+
+    @property
+    def cells(self) -> int:
+        """Stages of all islands together: the cell of stage s and island k is number k * S + s."""
+        return self.whole.islands.count * self.S
+
+    def cell(self, stage: Stage) -> Stage:
+        """The cell of a stage of this island; of a run without islands the stage itself."""
+        return max(0, self.number) * self.S + stage
+
+    def place(self, cell: Stage, *, short: bool = False) -> str:
+        """The name of a cell: `stage 2`, of islands `stage 2 of island 1 (cell 5)`; or short, in tables: `2`,
+        `1.2`.
+        """
+        if cell < 0:
+            return "–" if short else "no stage"
+        if self.cells == self.S:
+            return str(cell) if short else f"stage {cell}"
+        island, stage = divmod(cell, self.S)
+        return f"{island}.{stage}" if short else f"stage {stage} of island {island} (cell {cell})"
+
+    def island(self, number: int) -> Run:
+        """The terms of one island, under an id of its own: its M are its share of the microbatches.
+
+        Where there are none, the run itself.
+        """
+        count = self.whole.islands.count
+        assert 0 <= number < count
+        if count == 1:
+            return self
+        found = copy(self.whole)
+        batch = replace(self.whole.batch, microbatches_per_step=self.whole.M // count)
+        for name, value in (
+            ("batch", batch), ("number", number), ("_whole", self.whole), ("id", f"{self.whole.id}.{number}")
+        ):  # fmt: skip
+            object.__setattr__(found, name, value)
+        return found
+
+    def lr_at(self, t: int) -> float:
+        """The learning rate of step `t`, which is no meeting."""
+        lr, age, warmup = (
+            self.optimizer.lr_at(t, self.steps),
+            self.islands.moments_age(t),
+            self.islands.warmup_steps,
+        )
+        return lr if self.islands.count == 1 else lr * min(1.0, (age + 1) / (warmup + 1))
+
+    def meets_at(self, t: int) -> bool:
+        """Whether step `t` is a meeting of islands."""
+        window = self.islands.local_steps + 1
+        return self.islands.count > 1 and t >= 0 and t % window == window - 1
+
+    def is_common(self, version: int) -> bool:
+        """Whether all islands have the same state of that version: after a meeting."""
+        return self.islands.count == 1 or version == 0 or self.meets_at(version - 1)
+
+    def is_saved(self, version: int) -> bool:
+        """Whether peers save that version: of several islands, what each meeting leaves."""
+        every = self.checkpoint_every
+        return (bool(every) and version % every == 0) or self.meets_at(version - 1)
+
+    def microbatches(self, t: int) -> int:
+        """How many step `t` has."""
+        return 0 if self.meets_at(t) else self.batch.microbatches(t)
+
+    def named(self, mb: Microbatch) -> Microbatch:
+        """What data and chance call a microbatch of this island: its number among those of all."""
+        return Microbatch(self.islands.trained(mb.t), max(0, self.number) * self.M + mb.m)
+
+    def step_number(self, t: int) -> int:
+        """What chance calls step `t` of this island: its number among those of all."""
+        return self.islands.trained(t) * self.islands.count + max(0, self.number)
+
+    def weight_version(self, t: int) -> int:
+        """The version of the weights that step `t` is computed with."""
+        return max(0, t - 1) if self.delayed_updates else t
+
+    def to_toml(self) -> str:
+        """The canonical text: every key, in order, one per line. `parse_run` of it gives an equal run."""
+        lines = [f"{name} = {toml(value)}" for name, value in values_of(self) if not isinstance(value, Spec)]
+        for _, table in values_of(self):
+            if isinstance(table, Spec) and (values := values_of(table)):
+                lines += ["", f"[{table.section}]"]
+                lines += [f"{name} = {toml(value)}" for name, value in values]
+        return "\n".join(lines) + "\n"
