@@ -467,8 +467,8 @@ class Trainer:
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
-        limit_s = self._limits.limit_s(peer, map(self._directory.at, range(self._run.S)), t=t)
-        answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
+        with self._limits.call(peer, map(self._directory.at, range(self._run.S)), t=t) as limit_s:
+            answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
         done = unpack_answer(peer, answer.header, WorkDone)
         if not -1e30 < done.loss < 1e30:
             raise BadAnswer(peer, f"answered with the loss {done.loss}")

@@ -81,10 +81,10 @@ class NextStage:
                 continue
             began, header = now_s(), pack(msgspec.structs.replace(work, route=work.route[1:]))
             try:
-                answer = await self._transport.call(
-                    peer, "work", header, body, max_answer_bytes=max_answer_bytes,
-                    deadline_s=self._limits.limit_s(peer, self._serving(), t=work.t),
-                )  # fmt: skip
+                with self._limits.call(peer, self._serving(), t=work.t) as limit_s:
+                    answer = await self._transport.call(
+                        peer, "work", header, body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
+                    )
                 done = unpack_answer(peer, answer.header, WorkDone)
                 check(peer, done, answer)
             except PeerFault as fault:

@@ -3679,9 +3679,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # --- what costs the run time ---
     Mutation(
+        "give-slow-runs-up",
+        "swarm/policy/backoff.py",
+        "max(BUDGET_S, TIMES_USUAL * usual_s)",
+        "BUDGET_S",
+        "Where a microbatch takes half a minute all calls are given up, again and again.",
+        ("test_patience",),
+    ),
+    Mutation(
+        "wait-for-strangers-that-say-they-are-slow",
+        "swarm/policy/timeouts.py",
+        "before * expected_s(there, max)",
+        "before * expected_s(there)",
+        "Strangers have each first call to them last as long as they say.",
+        ("test_patience",),
+    ),
+    Mutation(
         "leave-nobody-out",
         "swarm/policy/backoff.py",
-        "if (lost_s >= BUDGET_S or aborted >= BUDGET_ROUNDS) and anew",
+        "if (lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS) and anew",
         "if False and anew",
         "A peer that never answers is asked again and again.",
         ("test_limits",),

@@ -15,6 +15,7 @@ MAX_BACKOFF_S = 30.0
 STEPS = 20
 BUDGET_S = 25.0
 """What is under way when it is used up, and what has to be done again, comes on top: 30 s in all."""
+TIMES_USUAL = 3.0
 FIRST_REST_S = 60.0
 """After as long again it would be back while others still hold the same steps up, and cost those twice."""
 BUDGET_ROUNDS = 2
@@ -39,12 +40,14 @@ class _Account:
 class LostTime:
     """What each peer cost the run lately, and which are left out for it.
 
-    Within 20 steps one costs at most 30 seconds and `BUDGET_ROUNDS` aborted rounds, by what this peer saw
-    itself: docs/design.md, *What one peer may cost*.
+    Within 20 steps one costs at most 30 seconds, or three times what a call usually takes, and
+    `BUDGET_ROUNDS` aborted rounds, by what this peer saw itself: docs/design.md, *What one peer may cost*.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[PeerId, _Account] = {}
+        self.budget_s = BUDGET_S
+        """More where calls usually take long: no peer could answer one within it."""
 
     def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> bool:
         """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
@@ -66,7 +69,7 @@ class LostTime:
         aborted = sum(charge[2] for charge in account.charges)
         account.since_rest_s += seconds
         anew = account.since_rest_s >= AGAIN_S or rounds > 0
-        if (lost_s >= BUDGET_S or aborted >= BUDGET_ROUNDS) and anew and now >= account.rests_until_s:
+        if (lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS) and anew and now >= account.rests_until_s:
             account.since_rest_s = 0.0
             account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s))
             account.rests_until_s = now + account.rest_s
@@ -76,7 +79,7 @@ class LostTime:
         """Seconds that `peer` may still cost until step `t` is over."""
         account = self._accounts.get(peer)
         charges = account.charges if account is not None else ()
-        return max(0.0, BUDGET_S - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
+        return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
 
     def rests_until_s(self, peer: PeerId) -> float:
         """Until when `peer` is left out; minus infinity if it never was."""
@@ -167,6 +170,10 @@ class Backoff:
     def rests(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` is left out since it cost the run too much."""
         return now < self._lost.rests_until_s(peer)
+
+    def calls_take(self, usual_s: float) -> None:
+        """Note how long a call usually takes: a peer may cost `TIMES_USUAL` as much."""
+        self._lost.budget_s = max(BUDGET_S, TIMES_USUAL * usual_s)
 
     def within_budget_s(self, peer: PeerId, limit_s: float, *, t: int) -> float:
         """`limit_s` for a call in step `t`, or less: what `peer` may still cost, if that is anything."""

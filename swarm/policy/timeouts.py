@@ -8,8 +8,9 @@ comes, or is read, a least pace.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from statistics import median_high, median_low
 
 from swarm.ids import PeerId, Stage
@@ -69,15 +70,20 @@ class AdaptiveTimeout:
         return median_low(self._lasted_s) if self._lasted_s else 0.0
 
 
-def expected_s(stages: Iterable[Sequence[PeerRecord]]) -> float:
-    """Seconds of a microbatch through some stages, by what most peers say of their speed; 0: unknown."""
-    whole_s = 0.0
+def expected_s(
+    stages: Iterable[Sequence[PeerRecord]], told: Callable[[list[float]], float] = median_high
+) -> float:
+    """Seconds of a microbatch through some stages, by what most peers say of their speed; 0: unknown.
+
+    A stage of which nothing is known counts as the others. `told`: of the speeds at a stage the one that is
+    believed, if not that of most.
+    """
+    took_s, unknown = list[float](), 0
     for records in stages:
         speeds = [r.speed for r in records if r.state == "serving" and 0.0 < r.speed < math.inf]
-        if not speeds:
-            return 0.0
-        whole_s += 1.0 / median_high(speeds)
-    return whole_s
+        took_s += [1.0 / told(speeds)] if speeds else []
+        unknown += not speeds
+    return sum(took_s) * (1.0 + unknown / len(took_s)) if took_s else 0.0
 
 
 TRIAL_S = 3.0
@@ -96,6 +102,17 @@ class CallLimits:
         self._usual = AdaptiveTimeout(stages - stage)
         self._answered_s = float("-inf")
         """When a call was answered last."""
+        self._under_way = Counter[PeerId]()
+
+    @contextmanager
+    def call(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> Generator[float]:
+        """The time to make a call to `peer` in, with its `limit_s`."""
+        self._under_way[peer] += 1
+        try:
+            yield self.limit_s(peer, serving, t=t)
+        finally:
+            self._under_way[peer] -= 1
+            self._under_way += Counter()  # forgets those that have none
 
     def limit_s(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> float:
         """How long `peer` may take: what is usual, and no more than it may still cost the run.
@@ -103,9 +120,13 @@ class CallLimits:
         One that has never answered has less, since a microbatch that nobody answers holds up its step: twice
         as long each time, so that one that wakes slowly is known in the end. One that failed the last time
         has half of the seconds that even fast peers have. `serving`: records of the stages that it passes.
+        Until one has answered, the calls that are under way to it are done one by one. What it may cost then
+        follows from the fastest of each stage: strangers that say that they are slow would make it more.
         """
-        self._usual.expected_s = expected_s(serving)
+        there, before = list(serving), max(1, self._under_way[peer])
+        self._usual.expected_s = before * expected_s(there)
         limit_s = self._usual.limit_s
+        self._backoff.calls_take(self._usual.typical_s or before * expected_s(there, max))
         if self._usual.known and not self._router.knows(self._stage, peer):
             limit_s = min(limit_s, self._backoff.doubled(peer) * (TRIAL_S + 3 * self._usual.typical_s))
         elif self._usual.known and self._backoff.is_failing(peer):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 
+from swarm.policy.backoff import BUDGET_S
 from swarm.policy.router import Router
-from swarm.policy.timeouts import MIN_S, TRIAL_S, AdaptiveTimeout, CallLimits, expected_s
+from swarm.policy.timeouts import MIN_S, TIMES_EXPECTED, TRIAL_S, AdaptiveTimeout, CallLimits, expected_s
 from swarm.records import PeerRecord
 
 
@@ -58,7 +60,8 @@ def test_what_is_expected_is_the_median_of_each_stage_and_liars_change_it_little
     fast, slow = [record(p, 10.0) for p in "abc"], [record("d", 0.5)]
     assert math.isclose(expected_s([fast, slow]), 2.1)
     assert math.isclose(expected_s([[*fast, record("z", 1e-300)], slow]), 2.1)
-    assert expected_s([fast, [record("z", math.inf)]]) == expected_s([fast, [record("z", 0.0)]]) == 0.0
+    assert expected_s([[], [record("z", math.inf)]]) == expected_s([[record("z", 0.0)]]) == 0.0
+    assert expected_s([fast, [], slow, []]) == 2 * expected_s([fast, slow])  # the others may be like these
 
 
 def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time() -> None:
@@ -109,3 +112,34 @@ def test_calls_given_up_make_the_limit_longer_only_if_nobody_answers_meanwhile()
     for _ in range(40):
         limits.lost("z", t=50, since_s=40.0, now=40.0 + usual_s)
     assert limits.limit_s("a", [], t=50) == 2 * usual_s
+
+
+def test_calls_to_a_slow_peer_are_waited_for_one_after_the_other_before_the_first_answer() -> None:
+    """A laptop that takes 10 s for a microbatch was lost after 25 s, with six of them to do."""
+    slow = [[record("a", 0.2)], [record("b", 0.2)]]
+    limits = CallLimits(Router(), 0, 2)
+    with ExitStack() as calls:
+        limits_s = [calls.enter_context(limits.call("a", slow, t=0)) for _ in range(6)]
+    assert limits_s == [TIMES_EXPECTED * 10.0 * before for before in range(1, 7)]
+    with limits.call("a", slow, t=0) as limit_s:
+        assert limit_s == limits_s[0]
+
+
+def test_strangers_that_say_that_they_are_slow_do_not_make_a_call_longer() -> None:
+    there = [[record("a", 10.0), *(record(stranger, 1e-3) for stranger in "xyz")]]
+    with CallLimits(Router(), 0, 1).call("x", there, t=0) as limit_s:
+        assert limit_s == BUDGET_S
+
+
+def test_where_calls_take_long_a_peer_may_cost_three_of_them() -> None:
+    router = Router()
+    router.set_peers(0, ["a", "z"])
+    limits = CallLimits(router, 0, 1)
+    for peer in ("a", "z"):
+        router.answered(0, peer, 40.0)
+        limits.answered(40.0, now=0.0)
+    assert limits.limit_s("a", [], t=0) == 120.0
+    limits.lost("z", t=0, since_s=0.0, now=119.0)
+    assert not router.backoff.rests("z", now=119.0)
+    limits.lost("z", t=1, since_s=119.0, now=121.0)
+    assert router.backoff.rests("z", now=121.0)
