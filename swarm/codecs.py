@@ -28,7 +28,6 @@ KNOWN = f"{', '.join(VALUES)}, topk:R, topk:R+bf16 (or {', '.join(f'+{values}' f
 
 _TOPK = re.compile(rf"topk:0\.([0-9]{{0,5}}[1-9])(?:\+({'|'.join(VALUES[1:])}))?")
 
-
 Bytes: TypeAlias = tuple[float, float]
 """Of one microbatch at one boundary, as they are on the wire: (activations, their gradient)."""
 

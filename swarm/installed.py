@@ -23,7 +23,6 @@ from swarm.errors import SetupError, clean
 ENTRY_POINTS = "swarm.models"
 """Group of entry points, each of which is a function that manifests may name."""
 
-
 _handed: dict[str, str] = {}
 """Module -> its version, of those that `import_file` imported."""
 

@@ -20,7 +20,6 @@ _ROUND_TRIPS = 32
 _BODIES = 15
 """Their median counts: one that lay in a buffer looks too fast, one that shared the line too slow."""
 
-
 SHARE = 0.95
 """Of the limit, for our bytes: those of TCP, IP and libp2p's encryption come on top, 3 to 4 % of packets."""
 TURN_S = 0.05

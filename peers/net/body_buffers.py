@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from peers.net.bandwidth import RateLimiter
+from peers.net.bandwidth import SMALL_BYTES, RateLimiter
 from peers.ports import Buffer
 from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind
@@ -116,7 +116,7 @@ class Outbox:
     would be through first if the link had only it to send. So of bodies alike, such as microbatches, the
     first arrives while the last still wait, and the other end has something to do; if they shared the line,
     all would come late together. A small body passes large ones, and each lets about as many bytes pass as
-    it has.
+    it has; but one like a frame, such as a report, waits for none, however many are late.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Outbox:
     def add(self, outgoing: Outgoing) -> None:
         """Send a body, as far as its credit goes."""
         if outgoing.due is None:
-            outgoing.due = self.sent_bytes + outgoing.left
+            outgoing.due = self.sent_bytes + outgoing.left if outgoing.left > SMALL_BYTES else 0
         self._bodies.append(outgoing)
 
     def drop(self, outgoing: Outgoing | None) -> None:
@@ -147,20 +147,19 @@ class Outbox:
         self.frames.clear()
         self._bodies.clear()
 
-    def next(self, limiter: RateLimiter | None, now: float) -> tuple[Sequence[Buffer], int | None]:
-        """The next frame in parts, if one may be sent now; and the call whose body is complete with it."""
+    def next(self, limiter: RateLimiter | None, most: int, now: float) -> tuple[Sequence[Buffer], int | None]:
+        """The next frame in parts, with at most so many bytes of a body, if one may be sent now; and the call
+        whose body is complete with it."""
         frame, whole = (), None
         if self.frames:
-            urgent = self.frames.popleft()
-            frame = (urgent,)
+            frame = (urgent := self.frames.popleft(),)
             self.sent_bytes += len(urgent)
             if limiter is not None:
                 limiter.took(len(urgent), now=now)
         elif self._bodies:
             # That is due first; of those, of the oldest call.
             outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
-            most = self._may_send(outgoing, limiter, now)
-            if most:
+            if most := min(most, self._may_send(outgoing, limiter, now)):
                 chunk = outgoing.take(most)
                 frame = (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk)
                 self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes

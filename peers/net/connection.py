@@ -37,7 +37,6 @@ from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind, OtherVersionError, Prefix
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
-_HIGH_WATER_BYTES = 2 * frames.CHUNK_BYTES
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
 MAX_WAITING = 4 * frames.MAX_PENDING
@@ -64,6 +63,8 @@ class Connection(asyncio.Protocol):
         self.line = Line(Traffic(most_peers=1))
         """The transport has one for all links with a peer."""
         self.outbox = Outbox()
+        self.chunk_bytes = frames.CHUNK_BYTES
+        """Of a body, that are sent at a time: nothing passes a chunk."""
         self.lost_because: PeerFault | None = None
         """Why it is over, if it is."""
         self._transport: asyncio.Transport | None = None
@@ -230,7 +231,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
-        self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES, low=frames.CHUNK_BYTES)
+        self._transport.set_write_buffer_limits(high=0)
 
     def _send(self, frame: bytes, body: Outgoing | None = None) -> None:
         if not self.over and not self._finished:
@@ -249,7 +250,7 @@ class Connection(asyncio.Protocol):
         limiter = None if self.in_memory else self.line.limiter
         while self._opened and self._paused_since is None:
             before = outbox.sent_bytes
-            frame, whole = outbox.next(limiter, self._loop.time())
+            frame, whole = outbox.next(limiter, self.chunk_bytes, self._loop.time())
             if not frame:
                 break
             if self.direct:
@@ -563,11 +564,9 @@ class ServerConnection(Connection):
     role = "callee"
 
     def __init__(
-        self,
-        on_open: Callable[[ServerConnection, bytes], tuple[PeerId, Line]],
-        on_call: Callable[[ServerConnection, ServedCall], None],
-        timings: NetTimings = DEFAULT_TIMINGS,
-    ) -> None:
+        self, on_open: Callable[[ServerConnection, bytes], tuple[PeerId, Line]],
+        on_call: Callable[[ServerConnection, ServedCall], None], timings: NetTimings = DEFAULT_TIMINGS,
+    ) -> None:  # fmt: skip
         """`on_open`: which peer p2pd's message introduces. `on_call` starts a handler, or raises why not."""
         super().__init__(timings)
         self._on_open, self._on_call = on_open, on_call

@@ -85,7 +85,6 @@ _SALT_BYTES = 8
 _FRAMING_BYTES = 64
 """Of an answer, for each key, besides its records."""
 
-
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
 
 
@@ -234,7 +233,6 @@ def _lateness(entry: Entry, known: Mapping[bytes, int], salt: bytes) -> int:
 
 
 # --- what may be kept ---------------------------------------------------------------------------------------
-
 
 Opened: TypeAlias = Announced | Charter | Revocation
 """What lies in the DHT, besides manifests."""

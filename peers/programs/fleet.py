@@ -39,7 +39,6 @@ DID_WELL_S = 600.0
 OWN_EXITS = (0, 2, 3)
 """Exit codes of a peer that is not to be started again: done, or its owner has to change something."""
 
-
 OWN_OPTIONS = frozenset(
     {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
     | {"--direct-port", "--stages"}

@@ -55,7 +55,6 @@ SPEED = Kind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
 PART = Kind(between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R")
 GIBIBYTES = Kind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
 
-
 WITHOUT = ("--replay", "--manifest", "--devices")
 """What is looked at instead of a run."""
 

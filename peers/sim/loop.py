@@ -116,7 +116,6 @@ class Process:
 
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
-
 WORLD = contextvars.Context()
 """What no process does."""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 RESULTS_ENV = "SWARM_RESULTS"
 """The folder for the last versions of finished runs; empty: they are not saved."""
 
-
 CACHE_ENV = "SWARM_CACHE"
 """Environment variable with the cache folder; ~/.cache/swarm without it."""
 

@@ -28,7 +28,6 @@ _REMEDY = "; save the model with transformers' save_pretrained, which writes saf
 
 _DTYPE = {name: dtype for dtype, name in DTYPES.items()}
 
-
 _Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 
 

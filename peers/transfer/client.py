@@ -79,7 +79,6 @@ BUSY_TRIES = 20
 SHOW_S = 2.0
 """Between two words about a download."""
 
-
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
 _closing = set[asyncio.Task[None]]()

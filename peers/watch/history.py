@@ -26,7 +26,6 @@ MAX_LINE_BYTES = 64 << 20
 MAX_BYTES = 1 << 30
 """Of a file: three days of six peers (3.6 kB/s, measured), ten hours of 500 (30 kB/s, reckoned)."""
 
-
 FORMAT = 1
 """Of what this version writes, and the only one that it reads."""
 

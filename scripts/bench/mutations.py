@@ -79,11 +79,13 @@ FOLLOWER = "peers/net/charter/keeper.py"
 DOORKEEPER = "peers/net/charter/doorkeeper.py"
 ENTRY = "peers/net/charter/entry.py"
 CALLS = "peers/net/transport.py"
+BODIES = "peers/net/body_buffers.py"
 CONNECTION = "peers/net/connection.py"
 DIRECT_KEYS = "peers/net/direct/handshake.py"
 DIRECT_RECORDS = "peers/net/direct/records.py"
 DIRECT_PATHS = "peers/net/direct/paths.py"
 DIRECT_MEMORY = "peers/net/direct/memory.py"
+DIRECT_STREAM = "peers/net/direct/stream.py"
 NODES = "peers/net/dht_protocol.py"
 DIRECTORY = "peers/net/directory.py"
 RECEIPTS = "peers/vouching/receipts.py"
@@ -2572,6 +2574,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "A caller that reads hardly anything has us keep answers until the memory is full.",
         ("test_connection",),
+    ),
+    Mutation(
+        "reports-behind-parts",
+        BODIES,
+        " if outgoing.left > SMALL_BYTES else 0",
+        "",
+        "A report waits for all parts of an all-reduce; a replica that is not heard for so long is left out.",
+        ("test_slow_line",),
+    ),
+    Mutation(
+        "chunks-for-fast-lines",
+        DIRECT_STREAM,
+        "int(CHUNK_S * 1e6 * packet_bytes * packets / max(1, rtt_us))",
+        "frames.CHUNK_BYTES",
+        "Seconds of a slow line lie where no heartbeat and no report can pass them.",
+        ("test_slow_line",),
+    ),
+    Mutation(
+        "queue-of-the-kernel",
+        DIRECT_STREAM,
+        "socket.TCP_NOTSENT_LOWAT, 2 * self.end.chunk_bytes)",
+        "socket.TCP_NOTSENT_LOWAT, 1 << 24)",
+        "As much of a body lies in the kernel as it takes, and no heartbeat and no report passes it.",
+        ("test_slow_line",),
+    ),
+    Mutation(
+        "queue-of-the-process",
+        CONNECTION,
+        "self._transport.set_write_buffer_limits(high=0)",
+        "self._transport.set_write_buffer_limits(high=1 << 24)",
+        "Bodies are handed over long before the kernel takes them, and nothing passes them any more.",
+        ("test_slow_line",),
     ),
     Mutation(
         "says-without-end",

@@ -59,7 +59,6 @@ WARM = 16
 MAX_RECOMPUTED = 4
 """A peer cannot have computed more than this many times the run's needs so far."""
 
-
 NOTHING_SAID = PeerStatus(peer="", stage=NO_STAGE, state="", device="", since=0.0, version=0)
 
 

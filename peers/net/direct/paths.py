@@ -26,7 +26,6 @@ from peers.ports import Answer, Request
 from peers.waiting import TaskKeeper, within
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.ids import PeerId
-from swarm.wire import frames
 from swarm.wire.messages import pack, unpack, unpack_answer
 
 METHOD = "direct"
@@ -46,13 +45,8 @@ MAX_IN_MEMORY = 64
 """Of those, from the greeting on: each has 2 MiB of shared memory. More of one machine use TCP."""
 MAX_HOSTS = 2
 """Of a peer, that are tried."""
-_TCP = (
-    ("TCP_NOTSENT_LOWAT", frames.CHUNK_BYTES),
-    *(("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)),
-)
-"""No long queue in the kernel, which heartbeats and small bodies could not pass. Seconds, seconds, times: a
-router forgets connections that are idle, and says nothing."""
-
+_TCP = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+"""Seconds, seconds, times: a router forgets connections that are idle, and says nothing."""
 
 _Hear: TypeAlias = Callable[[socket.socket, int], Awaitable[tuple[bytes, memory.Rings | None]]]
 """Hears a hello of so many bytes, and the rings that come with it in memory."""
@@ -85,12 +79,9 @@ class DirectPaths:
     """The direct connections of one peer, both ways."""
 
     def __init__(
-        self,
-        signer: Identity,
-        options: DirectOptions,
-        timings: NetTimings,
+        self, signer: Identity, options: DirectOptions, timings: NetTimings,
         receive: Callable[[PeerId], ServerConnection],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`receive` makes our end of a connection that a peer was granted."""
         self.options, self.timings = options, timings
         self.port = 0

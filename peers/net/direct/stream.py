@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import sys
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,12 +14,18 @@ from peers.net.bandwidth import Allowance
 from peers.net.connection import Connection
 from peers.net.direct.records import Opener, Sealer, SealError
 from swarm.errors import PeerGone
+from swarm.wire import frames
 from swarm.wire.buffers import Buffer
 
 SMALL_PER_S = 4096.0
 """Small records that are read: as many as frames of a caller in a second (`peers.net.bandwidth`). Chunks of
 bodies come in larger ones."""
 SMALL_AT_ONCE = 16384.0
+CHUNK_S = 0.1
+"""A chunk of a body is what TCP sends in this. While it has one the kernel asks for more: we may be late."""
+_LEAST_CHUNK_BYTES = 8192
+_TCP_INFO = struct.Struct("=16xI48xI8xI")
+"""Of Linux: bytes of a packet; smoothed round trip, in microseconds; packets that may be on their way."""
 
 
 class Stream(asyncio.Transport, asyncio.BufferedProtocol):
@@ -100,10 +109,23 @@ class SealedStream(Stream):
         self.end.pause_writing()
 
     def resume_writing(self) -> None:
+        self._keep_queue_short()
         self.end.resume_writing()
+
+    def _keep_queue_short(self) -> None:
+        """Queue by the pace of the line, which TCP knows however late we are with what it sends."""
+        tcp = self._below.get_extra_info("socket")
+        if tcp is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            if sys.platform == "linux":
+                info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                packet_bytes, rtt_us, packets = _TCP_INFO.unpack(info)
+                chunk_bytes = int(CHUNK_S * 1e6 * packet_bytes * packets / max(1, rtt_us))
+                self.end.chunk_bytes = max(_LEAST_CHUNK_BYTES, min(frames.CHUNK_BYTES, chunk_bytes))
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2 * self.end.chunk_bytes)
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._below.set_write_buffer_limits(high=high, low=low)
+        self._keep_queue_short()
 
     def writelines(self, list_of_data: Sequence[Buffer]) -> None:
         """As few records as it takes, for all of these together."""
