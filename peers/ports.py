@@ -34,8 +34,8 @@ class Request(Protocol):
     """Bytes of each announced buffer; nothing of them was received or reserved yet."""
 
     @property
-    def came_bytes(self) -> int:
-        """What is here of the body."""
+    def passed_bytes(self) -> int:
+        """What is here of the body, and what the caller was sent of the answer."""
         ...
 
     async def accept(self) -> list[memoryview]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +41,8 @@ class _Call:
     result: asyncio.Future[Answer]
     made_s: float
     abandoned: bool = False
+    passing: list[tuple[float, float, int]] = field(default_factory=list)
+    """Of its body and its answer: since when they are on their way, for how long, and their bytes."""
 
 
 class _Request:
@@ -52,14 +53,12 @@ class _Request:
         self.peer = call.caller.peer_id
         self.header = call.header
         self.body_sizes: Sequence[int] = tuple(part.nbytes for part in call.body)
-        self._accepted_s, self._lasts_s = math.inf, 0.0
 
     @property
-    def came_bytes(self) -> int:
-        """What is here of the body: it comes evenly."""
-        since_s = self._network.loop.now_s - self._accepted_s
-        share = min(1.0, since_s / self._lasts_s) if self._lasts_s else 1.0
-        return int(sum(self.body_sizes) * share) if since_s >= 0.0 else 0
+    def passed_bytes(self) -> int:
+        """What is here of the body, and there of the answer: both come evenly."""
+        now = self._network.loop.now_s
+        return sum(int(n * min(1.0, (now - since) / lasts)) for since, lasts, n in self._call.passing)
 
     async def accept(self) -> list[memoryview]:
         """The body, copied, so that both sides may write to theirs.
@@ -69,10 +68,14 @@ class _Request:
         """
         call, network = self._call, self._network
         if call.body:
-            names, self._accepted_s = (call.caller.peer_id, call.callee.peer_id), network.loop.now_s
-            sent = Sent(*names, sum(self.body_sizes), self._accepted_s, call.made_s)
-            self._lasts_s = network.lines.lasts_s(sent, network.dice)
-            await asyncio.sleep(self._lasts_s)
+            names, size, now = (
+                (call.caller.peer_id, call.callee.peer_id),
+                sum(self.body_sizes),
+                network.loop.now_s,
+            )
+            lasts_s = network.lines.lasts_s(Sent(*names, size, now, call.made_s), network.dice)
+            call.passing.append((now, max(lasts_s, 1e-9), size))
+            await asyncio.sleep(lasts_s)
         if call.abandoned or not call.caller.process.alive:
             raise PeerGone(self.peer, "went away before its body arrived")
         if call.caller.process.stopped or network.is_cut(self.peer, call.callee.peer_id):
@@ -215,6 +218,8 @@ class Network:
             delay_s = dice.between(lines.most_s, lines.late_s)
         else:
             delay_s = lines.lasts_s(Sent(source, destination, size_bytes, loop.now_s), dice)
+            if outcome:
+                call.passing.append((loop.now_s, max(delay_s, 1e-9), size_bytes))
             if chance < lines.late + lines.doubled:
                 again_s = delay_s + dice.between(0.0, lines.late_s)
                 loop.call_later(again_s, arrive, call, *outcome, context=_WORLD)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -94,43 +93,47 @@ class _Round:
     """When a chunk of this replica was reduced last, or the round began."""
     came_s: dict[PeerId, float] = field(default_factory=dict)
     """When the first contribution of each other replica was announced."""
-    receiving: dict[tuple[PeerId, int], tuple[Request, float]] = field(default_factory=dict)
-    """Contributions whose bodies are under way, and since when: by replica, and the chunk's start."""
-    whole_bytes: Counter[PeerId] = field(default_factory=Counter)
-    """Of the contributions that are here, by replica."""
-    before_bytes: Counter[PeerId] = field(default_factory=Counter)
-    """What had come of each replica when a chunk of this one was reduced last."""
+    requests: dict[tuple[PeerId, int], tuple[Request, float]] = field(default_factory=dict)
+    """Contributions that were announced, and when: by replica, and the chunk's start."""
+    before_bytes: dict[PeerId, int] = field(default_factory=dict)
+    """What had passed between each replica and this one when a chunk of this one was reduced last."""
+    passed: dict[PeerId, tuple[int, float]] = field(default_factory=dict)
+    """The same when it was looked at, and when it was more than before."""
     sent_bytes: int = 0
     """To the owners of the other parts, and answered."""
 
     def moved(self) -> None:
         """A chunk of this replica is reduced."""
         self.moved_s = now_s()
-        self.before_bytes = Counter({member: self._came_bytes(member) for member in self.plan.members})
+        self.before_bytes = {member: self._passed_bytes(member) for member in self.plan.members}
+        self.passed.clear()
 
     def stalled_by(self, limit_s: float) -> list[PeerId]:
-        """The replicas of which too little has come for so long, and without which nothing goes on here.
+        """The replicas with which too little has passed for so long, and without which nothing goes on here.
 
         A replica sends its chunks in their order, and waits for answers: only those that lack in the first
-        open chunk hold up the others.
+        open chunk hold up the others, unless they wait for answers of this one.
         """
         first = self.first_open
         if first is None or now_s() - self.moved_s < limit_s:
             return []
         there = self.chunks[first].contributions
-        return [m for m in self.plan.members if m not in there and not self._sends(m, first)]
+        return [m for m in self.plan.members if m not in there and self._stalls(m, first, limit_s)]
 
-    def _sends(self, member: PeerId, start: int) -> bool:
-        """Whether a contribution comes, at the least at the pace of a slow line that all replicas share."""
-        if (member, start) not in self.receiving:
-            return False
-        came_bytes = self._came_bytes(member) - self.before_bytes[member]
-        since_s = max(self.moved_s, self.receiving[member, start][1])
-        return not is_too_slow(len(self.plan.members) * came_bytes, now_s() - since_s)
+    def _stalls(self, member: PeerId, start: int, limit_s: float) -> bool:
+        """Whether nothing has passed for so long, or less than over a slow line that all replicas share."""
+        now, bytes_now, before = now_s(), self._passed_bytes(member), self.before_bytes.get(member, 0)
+        _, announced_s = self.requests.get((member, start), (None, self.moved_s))
+        since_s = max(self.moved_s, announced_s)
+        seen_bytes, seen_s = self.passed.get(member, (before, since_s))
+        self.passed[member] = bytes_now, (now if bytes_now > seen_bytes else seen_s)
+        idle_s = now - max(since_s, self.passed[member][1])
+        return idle_s >= limit_s or is_too_slow(len(self.plan.members) * (bytes_now - before), now - since_s)
 
-    def _came_bytes(self, member: PeerId) -> int:
-        parts = (request.came_bytes for (peer, _), (request, _) in self.receiving.items() if peer == member)
-        return self.whole_bytes[member] + sum(parts)
+    def _passed_bytes(self, member: PeerId) -> int:
+        return sum(
+            request.passed_bytes for (peer, _), (request, _) in self.requests.items() if peer == member
+        )
 
     @property
     def shared(self) -> bool:
@@ -391,12 +394,8 @@ class AllReduce:
         if part.tensors and not fits(part.tensors[0], request.body_sizes, self._sum_dtype):
             raise Refused("the announced buffers do not fit the tensor")
         this.came_s.setdefault(request.peer, now_s())
-        this.receiving[request.peer, part.start] = request, now_s()
-        try:
-            body = await request.accept()
-            this.whole_bytes[request.peer] += sum(request.body_sizes)
-        finally:
-            this.receiving.pop((request.peer, part.start), None)
+        this.requests[request.peer, part.start] = request, now_s()
+        body = await request.accept()
         contribution = None
         if part.tensors:
             crc = None if this.check else part.crc

@@ -205,7 +205,7 @@ from peers.ports import Answer
 
 async def die(request):
     taking = asyncio.ensure_future(request.accept())
-    while request.came_bytes < 8 << 20:
+    while request.passed_bytes < 8 << 20:
         await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -174,6 +174,27 @@ async def test_a_body_of_some_megabytes_does_not_wait_to_be_accepted() -> None:
     assert pair.client._ahead == frames.AHEAD_BYTES
 
 
+@pytest.mark.virtual_time
+async def test_what_passes_of_a_call_is_its_body_and_then_its_answer() -> None:
+    pair, passed = Pair(), list[int]()
+    call = pair.call([1000])
+    await asyncio.sleep(0)
+    pair.carry(1 << 20)
+    (served,) = pair.called
+    passed.append(served.passed_bytes)
+    pair.accept(served)
+    await asyncio.sleep(0)
+    passed.append(served.passed_bytes)
+    pair.server.pause_writing()
+    pair.server.answer(served, b"", [memoryview(bytes(5000))])
+    passed.append(served.passed_bytes)
+    pair.server.resume_writing()
+    passed.append(served.passed_bytes)
+    assert passed == [1000, 1000, 1000, 6000]
+    pair.carry(1 << 20)
+    await call
+
+
 async def any_split(splits: list[int]) -> None:
     said = OPENING + frames.pack_call(1, "a", b"one", [5, 0]) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 2)
     said += b"he" + frames.pack_call(2, "b", b"", []) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 3) + b"llo"

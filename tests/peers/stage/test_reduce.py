@@ -239,14 +239,14 @@ async def test_a_member_that_does_not_take_part_voids_the_round() -> None:
 
 @dataclass(slots=True)
 class SlowUpload(Lines):
-    """Lines that take no time, but for what b sends."""
+    """Lines that take no time, but for what one member sends."""
 
-    b_bytes_per_s: float = 250.0
+    upload_bytes_per_s: float = 250.0
+    of: str = "b"
 
     def lasts_s(self, sent: Sent, dice: Dice) -> float:
-        return (
-            sent.size_bytes / self.b_bytes_per_s if sent.source == "b" and sent.size_bytes > 4096 else 0.001
-        )
+        slow = sent.source == self.of and sent.size_bytes > 4096
+        return sent.size_bytes / self.upload_bytes_per_s if slow else 0.001
 
 
 async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named() -> None:
@@ -261,10 +261,37 @@ async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named
 
 async def test_a_member_on_a_slow_line_is_waited_for() -> None:
     built = group((400_000, 0, 0))
-    built.network.lines = SlowUpload(b_bytes_per_s=30_000.0)
+    built.network.lines = SlowUpload(upload_bytes_per_s=30_000.0)
     began_s = now_s()
     results = await built.results()
     assert len({held for _, held in results}) == 1 and now_s() - began_s > 10.0
+
+
+async def test_members_that_wait_for_answers_of_a_slow_line_are_not_blamed_for_it() -> None:
+    """The seventh chunk is sent when the first is answered: here after more than the 5 s of a silent one."""
+    built = group((140_000, 0, 0))
+    built.network.lines = SlowUpload(upload_bytes_per_s=16_000.0, of="a")
+    began_s = now_s()
+    results = await built.results()
+    assert len({held for _, held in results}) == 1 and now_s() - began_s > 15.0
+
+
+async def test_a_member_that_takes_its_answers_and_sends_no_more_is_named_soon() -> None:
+    built = group((140_000, 0, 0))
+    built.network.lines = SlowUpload(upload_bytes_per_s=100_000.0, of="a")
+    call, calls = built.sides["b"]._call_until_ready, list[Part]()
+
+    async def seven(owner: str, part: Part, body: Any, limit_s: float) -> Answer:
+        calls.append(part)
+        if len(calls) > 6:
+            await asyncio.sleep(1000.0)
+        return await call(owner, part, body, limit_s)
+
+    built.sides["b"]._call_until_ready = seven  # type: ignore[method-assign]
+    began_s, (others, void) = now_s(), (asyncio.create_task(built.reduce("b", "c")), await built.reduce("a"))
+    assert isinstance(void[0], RoundAborted) and void[0].by == ("b",)
+    assert now_s() - began_s < 11.0, "twice the limit: it is looked at when the limit is over"
+    others.cancel()
 
 
 async def test_a_chunk_that_is_not_finite_voids_the_round() -> None:

@@ -37,7 +37,7 @@ class Asked:
     """A call as its handler sees it."""
 
     def __init__(self, peer: PeerId, header: bytes) -> None:
-        self.peer, self.header, self.body_sizes, self.came_bytes = peer, header, (), 0
+        self.peer, self.header, self.body_sizes, self.passed_bytes = peer, header, (), 0
 
     async def accept(self) -> list[memoryview]:
         return []
