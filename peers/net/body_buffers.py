@@ -92,7 +92,7 @@ class Outgoing:
 
     def __init__(self, call: int, buffers: Sequence[memoryview], credit: int) -> None:
         self.call, self.buffers, self.credit = call, buffers, credit
-        self.left = sum(buffer.nbytes for buffer in buffers)
+        self.total = self.left = sum(buffer.nbytes for buffer in buffers)
         self.due: int | None = None
         """Bytes of the link after which it would be through, were it alone; None: not queued yet."""
         self._index, self._offset = 0, 0
@@ -106,6 +106,7 @@ class Outgoing:
         self._offset += size
         self.left -= size
         self.credit -= size
+        self.buffers = self.buffers if self.left else ()
         return chunk
 
 

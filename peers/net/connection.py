@@ -533,7 +533,7 @@ class ServedCall:
     def passed_bytes(self) -> int:
         """What is here of the body, and what was sent of the answer."""
         if (answer := self.outgoing) is not None:
-            return sum(self.body_sizes) + sum(part.nbytes for part in answer.buffers) - answer.left
+            return sum(self.body_sizes) + answer.total - answer.left
         return self.incoming.total - self.incoming.left if self.incoming is not None else 0
 
     async def accept(self) -> list[memoryview]:

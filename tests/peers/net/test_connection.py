@@ -191,6 +191,8 @@ async def test_what_passes_of_a_call_is_its_body_and_then_its_answer() -> None:
     pair.server.resume_writing()
     passed.append(served.passed_bytes)
     assert passed == [1000, 1000, 1000, 6000]
+    assert served.outgoing is not None
+    assert not served.incoming and not served.outgoing.buffers, "a round keeps its requests"
     pair.carry(1 << 20)
     await call
 
