@@ -251,7 +251,6 @@ def print_completion(given: Any) -> None:
 
 
 def _imported(name: str) -> Any:
-    """What a dotted name names."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
@@ -409,7 +408,6 @@ def _end_now(code: Exit) -> NoReturn:
 
 
 def exit_code(error: BaseException) -> Exit:
-    """The exit code that an error ends the process with."""
     if isinstance(error, SetupError):
         return Exit.SETUP
     if isinstance(error, PeerFault | NotNow | Refused):

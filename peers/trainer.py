@@ -412,7 +412,6 @@ class Trainer:
             self._window.answered(in_flight=self._in_flight, moving=moving)
 
     def _counted(self, stage: Stage) -> list[PeerId]:
-        """The peers of a stage whose word counts."""
         return heard(self._router.peers(stage), self._voices.of(stage, version=self._version))
 
     def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:

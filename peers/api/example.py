@@ -95,7 +95,6 @@ def _count_tensors(tree: Any) -> int:
 
 
 def rows_of(inputs: Any) -> int:
-    """Rows of an example."""
     for leaf in pytree.tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]

@@ -33,8 +33,6 @@ INDENT = "    "
 
 
 class ModuleText(NamedTuple):
-    """A module's text, and what it reads."""
-
     lines: tuple[str, ...]
     """A class `Model`, and a function `build`."""
     tensors: dict[str, torch.Tensor]

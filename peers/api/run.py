@@ -193,7 +193,6 @@ def check_run(run: object) -> None:
 
 
 def _paths(given: str | Path | Sequence[str | Path]) -> tuple[Path | str, ...]:
-    """One, or several."""
     return tuple(data_file(str(path)) for path in ([given] if isinstance(given, (str, Path)) else given))
 
 

@@ -230,7 +230,6 @@ class ContributionAudits:
         self._core.backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)
 
     async def close(self) -> None:
-        """Audit nothing more."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -25,8 +25,6 @@ KEPT_S = 10.0
 
 
 class Shown(NamedTuple):
-    """What a replica showed."""
-
     told: KeptTensors
     forth: list[Encoded]
     """The inputs, or the outputs."""

@@ -176,7 +176,6 @@ class Evaluations:
         return None
 
     async def _ask(self, t: int, e: int, route: list[PeerId], body: list[Buffer], limit_s: float) -> float:
-        """The loss of one microbatch, by one route."""
         peer, *rest = route
         header = pack(
             Evaluate(run=self._run.id, t=t, e=e, route=tuple(rest), tensors=input_metas(self._run, 0))

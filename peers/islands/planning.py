@@ -36,8 +36,6 @@ CODEC = "blockwise8"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IslandsAnswer:
-    """A plan for islands, and what it is compared with."""
-
     plan: IslandsPlan
     without_s: float
     """A step with the same devices and no islands."""
@@ -49,7 +47,6 @@ class IslandsAnswer:
 
 
 def islands_of(run: Run) -> Islands:
-    """How a run's islands meet."""
     from swarm.model.layout import stage_layout
     from swarm.model.meeting import difference_bytes
 
@@ -152,7 +149,6 @@ def as_json(answer: IslandsAnswer, run: Run, network: Network) -> dict[str, Any]
 
 
 def render(answer: IslandsAnswer, run: Run, network: Network) -> str:
-    """The same for people."""
     plan, spec = answer.plan, run.islands
     lines = [heading(run, network)]
     for cell in range(run.cells):

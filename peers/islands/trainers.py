@@ -71,7 +71,6 @@ class IslandTrainers:
 
 
 def _together(told: list[events.StepDone]) -> events.StepDone:
-    """What the islands told of a step."""
     losses = [one.loss for one in told if one.loss is not None]
     return replace(
         told[0],

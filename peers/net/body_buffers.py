@@ -57,7 +57,6 @@ class Body:
             raise FrameError(f"{come} bytes of a body before it was accepted")
 
     def put(self, data: memoryview) -> None:
-        """The next bytes."""
         self.left -= data.nbytes
         if self.accepted:
             self._fill(data)

@@ -271,7 +271,6 @@ def record_ids(opened: Announced) -> list[bytes]:
 
 @functools.lru_cache(maxsize=4096)
 def key_bytes(key: str) -> bytes:
-    """A key as the DHT has it."""
     return DHTID.generate(source=key).to_bytes()
 
 
@@ -608,7 +607,6 @@ class DhtNode:
 
 
 def nearest(node_id: DHTID, peers: Iterable[PeerId], count: int = REPLICAS) -> list[PeerId]:
-    """Those nearest to an id, nearest first."""
     return heapq.nsmallest(count, peers, key=lambda peer: node_id_of(peer) ^ node_id)
 
 

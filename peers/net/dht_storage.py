@@ -79,7 +79,6 @@ class DhtStorage:
     # -- life -----------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End all tasks."""
         self.online = False
         await self.tasks.close()
 

@@ -39,7 +39,6 @@ class Shard(NamedTuple):
 
 
 def shards_at(stage: Stage, level: int) -> list[Shard]:
-    """All keys of one level."""
     return [Shard(stage, level, number) for number in range(FAN**level)]
 
 

@@ -73,8 +73,6 @@ class AskReach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of it."""
-
     host: str
     """That the question came from, as an IP address."""
     port: int

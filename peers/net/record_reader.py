@@ -125,7 +125,6 @@ class RecordReader:
 
     @property
     def knows_stages(self) -> bool:
-        """Whether it is known which stages there are to read."""
         return bool(self.stages) or self._watched is not None
 
     def watch(self, stages: Collection[Stage] | None) -> None:

@@ -433,5 +433,4 @@ class NetTransport:
 
     @property
     def lines(self) -> dict[PeerId, NetworkPath]:
-        """What is known of the lines to others."""
         return {peer: line.path() for peer, line in self._traffic.lines.items()}

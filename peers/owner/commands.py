@@ -87,7 +87,6 @@ class Owner:
             serving.pause()
 
     def does(self, doing: Doing, words: str = "") -> None:
-        """What the peer does now."""
         self.doing, self.words = doing, words
         self._change()
 

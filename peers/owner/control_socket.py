@@ -30,8 +30,6 @@ device that hangs is given up before."""
 
 
 class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer answers."""
-
     pid: int
     peer: str
     device: str
@@ -46,7 +44,6 @@ class PeerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_folder() -> Path:
-    """Where the sockets are."""
     return cache_folder() / "control"
 
 
@@ -93,8 +90,6 @@ Do: TypeAlias = Literal["look", "pause", "resume"]
 
 
 class OwnerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a program."""
-
     do: Do = "look"
 
 

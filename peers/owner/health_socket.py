@@ -75,7 +75,6 @@ class Pulse:
 
 
 def observe(health: Health, event: Event) -> Health:
-    """The health after one more event."""
     version = version_of(event)
     health = health if version is None else replace(health, version=version)
     if isinstance(event, Started):

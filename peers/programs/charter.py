@@ -222,7 +222,6 @@ async def run_charter(options: tool_options.CharterOptions) -> None:
 
 
 def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str, Any]:
-    """The fields of the charter that the options change."""
     found: dict[str, Any] = {}
     gone = set(options.unname)
     for role in ROLES:
@@ -242,7 +241,6 @@ def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str
 
 
 def told(charter: Charter, owner: PeerId) -> str:
-    """A charter, for people."""
     lines = [
         f"{RunName(charter.name, fingerprint_of(owner))}: charter {charter.sequence}, until "
         f"{_date(charter.expires)}",

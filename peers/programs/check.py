@@ -291,7 +291,6 @@ def to_text(findings: Sequence[Finding]) -> str:
 
 
 def to_json(findings: Sequence[Finding]) -> str:
-    """One object."""
     ok = all(finding.ok for finding in findings)
     checks = [{"name": f.name, "ok": f.ok, "found": f.found, "fix": f.fix} for f in findings]
     return msgspec.json.encode({"ok": ok, "checks": checks}).decode()

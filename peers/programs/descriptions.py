@@ -98,7 +98,6 @@ def read_text(path: Path) -> str:
 
 
 def heading(run: Run, network: Network) -> str:
-    """The run, and the machines."""
     there = f"{count(len(network), 'device')} in {count(len(set(network.place_of)), 'region')}"
     if (islands := run.islands.count) == 1:
         return f"{run.name}: {run.S} stages, {run.M} microbatches a step, {there}"

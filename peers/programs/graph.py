@@ -157,7 +157,6 @@ def _state(traced: Traced, plans: Sequence[StagePlan], optimizer: OptimizerSpec)
 def as_json(
     traced: Traced, assignment: Sequence[int], costs: Sequence[float], plans: Sequence[StagePlan]
 ) -> dict[str, Any]:
-    """Everything, for programs."""
     graph = traced.graph
     return {
         "inputs": list(graph.inputs),

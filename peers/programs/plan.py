@@ -44,8 +44,6 @@ WORTH = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A plan, and what it is compared with."""
-
     plan: Plan
     random_s: float
     """Mean of `RANDOM_LAYOUTS`."""
@@ -312,7 +310,6 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
 
 
 def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
-    """The same for people."""
     step, stage_of = answer.plan.step, answer.plan.stage_of
     lines = [heading(run, network)]
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):

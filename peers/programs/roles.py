@@ -68,8 +68,6 @@ CELLS_SHOWN = 4
 
 
 class Networked(Generic[OptionsT]):
-    """A program with a node."""
-
     preparing = False
     """Whether torch is still being imported."""
 

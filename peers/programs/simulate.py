@@ -182,7 +182,6 @@ def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
 
 
 def render(report: ThroughputReport, run: Run, network: Network) -> str:
-    """The same for people."""
     lines = [
         heading(run, network),
         f"{report.version} steps in {_clock(report.end_s)}: {report.per_s:.3g} microbatches/s, "
@@ -239,7 +238,6 @@ def islands_json(report: IslandsReport, run: Run) -> dict[str, Any]:
 
 
 def render_islands(report: IslandsReport, run: Run, network: Network) -> str:
-    """The same for people."""
     inner_s, spec = report.inner_s, run.islands
     slowest, fastest = inner_s.index(max(inner_s)), inner_s.index(min(inner_s))
     lines = [heading(run, network)]

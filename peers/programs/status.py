@@ -65,7 +65,6 @@ async def ask(
 
 
 def picture(run: Run, observation: Observation) -> SwarmHealth:
-    """The run's health by one observation."""
     aggregator = Aggregator(run)
     aggregator.observe(observation)
     return aggregator.health(now=observation.at)
@@ -92,7 +91,6 @@ def join_line(health: SwarmHealth) -> str:
 
 
 def to_json(health: SwarmHealth) -> str:
-    """For programs: one object."""
     return msgspec.json.encode(health).decode()
 
 
@@ -113,7 +111,6 @@ async def observe(run_id: str, join: Sequence[str], *, calls: bool = True) -> tu
 
 
 async def run_status(options: StatusOptions) -> None:
-    """Observe and print."""
     health = picture(*await observe(options.run, options.join, calls=not options.no_calls))
     if options.json:
         print(to_json(health))

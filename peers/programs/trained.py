@@ -227,7 +227,6 @@ def _model(options: ModelOptions) -> Weights:
 
 
 def run_eval(options: EvalOptions) -> None:
-    """Evaluate and print."""
     device = choose_device(options.device)
     model = _model(options)
     text = open_text(model.run, options.data, options.tokenizer)

@@ -48,8 +48,6 @@ H = TypeVar("H", bound=Happen)
 
 
 class Kind(NamedTuple):
-    """A kind of fault."""
-
     weight: int
     """Among all that a swarm can have."""
     happen: Happen

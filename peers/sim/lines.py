@@ -26,8 +26,6 @@ SMALL_BYTES = 4096
 
 
 class Sent(NamedTuple):
-    """A message that is sent now."""
-
     source: PeerId
     destination: PeerId
     size_bytes: int

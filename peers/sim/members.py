@@ -116,12 +116,8 @@ class PeerMember(Member, eq=False):
 
 
 class TrainerMember(Member, eq=False):
-    """One that trains."""
-
     trainer: IslandTrainers
 
 
 class KeeperMember(Member, eq=False):
-    """One that keeps checkpoints."""
-
     disk: Disk

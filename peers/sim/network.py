@@ -171,7 +171,6 @@ class Network:
         self, caller: SimTransport, peer: PeerId, method: str, header: bytes, body: Sequence[Buffer],
         deadline_s: float | None,
     ) -> Answer:  # fmt: skip
-        """Bring a call to its callee and wait for the answer."""
         loop = self.loop
         result: asyncio.Future[Answer] = loop.create_future()
         callee = self.transports.get(peer)
@@ -200,7 +199,6 @@ class Network:
                 timer.cancel()
 
     def _send(self, call: _Call, size_bytes: int, arrive: Callable[..., None], *outcome: object) -> None:
-        """A call goes to its callee, its outcome to its caller."""
         lines, dice, loop = self.lines, self.dice, self.loop
         source, destination = call.caller.peer_id, call.callee.peer_id
         if outcome:

@@ -175,7 +175,6 @@ class Swarm:
     # -- trainers ---------------------------------------------------------------------------------
 
     def add_trainer(self) -> TrainerMember:
-        """A new process that trains."""
         named, number = self.run.admission.trainers, len(self.trainers)
         process = Process(named[number] if named else f"t{number}")
         trainer = IslandTrainers(

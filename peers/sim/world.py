@@ -29,8 +29,6 @@ EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a schedule."""
-
     seed: int
     violation: str
     """Empty: every invariant held, and the run came to its end."""
@@ -74,7 +72,6 @@ class World:
         return self.swarm.violation
 
     def play(self) -> Outcome:
-        """The schedule, to its end."""
         swarm, loop = self.swarm, self.swarm.loop
         with ExitStack() as stack:
             stack.enter_context(loop.running())

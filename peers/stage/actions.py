@@ -353,5 +353,4 @@ class Actions:
 
 
 def _changed(round_name: str, difference: torch.Tensor) -> Prepared:
-    """The description of what an island has changed."""
     return Prepared(round_name, 0.0, vectors_digest([difference], on_device=False))

@@ -485,7 +485,6 @@ def split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encode
 
 
 def buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
-    """The sizes of the buffers of these tensors."""
     return [size for meta in metas for size in encoded_sizes(meta)]
 
 

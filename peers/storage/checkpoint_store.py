@@ -72,7 +72,6 @@ class CheckpointStore:
         return sorted(found)
 
     def signed(self, version: int) -> tuple[Word, ...]:
-        """What peers signed of a version on the disk."""
         folder = self._folder
         return checkpoint.Checkpoint(folder, self._run, self._stage, version).signed if folder else ()
 

@@ -60,8 +60,6 @@ class Source(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """All of it."""
-
     swarm_index: Literal[2]
     dtype: Narrow
     root: str

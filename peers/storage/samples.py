@@ -27,8 +27,6 @@ _DIGEST_BYTES = 16
 
 
 class Samples:
-    """The samples of a run."""
-
     def __init__(self, run: Run, sequence: Sequence[Any]) -> None:
         """`sequence[i]`: a tuple of arrays, one for each input of the model, without the batch's dimension.
 

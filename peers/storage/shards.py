@@ -51,7 +51,6 @@ class Shards:
         return found
 
     def of_block(self, block: int) -> list[Part]:
-        """What a block is made of."""
         return self.parts(block * BLOCK_BYTES, min(self.size, (block + 1) * BLOCK_BYTES))
 
     def read(self, part: Part, address: str) -> bytes | bytearray:

@@ -46,7 +46,6 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> int:
-        """As many tokens as it makes."""
         if self._library is None:
             return 256
         return 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=0)
@@ -66,7 +65,6 @@ class Tokenizer:
             yield np.concatenate([part for row in self._rows(batch) for part in (row, behind)])
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, such as a prompt."""
         return self._rows([text])[0].tolist()
 
     def _rows(self, texts: list[str]) -> list[np.ndarray]:

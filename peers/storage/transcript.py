@@ -84,7 +84,6 @@ def path_of(folder: Path, run: Run) -> Path:
 
 
 def packed(entry: Entry) -> bytes:
-    """An entry as it stands in the file."""
     data = msgspec.msgpack.encode(entry)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 

@@ -91,7 +91,6 @@ def read_samples(text: str) -> Columns:
 def write(
     folder: Path, text: str, tensors: dict[str, torch.Tensor] | None, arrays: Sequence[np.ndarray] | None
 ) -> None:
-    """Write the folder."""
     folder.mkdir(parents=True)
     if tensors is not None:
         save_file(tensors, folder / TENSORS)

@@ -177,14 +177,12 @@ def _end(tokenizer: Tokenizer, asked: str | None) -> int | None:
 def _vocabulary(
     tokenizer: Tokenizer, end: int | None, ready: Sequence[tuple[Shard, ...]], has_texts: bool
 ) -> int:
-    """As many tokens as there can be."""
     known = tokenizer.vocabulary if has_texts or tokenizer.json else 0
     widths = [ITEM_BYTES[shard.dtype] for shards in ready for shard in shards] if not tokenizer.json else []
     return max(known, 0 if end is None else end + 1, *(DTYPES[width] for width in widths), 2)
 
 
 def _made(making: Making, texts: Sequence[Path | HubPart], jobs: int) -> Iterator[Shard]:
-    """The shards of texts, in order."""
     with Bar("making tokens", len(texts), unit="files") as bar:
         for shard in in_parallel(making.shard, texts, jobs):
             yield shard

@@ -216,7 +216,6 @@ def flat(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def chunks_of(vectors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Views of the chunks of all vectors."""
     return [
         vector[start : start + CHUNK_BYTES // vector.element_size()]
         for vector in vectors.values()

@@ -75,7 +75,6 @@ class VoucherGiver:
         self._giving.create_task(self._give_all(self._count.renew(version)))
 
     async def close(self) -> None:
-        """Give nothing more."""
         await self._giving.close()
 
     async def _give_all(self, due: Sequence[Worked]) -> None:

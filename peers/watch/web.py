@@ -149,8 +149,6 @@ def _stamp(at: float) -> str:
 
 
 class WholeRun:
-    """The run."""
-
     def __init__(self, health: Callable[[], SwarmHealth]) -> None:
         self._health, self._shown, self._ticks = health, None, 0
         self._title = head(back=False)
@@ -216,8 +214,6 @@ class WholeRun:
 
 
 class OnePeer:
-    """A peer."""
-
     def __init__(self, health: Callable[[], SwarmHealth], peer: str) -> None:
         self._health, self._peer = health, peer
         head(back=True).set_text(f"peer {peer}")

@@ -154,7 +154,6 @@ ADAPTIVE = set_of(is_codec, MAX_ADAPTIVE, f"codecs, each {CODEC.allowed}")
 
 
 def peers(most: int) -> Rule:
-    """A rule for a set of peer ids."""
     return set_of(matches(PEER_ID), most, "peer ids (12D3KooW…, 52 characters each)")
 
 
@@ -203,7 +202,6 @@ def one_of(choices: Sequence[Any]) -> str:
 
 
 def wrong(key: str, value: Any, allowed: str) -> SetupError:
-    """The error for a key with an impossible value."""
     return SetupError(f"{key} = {shown(value)} in the run's manifest: it must be {allowed}")
 
 

@@ -131,7 +131,6 @@ class ModelSpec(Spec, section="model"):
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property

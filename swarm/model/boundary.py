@@ -43,8 +43,6 @@ class Computed(NamedTuple):
 
 
 class Boundary:
-    """The two boundaries of one stage."""
-
     def __init__(self, run: Run, stage: Stage, function: StageFunction, device: torch.device) -> None:
         self._run, self._stage, self._function, self._device = run, stage, function, device
         self.answers = any(what.graded for what in function.takes)

@@ -80,12 +80,10 @@ class Layout(NamedTuple):
 
     @property
     def blocks_numel(self) -> int:
-        """Blocks of all weights."""
         return sum(blocks_of(end - start) for start, end, _ in self.spans.values())
 
     @property
     def sum_numel(self) -> int:
-        """Numbers in the sum of a step."""
         return self.numel + self.statistics_numel
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -289,7 +289,6 @@ class _Met:
 
 @torch.no_grad()
 def meet(islands: Sequence[SingleProcess]) -> None:
-    """The meeting of all islands, in their order."""
     changes = [island._met.changes() for island in islands]
     zero, share = torch.zeros(()), 1.0 / len(islands)
     means = {name: sum((change[name] for change in changes), zero) * share for name in changes[0]}
@@ -302,8 +301,6 @@ def meet(islands: Sequence[SingleProcess]) -> None:
 
 
 class Passed(NamedTuple):
-    """A microbatch that has passed a stage."""
-
     leaves: list[torch.Tensor]
     """The inputs that have a gradient, cut off from the stage before."""
     outputs: list[torch.Tensor]

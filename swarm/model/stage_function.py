@@ -23,8 +23,6 @@ Values: TypeAlias = Sequence[torch.Tensor | None]
 
 
 class Output(NamedTuple):
-    """The outputs of a stage for a microbatch."""
-
     values: tuple[torch.Tensor, ...]
     """As the stage's outputs; those that came in are the same tensors."""
     statistics: dict[str, torch.Tensor]
@@ -41,8 +39,6 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageFunction:
-    """The function of one stage."""
-
     takes: tuple[StageInput, ...]
     gives: tuple[StageInput, ...]
     """The inputs of the next stage; empty at the last one, which has a loss."""

@@ -15,8 +15,6 @@ from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
 
 
 class StageInput(NamedTuple):
-    """One tensor that enters a stage."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -87,5 +85,4 @@ def boundary_bytes(run: Run, boundary: int, codec: str) -> tuple[int, int]:
 
 
 def body_bytes(metas: tuple[TensorMeta, ...] | list[TensorMeta]) -> int:
-    """Bytes of these tensors on the wire."""
     return sum(sum(encoded_sizes(meta)) for meta in metas)

@@ -62,7 +62,6 @@ class StageState:
         return len(self._weights)
 
     def weights(self, version: int) -> torch.Tensor:
-        """The vector of a version that is held."""
         return self._weights[version % len(self._weights)]
 
     def bind(self, module: nn.Module, version: int) -> nn.Module:

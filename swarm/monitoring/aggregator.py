@@ -63,8 +63,6 @@ NOTHING_SAID = PeerStatus(peer="", stage=NO_STAGE, state="", device="", since=0.
 
 
 class _Seen(msgspec.Struct):
-    """Knowledge of one peer."""
-
     record: PeerRecord
     stage_at: float
     """When it was first seen at this stage."""

@@ -218,7 +218,6 @@ class SwarmHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> Iterable[PeerHealth]:
-        """The peers of all stages, and the keepers."""
         for stage in self.stages:
             yield from stage.peers
         yield from self.keepers

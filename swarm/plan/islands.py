@@ -129,12 +129,10 @@ def predict_islands(
 
 
 def members_of_islands(cell_N: np.ndarray, stages: int, count: int) -> list[np.ndarray]:
-    """The devices of each island."""
     return [np.flatnonzero((cell_N != IDLE) & (cell_N // stages == island)) for island in range(count)]
 
 
 def part_of(network: Network, members: np.ndarray) -> Network:
-    """The network of some devices."""
     return replace(network, devices=tuple(network.devices[i] for i in members))
 
 

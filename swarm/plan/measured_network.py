@@ -59,7 +59,6 @@ class Estimate(NamedTuple):
 
     @property
     def words(self) -> str:
-        """That for people."""
         return f"{self.measured} of {count(self.pairs, 'pair')} of peers measured, the others estimated"
 
 

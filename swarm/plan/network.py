@@ -241,7 +241,6 @@ class Job:
         return self._fixed_bytes(stage) + self.activation_bytes[stage] / MEMORY_SHARE
 
     def fits(self, stage: int, device: Device) -> bool:
-        """Whether the device can hold that."""
         return self.least_bytes(stage) <= device.memory_bytes
 
     def room(self, stage: int, device: Device) -> float:

@@ -153,7 +153,6 @@ class Backoff:
         return peer in self._last_s
 
     def silent(self) -> list[PeerId]:
-        """The silent peers, to be pinged."""
         return sorted(self._silent)
 
     def forget(self, peer: PeerId) -> None:

@@ -100,7 +100,6 @@ class FairQueue:
         """Clock of new and returning peers: they are chosen soon, but not with a backlog."""
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """Replace the set of serving peers."""
         wanted = set(peers)
         for gone in self.known.keys() - wanted:
             self._put(self.known[gone], "late")
@@ -205,7 +204,6 @@ class FairQueue:
         return self._works_s[len(self._works_s) // 2] if self._works_s else DEFAULT_WORK_S
 
     def _floor(self) -> float:
-        """The smallest clock in the queue."""
         return max(self._floor_s, self._clocks_s[0]) if self._clocks_s else self._floor_s
 
     def _follow(self, backoff: Backoff, now: float) -> None:

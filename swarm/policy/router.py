@@ -195,7 +195,6 @@ class Pace:
         self._share = 1.0
 
     def answered(self, *, now: float) -> None:
-        """A microbatch was answered."""
         if self._answered_at is not None:
             self._gaps_s.append(now - self._answered_at)
         self._answered_at = now

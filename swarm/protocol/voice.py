@@ -46,7 +46,6 @@ class Worked(Statement, frozen=True, array_like=True):
 
 
 def vouch(signer: Signer, run: str, worked: Worked) -> Voucher:
-    """A trainer's voucher for a peer."""
     return Voucher(signer.peer_id, worked.steps, worked.t, sign(signer, run, worked), worked.before)
 
 

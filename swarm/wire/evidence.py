@@ -105,8 +105,6 @@ def judged(evidence: Evidence) -> Judged:
 
 
 class ShowEvidence(RunMessage, frozen=True, kw_only=True):
-    """Evidence, passed on."""
-
     evidence: Evidence
 
 
@@ -176,8 +174,6 @@ class Reveal(RunMessage, frozen=True, kw_only=True):
 
 
 class Projecting(msgspec.Struct, frozen=True, kw_only=True):
-    """A member's products."""
-
     contributions: tuple[Digest, ...]
     nonces: tuple[bytes, ...]
     sums: tuple[bytes, ...]

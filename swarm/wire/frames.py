@@ -134,8 +134,6 @@ _Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
 
 
 class CallHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The header of a CALL."""
-
     method: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METHOD_BYTES)]
     header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
     body_sizes: _Sizes = ()
@@ -143,8 +141,6 @@ class CallHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class ResultHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The header of a RESULT."""
-
     header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)]
     body_sizes: _Sizes = ()
 

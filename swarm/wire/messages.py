@@ -310,8 +310,6 @@ class FetchChunk(RunMessage, frozen=True, kw_only=True):
 
 
 class CloseLease(RunMessage, frozen=True, kw_only=True):
-    """The end of a lease."""
-
     lease: str
 
 

@@ -61,7 +61,6 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
     def statement(self, stage: Stage, mb: Microbatch, loss: float) -> Answered:
-        """What it is the signature of."""
         return Answered(stage, *mb, self.inputs, self.outputs, self.output_grads, self.input_grads, loss)
 
 
@@ -71,7 +70,6 @@ def tensors_digest(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> by
 
 
 def give_receipt(signer: Signer, run: str, answered: Answered) -> Receipt:
-    """A receipt that the signer's answer carries."""
     a = answered
     return Receipt(a.inputs, a.outputs, a.output_grads, a.input_grads, sign(signer, run, answered))
 

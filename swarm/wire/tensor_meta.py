@@ -35,8 +35,6 @@ _BLOCKWISE = frozenset({"float32", "bfloat16", "float64"})
 
 
 class TensorMeta(msgspec.Struct, frozen=True):
-    """The description of one tensor in a header."""
-
     shape: tuple[int, ...]
     dtype: str
     """The tensor's dtype before encoding, and again after decoding."""

@@ -140,7 +140,6 @@ class Doorkeeper:
         return why
 
     def shown(self, peer: PeerId) -> bytes:
-        """What a peer showed last."""
         return self._shown.get(peer, b"")
 
     def show(self, peer: PeerId, credential: bytes) -> None:
@@ -167,7 +166,6 @@ class Doorkeeper:
 
 
 def _roles_of(record: PeerRecord) -> tuple[Role, ...]:
-    """As what a peer announces itself."""
     if record.state in ("keeping", "feeding"):
         return ("keeper",) if record.state == "keeping" else ("trainer",)
     return ("peer", "keeper", "trainer") if record.stage == NO_STAGE and record.state == "left" else ("peer",)

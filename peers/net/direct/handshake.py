@@ -82,7 +82,6 @@ class Asking:
         self._key = self._secret.public_key().public_bytes_raw()
 
     def ask(self) -> AskDirect:
-        """What to send."""
         said = _asked(self._signer.peer_id, self._callee, self._key)
         return AskDirect(key=self._key, signature=self._signer.sign(said))
 

@@ -54,8 +54,6 @@ class _Keys:
 
 
 class Sealer:
-    """The end that sends."""
-
     def __init__(self, key: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
         self._keys = _Keys(key, records_per_key)
 

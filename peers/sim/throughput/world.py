@@ -174,7 +174,6 @@ class World:
         self._committing: asyncio.TimerHandle | None = None
 
     def serving(self, stage: Stage) -> list[Peer]:
-        """The living peers of a stage."""
         return [peer for peer in self.stages[stage].values() if peer.serving]
 
     def emptied(self, stage: Stage) -> None:

@@ -113,8 +113,6 @@ def constants(part: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 class Functions:
-    """The calls of Functions in one model."""
-
     def __init__(self) -> None:
         self.found: dict[str, TracedFunction] = {}
         """By a name that is an argument of `OPERATOR`."""

@@ -31,7 +31,6 @@ class Value:
 
     @property
     def numel(self) -> int:
-        """How many numbers."""
         return math.prod(self.shape)
 
     @property

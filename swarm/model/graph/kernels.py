@@ -18,8 +18,6 @@ from swarm.model.seeded_random import Dropout, seed_of, words
 
 @dataclass(frozen=True, slots=True)
 class SeededRandom:
-    """The random numbers of one microbatch."""
-
     seed: int
     """The run's."""
     mb: Microbatch | None

@@ -290,7 +290,6 @@ def _overwrite(whole: torch.Tensor, content: torch.Tensor) -> None:
 
 
 def _written(schema: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call changes."""
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)

@@ -138,5 +138,4 @@ def _input(text: str, rows: int) -> tuple[str, Any]:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One value, or several, as several."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)

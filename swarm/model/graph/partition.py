@@ -14,8 +14,6 @@ from swarm.model.graph.ir import OpGraph, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """One stage of a cut."""
-
     stage: int
     operators: tuple[int, ...]
     """Indices of what it computes, in order; some are computed on other stages, too."""
