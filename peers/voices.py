@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 from peers.clock import now_s
 from peers.ports import Directory
@@ -13,19 +12,8 @@ from swarm.manifest import Run
 from swarm.protocol.statements import Signer
 from swarm.protocol.voice import Electorate, heard
 
-CHECKS_KEPT = 16_384
-"""Vouchers whose signatures were checked: records come again with each picture of the directory."""
-
 REFRESH_S = 0.5
 """A newcomer may call before the cached records have it; strangers must not cause endless queries."""
-
-
-class _Remembers:
-    """Fulfils `Signer`, and checks no signature twice."""
-
-    def __init__(self, signer: Signer) -> None:
-        self.peer_id, self.sign = signer.peer_id, signer.sign
-        self.verify = lru_cache(CHECKS_KEPT)(signer.verify)
 
 
 class Voices:
@@ -36,7 +24,7 @@ class Voices:
 
     def __init__(self, run: Run, signer: Signer, directory: Directory) -> None:
         self._stages, self._directory = range(run.S), directory
-        self._electorate = Electorate(run, _Remembers(signer))
+        self._electorate = Electorate(run, signer)
 
     def of(self, stage: Stage, *, version: int = 0) -> Mapping[PeerId, int]:
         """Of the peers of a stage. `version`: where the run is, as far as is known."""

@@ -13,6 +13,9 @@ PeerId: TypeAlias = str
 PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 """How one is written."""
 
+SIGNATURE_BYTES = 64
+"""Of a signature by such a key."""
+
 Stage: TypeAlias = int
 """Index of a stage, 0 … S-1."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from swarm.ids import PeerId, Stage
+from swarm.ids import SIGNATURE_BYTES, PeerId, Stage
 
 MAX_RECORD_BYTES = 1000
 """hivemind's DHT slows down with larger values (and breaks with many of 12 kB under one key)."""
@@ -28,7 +28,7 @@ class Voucher(msgspec.Struct, frozen=True, array_like=True):
     """In which the peer answered microbatches."""
     t: int
     """The last of them."""
-    signature: Annotated[bytes, msgspec.Meta(max_length=64)]
+    signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)]
     before: int = 0
     """Steps that the voucher before it said."""
 

@@ -210,7 +210,6 @@ class Connection(asyncio.Protocol):
         return True
 
     def _begin(self, prefix: Prefix) -> None:
-        """A frame begins."""
         if prefix.kind not in self.hears:
             raise FrameError(f"{prefix.kind.name}, which only a {self.role} may send")
         if prefix.kind is not Kind.BODY:
@@ -291,7 +290,6 @@ class Connection(asyncio.Protocol):
             self._ticker = self._loop.call_later(self.timings.tick_s, self._tick)
 
     def _tick(self) -> None:
-        """Check the clocks."""
         now = self._loop.time()
         late, self._ticker = now - self._tick_at, None
         if late > self.timings.tick_s:
@@ -351,8 +349,6 @@ class _Pending:
 
 
 class ClientConnection(Connection):
-    """The end that calls."""
-
     hears = frozenset({Kind.ALIVE, Kind.ACCEPT, Kind.RESULT, Kind.ERROR, Kind.BODY})
     role = "caller"
 
@@ -560,8 +556,6 @@ class ServedCall:
 
 
 class ServerConnection(Connection):
-    """The end that is called."""
-
     hears = frozenset({Kind.CALL, Kind.ABORT, Kind.BODY})
     role = "callee"
 

@@ -16,23 +16,24 @@ import socket
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import base58
+import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarm.errors import SetupError
-from swarm.ids import PeerId
+from swarm.ids import SIGNATURE_BYTES, PeerId
 
 _PRIVATE_PREFIX = bytes([0x08, 0x01, 0x12, 0x40])
 """Field 1 (type) = 1 (Ed25519); field 2 (data), 64 bytes follow."""
 _ID_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 """Hash function 0 = the 36 bytes themselves: field 1 = 1 (Ed25519); field 2, 32 bytes."""
-SIGNATURE_BYTES = 64
-VERIFIED = 4096
-"""Checks of signatures that are remembered: under 3 MB."""
+VERIFIED = 16_384
+"""Checks of signatures that are remembered, 8 MB: vouchers come again with each picture of the directory."""
 PEER_ID_LETTERS = 52
+Signature: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
 def peer_id_of(public_key: bytes) -> PeerId:

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, verify
+from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signature, verify
 from peers.net.lookup import MAX_LEVEL, Shard, homes
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, Stage
@@ -72,7 +72,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
     record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
     expires: float
-    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+    signature: Signature
     protocol: int = 0
     """That the peer speaks. Outside of the record, which another version may not be able to read."""
 

@@ -12,9 +12,8 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from swarm.ids import PeerId, Stage
+from swarm.ids import SIGNATURE_BYTES, PeerId, Stage
 
-SIGNATURE_BYTES = 64
 _TOSSES = 1 << 256
 
 Signature = Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)]

@@ -17,7 +17,7 @@ from peers.stage.status import MAX_LINKS_TOLD, MAX_PAST_TOLD, MAX_WORDS
 from peers.transfer.catalog import MAX_SIGNED, MAX_VERSIONS
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
-from swarm.ids import Generation, PeerId
+from swarm.ids import SIGNATURE_BYTES, Generation, PeerId
 from swarm.protocol import messages as protocol_messages
 from swarm.protocol.coordinator import LOSSES_KEPT, MAX_SOURCES
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
@@ -35,7 +35,6 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, StepReport, StepSummary, round_id
-from swarm.protocol.statements import SIGNATURE_BYTES
 from swarm.protocol.sums import Contribution, PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire import messages as wire_messages

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from peers.net.identity import SIGNATURE_BYTES, Identity, peer_id_of, verify
+from peers.net.identity import SIGNATURE_BYTES, Identity, Signature, peer_id_of, verify
 from swarm import charter as rules
 from swarm.charter import MAX_CHARTER_BYTES, Charter, Credential, Role, Token
 from swarm.errors import Refused, SetupError
@@ -27,7 +27,6 @@ MAX_CREDENTIAL_BYTES = 256
 MAX_TOKEN_LETTERS = 400
 TOKEN_START = "swarm-invitation-"
 
-_Signature: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Seconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 _Uses: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1000)]
@@ -35,14 +34,14 @@ _Uses: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 
 class _SignedCharter(msgspec.Struct, frozen=True, array_like=True, tag="charter", forbid_unknown_fields=True):
     charter: Annotated[bytes, msgspec.Meta(max_length=MAX_CHARTER_BYTES)]
-    signature: _Signature
+    signature: Signature
 
 
 class _SignedRevocation(
     msgspec.Struct, frozen=True, array_like=True, tag="revoked", forbid_unknown_fields=True
 ):
     run: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
-    signature: _Signature
+    signature: Signature
 
 
 class Revocation(msgspec.Struct, frozen=True):
@@ -57,8 +56,8 @@ class _Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     expires: _Seconds
     uses: _Uses
     key: _Key
-    by_owner: _Signature
-    by_key: _Signature
+    by_owner: Signature
+    by_key: Signature
     """Over the peer's id."""
 
 
@@ -73,7 +72,7 @@ class _TokenText(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     expires: _Seconds
     uses: _Uses
     seed: _Key
-    by_owner: _Signature
+    by_owner: Signature
 
 
 _encode = msgspec.msgpack.Encoder().encode

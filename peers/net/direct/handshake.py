@@ -20,14 +20,13 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from peers.net.direct.records import KEY_BYTES
-from peers.net.identity import SIGNATURE_BYTES, Identity
+from peers.net.identity import Identity, Signature
 from swarm.errors import Refused
 from swarm.ids import PeerId
 
 TICKET_BYTES = 16
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Signature = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
 class AskDirect(msgspec.Struct, frozen=True, kw_only=True):
