@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 from peers.net._hivemind import p2pd_pb2
 from peers.net.connection import pack_varint
-from peers.net.direct.memory import _SAYS
-from peers.net.direct.paths import SEALED_OPENING_BYTES
 from peers.net.identity import Identity
 from peers.net.p2pd_control import ControlError, peer_bytes
 from peers.net.transport import NetTransport
@@ -67,44 +64,17 @@ class Relay:
         return transport
 
     def _between(self, caller: PeerId, callee: PeerId, far: socket.socket) -> socket.socket:
-        """What the caller has instead of its socket to the callee, whose memory it shares all the same."""
+        """What the caller has instead of its socket to a callee of its machine."""
         near, ours = socket.socketpair()
         near.setblocking(False)
-        ours.setblocking(False)
-        self._start(self._carry_memory(caller, callee, ours, far))
+        self._start(self._carry_near(caller, callee, ours, far))
         return near
 
-    async def _carry_memory(
+    async def _carry_near(
         self, caller: PeerId, callee: PeerId, ours: socket.socket, far: socket.socket
     ) -> None:
-        while True:
-            try:
-                hello, fds, _, _ = socket.recv_fds(ours, 100, 1)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(0.001)
-        socket.send_fds(far, [hello], fds)
-        for fd in fds:
-            os.close(fd)
         ends = await asyncio.open_unix_connection(sock=ours), await asyncio.open_unix_connection(sock=far)
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-            ends[0][1].write(await ends[1][0].readexactly(SEALED_OPENING_BYTES))
-        await self._both_ways(caller, callee, *ends[0], *ends[1], pump=self._pump_memory)
-
-    async def _pump_memory(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, source: PeerId, target: PeerId
-    ) -> None:
-        """What is said of the rings, late by what was written."""
-        with contextlib.suppress(OSError):
-            with contextlib.suppress(asyncio.IncompleteReadError):
-                while data := await reader.readexactly(_SAYS.size):
-                    wrote, _ = _SAYS.unpack(data)
-                    if self.latency_s or self.bandwidth_bps:
-                        await asyncio.sleep(self.latency_s + 8 * wrote / (self.bandwidth_bps or math.inf))
-                    await self._running[source].wait()
-                    await self._running[target].wait()
-                    writer.write(data)
-            writer.write_eof()
+        await self._both_ways(caller, callee, *ends[0], *ends[1])
 
     def freeze(self, peer: PeerId) -> None:
         """Nothing comes out of the peer, and nothing goes in, until `thaw`."""
@@ -170,13 +140,11 @@ class Relay:
         near_writer: asyncio.StreamWriter,
         far_reader: asyncio.StreamReader,
         far_writer: asyncio.StreamWriter,
-        pump: Callable[..., Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        pump = pump or self._pump
         self._pairs.append((caller, callee, [near_writer, far_writer]))
-        task = asyncio.ensure_future(pump(near_reader, far_writer, caller, callee))
+        task = asyncio.ensure_future(self._pump(near_reader, far_writer, caller, callee))
         try:
-            await pump(far_reader, near_writer, callee, caller)
+            await self._pump(far_reader, near_writer, callee, caller)
         finally:
             task.cancel()
             for writer in (near_writer, far_writer):

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import socket
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +19,6 @@ import pytest_asyncio
 
 from peers.net.direct import memory
 from peers.net.direct import paths as direct_paths
-from peers.net.direct.memory import RING_BYTES
 from peers.net.direct.paths import OPENING, SEALED_OPENING_BYTES, DirectOptions
 from peers.net.direct.records import Opener
 from peers.net.identity import Identity
@@ -89,29 +86,23 @@ async def test_a_name_that_is_taken_keeps_a_peer_from_nothing_else(relay: Relay)
     freed.close()
 
 
-async def test_more_than_so_many_are_connected_by_tcp(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
-    caller, callee = await added(relay, direct=replace(NEAR, host="127.0.0.1"))
-    monkeypatch.setattr(direct_paths, "MAX_IN_MEMORY", 0)
-    await calls(caller, callee)
-    await until(lambda: direct_links(caller) == (1, 0))
-    assert memory_links(caller) == (0, 0)
-
-
-async def test_they_are_counted_from_the_greeting_on(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else as many again come meanwhile: none has to show anything for 30 seconds."""
-    monkeypatch.setattr(direct_paths, "MAX_IN_MEMORY", 3)
-    caller, callee = await added(relay, direct=NEAR, timings=replace(QUICK, knock_s=30.0))
-    paths = callee._dialer.direct
+async def test_one_more_takes_the_place_of_the_first_that_shows_nothing(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers on the port, who can be anywhere, take no place of theirs, and the other way round."""
+    monkeypatch.setattr(direct_paths, "MAX_KNOCKS", 3)
+    direct = replace(NEAR, host="127.0.0.1")
+    caller, callee = await added(relay, direct=direct, timings=replace(QUICK, knock_s=30.0))
+    paths, loop = callee._dialer.direct, asyncio.get_running_loop()
+    _, far = await asyncio.open_connection("127.0.0.1", paths.port)
     with contextlib.ExitStack() as stack:
-        near = [stack.enter_context(memory.connect(callee.peer_id)) for _ in range(3)]
-        await until(lambda: len(paths._greeted) == len(near))
-        one_more = stack.enter_context(memory.connect(callee.peer_id))
-        receiving = asyncio.get_running_loop().sock_recv(one_more, 1)
-        assert await asyncio.wait_for(receiving, 5) == b"", "it is let go at once"
-    await until(lambda: not paths._greeted)
-    await calls(caller, callee)
-    await until(lambda: memory_links(caller) == (1, 0))
-    assert not caller._dialer.direct._greeted, "what was agreed on is counted once"
+        near = [stack.enter_context(memory.connect(callee.peer_id)) for _ in range(4)]
+        assert await asyncio.wait_for(loop.sock_recv(near[0], 1), 5) == b"", "it is let go at once"
+        await until(lambda: sorted(paths.knocks.values()) == [False, True, True, True])
+        await calls(caller, callee)
+        await until(lambda: memory_links(caller) == (1, 0))
+    far.close()
+    await until(lambda: not paths.knocks)
 
 
 async def test_what_stays_on_the_machine_is_not_of_the_owners_upload(relay: Relay) -> None:
@@ -127,10 +118,9 @@ async def test_when_it_breaks_the_next_calls_pass_p2pd(relay: Relay) -> None:
     caller, callee = await connected(relay)
     await breaks(relay, caller, callee)
     await until(lambda: not caller._dialer.direct.streams and not callee._dialer.direct.streams)
-    assert "memfd:swarm" not in Path("/proc/self/maps").read_text(), "nothing is mapped any more"
 
 
-# -- what opens it, and what memory is taken -----------------------------------------------------------------
+# -- what opens it -----------------------------------------------------------------
 
 
 @pytest_asyncio.fixture
@@ -138,62 +128,30 @@ async def callee(relay: Relay) -> AsyncIterator[NetTransport]:
     yield await relay.add(direct=NEAR, timings=replace(QUICK, knock_s=0.3))
 
 
-async def says(callee: NetTransport, hello: bytes, *fds: int) -> bytes:
-    """What the callee answers to a hello with this memory, until it closes, or says no more."""
+async def says(callee: NetTransport, hello: bytes) -> bytes:
+    """What the callee answers to a hello, until it closes, or says no more."""
     with contextlib.closing(memory.connect(callee.peer_id)) as near:
-        socket.send_fds(near, [hello], fds)
+        near.sendall(hello)
         receiving = asyncio.get_running_loop().sock_recv(near, 100)
         with contextlib.suppress(ConnectionError):
             return await asyncio.wait_for(receiving, 5)
         return b""
 
 
-@contextlib.contextmanager
-def file_of(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 async def test_a_ticket_opens_one_and_a_wrong_one_none(callee: NetTransport) -> None:
     keys, port = await keys_of(callee, CALLER)
     assert port == 0, "only from this machine"
-    with file_of(memory.make_rings()) as rings:
-        assert await says(callee, bytes(16) + hello_of(keys)[16:], rings) == b""
-        assert await says(callee, keys.ticket + bytes(SEALED_OPENING_BYTES), rings) == b""
-        assert await says(callee, hello_of(keys)[:-1], rings) == b"", "a part of it"
-        assert put(Opener(keys.to_caller), await says(callee, hello_of(keys), rings)) == OPENING
-        assert await says(callee, hello_of(keys), rings) == b"", "said twice"
+    assert await says(callee, bytes(16) + hello_of(keys)[16:]) == b""
+    assert await says(callee, keys.ticket + bytes(SEALED_OPENING_BYTES)) == b""
+    assert await says(callee, hello_of(keys)[:-1]) == b"", "a part of it"
+    assert put(Opener(keys.to_caller), await says(callee, hello_of(keys))) == OPENING
+    assert await says(callee, hello_of(keys)) == b"", "said twice"
 
 
 async def test_a_process_that_says_nothing_is_let_go(callee: NetTransport) -> None:
     with contextlib.closing(memory.connect(callee.peer_id)) as near:
         assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(near, 1), 5) == b""
-    await until(lambda: not callee._dialer.direct._greeted)
-
-
-async def test_memory_that_could_become_smaller_is_refused(callee: NetTransport) -> None:
-    keys, _ = await keys_of(callee, CALLER)
-    sealing = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    for size, seals in (
-        (2 * RING_BYTES, 0),
-        (2 * RING_BYTES, fcntl.F_SEAL_GROW),
-        (RING_BYTES, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK),
-        (2 * RING_BYTES, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE),
-    ):
-        with file_of(os.memfd_create("of-a-stranger", sealing)) as fd:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-            assert await says(callee, hello_of(keys), fd) == b""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(2 * RING_BYTES)
-        assert await says(callee, hello_of(keys), file.fileno()) == b"", "a file on a disk"
-    assert await says(callee, hello_of(keys)) == b"", "none"
-    with file_of(memory.make_rings()) as rings:
-        with pytest.raises(PermissionError):
-            os.ftruncate(rings, 0)
-        assert await says(callee, hello_of(keys), rings), "the caller can still use its ticket"
+    await until(lambda: not callee._dialer.direct.knocks)
 
 
 # -- processes -----------------------------------------------------------------------------------------------
@@ -231,14 +189,12 @@ async def test_a_process_that_is_killed_in_mid_body_is_noticed_at_once_and_leave
     try:
         address = (await asyncio.wait_for(child.stdout.readline(), 60)).decode().strip()
         peer = address.rpartition("/")[2]
-        shared = set(Path("/dev/shm").iterdir())
         async with Node(join=[address]) as node:
             transport = node.transport
             transport.learn(peer, [address])
             while memory_links(transport) != (1, 0):
                 await transport.call(peer, "take", b"", [bytes(MIB)])
             assert f"@swarm/{peer}" in Path("/proc/net/unix").read_text()
-            assert "memfd:swarm" in Path("/proc/self/maps").read_text()
             before = transport.lines[peer].memory_bytes
             with pytest.raises(PeerGone, match="the connection broke"):
                 await asyncio.wait_for(transport.call(peer, "die", b"", [bytes(256 * MIB)]), 60)
@@ -247,8 +203,6 @@ async def test_a_process_that_is_killed_in_mid_body_is_noticed_at_once_and_leave
             await until(lambda: not transport._dialer.direct.streams)
         assert f"@swarm/{peer}" not in Path("/proc/net/unix").read_text()
         assert f"@swarm/{node.peer_id}" not in Path("/proc/net/unix").read_text()
-        assert "memfd:swarm" not in Path("/proc/self/maps").read_text()
-        assert not [name for name in set(Path("/dev/shm").iterdir()) - shared if "memfd" in name.name]
     finally:
         if child.returncode is None:
             child.kill()

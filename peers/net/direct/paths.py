@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from peers.clock import now_s
 from peers.net.bandwidth import Allowance
@@ -19,7 +18,7 @@ from peers.net.connection import ClientConnection, Connection, ServerConnection
 from peers.net.direct import memory
 from peers.net.direct.handshake import TICKET_BYTES, Agreed, AskDirect, Asking, GrantDirect, grant
 from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer, SealError
-from peers.net.direct.stream import SealedStream, Stream
+from peers.net.direct.stream import PlainStream, SealedStream, Stream
 from peers.net.identity import Identity, plain_ip
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
@@ -35,22 +34,16 @@ SEALED_OPENING_BYTES = LENGTH_BYTES + len(OPENING) + TAG_BYTES
 HELLO_BYTES = TICKET_BYTES + SEALED_OPENING_BYTES
 """What a stranger on the port may say, and what is held of it, until it has shown a ticket and a record."""
 MAX_KNOCKS = 64
-"""Strangers at a time; one more takes the place of the one that came first."""
+"""Strangers at a time on the port, and as many of this machine; one more takes the place of the first."""
 KNOCKS_PER_S = 100.0
 KNOCKS_AT_ONCE = 256.0
 """Connections beyond wait in the kernel, which refuses them when its queue is full."""
 MAX_STREAMS = 256
 """Each takes 256 kB. A peer works with fewer, and more stay on p2pd; grants that are not used yet count."""
-MAX_IN_MEMORY = 64
-"""Of those, from the greeting on: each has 2 MiB of shared memory. More of one machine use TCP."""
 MAX_HOSTS = 2
 """Of a peer, that are tried."""
 _TCP = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Seconds, seconds, times: a router forgets connections that are idle, and says nothing."""
-
-_Hear: TypeAlias = Callable[[socket.socket, int], Awaitable[tuple[bytes, memory.Rings | None]]]
-"""Hears a hello of so many bytes, and the rings that come with it in memory."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectOptions:
@@ -89,13 +82,11 @@ class DirectPaths:
         self.near = False
         """Processes of this machine can connect."""
         self.streams: set[Connection] = set()
-        self.knocks: dict[asyncio.Task[None], None] = {}
-        """Strangers on our port that have shown nothing yet, the oldest first."""
+        self.knocks: dict[asyncio.Task[None], bool] = {}
+        """Strangers that have shown nothing yet, the oldest first; whether they are of this machine."""
         self._signer, self._receive = signer, receive
         self._tasks = TaskKeeper()
         self._listeners: list[socket.socket] = []
-        self._greeted: set[socket.socket] = set()
-        """To processes of this machine, either way, with which nothing is agreed yet."""
         self._granted: dict[bytes, _Granted] = {}
         """By ticket, the oldest first."""
 
@@ -153,28 +144,30 @@ class DirectPaths:
     def _knocked(self, came: socket.socket) -> None:
         """A stranger connected to the port."""
         _set_up(came)
-        if len(self.knocks) >= MAX_KNOCKS:
-            oldest = next(iter(self.knocks))
-            del self.knocks[oldest]
-            oldest.cancel()
-        knock = self._tasks.create_task(self._let_in(came, _hear))
-        self.knocks[knock] = None
-        knock.add_done_callback(lambda _: self.knocks.pop(knock, None))
+        self._hold(came, near=False)
 
     def _came_near(self, came: socket.socket) -> None:
         """A process of this machine connected."""
-        if not self._memory_left or not memory.of_this_user(came):
+        if memory.of_this_user(came):
+            self._hold(came, near=True)
+        else:
             came.close()
-            return
-        self._greeted.add(came)
-        task = self._tasks.create_task(self._let_in(came, memory.receive))
-        task.add_done_callback(lambda _: self._greeted.discard(came))
 
-    async def _let_in(self, came: socket.socket, hear: _Hear) -> None:
+    def _hold(self, came: socket.socket, *, near: bool) -> None:
+        """Until it has shown what it may, or later ones have taken its place."""
+        alike = [knock for knock, is_near in self.knocks.items() if is_near is near]
+        if len(alike) >= MAX_KNOCKS:
+            del self.knocks[alike[0]]
+            alike[0].cancel()
+        knock = self._tasks.create_task(self._let_in(came, near=near))
+        self.knocks[knock] = near
+        knock.add_done_callback(lambda _: self.knocks.pop(knock, None))
+
+    async def _let_in(self, came: socket.socket, *, near: bool) -> None:
         """Open the connection that was granted to the one that came, if it shows so in time."""
         stream: Stream | None = None
         try:
-            stream = self.admit(*await within(hear(came, HELLO_BYTES), self.timings.knock_s))
+            stream = self.admit(await within(_hear(came, HELLO_BYTES), self.timings.knock_s), near=near)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, came)
         except BaseException:
             came.close()
@@ -182,20 +175,16 @@ class DirectPaths:
                 stream.end.fail(PeerGone(stream.end.peer, "no direct connection came about"))
             raise
 
-    def admit(self, hello: bytes, rings: memory.Rings | None) -> Stream:
+    def admit(self, hello: bytes, *, near: bool) -> Stream:
         """What was granted, once, for the socket on which this was said. Raises Refused: it opens nothing."""
         granted, opener, opening = self._redeem(hello)
         end, sealer = self._receive(granted.peer), Sealer(granted.keys.to_caller)
-        end.direct, end.in_memory = True, rings is not None
+        end.direct, end.in_memory = True, near
         self._keep(end)
         reply = bytes(sealer.seal([OPENING]))
-        if rings is not None:
-            return memory.MemoryStream(end, rings[1], rings[0], opening, reply)
+        if near:
+            return PlainStream(end, opening, reply)
         return SealedStream(end, sealer, opener, opening, reply)
-
-    @property
-    def _memory_left(self) -> bool:
-        return len(self._greeted) + sum(end.in_memory for end in self.streams) < MAX_IN_MEMORY
 
     async def grant(self, request: Request) -> Answer:
         """A handler of the transport: answers `AskDirect`."""
@@ -239,11 +228,9 @@ class DirectPaths:
         if len(self.streams) >= MAX_STREAMS:
             raise Busy(f"{MAX_STREAMS} direct connections are open")
         with contextlib.ExitStack() as unused:
-            near = memory.connect(peer) if self.options.memory and self._memory_left else None
+            near = memory.connect(peer) if self.options.memory else None
             if near is not None:
                 unused.callback(near.close)
-                self._greeted.add(near)
-                unused.callback(self._greeted.discard, near)
             elif not hosts:
                 raise PeerGone(peer, "it is reached through relays only")
             asking = Asking(self._signer, peer)
@@ -253,21 +240,19 @@ class DirectPaths:
             if near is not None:
                 with contextlib.suppress(SwarmError, OSError, asyncio.TimeoutError):
                     end = await self._hand_over(link, near, keys)
-                    self._greeted.discard(near)
                     unused.pop_all()
                     return end
         return await self._dial_tcp(link, keys, [(host, given.port) for host in hosts][:MAX_HOSTS])
 
     async def _hand_over(self, link: ClientConnection, near: socket.socket, keys: Agreed) -> ClientConnection:
         """The connection in memory, by a socket of this machine."""
-        hello = keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING]))
-        rings = memory.send(near, hello)
-        receiving = asyncio.get_running_loop().sock_recv(near, SEALED_OPENING_BYTES)
-        opening = _opened(Opener(keys.to_caller), await within(receiving, self.timings.direct_s))
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(near, keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING])))
+        sealed = await within(_hear(near, SEALED_OPENING_BYTES), self.timings.direct_s)
         end = self._end_of(link, b"")
         end.in_memory = True
-        stream = memory.MemoryStream(end, *rings, opening)
-        await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=near)
+        stream = PlainStream(end, _opened(Opener(keys.to_caller), sealed))
+        await loop.create_unix_connection(lambda: stream, sock=near)
         self._keep(end)
         return end
 
@@ -304,15 +289,15 @@ def _opened(opener: Opener, sealed: bytes) -> bytes:
     raise Refused("a record of one that does not know the key")
 
 
-async def _hear(came: socket.socket, nbytes: int) -> tuple[bytes, None]:
-    """A hello of so many bytes. Raises OSError."""
+async def _hear(came: socket.socket, nbytes: int) -> bytes:
+    """The first bytes that are said. Raises OSError."""
     hello = b""
     while len(hello) < nbytes:
         part = await asyncio.get_running_loop().sock_recv(came, nbytes - len(hello))
         if not part:
             raise OSError("the stranger is gone")
         hello += part
-    return hello, None
+    return hello
 
 
 async def _first_that_connects(places: Sequence[tuple[str, int]], limit_s: float) -> socket.socket:

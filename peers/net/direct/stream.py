@@ -12,7 +12,7 @@ from typing import cast
 from peers.clock import now_s
 from peers.net.bandwidth import Allowance
 from peers.net.connection import Connection
-from peers.net.direct.records import Opener, Sealer, SealError
+from peers.net.direct.records import SMALL_BYTES, Opener, Sealer, SealError
 from swarm.errors import PeerGone
 from swarm.wire import frames
 from swarm.wire.buffers import Buffer
@@ -29,9 +29,9 @@ _TCP_INFO = struct.Struct("=16xI48xI8xI")
 
 
 class Stream(asyncio.Transport, asyncio.BufferedProtocol):
-    """What sealed TCP and rings in memory have in common."""
+    """What comes on the socket is read into one buffer again and again."""
 
-    def __init__(self, end: Connection, opening: bytes, hello: bytes) -> None:
+    def __init__(self, end: Connection, opening: bytes, hello: bytes = b"") -> None:
         """`opening`: what its end hears first; `hello`: what is said on the socket then, as it is."""
         super().__init__()
         self.end, self._opening, self._hello = end, opening, hello
@@ -52,8 +52,14 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
         if self._hello and not self.end.over:  # else refused meanwhile
             self._below.write(self._hello)
 
-    def _small_came(self, count: int = 1) -> None:
-        """Small records came: too many of them cost time as frames do."""
+    def pause_writing(self) -> None:
+        self.end.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.end.resume_writing()
+
+    def _small_came(self, count: int) -> None:
+        """So many small records or reads: too many of them cost time as frames do."""
         self.end.rest(self._small.take(count, now=now_s()))
 
     def eof_received(self) -> bool:
@@ -63,6 +69,9 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
         self.end.connection_lost(exc)
 
     # -- as the transport of its end ------------------------------------------------------------
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._below.set_write_buffer_limits(high=high, low=low)
 
     def write(self, data: Buffer) -> None:
         self.writelines((data,))
@@ -78,6 +87,27 @@ class Stream(asyncio.Transport, asyncio.BufferedProtocol):
 
     def resume_reading(self) -> None:
         self._below.resume_reading()
+
+
+class PlainStream(Stream):
+    """Carries all as it is, between processes of one machine and user."""
+
+    def __init__(self, end: Connection, opening: bytes, hello: bytes = b"") -> None:
+        super().__init__(end, opening, hello)
+        self._came = memoryview(bytearray(frames.CHUNK_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._came
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.end.over:
+            return
+        self.end.data_received(self._came[:nbytes])
+        if nbytes < SMALL_BYTES:
+            self._small_came(1)
+
+    def writelines(self, list_of_data: Sequence[Buffer]) -> None:
+        self._below.writelines(list_of_data)
 
 
 class SealedStream(Stream):
@@ -105,12 +135,13 @@ class SealedStream(Stream):
         if self._opener.small:
             self._small_came(self._opener.small)
 
-    def pause_writing(self) -> None:
-        self.end.pause_writing()
-
     def resume_writing(self) -> None:
         self._keep_queue_short()
-        self.end.resume_writing()
+        super().resume_writing()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        super().set_write_buffer_limits(high=high, low=low)
+        self._keep_queue_short()
 
     def _keep_queue_short(self) -> None:
         """Queue by the pace of the line, which TCP knows however late we are with what it sends."""
@@ -122,10 +153,6 @@ class SealedStream(Stream):
                 chunk_bytes = int(CHUNK_S * 1e6 * packet_bytes * packets / max(1, rtt_us))
                 self.end.chunk_bytes = max(_LEAST_CHUNK_BYTES, min(frames.CHUNK_BYTES, chunk_bytes))
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 2 * self.end.chunk_bytes)
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._below.set_write_buffer_limits(high=high, low=low)
-        self._keep_queue_short()
 
     def writelines(self, list_of_data: Sequence[Buffer]) -> None:
         """As few records as it takes, for all of these together."""

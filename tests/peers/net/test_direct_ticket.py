@@ -68,7 +68,7 @@ class Callee:
         assert len(hello) == HELLO_BYTES
         tcp = Tcp()
         with contextlib.suppress(Refused):
-            self.paths.admit(hello, None).connection_made(tcp)
+            self.paths.admit(hello, near=False).connection_made(tcp)
             assert tcp.said
         return tcp.said
 
