@@ -384,8 +384,6 @@ class MicrobatchServer:
             hops = self._core.run.S - self._core.stage - 1
             if len(done.hops) > hops or any(len(hop.peer) > MAX_PEER_ID for hop in done.hops):
                 raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
-            if not -1e30 < done.loss < 1e30:
-                raise BadAnswer(peer, f"answered with the loss {done.loss}")
             self._receipts.check(peer, fwd.mb, done, answer.body)
             if self._audits is not None:
                 self._audits.answered(self._core.stage + 1, fwd.mb, sent, done)

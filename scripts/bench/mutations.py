@@ -1711,14 +1711,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_work", "test_attack"),
     ),
     Mutation(
-        "loss-that-is-no-number",
-        MICROBATCHES,
-        "            if not -1e30 < done.loss < 1e30:\n",
-        "            if False:\n",
-        "One peer's loss that is not a number is passed on.",
-        ("test_work", "test_attack"),
-    ),
-    Mutation(
         "forgive-a-bad-gradient",
         MICROBATCHES,
         "                self._next.fault(BadAnswer(peer, refused.text))\n",
@@ -2042,14 +2034,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            if False:\n",
         "A trainer that the run does not admit tries for ever.",
         ("test_work",),
-    ),
-    Mutation(
-        "trainer-notes-any-loss",
-        TRAINER,
-        "        if not -1e30 < done.loss < 1e30:\n",
-        "        if False:\n",
-        "One peer's loss that is not a number is shown as the run's.",
-        ("test_trainer_news", "test_work", "test_latecomers", "test_attack"),
     ),
     Mutation(
         "times-that-cannot-be",

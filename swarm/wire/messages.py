@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -68,6 +68,8 @@ UNFOLDED_BYTES = 1 << 20
 """Bytes of bitmaps that a header may say in short: those of a plan with 1,000 members. A body: twice that."""
 
 T = TypeVar("T")
+Loss: TypeAlias = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
+"""Finite, and so far from the largest number that a mean is, too."""
 
 
 class RunMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,14 +114,14 @@ class Evaluate(RunMessage, frozen=True, kw_only=True):
 
 
 class EvalDone(msgspec.Struct, frozen=True, kw_only=True):
-    loss: float
+    loss: Loss
 
 
 class Evaluated(RunMessage, frozen=True, kw_only=True):
     """What an evaluation of the weights of `version` came to, for those that ask for the run's status."""
 
     version: int
-    loss: float
+    loss: Loss
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -165,7 +167,7 @@ def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
 class WorkDone(msgspec.Struct, frozen=True, kw_only=True):
     """The loss, and the gradient with respect to what was sent (none for stage 0)."""
 
-    loss: float
+    loss: Loss
     tensors: tuple[TensorMeta, ...] = ()
     hops: tuple[Hop, ...] = ()
 

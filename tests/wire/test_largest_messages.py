@@ -227,8 +227,8 @@ def filled(kind: type[msgspec.Struct]) -> msgspec.Struct:
     values: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         of: Any = {
-            "Bitmap": worst(), "str": NAME, "int": HUGE, "float": 1.5, "bool": True, "Generation": GENERATION,
-            "PeerId": PEERS[0], "Stage": S,
+            "Bitmap": worst(), "str": NAME, "int": HUGE, "float": 1.5, "Loss": 1.5, "bool": True,
+            "Generation": GENERATION, "PeerId": PEERS[0], "Stage": S,
         }  # fmt: skip
         values[field.name] = of[kind_name(kind, field.name)]
     return kind(**values)

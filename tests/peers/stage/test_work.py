@@ -354,8 +354,8 @@ def lies(**changes: object) -> Callable[[Request], Awaitable[Answer]]:
     [
         (lies(body=[struct.pack("<d", float("nan"))]), "the gradient is not finite"),
         (lies(body=[struct.pack("<d", float("inf"))]), "the gradient is not finite"),
-        (lies(loss=float("nan")), "answered with the loss nan"),
-        (lies(loss=1e31), "answered with the loss 1e+31"),
+        (lies(loss=float("nan")), "malformed WorkDone header: Expected `float` > -1e+30 - at `$.loss`"),
+        (lies(loss=1e31), "malformed WorkDone header: Expected `float` < 1e+30 - at `$.loss`"),
         (lies(tensors=()), "answered nothing where float64[1, 1, 1] as none was due"),
         (
             lies(tensors=(TensorMeta((1, 1, 1), "float32", "none"),)),
