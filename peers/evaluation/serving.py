@@ -6,13 +6,13 @@ import msgspec
 
 from peers.incoming import Incoming
 from peers.ports import Answer, Rank, Request
-from peers.stage.microbatches import buffer_sizes, split
 from peers.stage.state import StageCore
 from swarm.errors import Busy, Leaving, NotReady, PeerFault, Refused, short
 from swarm.evaluation import is_due, microbatches, version_of
 from swarm.model.stage_io import body_bytes, input_metas
-from swarm.wire.codec import Encoded
+from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Ack, EvalDone, Evaluate, Evaluated, pack, unpack, unpack_answer
+from swarm.wire.tensor_meta import buffer_sizes
 
 OPEN_WAIT_S = 2.5
 """How long a request waits for the weights that it names, as one to train does."""

@@ -14,7 +14,7 @@ from peers.audit.asking import AuditCaller
 from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
 from peers.incoming import Incoming
-from peers.ports import Answer, Buffer, Rank, Request, Transport
+from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
@@ -31,9 +31,10 @@ from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import Forward
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, boundary_bytes
 from swarm.protocol.ledger import Claim
-from swarm.wire.codec import Encoded, TensorMeta, encoded_sizes
+from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, pack, unpack
 from swarm.wire.receipts import Receipt
+from swarm.wire.tensor_meta import TensorMeta, buffer_sizes
 
 OPEN_WAIT_S = 2.5
 """How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
@@ -470,20 +471,6 @@ def _bytes_out(run: Run, stage: Stage) -> int:
 
 def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:
     return WorkDone(loss=loss, tensors=tuple(grad.meta for grad in grads_in), hops=hops)
-
-
-def split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
-    """The buffers of a body, tensor by tensor."""
-    tensors, at = [], 0
-    for meta in metas:
-        count = len(encoded_sizes(meta))
-        tensors.append(Encoded(meta, list(buffers[at : at + count])))
-        at += count
-    return tensors
-
-
-def buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
-    return [size for meta in metas for size in encoded_sizes(meta)]
 
 
 def _shown(metas: Sequence[TensorMeta]) -> str:

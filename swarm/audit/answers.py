@@ -7,6 +7,7 @@ at 2, a zero at 1. Top-k codecs are not audited: another rounding can choose oth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,10 +18,10 @@ from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import Signer, is_signed
 from swarm.wire.buffers import Buffer
-from swarm.wire.codec import Encoded, decode, encoded_sizes
+from swarm.wire.codec import Encoded, decode, split
 from swarm.wire.evidence import WrongAnswer
 from swarm.wire.receipts import Answered, tensors_digest
-from swarm.wire.tensor_meta import TensorMeta
+from swarm.wire.tensor_meta import TensorMeta, buffer_sizes
 
 FAR = {"float32": 0.02, "float64": 0.02, "bfloat16": 0.2}
 """Relative distance, by the dtype that a run computes in. Seen between honest devices: 4e-7 in float32, 2e-4
@@ -129,17 +130,11 @@ def split_tensors(
     metas: Sequence[Sequence[TensorMeta]], body: Sequence[Buffer]
 ) -> list[list[Encoded]] | None:
     """The buffers of a body by their tensors; None if there are not as many, or not as long."""
-    left, groups = list(body), list[list[Encoded]]()
-    for group in metas:
-        found = []
-        for meta in group:
-            sizes = encoded_sizes(meta)
-            buffers, left = left[: len(sizes)], left[len(sizes) :]
-            if [memoryview(buffer).nbytes for buffer in buffers] != sizes:
-                return None
-            found.append(Encoded(meta, buffers))
-        groups.append(found)
-    return None if left else groups
+    all_of_them = [meta for group in metas for meta in group]
+    if [memoryview(buffer).nbytes for buffer in body] != buffer_sizes(all_of_them):
+        return None
+    tensors = iter(split(all_of_them, body))
+    return [list(itertools.islice(tensors, len(group))) for group in metas]
 
 
 def digest(tensors: Sequence[Encoded]) -> bytes:

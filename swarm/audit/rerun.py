@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm.audit.answers import digest, split_tensors
+from swarm.audit.answers import digest
 from swarm.audit.by_stage import ByStage
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -22,6 +22,7 @@ from swarm.model.stage import StageCompute
 from swarm.model.stage_io import allowed_inputs
 from swarm.protocol.coordinator import realigns
 from swarm.wire.buffers import Buffer
+from swarm.wire.codec import split
 from swarm.wire.receipts import Answered
 from swarm.wire.trails import TookStep
 
@@ -107,9 +108,7 @@ def answers_of(
         stage.load_state(version, state(number))
         return stage
 
-    split = split_tensors([allowed_inputs(run, 0)[0]], body)
-    assert split is not None  # samples of this run
-    wires = split
+    wires = [split(allowed_inputs(run, 0)[0], body)]
     for number in range(run.S - 1):
         wires.append(load(number).forward(mb, wires[-1], grad=False).outputs)
     last = load(run.S - 1).loss_gradients(mb, wires[-1], weights=False)

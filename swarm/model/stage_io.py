@@ -11,7 +11,7 @@ from swarm.data import token_dtype
 from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.custom import custom_inputs
-from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
+from swarm.wire.tensor_meta import TensorMeta, buffer_sizes
 
 
 class StageInput(NamedTuple):
@@ -85,4 +85,4 @@ def boundary_bytes(run: Run, boundary: int, codec: str) -> tuple[int, int]:
 
 
 def body_bytes(metas: tuple[TensorMeta, ...] | list[TensorMeta]) -> int:
-    return sum(sum(encoded_sizes(meta)) for meta in metas)
+    return sum(buffer_sizes(metas))

@@ -56,6 +56,16 @@ class Encoded(NamedTuple):
         return sum(encoded_sizes(self.meta))
 
 
+def split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
+    """The buffers of a body, tensor by tensor."""
+    tensors, at = [], 0
+    for meta in metas:
+        count = len(encoded_sizes(meta))
+        tensors.append(Encoded(meta, list(buffers[at : at + count])))
+        at += count
+    return tensors
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype on the wire, such as `bfloat16`."""
     return _NAMES[dtype]

@@ -6,6 +6,7 @@ Apart from the codecs because trainers read headers too, and need no torch for i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -119,6 +120,10 @@ def encoded_sizes(meta: TensorMeta) -> list[int]:
         return _value_sizes(numel, item, codec.values)
     rows, keep = kept_of(meta.shape, codec.keep_ppm)
     return [index_layout(numel, rows * keep).nbytes, *_value_sizes(rows * keep, item, codec.values)]
+
+
+def buffer_sizes(metas: Sequence[TensorMeta]) -> list[int]:
+    return [size for meta in metas for size in encoded_sizes(meta)]
 
 
 def _value_sizes(numel: int, item: int, values: str) -> list[int]:

@@ -17,7 +17,6 @@ from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
 from peers.programs.status import ask, picture
 from peers.programs.trained import evaluate
-from peers.stage.microbatches import buffer_sizes
 from peers.storage.dataset import open_dataset
 from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of
@@ -31,6 +30,7 @@ from swarm.model.stage_io import input_metas
 from swarm.wire.codec import encode
 from swarm.wire.messages import Evaluate, pack
 from swarm.wire.messages import Evaluated as Told
+from swarm.wire.tensor_meta import buffer_sizes
 from tests.model.chain import TEXT, Chain, batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
