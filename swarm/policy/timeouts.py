@@ -101,17 +101,17 @@ class CallLimits:
         self._usual = AdaptiveTimeout(stages - stage)
         self._answered_s = float("-inf")
         """When a call was answered last."""
-        self._under_way = Counter[PeerId]()
+        self._calls = Counter[PeerId]()
 
     @contextmanager
     def call(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> Generator[float]:
         """The time to make a call to `peer` in, with its `limit_s`."""
-        self._under_way[peer] += 1
+        self._calls[peer] += 1
         try:
             yield self.limit_s(peer, serving, t=t)
         finally:
-            self._under_way[peer] -= 1
-            self._under_way += Counter()  # forgets those that have none
+            self._calls[peer] -= 1
+            self._calls += Counter()  # forgets those that have none
 
     def limit_s(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> float:
         """How long `peer` may take: what is usual, and no more than it may still cost the run.
@@ -122,7 +122,7 @@ class CallLimits:
         Until one has answered, the calls that are under way to it are done one by one. What it may cost then
         follows from the fastest of each stage: strangers that say that they are slow would make it more.
         """
-        there, before = list(serving), max(1, self._under_way[peer])
+        there, before = list(serving), max(1, self._calls[peer])
         self._usual.expected_s = before * expected_s(there)
         limit_s = self._usual.limit_s
         self._backoff.calls_take(self._usual.typical_s or before * expected_s(there, max))

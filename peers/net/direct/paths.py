@@ -45,6 +45,7 @@ MAX_HOSTS = 2
 _TCP = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Seconds, seconds, times: a router forgets connections that are idle, and says nothing."""
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectOptions:
     """Whether and where this peer takes direct connections."""
