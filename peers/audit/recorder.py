@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from peers import events
+from peers.audit.trail import KEPT
 from peers.ports import Directory, Transport
 from peers.status_query import ask_all
 from peers.storage.transcript import CharterSeen, Conviction, Entry, Took, TranscriptWriter
@@ -86,6 +87,8 @@ class Recorder:
             if sealed != self._file.charter:
                 found.insert(0, CharterSeen(owner, sealed))
             await asyncio.to_thread(self._file.append, found)
+            if any(each):  # there may be more of a fast run
+                await self.record(all_of_it=all_of_it)
         except SetupError as error:
             if error.text != self._said:
                 self._said = error.text
@@ -95,7 +98,10 @@ class Recorder:
         """What is due of one stage."""
         since, steps = self._file.ends.get(self._run.cell(stage), 0), self._run.steps
         voice, asked = self._voices.of(stage), self._heard(stage)
-        newest = max((record.version for record in asked), default=0)
+        versions = sorted(record.version for record in asked) or [0]
+        newest, most = versions[-1], versions[(len(versions) - 1) // 2]
+        if most - since > KEPT:  # they forgot what comes next: without a gap nothing would ever follow
+            since = most - MAX_STEPS - LATE_STEPS
         due = newest >= min(since + MAX_STEPS + LATE_STEPS, steps)
         if since >= min(newest, steps) or not (due or all_of_it):
             return []

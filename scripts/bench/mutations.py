@@ -3960,6 +3960,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_transcript",),
     ),
     Mutation(
+        "ask-for-steps-that-all-replicas-forgot",
+        "peers/audit/recorder.py",
+        "if most - since > KEPT:",
+        "if False:",
+        "The transcript of a keeper that was away for 512 steps ends where it left.",
+        ("test_transcript",),
+    ),
+    Mutation(
+        "one-trail-every-ten-seconds",
+        "peers/audit/recorder.py",
+        "if any(each):  # there may",
+        "if False:  # there may",
+        "The transcript of a run with steps of less than 80 ms falls behind, and has gaps.",
+        ("test_transcript",),
+    ),
+    Mutation(
         "write-down-what-nobody-signed",
         "peers/audit/recorder.py",
         "if not is_signed(transport.signer, peer, run, took, trail.signature):",

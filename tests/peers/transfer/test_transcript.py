@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from dataclasses import replace
@@ -276,6 +277,33 @@ async def test_a_keeper_that_leaves_takes_what_there_is_and_the_next_goes_on_fro
         await s.until_finished()
         await s.until(lambda: len(recorded(tmp_path, run, s)) == 2)
         assert (recorded(tmp_path, run, s)[1].steps.start, first.steps.end) == (5, 5)
+
+
+@pytest.mark.virtual_time
+async def test_a_keeper_that_was_away_for_longer_than_replicas_remember_goes_on_after_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for where in ("recorder", "trail"):
+        monkeypatch.setattr(f"peers.audit.{where}.MAX_STEPS", 4)
+        monkeypatch.setattr(f"peers.audit.{where}.KEPT", 16)
+    run = audit_run(stages=1, steps=43, microbatches_per_step=2)
+    async with swarm(run, replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer("trainer", steps=30)
+        await s.until_version(30)
+        await s.until(lambda: all(s.network.records[peer].version == 30 for peer in ("s0p0", "s0p1")))
+        keeper = add_keeper(s, tmp_path)
+        await s.until(lambda: path_of(tmp_path, run).exists())
+        (first,) = recorded(tmp_path, run, s)
+        assert (first.steps.start, first.steps.end, len(first.by)) == (24, 28, 2)
+        s.add_trainer("another")
+        await s.until_finished()
+        await s.until(lambda: all(s.network.records[peer].version == 43 for peer in ("s0p0", "s0p1")))
+        keeper.leave()
+        await s.until(s.tasks["keeper"].done)
+        found = [(one.steps.start, one.steps.end) for one in recorded(tmp_path, run, s)]
+        assert found[0] == (24, 28) and found[-1][1] == 43  # all of the rest, though it is several trails
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(found))
 
 
 @pytest.mark.virtual_time
