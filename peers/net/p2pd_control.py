@@ -353,7 +353,7 @@ async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
         except asyncio.TimeoutError:
             words = f"no connection within {timeout_s:g} s"
         except (OSError, ValueError, OverflowError) as error:
-            words = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+            words = os.strerror(n) if (n := getattr(error, "errno", 0) or 0) > 0 else str(error)
         reasons.append(f"{place.host}:{place.port}: {words}")
         raise ControlError(words)
 

@@ -26,7 +26,7 @@ from peers.net.direct.paths import DirectOptions
 from peers.net.identity import Identity
 from peers.net.node import MAX_UNANSWERED, Node, direct_options
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.net.p2pd_control import ControlError
+from peers.net.p2pd_control import ControlError, Place
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
 from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
@@ -387,6 +387,19 @@ async def test_that_no_peer_to_join_at_can_be_reached_is_said_in_time(
     assert time.monotonic() - before < 12
     assert caught.value.text.startswith("none of the peers to join at can be reached. Check that one of them")
     assert f"/ip4/127.0.0.1/tcp/1, /ip4/192.0.2.1/tcp/9/p2p/{nobody}: " in caught.value.text
+
+
+async def test_a_host_that_has_no_address_is_named_in_words(
+    stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(place: Place) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    first, identity = await start(stack), Identity.generate()
+    monkeypatch.setattr("peers.net.p2pd_control._connect", unknown)
+    first.transport.learn(identity.peer_id, ["/dns/nowhere.invalid/tcp/31337"])
+    with pytest.raises(PeerGone, match=r"nowhere\.invalid:31337: .*Name or service not known"):
+        await first.transport.call(identity.peer_id, "x", b"")
 
 
 async def test_a_peer_that_comes_back_is_reached_at_once_however_often_it_was_dialled(
