@@ -34,7 +34,9 @@ class Example:
             arrays = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(2)]
         else:
             numbers = np.arange(rows) % len(columns)
-            arrays = [_as_input(array) for array in columns[numbers]]
+            kinds = [np.int64 if array.dtype.kind in "iu" else array.dtype for array in columns[numbers]]
+            given = zip(columns[numbers], kinds, strict=True)
+            arrays = [torch.from_numpy(array.astype(kind)) for array, kind in given]
         self._inputs: Any = inputs
         if inputs is None:
             count = len(arrays) if loss is None else len(arrays) - 1
@@ -75,11 +77,12 @@ class Example:
 
         try:
             model, loss = copy.deepcopy((self._model, self._loss))
+            for part in (model, loss):
+                if isinstance(part, nn.Module):
+                    # `to(dtype)` drops the imaginary part of complex numbers.
+                    _ = part.cpu().double() if self._dtype == torch.float64 else part.cpu().float()
         except Exception as error:
             raise SetupError(f"the module cannot be copied: {first_line(error)}") from error
-        for part in (model, loss):
-            if isinstance(part, nn.Module):
-                part.to("cpu", self._dtype)
         by_name = isinstance(self._inputs, Mapping)
         return CustomModel(
             module=model,
@@ -101,13 +104,6 @@ def rows_of(inputs: Any) -> int:
     return ROWS
 
 
-def _as_input(array: np.ndarray) -> torch.Tensor:
-    """Samples as a module gets them, where no example says it."""
-    if array.dtype.kind in "iu":
-        return torch.from_numpy(array.astype(np.int64))
-    return torch.from_numpy(array.copy())
-
-
 def columns_of(data: Any) -> Columns:
     """Samples as one array for each input.
 
@@ -120,7 +116,7 @@ def columns_of(data: Any) -> Columns:
         if len(lengths) != 1 or not all(array.ndim for array in arrays):
             raise SetupError(f"data has arrays of {sorted(lengths)} samples: all must have as many")
     else:
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        if isinstance(data, str) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise SetupError(
                 f"data is a {type(data).__name__}: give samples (of a DataLoader its .dataset), anything "
                 "with a length that gives a tuple of arrays for each number, or a table [data]"
@@ -145,9 +141,12 @@ def columns_of(data: Any) -> Columns:
 
 
 def _array(part: Any) -> np.ndarray:
-    array = part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else np.asarray(part)
+    if isinstance(part, torch.Tensor):  # numpy has no bfloat16
+        part = (part.float() if part.dtype == torch.bfloat16 else part).detach().cpu().numpy()
+    array = np.asarray(part)
     if array.dtype.kind not in "biuf":
-        raise SetupError(f"data holds {array.dtype}: integers, booleans and floats can be trained on")
+        kind = type(part).__name__ if array.dtype.kind == "O" else array.dtype
+        raise SetupError(f"data holds {kind}: integers, booleans and floats can be trained on")
     return array
 
 

@@ -65,7 +65,7 @@ class LocalSwarm:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where other peers can join, with the run's id."""
-        return self._processes.addresses
+        return self._running and self._processes.addresses
 
     @property
     def tally(self) -> Tally:

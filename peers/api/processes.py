@@ -125,7 +125,7 @@ class Processes:
         Raises:
             SetupError: this machine has none of that name.
         """
-        devices = [choose_device(name) for name in names_of(device)] or [choose_device(device)]
+        devices = [choose_device(name) for name in names_of(str(device))] or [choose_device(str(device))]
         self.run, self.tally, run, code = given.terms, Tally(), given.terms, given.code
         self._peers, self._emit, self._folder = peers, emit, folder
         self._data: list[str] = []

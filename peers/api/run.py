@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from peers.api.example import Example, columns_of, largest_of, rows_of
 from peers.api.module_text import module_text
@@ -82,8 +84,9 @@ class Run:
         self.module: nn.Module | None = None
         """The module as it was given; not changed."""
         self.loss = loss
-        if not (loss is None or callable(loss)):
+        if not (loss is None or callable(loss)) or isinstance(loss, type):
             raise SetupError(f"loss is {loss!r}: give a function, such as torch.nn.functional.mse_loss")
+        inputs, targets = pytree.tree_map_only(np.ndarray, torch.from_numpy, (inputs, targets))
         values: dict[str, Any] = {"name": name, "seed": seed, "steps": steps, **terms}
         chosen = {"lr": 1e-3} if optimizer is None else optimizer
         values["optimizer"] = dict(chosen) if isinstance(chosen, Mapping) else chosen

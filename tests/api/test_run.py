@@ -83,6 +83,19 @@ def test_samples_may_come_in_any_form(form: str) -> None:
     assert np.array_equal(first, tokens[[0, 5]]) and np.array_equal(second, classes[[0, 5]])
 
 
+def test_numbers_of_any_kind_are_what_they_were() -> None:
+    tokens, classes = samples()
+    halves = tokens.bfloat16() / 4
+    example = np.zeros((2, 5), "float32")
+    opened = run(model=Sums(), data=(halves, classes), inputs=example, stages=1).open_data()
+    assert isinstance(opened, Samples) and np.array_equal(opened.batch([3])[0][0], halves[3].float())
+    model = Complex(trained=False)  # complex numbers have two parts
+    whole = {"microbatch_size": 24, "microbatches_per_step": 1}
+    made = run(model=model, data=(tokens.float(), classes), stages=1, batch=whole)
+    step = next(iter(swarm.reference(made)))
+    assert step.loss == pytest.approx(functional.cross_entropy(model(tokens.float()), classes).item())
+
+
 def test_an_example_says_rows_names_and_dtypes() -> None:
     tokens, classes = samples()
     found = run(inputs={"tokens": tokens[:4].to(torch.int32)}, data=(tokens, classes))
@@ -190,6 +203,22 @@ class Sums(nn.Module):
         return self.linear(x)
 
 
+class Complex(Sums):
+    """Turns numbers by angles, as rotary positions do; a subclass may train the angles."""
+
+    def __init__(self, *, trained: bool = True) -> None:
+        super().__init__()
+        turned = torch.polar(torch.ones(3), torch.tensor([0.3, 1.2, 2.0]))
+        self.turned: torch.Tensor
+        if trained:
+            self.turned = nn.Parameter(turned)
+        else:
+            self.register_buffer("turned", turned)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.turned).imag
+
+
 TOKENS, CLASSES = samples()
 TOO_LARGE = TOKENS % 9
 TOO_LARGE[23, 0] = 9
@@ -199,6 +228,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "sample 23 of .*:samples has 9 for the model's input tokens, which takes 0 to 8"),
     ({"model": nn.Linear(4, 3)}, "Linear cannot be traced.*"),
     ({"loss": "mse"}, "loss is 'mse': give a function, such as torch.nn.functional.mse_loss"),
+    ({"loss": nn.CrossEntropyLoss}, "loss is <class .*CrossEntropyLoss'>: give a function"),
+    ({"loss": lambda out, target: None}, "or the loss that is given, has to return a scalar loss .* nothing"),
+    ({"loss": lambda out, target: 1.0}, "has to return a scalar loss .*, not nothing of the kind"),
+    ({"model": Complex(), "data": (TOKENS.float(), CLASSES)}, "turned is complex: train its parts as floats"),
+    ({"model": net().to("meta")}, "the module cannot be copied: Cannot copy out of meta tensor"),
+    ({"data": "corpus.txt"}, r"data is a str: give samples"),
+    ({"data": [{"tokens": 1}, {"tokens": 2}]}, "data holds dict: integers, booleans and floats can be"),
     ({"loss": functional.mse_loss}, "cannot be traced as one graph of operators"),
     ({"data": (TOKENS, CLASSES[:5])}, r"data has arrays of \[5, 24\] samples: all must have as many"),
     ({"data": (TOKENS, CLASSES, CLASSES)}, "Net.forward"),
@@ -305,6 +341,14 @@ def test_a_local_swarm_is_started_once() -> None:
     found._processes.children.append(object())  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"started once: for another, call swarm.local again"), found:
         pass
+
+
+def test_of_a_local_swarm_that_was_not_started_nothing_is_known() -> None:
+    found = swarm.local(run(steps=1), peers=1, device=torch.device("cpu"))  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match="start the swarm first"):
+        _ = found.addresses
+    with pytest.raises(SetupError, match="--device 'None' is unknown; take auto, cpu"):
+        swarm.local(run(steps=1), device=None)  # type: ignore[arg-type]
 
 
 async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

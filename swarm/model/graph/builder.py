@@ -98,6 +98,8 @@ class Builder:
         elif node.name in captured.parameters:
             tensor = self._all[captured.parameters[node.name]]
             name, differentiable = self._names[id(tensor)], tensor.requires_grad
+            if differentiable and tensor.is_complex():
+                raise SetupError(f"{name} is complex: train its parts as floats, see torch.view_as_complex")
             if differentiable:
                 self._trained[name] = tensor
             else:

@@ -65,7 +65,7 @@ class WithLoss(nn.Module):
     def forward(self, args: Any, kwargs: Any, loss_args: Any) -> torch.Tensor:
         with _NoOtherWeights():
             out = self.model(*args, **kwargs)
-            return find_loss(out) if self.loss is None else self.loss(out, *loss_args)
+            return find_loss(out if self.loss is None else self.loss(out, *loss_args))
 
     def weights(self) -> dict[str, nn.Parameter]:
         """All parameters by full name, a tied one under each of its names."""
@@ -97,8 +97,8 @@ def find_loss(out: Any) -> torch.Tensor:
         f"a {out.dtype} of {out.ndim} dimensions" if isinstance(out, torch.Tensor) else "nothing of the kind"
     )
     raise SetupError(
-        f"the model has to return a scalar loss (itself, as `.loss`, or first in a tuple), not {found}; "
-        "change that, or give a loss function apart"
+        f"the model, or the loss that is given, has to return a scalar loss (itself, as `.loss`, or first in "
+        f"a tuple), not {found}; change that, or give a loss function apart"
     )
 
 
