@@ -6,13 +6,16 @@ itself, never on the word of another: docs/design.md, *What one peer may cost*.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
+from functools import reduce
+from operator import or_
 
 import msgspec
 from msgspec.structs import replace
 
-from swarm.ids import PeerId
-from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
+from swarm.ids import Generation, PeerId
+from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.ledger import everything
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
@@ -75,6 +78,8 @@ class Blame:
         self._planned_s: dict[int, float] = {}
         self._round_s: dict[int, float] = {}
         """How long the first complete round of a step took."""
+        self._undoing: dict[tuple[int, Generation], dict[PeerId, tuple[float, float, int]]] = {}
+        """When each replica was told last to retract, how long that took so far, what it has to keep."""
         self._judged: set[str] = set()
         self._unclear = 0
         """Rounds in a row that failed, and it could not be seen why."""
@@ -84,6 +89,7 @@ class Blame:
         for known in (self._planned_s, self._round_s):
             for t in [t for t in known if t < newest]:
                 del known[t]
+        self._undoing = {at: of for at, of in self._undoing.items() if at[0] >= newest}
         for waits in (self._computing, self._preparing):
             waits.forget(newest)
 
@@ -115,6 +121,24 @@ class Blame:
             peer: replace(report, in_progress=NOTHING) if peer in late else report
             for peer, report in reports.items()
         }
+
+    def undoing(
+        self, at: tuple[int, Generation], by: Mapping[PeerId, int], reports: Mapping[PeerId, StepReport], *,
+        now: float,
+    ) -> None:  # fmt: skip
+        """Replicas are told to retract what others have, too: `by`, if any are. One that claims other things
+        for a moment is waited for all the same, and one that others retract for has to keep what it has."""
+        usual, told = self._computing.usual, reduce(or_, by.values(), 0)
+        limit_s = usual.limit_s if usual.known else min(BUDGET_S, usual.limit_s)
+        waits = self._undoing.setdefault(at, {})
+        for peer, report in reports.items():
+            told_s, waited_s, kept = waits.get(peer, (math.inf, 0.0, 0))
+            lost = bool(kept & ~report.done)
+            if peer in by:
+                told_s, waited_s = now, waited_s + min(max(0.0, now - told_s), limit_s)
+            waits[peer] = told_s, waited_s, (kept | told) & report.done & ~by.get(peer, 0)
+            if peer != self._me and (lost or (peer in by and waited_s > limit_s)):
+                self._backoff.charge(peer, t=at[0], since_s=now - waited_s, now=now, rounds=lost)
 
     def planned(self, t: int, *, now: float) -> None:
         """A round is published, or still goes on."""

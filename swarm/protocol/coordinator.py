@@ -155,6 +155,8 @@ class StageCoordinator:
                 others = {p: step for p, step in believable.items() if p not in steps}
                 decision = rounds.proven_by(decision, others, self.voice)
             self._decisions[t] = decision
+            by = decision.by if isinstance(decision, rounds.Undo) else {}
+            blame.undoing((t, self._agreed.generation), by, steps, now=now)
             self._left_out[t] |= self._alone_with_a_result(t, decision)
             if isinstance(decision, rounds.Reduce):
                 self._plans[t] = decision.plan

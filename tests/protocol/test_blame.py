@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from swarm.ids import PeerId
+from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.rounds import FetchResult, Plan, Prepared, Reduce, StepReport, decide, named_by_most
+from swarm.protocol.rounds import (
+    FetchResult,
+    Plan,
+    Prepared,
+    Reduce,
+    StepReport,
+    Undo,
+    decide,
+    named_by_most,
+)
 
 ALL = 0b1111
 
@@ -82,6 +91,41 @@ def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() ->
     for now in (0.0, 200.0, 400.0):
         assert this.computing(0, reports, now=now) == reports
     assert not this.left_out("bob", now=400.0)
+
+
+# --- duplicates ---
+
+
+def undo(this: Blame, reports: dict[PeerId, StepReport], now: float, *, generation: int = 0) -> None:
+    decision = decide("5a", 1, 0, 4, 90, reports, None, {})
+    at = (0, Generation(generation))
+    this.undoing(at, decision.by if isinstance(decision, Undo) else {}, reports, now=now)
+
+
+def test_one_that_does_not_retract_is_left_out_though_it_claims_other_things_meanwhile() -> None:
+    this, _ = blame()
+    this.computing(0, {"ann": step(), "bob": step(computes=ALL)}, now=0.0)
+    this.computing(0, {"ann": step(), "bob": step(ALL)}, now=0.5)  # microbatches take half a second
+    for tenths in range(240):
+        claim = ALL if tenths // 10 % 2 else 0b0101 if tenths % 2 else 0
+        undo(this, {"ann": step(ALL), "bob": step(claim)}, tenths / 10)
+        assert not this.left_out("bob", now=tenths / 10)
+    for tenths in range(240, 320):
+        undo(this, {"ann": step(ALL), "bob": step(ALL)}, tenths / 10)
+    assert this.left_out("bob", now=32.0) and not this.left_out("ann", now=32.0)
+
+
+def test_one_that_others_retract_for_keeps_what_it_has() -> None:
+    this, _ = blame()
+    both, one, none = ({"aaa": step(its), "ann": step(mine)} for its, mine in ((ALL, ALL), (ALL, 0), (0, 0)))
+    undo(this, both, 0.0)
+    undo(this, none, 1.0, generation=1)  # what a rollback takes is no fault of its own
+    for now in (2.0, 12.0):
+        assert not this.left_out("aaa", now=now)
+        undo(this, both, now, generation=1)
+        undo(this, one, now + 1.0, generation=1)
+        undo(this, none, now + 2.0, generation=1)
+    assert this.left_out("aaa", now=15.0) and not this.left_out("ann", now=15.0)
 
 
 # --- the result ---

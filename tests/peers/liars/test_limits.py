@@ -6,6 +6,8 @@ What counts is by how much longer a run takes than without the liar.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -16,9 +18,14 @@ from peers.clock import now_s
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
-from swarm.errors import Busy, NotReady
+from swarm.errors import Busy, NotReady, SwarmError
 from swarm.manifest import audit_run
+from swarm.protocol.ledger import Bitmap, everything
+from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, AllReduce
+from swarm.protocol.rounds import StepReport
+from swarm.records import PeerRecord
+from swarm.wire.messages import pack
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.tarpits import answer_late, never_answered, trickle
 
@@ -42,7 +49,7 @@ def honest_serve(s: Swarm, honest: Sequence[str]) -> bool:
     return all(name in records and records[name].state == "serving" for name in honest)
 
 
-async def lasts_s(attack: Attack | None) -> float:
+async def lasts_s(attack: Attack | None, *, limit_s: float = 6_000.0) -> float:
     """Seconds from the first microbatch to the last step, at each honest peer."""
     async with swarm(audit_run(stages=3, steps=STEPS, microbatches_per_step=8)) as s:
         honest = list(s.peers)
@@ -53,7 +60,7 @@ async def lasts_s(attack: Attack | None) -> float:
         await s.until(lambda: honest_serve(s, honest))
         began = s.network.loop.now_s
         s.add_trainer("trainer")
-        await s.until(lambda: all(s.peers[name].core.version >= STEPS for name in honest), limit_s=6_000.0)
+        await s.until(lambda: all(s.peers[name].core.version >= STEPS for name in honest), limit_s=limit_s)
         took_s = s.network.loop.now_s - began
         counts = s.count_matrix()
         assert all((counts[name] == STEPS).all() for name in honest)
@@ -221,6 +228,53 @@ async def test_an_owner_that_answers_no_part_costs_its_budget(limit_s: float) ->
         s.network.peers[LIAR].transport.serve("part", never_answered, max_body_bytes=1 << 24)
 
     assert await lasts_s(attack) <= limit_s
+
+
+def claiming(name: str, claim: Callable[[int, int, int], int]) -> Attack:
+    """One that only reports: what `claim` makes of what others have of a step, of all of it, and of a number
+    that counts up."""
+
+    async def attack(s: Swarm) -> None:
+        await s.until_serving()
+        end, run = s.add_stranger(name).end, s.run
+        await end.directory.announce(PeerRecord(peer=name, run=run.id, stage=1, state="joining", version=0))
+
+        async def lie() -> None:
+            for number in itertools.count():
+                await asyncio.sleep(0.05)
+                t = max(peer.core.version for _, peer in s.live())
+                theirs = s.done("s1p0", t) | s.done("s1p1", t)
+                step = StepReport(t=t, done=Bitmap(claim(theirs, everything(run.M), number)))
+                report = ReplicaReport(run=run.id, stage=1, version=t, steps=(step,))
+                for callee in ("s1p0", "s1p1"):
+                    with contextlib.suppress(SwarmError):
+                        await end.transport.call(callee, "report", pack(report), [])
+
+        end.process.start(s.network.loop, lie())
+
+    return attack
+
+
+@pytest.mark.parametrize("name", ["a", LIAR])
+@pytest.mark.parametrize(
+    "claim",
+    [
+        lambda theirs, every, number: theirs,
+        pytest.param(lambda theirs, every, n: theirs if n // 20 % 2 else 0, marks=pytest.mark.slow),
+        pytest.param(lambda theirs, every, n: every & ~theirs if n % 2 else theirs, marks=pytest.mark.slow),
+        pytest.param(lambda theirs, every, n: every & ~theirs if n // 20 % 2 else 0, marks=pytest.mark.slow),
+        pytest.param(lambda theirs, every, n: theirs & 1 << n // 10 % 8, marks=pytest.mark.slow),
+        pytest.param(lambda theirs, every, n: every, marks=pytest.mark.slow),
+    ],
+    ids=["theirs", "theirs at times", "theirs and others", "others at times", "one of theirs", "all"],
+)
+async def test_one_that_claims_what_others_have_costs_its_budget_whatever_its_id(
+    name: str, claim: Callable[[int, int, int], int]
+) -> None:
+    """Nobody has voice yet: of a larger id it is told to retract, of a smaller one the others are."""
+    attack = claiming(name, claim)
+    began_s = await lasts_s(None, limit_s=60.0)
+    assert await lasts_s(attack, limit_s=120.0) <= began_s + BUDGET_S
 
 
 # --- all that it sends comes at a byte a second -------------------------------------------------------------
