@@ -104,7 +104,7 @@ def _json(text: str, name: str) -> tuple[list[tuple[float, int, str]], float]:
 def _csv(text: str, name: str) -> tuple[list[tuple[float, int, str]], float]:
     found: list[tuple[float, int, str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
+        if line.strip() in ("", "seconds,count", "seconds,count,region"):
             continue
         before_s = found[-1][0] if found else 0.0
         try:

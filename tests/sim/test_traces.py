@@ -19,6 +19,11 @@ def test_of_changes_at_one_time_the_last_one_holds_and_equal_counts_are_one() ->
     assert read_trace(CSV) == Trace((0.0, 10.0, 25.5), (0, 6, 2), 40.0)
 
 
+@pytest.mark.parametrize("header", ["seconds,count", "seconds,count,region"])
+def test_a_table_may_have_a_header(header: str) -> None:
+    assert read_trace(f"{header}\r\n0,3\r\n60,1\r\n") == read_trace("0,3\n60,1\n")
+
+
 def test_before_its_first_line_nobody_is_up() -> None:
     assert read_trace("5,2\n9,0") == Trace((0.0, 5.0, 9.0), (0, 2, 0), 9.0)
 
