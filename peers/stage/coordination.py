@@ -246,7 +246,7 @@ class StepCoordination:
         able = {
             peer
             for peer, status in told.items()
-            if status.state == "serving" and status.version >= t and (status.done or status.inflight)
+            if status.state == "serving" and status.version == t and (status.done or status.inflight)
         }
         self.protocol.belief.excuse(t, set(peers) - able)
         if self._lacking[0] != t:
@@ -281,7 +281,7 @@ class StepCoordination:
                 came = partial(self.protocol.directive_came, directive)
             elif method == "summary":
                 status = unpack_answer(peer, answer.header, RunStatus, answer.body)
-                came = partial(self.protocol.run_status_came, status)
+                came = partial(self.protocol.run_status_came, peer, status)
         except PeerFault as fault:
             if method == "directive":
                 self.lost(peer)
@@ -319,7 +319,7 @@ class StepCoordination:
         summary = unpack(request.header, StageSummary)
         if summary.run != self._run.id or not 0 <= summary.stage < self._run.S:
             raise Refused(f"a summary of stage {summary.stage} of run {summary.run[:40]!r}")
-        if self.coordinator(0) == self._me:
+        if self._stage == 0:
             await self._core.membership.require(request.peer, summary.stage)
         status = self._step(
             lambda now: self.protocol.summary(request.peer, summary, now=now), also=summary.stage

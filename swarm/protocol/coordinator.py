@@ -132,7 +132,7 @@ class StageCoordinator:
     def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
         self._decisions, self._left_out, self._doubled = {}, {}, {}
-        resting = (peer for peer in self.members if self._blame.left_out(peer, now=now))
+        resting = (p for p in {*self.members, *self.voice} if self._blame.left_out(p, now=now))
         self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
         newest = self.newest_version()
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}

@@ -7,6 +7,7 @@ trainers or founders sign: in others all words count alike.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from swarm.errors import Refused, short
 from swarm.floats import total_of
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.messages import ReplicaReport
+from swarm.protocol.messages import ReplicaReport, StageSummary
 from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.protocol.voice import Electorate, heard, voice_of
@@ -126,6 +127,16 @@ class Belief:
             return self._complete(t, self._silent(fetch.proofs, self._stage, t))
         except Refused:
             return False
+
+    def ready(self, summary: StageSummary, since: int) -> int:
+        """The last step, from `since` on, for which a summary proves that its stage is ready; -1: none."""
+        proven = [-1]
+        for step in summary.steps:
+            with contextlib.suppress(Refused):
+                self._norm(step.proofs, summary.generation, summary.stage, step.t)
+                if step.ready and step.t >= since and not self._silent(step.proofs, summary.stage, step.t):
+                    proven.append(step.t)
+        return max(proven)
 
     def _complete(self, t: int, lacking: list[PeerId]) -> bool:
         if lacking:

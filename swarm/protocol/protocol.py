@@ -41,6 +41,8 @@ from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
+MAX_TOLD = 4
+"""Replicas of stage 0 that hear of a stage while steps are late."""
 MAX_MISSED_GENERATIONS = 100
 """That a peer may have missed: a lie must not use all numbers up."""
 
@@ -169,11 +171,12 @@ class StepProtocol:
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
         voice = self.belief.voice(stage)
-        awake = self._rotation.awake(heard(there, voice), now=now)
-        first = elect({peer: since_s.get(peer, math.inf) for peer in awake}, voice)
-        if first in reporting and self._me in serving:
+        ranked = elect({peer: since_s.get(peer, math.inf) for peer in serving}, voice)
+        in_turn = [peer for peer in self._rotation.in_turn(ranked) if peer in there]
+        first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)
+        if first in reporting and self._me in ranked:
             # It reports, so it does not coordinate: after late steps two may leave that to each other.
-            first = elect({peer: since_s.get(peer, math.inf) for peer in (first, self._me)}, voice)
+            first = min(first, self._me, key=[*ranked, first].index)
         return first
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
@@ -188,8 +191,7 @@ class StepProtocol:
         if not self._local.joined and not self._local.steps:
             return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
-            found = (self.coordinator(stage, now=now) for stage in range(self._run.S))
-            self._rotation.charge((peer for peer in found if peer), t=self._local.version, now=now)
+            self._rotation.waits(now=now)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -199,18 +201,21 @@ class StepProtocol:
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version if coordinator in last.sources else 0  # it knows the commits before
             report = self._report(since=since)
-            for peer in self._to_tell(self._stage, coordinator, last.coordinator if last else "", now):
+            told = last.coordinator if last else ""
+            for peer in sorted(self._to_tell(self._stage, coordinator, told, 0, now)):
                 self._messages.append(Message(peer, *report))
         return coordinator == self._me
 
-    def _to_tell(self, stage: Stage, coordinator: PeerId | None, told_of: PeerId, now: float) -> list[PeerId]:
-        """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, and the
-        one that it was told of. After late steps, which only runs that name peers look at, those may differ.
+    def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
+        """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it
+        was told of, and so many whose turn is next. After late steps, in runs that name peers, they differ.
         """
         records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
-        there = heard((record.peer for record in records), self.belief.voice(stage))
-        others = {peer for peer in {told_of} & {*there} if not self._backoff.in_backoff(peer, now=now)}
-        return sorted(peer for peer in {coordinator, *others} if peer and peer != self._me)
+        since_s = {record.peer: record.since or math.inf for record in records}
+        there = self._rotation.in_turn(elect(since_s, self.belief.voice(stage)))
+        able = {peer for peer in there if not self._backoff.in_backoff(peer, now=now)}
+        others = {told, *there[:more]} & able
+        return {peer for peer in {seen, *others} if peer and peer != self._me}
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         """This replica's report, and the losses that go with it."""
@@ -351,7 +356,8 @@ class StepProtocol:
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
             self._update_run_status(now)
-        for peer in self._to_tell(0, coordinator, self.run_status.run_coordinator, now):
+        told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
+        for peer in sorted(self._to_tell(0, coordinator, told, more, now)):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)
@@ -387,31 +393,32 @@ class StepProtocol:
     # -- the run ----------------------------------------------------------------------------------
 
     def summary(self, sender: PeerId, summary: StageSummary, *, now: float) -> RunStatus:
-        """Take in the summary of a stage's coordinator, if this peer coordinates the run; return how the run
-        is.
+        """Take in the summary of a stage's coordinator; return how the run is.
 
-        Where replicas have voice, one of them speaks for its stage: the coordinator that this peer sees, or
-        another if that one is silent, since pictures of the directory differ.
+        Where commits are proven all replicas of stage 0 find them. Where replicas have voice one speaks for
+        its stage: who proves that it is ready, else the coordinator that this peer sees, or another if that
+        one is silent, or steps are late, since pictures differ.
 
         Raises:
             Refused: no honest coordinator sends that.
             NotNow: the sender does not coordinate the stage.
         """
-        if self.coordinates(0, now=now):
+        if self._stage == 0 and (self.belief.needs_proof or self.coordinates(0, now=now)):
             check_summary(summary, self._run)
-            voice, known = self.belief.voice(summary.stage), self._run_coordinator.stages.get(summary.stage)
-            overruled = (
-                known is not None
-                and now - known.seen_s < 1.5 * self._timings.refresh_s
-                and known.coordinator == self.coordinator(summary.stage, now=now) != sender
-            )
-            serving = (r.peer for r in self._peers.get(summary.stage, ()) if r.state == "serving")
-            if voice and (sender not in heard({sender, *serving}, voice) or overruled):
-                raise NotNow(f"peer {short(sender)} does not coordinate stage {summary.stage}")
-            self._run_coordinator.stages[summary.stage] = Summarized(summary, sender, now)
+            stage, lately_s = summary.stage, now - 1.5 * self._timings.refresh_s
+            voice, rival = self.belief.voice(stage), self._run_coordinator.stages.get(stage)
+            serving = (r.peer for r in self._peers.get(stage, ()) if r.state == "serving")
+            if voice and sender not in heard({sender, *serving}, voice):
+                raise NotNow(f"peer {short(sender)} does not coordinate stage {stage}")
+            before, said, seen = -1, -1, False
+            if voice and rival and rival.coordinator != sender and rival.seen_s > lately_s:
+                before, said = (self.belief.ready(s, self._local.version) for s in (rival.summary, summary))
+                seen = rival.coordinator == self.coordinator(stage, now=now) and not self._rotation.late
+            if (before, seen) <= (said, False):
+                self._run_coordinator.stages[stage] = Summarized(summary, sender, now)
             self._follows(summary.generation, now)
             self._update_run_status(now)
-        return self.run_status
+        return replace(self.run_status, commits=replica.newest_commits(self._agreed.known(self._local)))
 
     def _update_run_status(self, now: float) -> None:
         run = self._run_coordinator
@@ -424,7 +431,7 @@ class StepProtocol:
             self._learn(summary.commits, summary.generation)
         losses = self._coordinator.losses
         status = run.decide(losses, self._local, lambda c: self.believes(c, self._agreed.generation))
-        if status == self.run_status:
+        if status == self.run_status or not self.coordinates(0, now=now):
             return
         if status.commits != self.run_status.commits:
             self._soon = True
@@ -434,23 +441,24 @@ class StepProtocol:
                 self._messages.append(Message(said.coordinator, status))
 
     def hear_run_status(self, sender: PeerId, status: RunStatus, *, now: float) -> None:
-        """Take in a status of the run that was pushed, if it is from the run coordinator; else ignore it.
+        """Take in a status of the run that was pushed, by a peer that may coordinate it; else ignore it.
 
         Raises:
             Refused: it is of another run.
         """
         if status.run != self._run.id:
             raise Refused(f"the status of run {status.run[:40]!r}; this peer serves {self._run.id}")
-        if sender == status.run_coordinator == self.coordinator(0, now=now):
-            self.run_status_came(status, now=now)
+        able = (self.coordinator(0, now=now), *self.belief.voice(0))
+        if sender in able and sender == status.run_coordinator:
+            self.run_status_came(sender, status, now=now)
 
-    def run_status_came(self, status: RunStatus, *, now: float) -> None:
-        """Take in the run coordinator's status of the run."""
-        if not self._follows(status.generation, now):
-            return
+    def run_status_came(self, sender: PeerId, status: RunStatus, *, now: float) -> None:
+        """Take in the run coordinator's status of the run; of others only commits that are proven."""
         known = self._agreed.known(self._local)
         self._learn(status.commits, status.generation)
-        self.run_status = status
+        leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
+        if leads and self._follows(status.generation, now):
+            self.run_status = status
         if self._agreed.known(self._local) != known and self.coordinates(self._stage, now=now):
             self._soon = True
 

@@ -126,8 +126,8 @@ class Reduce(msgspec.Struct, frozen=True):
 Decision = FetchResult | Lacking | Undo | Reduce
 
 
-def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerId | None:
-    """The coordinator: the peer with the most voice, in whole `RANK_STEPS`; of several, the smallest id.
+def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> list[PeerId]:
+    """The peers that may coordinate, first those with most voice, in whole `RANK_STEPS`, and smallest id.
 
     Where none has voice, the peer that joined first, by its own clock: a newcomer thus takes nothing over
     while older peers live. It would know of no plan, and a running reduce would start again. A wrong clock
@@ -137,7 +137,7 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> PeerI
     def rank(peer: PeerId) -> tuple[float, PeerId]:
         return (-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer]), peer
 
-    return min(heard(since_s, voice), key=rank, default=None)
+    return sorted(heard(since_s, voice), key=rank)
 
 
 def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:

@@ -1,8 +1,7 @@
-"""While steps are not taken the coordinators change, and all peers come to the same."""
+"""While steps are late the coordinators change, and all peers come to the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 from swarm.ids import PeerId
@@ -24,15 +23,18 @@ class Watched:
             self.waits(each_s)
             self.rotation.stepped(now=self.now)
 
-    def waits(self, seconds: float, coordinators: Callable[[], list[PeerId]] | None = None) -> None:
-        end = self.now + seconds
+    def waits(self, seconds: float) -> list[PeerId]:
+        """Whose turn it was, second by second."""
+        end, seen = self.now + seconds, list[PeerId]()
         while self.now < end:
             self.now = min(end, self.now + 1.0)
-            self.rotation.charge(coordinators() if coordinators else [self.first], t=7, now=self.now)
+            self.rotation.waits(now=self.now)
+            seen.append(self.first)
+        return seen
 
     @property
     def first(self) -> PeerId:
-        return self.rotation.awake(PEERS, now=self.now)[0]
+        return self.rotation.in_turn(PEERS)[0]
 
 
 def test_a_state_that_was_fetched_after_a_cut_says_nothing_of_how_long_steps_take() -> None:
@@ -40,7 +42,7 @@ def test_a_state_that_was_fetched_after_a_cut_says_nothing_of_how_long_steps_tak
     this.waits(26.0)
     this.rotation.stepped(now=this.now, alone=False)
     this.waits(60.0)
-    assert this.first == "bob"
+    assert this.first != "ann"
 
 
 def test_a_first_step_that_was_held_up_by_a_cut_is_not_taken_for_usual() -> None:
@@ -60,24 +62,24 @@ def test_a_coordinator_under_which_no_step_is_taken_makes_way_for_the_next() -> 
     assert this.first == "ann"
     this.waits(2.0)
     assert this.first == "bob"
-    this.waits(24.0)
-    assert this.first == "bob", "its turn began as the other's ended"
-    this.waits(3.0)
+    this.waits(23.0)
+    assert this.first == "bob"
+    this.waits(2.0)
     assert this.first == "cid"
 
 
 def test_before_the_first_step_there_is_more_time() -> None:
     this = Watched()
     this.waits(FIRST_LATE_S - 1.0)
-    assert this.first == "ann"
+    assert this.first == "ann" and not this.rotation.late
     this.waits(3.0)
     assert this.first == "bob"
 
 
-def test_coordinators_of_steps_in_time_cost_nothing() -> None:
+def test_coordinators_of_steps_in_time_keep_their_turn() -> None:
     this = Watched()
     this.steps(50, each_s=LATE_S - 1.0)
-    assert this.first == "ann"
+    assert this.first == "ann" and not this.rotation.late
 
 
 def test_late_steps_add_up() -> None:
@@ -101,65 +103,44 @@ def test_a_peer_that_was_away_saw_nobody_hold_anything_up() -> None:
     this.steps(3)
     this.now += 60.0 + SLEPT_S
     this.waits(9.0)
-    assert this.first == "ann"
+    assert this.first == "ann" and not this.rotation.late
 
 
-def test_one_that_came_late_in_a_step_is_charged_from_then_on() -> None:
-    """After a cut those that could be reached again rested at once, each in another's view (seed 700330)."""
-    this = Watched()
-    this.waits(FIRST_LATE_S - 2.0, lambda: ["eve"])
-    this.waits(FIRST_LATE_S - 1.0)
-    assert this.first == "ann"
-    this.waits(3.0)
-    assert this.first == "bob"
+def test_two_that_saw_the_same_steps_see_the_same_turns_whomever_they_reached() -> None:
+    """Where each charged the coordinators that it saw, those of one stage saw others for minutes."""
+    one, other = Watched(), Watched()
+    other.now += 0.7
+    for this in (one, other):
+        this.steps(3)
+    seen = [this.waits(600.0) for this in (one, other)]
+    assert sum(a != b for a, b in zip(*seen, strict=True)) <= len(set(PEERS)) * 4
+    assert set(seen[0]) == set(PEERS)
 
 
-def test_where_all_cost_too_much_the_one_whose_rest_ends_first_coordinates() -> None:
-    this = Watched()
-    this.steps(3)
-    seen: list[PeerId] = []
-
-    def noted() -> list[PeerId]:
-        seen.append(this.first)
-        return [this.first]
-
-    this.waits(600.0, noted)
-    assert set(seen[-300:]) == set(PEERS)
-
-
-def test_one_that_coordinates_another_stage_is_charged_by_itself() -> None:
+def test_each_has_a_turn_before_one_has_another_and_later_turns_are_longer() -> None:
     this = Watched()
     this.steps(3)
-    this.waits(30.0, lambda: [this.first, "zoe"])
-    assert this.rotation.awake(["zoe", "yan"], now=this.now) == ["yan"]
-
-
-def test_each_has_a_whole_turn_before_one_that_rested_has_another_and_later_turns_are_longer() -> None:
-    this = Watched()
-    this.steps(3)
-    turns: list[tuple[PeerId, float]] = []
-
-    def noted() -> list[PeerId]:
-        if not turns or turns[-1][0] != this.first:
-            turns.append((this.first, this.now))
-        return [this.first]
-
-    this.waits(600.0, noted)
-    names, began = [name for name, _ in turns], [at for _, at in turns]
+    seen = this.waits(25.0 * 3 * 7)
+    began = [0, *(at for at in range(1, len(seen)) if seen[at] != seen[at - 1]), len(seen)]
     lasted = [end - start for start, end in pairwise(began)]
-    assert names[:3] == PEERS and min(lasted[:3]) >= 25.0
-    assert max(names[:6].count(name) for name in PEERS) <= 2
-    assert min(lasted[3:]) >= 2 * LATE_S
+    assert [seen[at] for at in began[:-1]] == PEERS * 3
+    assert [round(s / 25.0) for s in lasted] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
 
 
-def test_under_whom_a_late_step_was_taken_coordinates_the_next_ones_too() -> None:
+def test_a_late_step_is_told_of_until_twenty_were_in_time() -> None:
     this = Watched()
     this.steps(3)
-    this.waits(60.0)
-    assert this.first == "cid"
-    this.steps(1)
+    this.waits(LATE_S)
+    assert not this.rotation.late
     this.waits(20.0)
-    assert this.first == "cid", "ann has rested"
-    this.steps(1)
+    assert this.first == "bob" and this.rotation.late
     this.steps(STEPS)
-    assert this.first == "ann", "all steps were in time for a while"
+    assert this.first == "bob" and this.rotation.late, "the last of the late steps was one of them"
+    this.steps(1)
+    assert this.first == "ann" and not this.rotation.late, "all steps were in time for a while"
+
+
+def test_where_there_is_nobody_it_is_nobodys_turn() -> None:
+    this = Watched()
+    this.waits(200.0)
+    assert this.rotation.in_turn([]) == [] and this.rotation.in_turn(["ann"]) == ["ann"]

@@ -88,9 +88,9 @@ def test_a_stranger_that_says_it_came_first_coordinates_nothing() -> None:
 
 def test_the_one_with_most_steps_coordinates_and_few_more_steps_are_not_more() -> None:
     since_s = {"ann": 3.0, "bob": 2.0, "cid": 1.0}
-    assert elect(since_s, {"ann": 39, "bob": 79, "cid": 59}) == "bob"
-    assert elect(since_s, {"ann": 21, "bob": 39}) == "ann", "both have one score of steps"
-    assert elect(since_s, {}) == "cid"
+    assert elect(since_s, {"ann": 39, "bob": 79, "cid": 59}) == ["bob", "cid", "ann"]
+    assert elect(since_s, {"ann": 21, "bob": 39}) == ["ann", "bob"], "both have one score of steps"
+    assert elect(since_s, {}) == ["cid", "bob", "ann"]
 
 
 def test_strangers_go_on_alone_when_all_with_voice_are_gone() -> None:
@@ -106,10 +106,104 @@ def test_a_stranger_does_not_speak_for_a_stage_nor_over_its_coordinator() -> Non
     summary = StageSummary(run=RUN.id, stage=1, version=0, members=1)
     with pytest.raises(NotNow, match="liar does not coordinate stage 1"):
         this.summary("liar", summary, now=NOW)
-    this.summary("ann", summary, now=NOW)
-    with pytest.raises(NotNow, match="bob does not coordinate stage 1"):
-        this.summary("bob", summary, now=NOW + 1.0)
-    this.summary("bob", summary, now=NOW + 2.0)  # ann is silent: pictures may differ
+    speakers = list[PeerId]()
+    for sender, now in (("ann", NOW), ("bob", NOW + 1.0), ("bob", NOW + 2.0)):
+        this.summary(sender, summary, now=now)
+        speakers.append(this._run_coordinator.stages[1].coordinator)
+    assert speakers == ["ann", "ann", "bob"], "when ann is silent pictures may differ"
+
+
+def ready(*peers: PeerId, stage: Stage = 1) -> StageSummary:
+    """It has the result of step 0, as these say."""
+    proofs, holds = list[Proof](), msgspec.structs.replace(report(0, step(held="r")), stage=stage)
+    for peer in peers:
+        said = signed_report(holds, SimSigner(peer), None).steps[0].prepared
+        assert said is not None
+        proofs.append(Proof(peer, said))
+    view = StepSummary(t=0, ready=True, sqnorm=1.0, proofs=tuple(proofs))
+    return StageSummary(run=RUN.id, stage=stage, version=0, members=1, steps=(view,))
+
+
+def run_coordinator(*, late_s: float = 0.0) -> StepProtocol:
+    """Zoe's, who coordinates stage 0; the step has lasted so long. Ann, bob and cid have voice in stage 1."""
+    of_1 = (record("ann", steps=60), record("bob", steps=40), record("cid", steps=20))
+    this = protocol_of("zoe", record("zoe", 0, steps=60), *of_1, stage=0)
+    this._rotation._usual.answered(1.0)
+    for second in range(int(late_s)):
+        this._rotation.waits(now=NOW - late_s + second)
+    return this
+
+
+def test_who_proves_that_its_stage_is_ready_speaks_for_it_whoever_else_does() -> None:
+    """Who lies that its stage lacks something, or whose turn is over, had the step stand still."""
+    nothing = StageSummary(run=RUN.id, stage=1, version=0, members=1)
+    for late_s in (0.0, 60.0):
+        this = run_coordinator(late_s=late_s)
+        this.summary("ann", nothing, now=NOW)
+        this.summary("cid", ready("bob", "cid"), now=NOW)
+        this.summary("ann", nothing, now=NOW)
+        assert this._run_coordinator.stages[1].coordinator == "cid"
+        this.summary("ann", ready("cid", "liar"), now=NOW)
+        assert this._run_coordinator.stages[1].coordinator == "cid", "only one with voice says that"
+        forged, other = ready("ann").steps[0], ready("cid").steps[0].proofs[0].prepared
+        forged = msgspec.structs.replace(forged, proofs=(*forged.proofs, Proof("bob", other)))
+        this.summary("ann", msgspec.structs.replace(nothing, steps=(forged,)), now=NOW)
+        assert this._run_coordinator.stages[1].coordinator == "cid", "bob did not say that"
+        this.summary("ann", nothing, now=NOW + 2.0)
+        assert this._run_coordinator.stages[1].coordinator == "ann", "cid is silent"
+
+
+def test_what_proves_a_step_that_is_taken_gives_nobody_the_word() -> None:
+    this = run_coordinator()
+    this.observe(Local(generation=Generation(), version=1, steps={}, commits={}), this._peers, now=NOW)
+    nothing = StageSummary(run=RUN.id, stage=1, version=1, members=1)
+    for sender, said in (("cid", ready("bob", "cid")), ("ann", nothing), ("cid", ready("bob", "cid"))):
+        this.summary(sender, said, now=NOW)
+    assert this._run_coordinator.stages[1].coordinator == "ann"
+
+
+def test_while_steps_are_late_the_last_one_with_voice_speaks_for_its_stage() -> None:
+    """Where this peer sees another turn than they do, what the stage lacked was run again by nobody."""
+    nothing = StageSummary(run=RUN.id, stage=1, version=0, members=1)
+    for late_s, speaks in ((0.0, "ann"), (20.0, "bob")):
+        this = run_coordinator(late_s=late_s)
+        for sender in ("ann", "bob"):
+            this.summary(sender, nothing, now=NOW)
+        assert this._run_coordinator.stages[1].coordinator == speaks
+
+
+def test_of_a_late_step_those_hear_that_may_coordinate_the_run() -> None:
+    """Each of stage 0 that takes itself for that finds the commit, which is proven."""
+    voices = {"zoe": 90, "yan": 60, "wes": 40, "liar": 0}
+    for late_s, told in ((0, {"zoe"}), (40, {"zoe", "yan", "wes"}), (70, {"zoe", "yan", "wes"})):
+        run = [record(name, 0, steps=steps) for name, steps in voices.items()]
+        this = protocol_of("ann", record("ann", steps=60), *run)
+        for second in range(late_s):
+            this._rotation.waits(now=NOW - late_s + second)
+        this.speak(now=NOW)
+        said = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)]
+        assert sorted(said) == sorted(told)
+
+
+def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
+    of_0 = (record("zoe", 0, steps=60), record("yan", 0, steps=40))
+    this = protocol_of("yan", *of_0, *(record(name, steps=60) for name in ("ann", "bob")), stage=0)
+    assert not this.summary("zoe", ready("zoe", "yan", stage=0), now=NOW).commits
+    status = this.summary("ann", ready("ann", "bob"), now=NOW)
+    assert [commit.t for commit in status.commits] == [0]
+    assert this.run_status.run_coordinator != "yan"
+
+
+def test_one_that_does_not_coordinate_the_run_tells_commits_and_nothing_else() -> None:
+    run = (record("zoe", 0, steps=60), record("yan", 0, steps=40), record("liar", 0))
+    lie = RunStatus(run=RUN.id, version=9, run_coordinator="yan")
+    this = protocol_of("ann", record("ann", steps=60), *run)
+    this.run_status_came("yan", lie, now=NOW)
+    assert this.run_status.version != 9
+    this.hear_run_status("yan", lie, now=NOW)
+    assert this.run_status.version != 9
+    this.run_status_came("zoe", lie, now=NOW)
+    assert this.run_status.version == 9
 
 
 def test_who_has_voice_and_only_joins_its_stage_keeps_no_stranger_from_speaking_for_it() -> None:
@@ -301,6 +395,15 @@ def test_one_that_is_left_out_gives_up_what_is_run_again() -> None:
     assert tell(this, "bob", report(0, step(0b0011))).steps[0].retract == 0b0011
 
 
+def test_one_that_cost_too_much_is_left_out_though_it_does_not_report() -> None:
+    """It took itself for the coordinator, and callers asked it for each microbatch that was run again."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("liar"))
+    for peer in ("bob", "liar"):
+        this._backoff.charge(peer, t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    this.speak(now=NOW)
+    assert this.directive is not None and this.directive.left_out == ("bob",)
+
+
 def test_a_result_is_proven_anew_where_another_took_its_step_by_what_is_not_believed() -> None:
     """Both stages had it, and nobody said so: to its coordinator the stage was past it (seed 902339)."""
     others = (record("ann", steps=60), record("bob", steps=40))
@@ -338,7 +441,7 @@ def test_a_stage_tells_also_the_run_coordinator_of_whom_it_was_told() -> None:
     for named, told in (("yan", {"yan", "zoe"}), ("liar", {"zoe"}), ("", {"zoe"})):
         run = [record("zoe", 0, steps=60), record("yan", 0, steps=40), record("liar", 0)]
         this = protocol_of("ann", record("ann", steps=60), *run)
-        this.run_status_came(RunStatus(run=RUN.id, run_coordinator=named), now=NOW)
+        this.run_status_came("zoe", RunStatus(run=RUN.id, run_coordinator=named), now=NOW)
         this.speak(now=NOW)
         assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == told
 
@@ -350,7 +453,7 @@ def test_where_nobody_has_voice_it_tells_any_run_coordinator_that_is_there(
     """Its commits were heard of by nobody: the stage went back as if it were lost, again and again."""
     run = [record("zoe", 0, since=1.0), record("yan", 0, since=2.0)]
     this = protocol_of("ann", record("ann", steps=60), *run)
-    this.run_status_came(RunStatus(run=RUN.id, run_coordinator=named), now=NOW)
+    this.run_status_came("zoe", RunStatus(run=RUN.id, run_coordinator=named), now=NOW)
     this.speak(now=NOW)
     assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == told
 
@@ -359,7 +462,7 @@ def test_a_coordinator_that_was_named_and_is_not_reached_is_left_alone_for_a_whi
     """Else each call that fails is the reason for the next one, at once."""
     run = [record("zoe", 0, steps=60), record("yan", 0, steps=40)]
     this = protocol_of("ann", record("ann", steps=60), *run)
-    this.run_status_came(RunStatus(run=RUN.id, run_coordinator="yan"), now=NOW)
+    this.run_status_came("zoe", RunStatus(run=RUN.id, run_coordinator="yan"), now=NOW)
     this.unreachable("yan", silent=False, now=NOW)
     this.speak(now=NOW)
     assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == {"zoe"}

@@ -103,7 +103,7 @@ def test_of_two_replicas_that_report_to_each_other_the_first_one_coordinates() -
     first = protocol_of("b", others=(record("c", 1, 3.0),))
     second = protocol_of("c", others=(record("b", 1, 1.0),))
     for now in range(int(NOW - 60.0), int(NOW)):
-        first._rotation.charge(["b"], t=0, now=now)
+        first._rotation.waits(now=now)
     assert (first.coordinator(1, now=NOW), second.coordinator(1, now=NOW)) == ("c", "b")
     first.report("c", report, [], now=NOW)
     with pytest.raises(NotNow):

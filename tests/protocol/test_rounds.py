@@ -199,8 +199,8 @@ def test_nobody_steps_before_the_newcomer_holds_the_result_too() -> None:
 
 
 def test_who_came_first_coordinates_and_of_two_at_once_the_smallest_id() -> None:
-    assert elect({"a": 3.0, "b": 2.0, "c": 2.0, "d": float("inf")}, {}) == "b"
-    assert elect({}, {}) is None
+    assert elect({"a": 3.0, "b": 2.0, "c": 2.0, "d": float("inf")}, {}) == ["b", "c", "a", "d"]
+    assert not elect({}, {})
 
 
 def test_a_plan_that_failed_at_a_member_is_followed_by_one_with_the_next_number() -> None:

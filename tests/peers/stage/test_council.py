@@ -427,10 +427,26 @@ async def test_a_stage_that_holds_a_step_whose_go_nobody_remembers_is_behind() -
             told = tuple(Commit(t=t, total_sqnorm=1.0) for t in commits)
             protocol._agreed.commits.clear()
             status = RunStatus(run=run.id, version=6, commits=told, run_coordinator="s0p0")
-            protocol.run_status_came(status, now=now_s())
+            protocol.run_status_came("s0p0", status, now=now_s())
             protocol.speak(now=now_s())
             protocol.ready(now=now_s())
             assert (protocol.stuck_s(now=now_s() + 1.0) > 0) is behind
+
+
+async def test_who_is_past_a_step_is_not_waited_for_to_say_what_it_found() -> None:
+    """What it has of the next step was taken for that one's: a stage was left behind for ever."""
+    run = audit_run(stages=2, steps=50, microbatches_per_step=8)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        core, coordination = s.peers["s0p0"].core, s.peers["s1p0"].coordination
+        steps = core.steps
+        await s.until(lambda: core.version in steps and steps[core.version].ledger.done.bit_count() == 2)
+        t = core.version
+        await coordination._ask_absent(t - 1, ["s0p0"])
+        await coordination._ask_absent(t, ["s0p0"])
+        assert core.version == t
+        assert coordination.protocol.belief._excused == {t - 1: {"s0p0"}, t: set()}
 
 
 # --- the roll -----------------------------------------------------------------------------------------------
