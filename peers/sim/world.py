@@ -18,7 +18,7 @@ from peers.sim.swarm import Swarm
 from peers.stage import all_reduce
 from peers.storage import checkpoint
 from peers.transfer import leases
-from swarm import manifest
+from swarm.manifest import tables
 
 MAX_FAULTS = 8
 END_WITHIN_S = 240.0
@@ -82,7 +82,7 @@ class World:
                 stack.enter_context(patch.object(all_reduce, "SMALL_CHUNK_ELEMENTS", 1))
                 stack.enter_context(patch.object(leases, "CHUNK_BYTES", 8))
             if swarm.setting.parts:
-                stack.enter_context(patch.object(manifest, "SUMMED_FROM", 2))
+                stack.enter_context(patch.object(tables, "SUMMED_FROM", 2))
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
             self._begin()
             ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)

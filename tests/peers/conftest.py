@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from peers.sim.loop import VirtualLoop
-from swarm import manifest
+from swarm.manifest import tables
 
 
 def pytest_asyncio_loop_factories(
@@ -21,4 +21,4 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture
 def summed_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a meeting of few islands, too, each adds up a part."""
-    monkeypatch.setattr(manifest, "SUMMED_FROM", 2)
+    monkeypatch.setattr(tables, "SUMMED_FROM", 2)
