@@ -65,7 +65,8 @@ class LocalSwarm:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where other peers can join, with the run's id."""
-        return self._running and self._processes.addresses
+        assert self._running  # raises what to do before the start
+        return self._processes.addresses
 
     @property
     def tally(self) -> Tally:

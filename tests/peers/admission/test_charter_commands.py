@@ -277,7 +277,7 @@ async def test_a_ban_is_published_and_lifted(
         assert f"1 ban:\n  {SAM.peer_id} lies" in capsys.readouterr().out
         with pytest.raises(SetupError, match="is banned already"):
             await commands.run_ban(given(tool_options.BanOptions, peer=SAM.peer_id, why="", owner=owner))
-        with pytest.raises(SetupError, match=f"{OWNER.peer_id} is the owner.*swarm revoke"):
+        with pytest.raises(SetupError, match=f"{OWNER.peer_id} owns the run.*swarm revoke"):
             await commands.run_ban(given(tool_options.BanOptions, peer=OWNER.peer_id, why="", owner=owner))
         by_id = given(tool_options.UnbanOptions, run=RUN.id, peer=SAM.peer_id, owner=owner)
         await commands.run_unban(by_id)
