@@ -4730,6 +4730,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_lying_coordinators",),
     ),
     Mutation(
+        "turns-pass-behind-a-cut",
+        PROTOCOL,
+        "counts=self._reaches_turns(now)",
+        "counts=True",
+        "A replica that was cut off coordinates itself alone for a minute, while the others have gone on.",
+        ("test_council",),
+    ),
+    Mutation(
         "turns-begin-anew-with-each-step",
         "swarm/policy/rotation.py",
         "        if self._in_time >= STEPS:\n            self._used = 0.0\n",

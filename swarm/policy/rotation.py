@@ -53,9 +53,11 @@ class Rotation:
             self._usual.gave_up(limit_s)
         self._stepped_s = self._counted_s = now
 
-    def waits(self, *, now: float) -> None:
-        """Count the time of a step that is late, all of it. Called every second or so."""
-        if now - self._seen_s > SLEPT_S:
+    def waits(self, *, now: float, counts: bool = True) -> None:
+        """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
+        reaches those on whose turn it is; else others may go on under them, in other turns than it.
+        """
+        if now - self._seen_s > SLEPT_S or not counts:
             self._stepped_s = self._counted_s = now
         limit_s, self._seen_s = self._usual.limit_s, now
         if now - self._stepped_s > limit_s:

@@ -191,7 +191,7 @@ class StepProtocol:
         if not self._local.joined and not self._local.steps:
             return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
-            self._rotation.waits(now=now)
+            self._rotation.waits(now=now, counts=self._reaches_turns(now))
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -205,6 +205,14 @@ class StepProtocol:
             for peer in sorted(self._to_tell(self._stage, coordinator, told, 0, now)):
                 self._messages.append(Message(peer, *report))
         return coordinator == self._me
+
+    def _reaches_turns(self, now: float) -> bool:
+        """Whether this peer can reach those on whose turn it is, in its stage and in stage 0."""
+        turns = set[PeerId]()
+        for stage in {self._stage, 0}:
+            there = {r.peer: r.since or math.inf for r in self._peers.get(stage, ()) if r.state == "serving"}
+            turns.update(self._rotation.in_turn(elect(there, self.belief.voice(stage)))[:1])
+        return not any(self._backoff.in_backoff(peer, now=now) for peer in turns)
 
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it

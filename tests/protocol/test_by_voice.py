@@ -185,6 +185,21 @@ def test_of_a_late_step_those_hear_that_may_coordinate_the_run() -> None:
         assert sorted(said) == sorted(told)
 
 
+@pytest.mark.parametrize(("unreached", "first"), [("bob", "bob"), ("zoe", "bob"), ("cid", "ann")])
+def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId, first: PeerId) -> None:
+    """Seeds of a simulation: cut off from the others, which went on, it came to another turn, and stood by
+    itself for a minute."""
+    run = [record("zoe", 0, steps=90), record("yan", 0, steps=60)]
+    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
+    this = protocol_of("ann", *run, *of_1)
+    for second in range(40):
+        now = NOW - 40.0 + second
+        this._backoff.failed(unreached, now=now, silent=True)
+        this.speak(now=now)
+    this._backoff.answered(unreached)
+    assert this.coordinator(1, now=NOW) == first
+
+
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
     of_0 = (record("zoe", 0, steps=60), record("yan", 0, steps=40))
     this = protocol_of("yan", *of_0, *(record(name, steps=60) for name in ("ann", "bob")), stage=0)
