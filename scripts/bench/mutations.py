@@ -4732,7 +4732,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-pass-behind-a-cut",
         PROTOCOL,
-        "counts=self._reaches_turns(now)",
+        "counts=not away",
         "counts=True",
         "A replica that was cut off coordinates itself alone for a minute, while the others have gone on.",
         ("test_council",),

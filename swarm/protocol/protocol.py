@@ -191,7 +191,12 @@ class StepProtocol:
         if not self._local.joined and not self._local.steps:
             return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
-            self._rotation.waits(now=now, counts=self._reaches_turns(now))
+            first = list[PeerId]()
+            for stage in (self._stage, 0):
+                serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
+                first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
+            away = any(self._backoff.in_backoff(peer, now=now) for peer in first)
+            self._rotation.waits(now=now, counts=not away)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -206,21 +211,12 @@ class StepProtocol:
                 self._messages.append(Message(peer, *report))
         return coordinator == self._me
 
-    def _reaches_turns(self, now: float) -> bool:
-        """Whether this peer can reach those on whose turn it is, in its stage and in stage 0."""
-        turns = set[PeerId]()
-        for stage in {self._stage, 0}:
-            there = {r.peer: r.since or math.inf for r in self._peers.get(stage, ()) if r.state == "serving"}
-            turns.update(self._rotation.in_turn(elect(there, self.belief.voice(stage)))[:1])
-        return not any(self._backoff.in_backoff(peer, now=now) for peer in turns)
-
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it
         was told of, and so many whose turn is next. After late steps, in runs that name peers, they differ.
         """
         records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
-        since_s = {record.peer: record.since or math.inf for record in records}
-        there = self._rotation.in_turn(elect(since_s, self.belief.voice(stage)))
+        there = _by_turn(records, self.belief.voice(stage), self._rotation)
         able = {peer for peer in there if not self._backoff.in_backoff(peer, now=now)}
         others = {told, *there[:more]} & able
         return {peer for peer in {seen, *others} if peer and peer != self._me}
@@ -539,3 +535,9 @@ class StepProtocol:
         idle = mine is None or not (mine.ledger.done or mine.ledger.in_progress)
         heard_of = self._coordinator.knows(step.t, step.fetch.round)
         return heard_of or self.belief.result(step.fetch, generation, step.t, idle=idle)
+
+
+def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation) -> list[PeerId]:
+    """Those of a stage that may coordinate it, from the one on whose turn it is."""
+    since_s = {record.peer: record.since or math.inf for record in records}
+    return rotation.in_turn(elect(since_s, voice))
