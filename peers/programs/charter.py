@@ -187,7 +187,7 @@ async def run_ban(options: tool_options.BanOptions) -> None:
     async with _at_the_run(options) as (node, charter):
         owner = _owner(options.owner, node)
         if options.peer == owner.peer_id:
-            raise SetupError(f"{options.peer} owns the run. If its key was stolen, end it for all: swarm revoke")
+            raise SetupError(f"{options.peer} owns the run: if its key was stolen, end it by swarm revoke")
         bans = rules.ban(charter, options.peer, options.why)
         await _publish(node, _succeed(node, charter, bans=bans), owner, f"{options.peer} is banned")
 
