@@ -314,3 +314,26 @@ def memory_links(transport: NetTransport) -> tuple[int, int]:
     """How many of them hand over in memory."""
     links = transport._dialer.links.values(), transport._incoming
     return sum(link.in_memory for link in links[0]), sum(link.in_memory for link in links[1])
+
+
+class FakeSocket(asyncio.Transport):
+    """What a stream does to the connection below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.did: list[str] = []
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """It is never full."""
+
+    def write(self, data: object) -> None:
+        """What is said is not looked at."""
+
+    def pause_reading(self) -> None:
+        self.did.append("pause")
+
+    def resume_reading(self) -> None:
+        self.did.append("resume")
+
+    def abort(self) -> None:
+        self.did.append("abort")

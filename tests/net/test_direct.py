@@ -29,7 +29,7 @@ from peers.ports import Answer, Request
 from swarm.errors import Busy, PeerGone, Refused, SetupError
 from swarm.wire import frames
 from swarm.wire.messages import pack, unpack
-from tests.net.relay import Relay, direct_links, open_links
+from tests.net.relay import FakeSocket, Relay, direct_links, open_links
 from tests.net.test_transport import QUICK, echo, relay, until
 from tests.peers.extremes import Extremes
 from tests.sealed import put
@@ -319,29 +319,6 @@ async def test_strangers_hold_few_bytes_for_a_short_time_and_keep_nobody_out(cal
     assert await says(port, b"GET / HTTP/1.1\r\nHost: of somebody else\r\n\r\n") == b""
 
 
-class Tcp(asyncio.Transport):
-    """What a sealed stream does to the connection below it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.did: list[str] = []
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """It is never full."""
-
-    def write(self, data: object) -> None:
-        """What is said is not looked at."""
-
-    def pause_reading(self) -> None:
-        self.did.append("pause")
-
-    def resume_reading(self) -> None:
-        self.did.append("resume")
-
-    def abort(self) -> None:
-        self.did.append("abort")
-
-
 def feed(stream: SealedStream, data: bytes) -> None:
     """As a loop does."""
     rest = memoryview(data)
@@ -356,7 +333,11 @@ def feed(stream: SealedStream, data: bytes) -> None:
 @pytest.mark.virtual_time
 async def test_many_small_records_are_read_no_faster_than_frames() -> None:
     link = ClientConnection("peer", b"")
-    stream, tcp, sealer = SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))), Tcp(), Sealer(bytes(32))
+    stream, tcp, sealer = (
+        SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))),
+        FakeSocket(),
+        Sealer(bytes(32)),
+    )
     stream.connection_made(tcp)
     feed(stream, bytes(sealer.seal([OPENING])))
     body = frames.pack_prefix(frames.Kind.ALIVE, 0)
@@ -379,7 +360,7 @@ async def test_many_small_records_are_read_no_faster_than_frames() -> None:
 async def test_a_part_of_a_record_is_a_sign_of_life() -> None:
     link = ClientConnection("peer", b"", NetTimings(silence_s=1.0))
     stream, sealer = SealedStream(link, Sealer(bytes(32)), Opener(bytes(32))), Sealer(bytes(32))
-    stream.connection_made(Tcp())
+    stream.connection_made(FakeSocket())
     feed(stream, bytes(sealer.seal([OPENING])))
     call = asyncio.ensure_future(link.call("x", b"", (), 0))
     slow = bytes(sealer.seal([frames.pack_result(1, bytes(2000), ())]))
@@ -391,7 +372,7 @@ async def test_a_part_of_a_record_is_a_sign_of_life() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_connection_that_comes_about_after_it_was_given_up_is_closed() -> None:
-    link, tcp = ClientConnection("peer", OPENING), Tcp()
+    link, tcp = ClientConnection("peer", OPENING), FakeSocket()
     link.fail(PeerGone("peer", "we are closing"))
     SealedStream(link, Sealer(bytes(32)), Opener(bytes(32)), bytes(16)).connection_made(tcp)
     assert tcp.did == ["abort"]

@@ -14,6 +14,7 @@ from peers.net.direct.paths import OPENING
 from peers.net.direct.stream import SMALL_AT_ONCE, PlainStream
 from swarm.wire import frames
 from swarm.wire.frames import Kind
+from tests.net.relay import FakeSocket
 
 pytestmark = pytest.mark.skipif(not memory.AVAILABLE, reason="Linux only")
 
@@ -38,34 +39,11 @@ def test_only_a_process_of_the_same_user_is_one_of_ours(monkeypatch: pytest.Monk
         end.close()
 
 
-class Socket(asyncio.Transport):
-    """What a stream does to its socket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.did = list[str]()
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        pass
-
-    def pause_reading(self) -> None:
-        self.did.append("pause")
-
-    def resume_reading(self) -> None:
-        self.did.append("resume")
-
-    def abort(self) -> None:
-        self.did.append("abort")
-
-
 class Near:
     """Our end that calls, and the other one by hand."""
 
     def __init__(self) -> None:
-        self.link, self.socket = ClientConnection("peer", b""), Socket()
+        self.link, self.socket = ClientConnection("peer", b""), FakeSocket()
         self.stream = PlainStream(self.link, OPENING)
         self.stream.connection_made(self.socket)
 
