@@ -15,6 +15,7 @@ from swarm.errors import Refused
 from swarm.manifest import Run, parts_summed
 from swarm.model.gpt import weights_dtype
 from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, met_vectors
+from swarm.model.stage_io import body_bytes
 from swarm.wire.codec import decode, dtype_name, encode
 from swarm.wire.tensor_meta import BLOCK, TensorMeta, encoded_sizes
 
@@ -91,7 +92,7 @@ def spans_of(run: Run, layout: Layout, part: int | None = None) -> list[tuple[in
 
 def difference_bytes(run: Run, layout: Layout, part: int | None = None, *, is_sum: bool = False) -> int:
     """Length of what an island has changed of a stage or a part, as it travels; or `is_sum`: of all of it."""
-    return sum(sum(encoded_sizes(_meta(run, span, is_sum))) for span in spans_of(run, layout, part))
+    return body_bytes([_meta(run, span, is_sum) for span in spans_of(run, layout, part)])
 
 
 def part_of(run: Run, layout: Layout, difference: torch.Tensor, part: int) -> torch.Tensor:

@@ -25,8 +25,7 @@ def sqnorm(vector: torch.Tensor, device: torch.device | None = None) -> float:
     """
     device = vector.device if device is None else device
     parts = vector.split(_ON_HOST if device.type == "cpu" else _ON_DEVICE)
-    rows = [_halved(_squares(part.to(device))) for part in parts]
-    total = torch.cat(rows) if rows else torch.zeros(1, dtype=torch.float64)
+    total = torch.cat([_halved(_squares(part.to(device))) for part in parts])
     while len(total) > 1:
         total = _halved(total)
     return float(total.sum())

@@ -192,7 +192,7 @@ class StepProtocol:
             return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
             first = list[PeerId]()
-            for stage in (self._stage, 0):
+            for stage in {self._stage, 0}:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
                 first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
             away = any(self._backoff.in_backoff(peer, now=now) for peer in first)
