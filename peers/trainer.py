@@ -31,6 +31,7 @@ from peers.vouching.giver import VoucherGiver
 from peers.waiting import end_tasks, happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
+from swarm.floats import mean_of
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
@@ -652,4 +653,4 @@ class Trainer:
             return self.step_losses[t]
         all_of = [Microbatch(t, m) for m in range(self._run.microbatches(t))]
         own = [self.losses[mb] for mb in all_of if mb in self.losses]
-        return sum(own) / len(own) if own else None
+        return mean_of(own) if own else None

@@ -1,9 +1,9 @@
-"""Sums of Python floats that are the same bits on every machine."""
+"""Sums and means of Python floats that are the same bits on every machine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def total_of(terms: Iterable[float]) -> float:
@@ -14,3 +14,8 @@ def total_of(terms: Iterable[float]) -> float:
         return math.fsum(terms)
     except OverflowError:
         return math.inf
+
+
+def mean_of(terms: Sequence[float]) -> float:
+    """The mean of one or more numbers, from `total_of`."""
+    return total_of(terms) / len(terms)

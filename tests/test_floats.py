@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from swarm.floats import total_of
+from swarm.floats import mean_of, total_of
 
 
 def test_a_sum_is_rounded_once_on_every_version_of_python() -> None:
     assert total_of([2.0**53, 1.0, 1.0]) == 2.0**53 + 2.0
+    assert mean_of([2.0**53, 1.0, 1.0, 0.0]) == (2.0**53 + 2.0) / 4
 
 
 def test_a_sum_beyond_the_floats_is_infinite() -> None:

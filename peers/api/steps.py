@@ -15,6 +15,7 @@ from torch import nn
 
 from peers.api.run import Run, check_run
 from peers.progress import Bar
+from swarm.floats import mean_of
 from swarm.ids import PeerId
 from swarm.model.reference import SingleProcess
 from swarm.model.same_bits import threads_as_before
@@ -104,7 +105,7 @@ class Reference:
             tokens = len(losses) * terms.tokens_per_step / terms.M
             yield Step(
                 t=t, steps=terms.steps, losses=tuple(losses),
-                loss=sum(losses) / len(losses) if losses else None,
+                loss=mean_of(losses) if losses else None,
                 tokens_per_s=tokens / (time.monotonic() - began),
             )  # fmt: skip
 

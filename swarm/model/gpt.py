@@ -46,27 +46,28 @@ def boundary_dtype(run: Run) -> torch.dtype:
     return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[run.dtype]
 
 
-def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[float, float]:
+def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[int, int]:
     """Multiply-adds per token of the forward of (one block, the head)."""
     H = model.hidden
-    own, matrices = model.key_heads / model.heads, 3 if model.mlp == "swiglu" else 2
+    matrices = 3 if model.mlp == "swiglu" else 2
+    projections = 2 * (model.heads + model.key_heads) * H * H // model.heads
     # Causal attention looks at T / 2 tokens on average, once for the scores and once for the values.
-    block = 2 * (1 + own) * H * H + matrices * H * model.ffn_hidden + H * sequence_length
-    return float(block), float(H * model.vocab_size)
+    return projections + matrices * H * model.ffn_hidden + H * sequence_length, H * model.vocab_size
 
 
 def layer_split(run: Run) -> list[range]:
     """The layers of each stage: contiguous, at least one each, the most expensive stage as cheap as possible.
 
     The last stage also has the head. The embedding is a lookup and counts nothing. Among equally good splits
-    the one with the least sum of squares, then the lexicographically first.
+    the one with the least sum of squares, then the lexicographically first. In whole numbers,
+    which all peers compare alike.
     """
     model = run.built_in
     if model.kind == "counting":
         return [range(stage, stage + 1) for stage in range(run.S)]
     block, head = layer_flops(model, run.data.sequence_length)
 
-    def split(last: int) -> tuple[float, float, list[int]]:
+    def split(last: int) -> tuple[int, int, list[int]]:
         """(the largest cost, the sum of squares, ends) with so many layers in the last stage."""
         stages, rest = run.S - 1, model.layers - last
         counts = [(rest + stage) // stages for stage in range(stages)] + [last]

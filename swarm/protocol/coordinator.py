@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from swarm.floats import mean_of
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
@@ -244,7 +245,7 @@ class StageCoordinator:
         return {peer for peer, name in alone.items() if name != running or now - since[peer, name] > ALONE_S}
 
     def _note_loss(self, t: int) -> None:
-        """Note the mean loss of a step whose microbatches are all there, added in their order."""
+        """Note the mean loss of a step whose microbatches are all there."""
         if self._stage != self._run.S - 1 or t in self.losses:
             return
         by_m: dict[int, float] = {}
@@ -253,7 +254,7 @@ class StageCoordinator:
                 if step.t == t:
                     by_m.update(zip(members_of(step.done), row, strict=False))
         if by_m and len(by_m) == self._run.microbatches(t):
-            self.losses[t] = sum(by_m[m] for m in sorted(by_m)) / len(by_m)
+            self.losses[t] = mean_of([*by_m.values()])
 
     def directive_for(
         self, peer: PeerId, *, commits: Mapping[int, Commit], behind_s: float, run_status: RunStatus

@@ -413,6 +413,14 @@ async def test_the_losses_of_a_step_come_from_the_ledgers_in_the_order_of_the_mi
         assert s.peers["s1p0"].coordination.protocol._coordinator.members["z"].losses == [[0.5, 0.25]]
 
 
+async def test_the_mean_loss_of_a_step_is_the_same_bits_on_every_version_of_python() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        whole, losses = report(stage=1, step={"done": Bitmap(0b1111)}), (2.0**53, 1.0, 1.0, 0.0)
+        await announced(s, "z", 1).ask("s1p0", "report", whole, Directive, [struct.pack("<4d", *losses)])
+        assert s.peers["s1p0"].coordination.protocol._coordinator.losses == {0: (2.0**53 + 2.0) / 4}
+
+
 async def test_a_stage_that_holds_a_step_whose_go_nobody_remembers_is_behind() -> None:
     """Its replicas took many steps while it slept, and died. Found by the simulation."""
     run = audit_run(stages=2, steps=9, microbatches_per_step=4)
