@@ -51,6 +51,8 @@ DIGEST_BYTES = 32
 Others: TypeAlias = "Callable[[Blocks, int], tuple[bytes, list[bytes]]]"
 """The block with this number and its levels, as right as the index says, from other peers. For threads.
 Raises SwarmError: none gives it, with the words for a person; NotNow: one may a little later."""
+Fetched: TypeAlias = "tuple[bytes, list[bytes], bool]"
+"""The tokens of a block, the nodes inside it, and whether all of it came from this machine."""
 
 log = logging.getLogger(__name__)
 
@@ -229,44 +231,43 @@ class Blocks:
 
     # -- from where it is ---------------------------------------------------------------------------
 
-    def _fetched(self, block: int) -> tuple[bytes, list[bytes], bool]:
-        """The tokens of a block, the nodes inside it, and whether all of it came from this machine. Peers of
-        the run are asked if its addresses have failed, at once if all those of a shard failed lately.
+    def _fetched(self, block: int) -> Fetched:
+        """A block from its addresses, or else from peers of the run; from them first if all addresses of one
+        of its shards failed lately.
 
         Raises:
             SetupError: it is nowhere, or wrong everywhere.
             NotNow: a server does not answer, which may come back; or a peer is busy.
         """
         parts, search = self._shards.of_block(block), _Search()
-        rest = any(all(map(self._rests, part.shard.at)) for part in parts)
-        if rest and (found := self._of_others(block, search)) is not None:
-            return *found, False
-        try:
-            return self._of_addresses(block, parts, search)
-        except (SetupError, NotNow):
-            found = None if rest else self._of_others(block, search)
-            if found is None:
-                raise search.nowhere() from None
-            return *found, False
+        ways = [self._of_addresses, self._of_others]
+        if any(all(map(self._rests, part.shard.at)) for part in parts):
+            ways.reverse()
+        for way in ways:
+            if (found := way(block, parts, search)) is not None:
+                return found
+        raise search.nowhere()
 
-    def _of_others(self, block: int, search: _Search) -> tuple[bytes, list[bytes]] | None:
+    def _of_others(self, block: int, _: list[Part], search: _Search) -> Fetched | None:
+        if self.others is None:
+            return None
         try:
-            return None if self.others is None else self.others(self, block)
+            return *self.others(self, block), False
         except SwarmError as error:
             search.may_come |= isinstance(error, NotNow)
             search.others = f"; {error.text}"
             return None
 
-    def _of_addresses(
-        self, block: int, parts: list[Part], search: _Search
-    ) -> tuple[bytes, list[bytes], bool]:
-        """As `_fetched`."""
+    def _of_addresses(self, block: int, parts: list[Part], search: _Search) -> Fetched | None:
         node = self.node(block)
         orders = [sorted(part.shard.at, key=self._rests) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
             addresses = []
             for part, order, pick in zip(parts, orders, picks, strict=True):
-                addresses.append(self._having(part, order[pick:] + order[:pick], search))
+                address = self._having(part, order[pick:] + order[:pick], search)
+                if address is None:
+                    return None
+                addresses.append(address)
             data = b"".join(search.had[part, address] for part, address in zip(parts, addresses, strict=True))
             levels = block_levels(data)
             if levels[-1] == node:
@@ -280,13 +281,13 @@ class Blocks:
         search.why |= dict.fromkeys(
             sorted(tried - search.why.keys()), "is not what the index says, or one beside it is not"
         )
-        raise search.nowhere()
+        return None
 
     def _rests(self, address: str) -> bool:
         return time.monotonic() < self._resting.get(address, -REST_S) + REST_S
 
-    def _having(self, part: Part, addresses: list[str], search: _Search) -> str:
-        """The first address that has a part, which `search` has then. Raises as `_fetched`: none has."""
+    def _having(self, part: Part, addresses: list[str], search: _Search) -> str | None:
+        """The first address that has a part, which `search` has then; None: none has."""
         for address in addresses:
             try:
                 if (part, address) not in search.had and address not in search.why:
@@ -296,7 +297,7 @@ class Blocks:
                 search.may_come |= fetch.may_come(address, error)
             if (part, address) in search.had:
                 return address
-        raise search.nowhere()
+        return None
 
     def _are_wrong(self, addresses: set[str], search: _Search) -> None:
         for address in sorted(addresses):

@@ -5434,8 +5434,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-peers-after-addresses-that-failed",
         BLOCKS,
-        "if rest and (found := ",
-        "if False and (found := ",
+        "ways.reverse()",
+        "pass",
         "Each block waits for a dead server again, though a peer has it.",
         ("test_block_exchange",),
     ),
