@@ -89,6 +89,7 @@ def direct_options(options: DaemonOptions) -> DirectOptions | None:
 class Node:
     """Use with `async with`. Attributes are there once it is entered."""
 
+    daemon: Daemon
     transport: NetTransport
     directory: NetDirectory
     control: DaemonControl
@@ -109,9 +110,7 @@ class Node:
         calls under way fail with PeerGone, new ones wait. After `timings.revivals` deaths in a row the task
         that entered the node is interrupted, and leaves it with a SetupError.
         """
-        self.daemon = daemon
-        self._options = options
-        self._identity_path = identity_path
+        self._given, self._options, self._identity_path = daemon, options, identity_path
         self._join = tuple(join)
         self.run_id = run_id
         self.door = Doorkeeper()
@@ -130,12 +129,8 @@ class Node:
         self._listening: tuple[str, ...] = ()
 
     async def __aenter__(self) -> Node:
+        self.daemon = self._given or self._spawned()
         try:
-            for address in self._join:
-                split_peer_id(address)
-            if self.daemon is None:
-                options = self._options or DaemonOptions(host=nat.listening_host("", self._join))
-                self.daemon = Daemon.spawn(options, identity_path=self._identity_path)
             self._owner = asyncio.current_task()
             await self._start(self.daemon)
             self._tasks.create_task(self._probe())
@@ -143,6 +138,11 @@ class Node:
             await self.close()
             raise
         return self
+
+    def _spawned(self) -> Daemon:
+        by_peer(self._join)  # what is no peer's address fails here
+        options = self._options or DaemonOptions(host=nat.listening_host("", self._join))
+        return Daemon.spawn(options, identity_path=self._identity_path)
 
     async def _start(self, daemon: Daemon) -> None:
         daemon.on_death = self._daemon_died
@@ -221,8 +221,8 @@ class Node:
             except Exception as bug:  # the attempts are few, and the last one ends us loudly
                 why = f"{type(bug).__name__}: {bug}"
                 logger.exception("an attempt to start p2pd again failed")
-            if self.alive and self.directory.storage.online:
-                logger.warning("p2pd was started again (pid %s)", self.p2pd_pid)
+            if self.daemon.alive and self.directory.storage.online:
+                logger.warning("p2pd was started again (pid %s)", self.daemon.pid)
                 return
         self._give_up(why, advice)
 
@@ -245,7 +245,6 @@ class Node:
     async def _replace_daemon(self) -> None:
         """A new p2pd, of the same identity and on the same port, for the dead one."""
         dead = self.daemon
-        assert dead is not None
         await self.control.detach()
         dead.close_now()  # if it did not start, its identity is still locked
         daemon = await self._spawn_again(dead)
@@ -291,7 +290,7 @@ class Node:
 
     async def _probe_once(self) -> None:
         daemon, reviving = self.daemon, self._reviving
-        if daemon is None or not daemon.alive or (reviving is not None and not reviving.done()):
+        if not daemon.alive or (reviving is not None and not reviving.done()):
             self._unanswered = 0
             return
         try:
@@ -320,7 +319,6 @@ class Node:
 
         Where holes can be punched, wait until p2pd is ready for it too.
         """
-        assert self.daemon is not None
         relays = self.daemon.options.relays
         began = now_s()
         end = began + relay_s
@@ -347,7 +345,7 @@ class Node:
     def _move(self, listening: tuple[str, ...]) -> None:
         """Relays come and go: announce ourselves where we are now."""
         before, self._listening = self.addresses, listening
-        if self.addresses != before and self.daemon is not None and self.daemon.options.relays:
+        if self.addresses != before and self.daemon.options.relays:
             self.directory.move(self.addresses)
 
     async def _take_other_relays(self, daemon: Daemon) -> None:
@@ -370,7 +368,6 @@ class Node:
         daemon.kill()
 
     def _is_relay(self) -> bool:
-        assert self.daemon is not None
         return self.daemon.options.be_relay and self.daemon.options.reachable is True
 
     def _relays(self) -> list[str]:
@@ -378,7 +375,6 @@ class Node:
 
         Ours, if it is one, then those that our user named; those that we met come last: identities are free.
         """
-        assert self.daemon is not None
         own = self.addresses if self._is_relay() else ()
         met = self.directory.storage.met_addresses() if "directory" in self._started else []
         public = filter(is_public, [*own, *self._join, *met])
@@ -403,12 +399,10 @@ class Node:
                 await self.transport.close()
             if "directory" in started:
                 await self.directory.close()
-                assert self.daemon is not None
                 self.daemon.expect_end()  # with its last lasting client
                 await self.control.detach()
         finally:
-            if self.daemon is not None:
-                self.daemon.close_now()
+            self.daemon.close_now()
 
     async def manifest(self) -> Run:
         """The manifest of the run, from the directory. Raises SetupError: it is not acceptable."""
@@ -419,7 +413,6 @@ class Node:
 
     @property
     def peer_id(self) -> PeerId:
-        assert self.daemon is not None
         return self.daemon.peer_id
 
     @property
@@ -428,19 +421,8 @@ class Node:
 
         If we cannot be dialled, those of the relays only: the others are of a home network like many.
         """
-        assert self.daemon is not None
         if self.daemon.options.relays:
             relayed = [address for address in self._listening if CIRCUIT in address]
             return with_peer_id(sorted(relayed)[:MAX_RELAYED], self.peer_id)
         announced = tuple(to_multiaddr(address) for address in self.daemon.options.announce)
         return with_peer_id(announced or self._listening, self.peer_id)
-
-    @property
-    def p2pd_pid(self) -> int | None:
-        """Of the p2pd process, for diagnostics and for tests that kill it."""
-        return self.daemon.pid if self.daemon is not None else None
-
-    @property
-    def alive(self) -> bool:
-        """Whether p2pd runs."""
-        return self.daemon is not None and self.daemon.alive

@@ -154,7 +154,7 @@ def test_a_hole_is_punched_although_p2pd_met_the_others_before_it_could() -> Non
         callee = hosts.home("home 0", *servers)
         hosts.lab.set_link("home 1", "server 3", Link(delay_s=0.25))
         caller = hosts.home("home 1", *servers)
-        assert caller.daemon is not None and len(caller.daemon.options.relays) == 4
+        assert len(caller.daemon.options.relays) == 4
 
         async def call() -> None:
             caller.transport.learn(callee.peer_id, callee.addresses)
@@ -218,7 +218,7 @@ def test_a_relay_that_lets_no_peer_in_keeps_none_from_the_others() -> None:
         hosts.lab.cut("home 0", "server 1")
         home = hosts.node("home 0", options, [honest], NetTimings(relay_s=4.0, reserve_s=4.0))
         assert home.addresses and all(honest.peer_id in address for address in home.addresses)
-        assert home.daemon is not None and home.daemon.options.relays == honest.addresses
+        assert home.daemon.options.relays == honest.addresses
 
 
 async def met(node: Node, other: Node) -> bool:

@@ -114,10 +114,10 @@ async def test_a_node_is_spawned_ahead_and_closes_twice(stack: contextlib.AsyncE
     daemon = Daemon.spawn(DaemonOptions(announce=("127.0.0.1:1234",)))
     async with Node(daemon=daemon) as node:
         assert node.addresses == (f"/ip4/127.0.0.1/tcp/1234/p2p/{daemon.peer_id}",)
-        assert node.alive
+        assert node.daemon.alive
         assert daemon.directory.is_dir()
     await node.close()
-    assert not node.alive
+    assert not node.daemon.alive
     assert not daemon.directory.exists()
 
 
@@ -163,9 +163,9 @@ async def test_peers_that_can_dial_one_another_leave_p2pd_and_those_that_cannot_
         assert granted == {blocked.peer_id}, "it was granted, and did not come"
         paths.port = port
     before = open_links(callee.transport)
-    os.kill(caller.p2pd_pid, signal.SIGSTOP)  # p2pd has no part in it
+    os.kill(caller.daemon.pid, signal.SIGSTOP)  # p2pd has no part in it
     assert await directly(caller, callee, 3) == [caller.peer_id.encode()] * 3
-    os.kill(caller.p2pd_pid, signal.SIGCONT)
+    os.kill(caller.daemon.pid, signal.SIGCONT)
     assert open_links(callee.transport) == before
 
 
@@ -187,13 +187,13 @@ async def test_a_peer_that_is_killed_is_gone_at_once(stack: contextlib.AsyncExit
     call = asyncio.ensure_future(first.transport.call(other.peer_id, "never", b""))
     await entered.wait()
     before = time.monotonic()
-    os.kill(other.p2pd_pid, signal.SIGKILL)
+    os.kill(other.daemon.pid, signal.SIGKILL)
     with pytest.raises(PeerGone, match="the connection broke"):
         await call
     assert time.monotonic() - before < 3.0  # silence would be noticed after 3.5
     with pytest.raises(PeerGone, match="cannot be reached"):
         await first.transport.call(other.peer_id, "never", b"")
-    await until(lambda: not other.alive)
+    await until(lambda: not other.daemon.alive)
     with pytest.raises(PeerGone, match="cannot be reached: our own p2pd ended"):
         await other.transport.call(first.peer_id, "x", b"")
     with pytest.raises(ControlError, match="p2pd cannot be reached"):
@@ -210,12 +210,12 @@ async def test_a_p2pd_that_died_is_replaced_and_its_peer_is_found_as_before(
     await other.directory.announce(record(other))
     await until(lambda: len(first.directory.peers()) == 1)
     await first.transport.call(other.peer_id, "echo", b"")
-    addresses, dead = other.addresses, other.p2pd_pid
+    addresses, dead = other.addresses, other.daemon.pid
     ((address,), pasted) = addresses, rf"/ip4/127\.0\.0\.1/tcp/\d+/p2p/{other.peer_id}"
     assert re.fullmatch(pasted, address)
     os.kill(dead, signal.SIGKILL)
     await until(lambda: "p2pd was started again" in caplog.text)
-    assert other.p2pd_pid != dead
+    assert other.daemon.pid != dead
     assert other.addresses == addresses
     assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
     await other.directory.announce(record(other, stage=3))
@@ -227,15 +227,15 @@ async def test_our_own_lack_of_file_descriptors_is_not_laid_on_p2pd() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(SetupError) as end:
         async with Node(timings=NetTimings(revivals=2)) as node:
-            assert node.p2pd_pid is not None
+            assert node.daemon.pid is not None
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
             try:
                 with pytest.raises(ControlError, match=f"^{words}$"):
                     await node.control.identify()
                 for _ in range(2 * MAX_UNANSWERED):
                     await node._probe_once()
-                assert node.alive, "p2pd is not killed for what we are short of"
-                os.kill(node.p2pd_pid, signal.SIGKILL)
+                assert node.daemon.alive, "p2pd is not killed for what we are short of"
+                os.kill(node.daemon.pid, signal.SIGKILL)
                 await asyncio.sleep(30.0)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -255,7 +255,7 @@ async def test_a_task_in_a_node_whose_p2pd_cannot_be_replaced_leaves_it_with_the
     with pytest.raises(SetupError) as caught:
         async with Node(run_id=RUN, timings=NetTimings(revivals=3)) as node:
             monkeypatch.setattr("peers.net.p2pd.p2pd_path", refuse)
-            os.kill(node.p2pd_pid, signal.SIGKILL)
+            os.kill(node.daemon.pid, signal.SIGKILL)
             await asyncio.get_running_loop().create_future()
     assert caught.value.text.startswith("p2pd, which connects this process to the others, could not be")
     assert "started again: hivemind was removed. See that nothing kills it" in caught.value.text
@@ -272,13 +272,17 @@ async def test_a_p2pd_that_dies_again_while_it_is_replaced_is_replaced_again(
     other.transport.learn(first.peer_id, first.addresses)
     addresses, killed = other.addresses, set[int]()
     for _ in range(3):
-        await until(lambda: other.p2pd_pid is not None and other.alive and other.p2pd_pid not in killed)
-        killed.add(other.p2pd_pid)
-        os.kill(other.p2pd_pid, signal.SIGKILL)
+        await until(
+            lambda: other.daemon.pid is not None and other.daemon.alive and other.daemon.pid not in killed
+        )
+        killed.add(other.daemon.pid)
+        os.kill(other.daemon.pid, signal.SIGKILL)
     await other.directory.announce(record(other))  # while nothing can be said to anybody
     await other.directory.refresh()
     call = asyncio.ensure_future(other.transport.call(first.peer_id, "x", b""))
-    await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid not in killed)
+    await until(
+        lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid not in killed
+    )
     with pytest.raises(Refused, match="no such method"):
         await call
     assert other.addresses == addresses
@@ -295,13 +299,15 @@ async def test_a_peer_whose_p2pd_hangs_is_silent_until_it_is_killed_and_replaced
     first.transport.learn(other.peer_id, other.addresses)
     await other.directory.announce(record(other))
     await first.transport.call(other.peer_id, "echo", b"")
-    hung = other.p2pd_pid
+    hung = other.daemon.pid
     stop(hung)
     calls = [first.transport.call(other.peer_id, "echo", b"", [bytes(size)]) for size in (0, 64 * MIB)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [PeerSilent, PeerSilent]
     await asyncio.wait_for(first.directory.refresh(), 10)
-    await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != hung, 60.0)
+    await until(
+        lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid != hung, 60.0
+    )
     assert f"p2pd (pid {hung}) does not answer any more: it is killed" in caplog.text
     await until(lambda: [r.peer for r in first.directory.peers()] == [other.peer_id])
 
@@ -314,7 +320,7 @@ async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_th
     other.transport.serve("echo", echo)
     await other.directory.announce(record(other))
     await until(lambda: len(first.directory.peers()) == 1)
-    before, dead = other.addresses, other.p2pd_pid
+    before, dead = other.addresses, other.daemon.pid
     port = int(before[0].split("/tcp/")[1].split("/")[0])
     with contextlib.closing(socket.socket()) as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -322,13 +328,17 @@ async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_th
         await until(lambda: not psutil.pid_exists(dead))
         squatter.bind(("127.0.0.1", port))
         squatter.listen()
-        await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != dead)
+        await until(
+            lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid != dead
+        )
         assert other.addresses != before
         await until(lambda: [r.addresses for r in first.directory.peers()] == [other.addresses])
         assert (await first.transport.call(other.peer_id, "echo", b"")).header.decode() == first.peer_id
-        moved, dead = other.addresses, other.p2pd_pid
+        moved, dead = other.addresses, other.daemon.pid
         os.kill(dead, signal.SIGKILL)
-        await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != dead)
+        await until(
+            lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid != dead
+        )
         assert other.addresses == moved, "once more on the port that it had"
         await other.directory.announce(record(other, version=7, addresses=before))  # the record names these
         await until(lambda: [r.version for r in first.directory.peers()] == [7])
@@ -364,12 +374,11 @@ async def test_calls_go_on_when_p2pd_is_back_although_no_relay_is(
     first = await start(stack)
     first.transport.serve("echo", echo)
     other = await start(stack, first, timings=replace(QUICK, revival_relay_s=0.2))
-    assert other.daemon is not None
     other.daemon.options = DaemonOptions(reachable=False, relays=first.addresses)  # it relays for nobody
     other.transport.learn(first.peer_id, first.addresses)
-    dead = other.p2pd_pid
+    dead = other.daemon.pid
     os.kill(dead, signal.SIGKILL)
-    await until(lambda: other.alive and other.directory.storage.online and other.p2pd_pid != dead)
+    await until(lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid != dead)
     assert (await other.transport.call(first.peer_id, "echo", b"")).header.decode() == other.peer_id
     assert not other.addresses
 

@@ -65,7 +65,7 @@ class Told:
 
 def at_home(told: Told, timings: NetTimings = DEFAULT_TIMINGS) -> Node:
     node = Node(daemon=told, timings=timings)  # type: ignore[arg-type]
-    node.control, node.transport = told, told  # type: ignore[assignment]
+    node.daemon, node.control, node.transport = told, told, told  # type: ignore[assignment]
     node.directory = SimpleNamespace(move=lambda addresses: None)  # type: ignore[assignment]
     return node
 

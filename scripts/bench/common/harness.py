@@ -369,8 +369,8 @@ class Swarm:
             process = p2pd_of(role.child.pid)
             if process is not None:
                 p2pd[role.name] = cpu_s(process.pid)
-        if self.node.p2pd_pid is not None:
-            p2pd["trainer"] = cpu_s(self.node.p2pd_pid)
+        if self.node.daemon.pid is not None:
+            p2pd["trainer"] = cpu_s(self.node.daemon.pid)
         return Clocks(time.monotonic(), python, p2pd, machine_busy_s())
 
     async def statuses(self) -> dict[str, PeerStatus]:

@@ -219,7 +219,7 @@ async def serve_bodies() -> None:
         loop = asyncio.get_running_loop()
         sinks = [await loop.create_server(sink, "127.0.0.1", 0) for sink in (Sink, SealedSink)]
         ports = [sink.sockets[0].getsockname()[1] for sink in sinks]
-        print(node.p2pd_pid, *ports, *node.addresses, flush=True)
+        print(node.daemon.pid, *ports, *node.addresses, flush=True)
         await asyncio.get_running_loop().create_future()
 
 
@@ -248,7 +248,7 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
             "direct": lambda calls: send_bodies(direct, peer, calls),
             "memory": lambda calls: send_bodies(memory, peer, calls),
         }
-        p2pds = [int(p2pd_pid), *(cast(int, node.p2pd_pid) for node in (plain, direct, memory))]
+        p2pds = [int(p2pd_pid), *(cast(int, node.daemon.pid) for node in (plain, direct, memory))]
         spent: dict[str, list[tuple[float, float, float]]] = {path: [] for path in senders}
         calls = round(gigabytes * 1e9 / BODY_BYTES)
         gb = calls * BODY_BYTES / 1e9
