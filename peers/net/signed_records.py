@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -70,7 +70,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class _SignedRecord(msgspec.Struct, frozen=True, array_like=True):
-    record: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    record: bytes
     expires: float
     signature: Signature
     protocol: int = 0
@@ -82,10 +82,21 @@ class _SignedManifest(msgspec.Struct, frozen=True, array_like=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
+T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _packed_decoder = msgspec.msgpack.Decoder(_Packed)
 _signed_decoder = msgspec.msgpack.Decoder(_SignedRecord)
 _manifest_decoder = msgspec.msgpack.Decoder(_SignedManifest)
+
+
+def decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str, max_bytes: int) -> T:
+    """What a stranger's bytes say. Raises Refused: they are too many, or say nothing of that form."""
+    if len(data) > max_bytes:
+        raise Refused(f"a {what} of {len(data)} bytes; at most {max_bytes} are allowed")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(f"a malformed {what}: {error}") from None
 
 
 def peers_key(run_id: str, shard: Shard) -> str:
@@ -145,15 +156,10 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     Raises:
         Refused: oversized, malformed, of impossible values, or not signed by `peer`.
     """
-    if len(data) > MAX_SIGNED_BYTES:
-        raise Refused(f"a record of {len(data)} bytes; at most {MAX_SIGNED_BYTES} are allowed")
-    try:
-        signed = _signed_decoder.decode(data)
-        if signed.protocol != PROTOCOL_VERSION:
-            raise Refused(differ("the peer of a record", signed.protocol, "this one", PROTOCOL_VERSION))
-        packed = _packed_decoder.decode(signed.record)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(f"a malformed record: {error}") from None
+    signed = decoded(data, _signed_decoder, "record", MAX_SIGNED_BYTES)
+    if signed.protocol != PROTOCOL_VERSION:
+        raise Refused(differ("the peer of a record", signed.protocol, "this one", PROTOCOL_VERSION))
+    packed = decoded(signed.record, _packed_decoder, "record", MAX_RECORD_BYTES)
     if signed.expires != expires:
         raise Refused("a record stored for another time than it was signed for")
     nowhere = packed.stage == NO_STAGE
@@ -204,17 +210,15 @@ def open_manifest(data: bytes, owner: PeerId) -> tuple[str, str]:
     Raises:
         Refused: oversized, malformed, not canonical, another owner's, or not signed by its owner.
     """
-    if len(data) > MAX_PACKED_MANIFEST_BYTES:
-        raise Refused(f"a manifest of {len(data)} bytes; at most {MAX_PACKED_MANIFEST_BYTES} are allowed")
+    signed = decoded(data, _manifest_decoder, "manifest", MAX_PACKED_MANIFEST_BYTES)
     try:
-        signed = _manifest_decoder.decode(data)
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(signed.compressed, MAX_MANIFEST_BYTES + 1)
         if len(raw) > MAX_MANIFEST_BYTES or not unpacker.eof:
             raise Refused(f"a manifest of more than {MAX_MANIFEST_BYTES} bytes")
         text = raw.decode()
         run = parse_run(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, zlib.error) as error:
+    except (UnicodeDecodeError, zlib.error) as error:
         raise Refused(f"a malformed manifest: {error}") from None
     except SetupError as error:
         raise Refused(f"a manifest that cannot be used: {error.text}") from None

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from peers.net.identity import SIGNATURE_BYTES, Identity, Signature, peer_id_of, verify
+from peers.net.signed_records import decoded
 from swarm import charter as rules
 from swarm.charter import MAX_CHARTER_BYTES, Charter, Credential, Role, Token
 from swarm.errors import Refused, SetupError
@@ -24,7 +25,7 @@ from swarm.ids import PeerId, RunName, fingerprint_of
 
 MAX_SEALED_BYTES = MAX_CHARTER_BYTES + SIGNATURE_BYTES + 32
 MAX_CREDENTIAL_BYTES = 256
-MAX_TOKEN_LETTERS = 400
+MAX_TOKEN_BYTES = 300
 TOKEN_START = "swarm-invitation-"
 
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -81,7 +82,6 @@ _statement_decoder: msgspec.msgpack.Decoder[_SignedCharter | _SignedRevocation] 
 )
 _credential_decoder = msgspec.msgpack.Decoder(_Credential)
 _token_decoder = msgspec.msgpack.Decoder(_TokenText)
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 # --- charters and revocations -------------------------------------------------------------------------------
@@ -121,12 +121,7 @@ def seal_revocation(run_id: str, identity: Identity) -> bytes:
 
 def open_statement(data: bytes, signer: PeerId) -> Charter | Revocation:
     """What `signer` signed, and stored under its id. Raises Refused: malformed, or signed by another."""
-    if len(data) > MAX_SEALED_BYTES:
-        raise Refused(f"a charter of {len(data)} bytes; at most {MAX_SEALED_BYTES} are allowed")
-    try:
-        signed = _statement_decoder.decode(data)
-    except _MALFORMED as error:
-        raise Refused(f"a malformed charter: {error}") from None
+    signed = decoded(data, _statement_decoder, "charter", MAX_SEALED_BYTES)
     if isinstance(signed, _SignedRevocation):
         if not verify(signer, _revocation_to_sign(signed.run, signer), signed.signature):
             raise Refused("a revocation that is not signed by the key that it revokes")
@@ -196,10 +191,11 @@ def certify(token: str, run_id: str, peer: PeerId) -> tuple[Role, _Certificate]:
     """Bind a token to a peer: its role, and the certificate. Raises SetupError: it is none for this run."""
     letters = token.strip().removeprefix(TOKEN_START)
     try:
-        if len(letters) > MAX_TOKEN_LETTERS or not token.strip().startswith(TOKEN_START):
+        if not token.strip().startswith(TOKEN_START):
             raise ValueError
-        found = _token_decoder.decode(base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4)))
-    except (ValueError, *_MALFORMED):
+        packed = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
+        found = decoded(packed, _token_decoder, "token", MAX_TOKEN_BYTES)
+    except (ValueError, Refused):
         raise SetupError(
             f"--token is none that swarm invite printed: it is one word that starts with {TOKEN_START}"
         ) from None
@@ -228,12 +224,7 @@ def open_credential(data: bytes, run_id: str, owner: PeerId, peer: PeerId) -> Cr
     """
     if not data:
         return rules.NOTHING
-    if len(data) > MAX_CREDENTIAL_BYTES:
-        raise Refused(f"a credential of {len(data)} bytes; at most {MAX_CREDENTIAL_BYTES} are allowed")
-    try:
-        found = _credential_decoder.decode(data)
-    except _MALFORMED as error:
-        raise Refused(f"a malformed credential: {error}") from None
+    found = decoded(data, _credential_decoder, "credential", MAX_CREDENTIAL_BYTES)
     token, made = None, found.certificate
     if made is not None:
         to_sign = _token_to_sign(run_id, made.role, made.expires, made.uses, made.key)
