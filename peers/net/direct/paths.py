@@ -100,10 +100,10 @@ class DirectPaths:
         if self.options.host is not None:
             listener = self._tcp_listener(self.options.host)
             self.port = listener.getsockname()[1]
-            self._take(listener, self._knocked)
+            self._take(listener, near=False)
         if self.options.memory and (near := memory.listener_of(self._signer.peer_id)):
             self.near = True
-            self._take(near, self._came_near)
+            self._take(near, near=True)
 
     def _tcp_listener(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if plain_ip(host).version == 6 else socket.AF_INET
@@ -117,9 +117,9 @@ class DirectPaths:
         listener.setblocking(False)
         return listener
 
-    def _take(self, listener: socket.socket, let_in: Callable[[socket.socket], None]) -> None:
+    def _take(self, listener: socket.socket, *, near: bool) -> None:
         self._listeners.append(listener)
-        self._tasks.create_task(self._accept(listener, let_in))
+        self._tasks.create_task(self._accept(listener, near=near))
 
     async def close(self) -> None:
         """Take no more connections. Those that are there belong to others."""
@@ -128,7 +128,7 @@ class DirectPaths:
             listener.close()
         self._granted.clear()
 
-    async def _accept(self, listener: socket.socket, let_in: Callable[[socket.socket], None]) -> None:
+    async def _accept(self, listener: socket.socket, *, near: bool) -> None:
         loop, pace = asyncio.get_running_loop(), Allowance(KNOCKS_PER_S, KNOCKS_AT_ONCE)
         while True:
             try:
@@ -137,25 +137,19 @@ class DirectPaths:
                 await asyncio.sleep(1 / KNOCKS_PER_S)
                 continue
             try:
-                let_in(came)
+                self._knocked(came, near=near)
             except OSError:  # the stranger is gone
                 came.close()
             await asyncio.sleep(pace.take(1.0, now=loop.time()))
 
-    def _knocked(self, came: socket.socket) -> None:
-        """A stranger connected to the port."""
-        _set_up(came)
-        self._hold(came, near=False)
-
-    def _came_near(self, came: socket.socket) -> None:
-        """A process of this machine connected."""
-        if memory.of_this_user(came):
-            self._hold(came, near=True)
-        else:
+    def _knocked(self, came: socket.socket, *, near: bool) -> None:
+        """A stranger connected to the port, or a process of this machine: it is held until it has shown what
+        it may, or later ones have taken its place."""
+        if near and not memory.of_this_user(came):
             came.close()
-
-    def _hold(self, came: socket.socket, *, near: bool) -> None:
-        """Until it has shown what it may, or later ones have taken its place."""
+            return
+        if not near:
+            _set_up(came)
         alike = [knock for knock, is_near in self.knocks.items() if is_near is near]
         if len(alike) >= MAX_KNOCKS:
             del self.knocks[alike[0]]
