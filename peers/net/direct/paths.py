@@ -17,7 +17,7 @@ from peers.net.bandwidth import Allowance
 from peers.net.connection import ClientConnection, Connection, ServerConnection
 from peers.net.direct import memory
 from peers.net.direct.handshake import TICKET_BYTES, Agreed, AskDirect, Asking, GrantDirect, grant
-from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer, SealError
+from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer
 from peers.net.direct.stream import PlainStream, SealedStream, Stream
 from peers.net.identity import Identity, plain_ip
 from peers.net.timings import NetTimings
@@ -277,11 +277,10 @@ class DirectPaths:
 
 def _opened(opener: Opener, sealed: bytes) -> bytes:
     """What is in a whole record. Raises Refused: it is not what the other end sealed."""
-    with contextlib.suppress(SealError):
-        opener.room()[: len(sealed)] = sealed
-        if opening := bytes(opener.came(len(sealed))):
-            return opening
-    raise Refused("a record of one that does not know the key")
+    opener.room()[: len(sealed)] = sealed
+    if opening := bytes(opener.came(len(sealed))):
+        return opening
+    raise Refused("less than a record")
 
 
 async def _hear(came: socket.socket, nbytes: int) -> bytes:

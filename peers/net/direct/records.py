@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from peers.net.body_buffers import new_buffer
+from swarm.errors import Refused
 from swarm.wire import frames
 from swarm.wire.buffers import Buffer
 
@@ -32,10 +33,6 @@ READ_RECORDS = 2
 """At once: fewer reads and less Python for each byte (2026-11-27); four are no better."""
 RECORDS_PER_KEY = 1 << 20
 """64 GiB at most: what an attacker of AES-GCM may hope for grows with the square of that."""
-
-
-class SealError(ValueError):
-    """These bytes are not what the other end sealed next; the text says how."""
 
 
 class _Keys:
@@ -93,7 +90,7 @@ class Opener:
         """So many bytes more are in the room: what is in the records that they complete, until the next call.
 
         Raises:
-            SealError: an impossible length, or not what the other end sealed next.
+            Refused: an impossible length, or not what the other end sealed next.
         """
         self._here += nbytes
         self.small = at = out = 0
@@ -101,7 +98,7 @@ class Opener:
             start = at + LENGTH_BYTES
             size = int.from_bytes(self._buffer[at:start], "big")
             if not TAG_BYTES < size <= MAX_PLAIN_BYTES + TAG_BYTES:
-                raise SealError(f"a record of {size} bytes")
+                raise Refused(f"a record of {size} bytes")
             if start + size > self._here:
                 break
             end = out + size - TAG_BYTES
@@ -118,4 +115,4 @@ class Opener:
         try:
             aead.decrypt_into(nonce, sealed, None, plain)
         except InvalidTag:
-            raise SealError(f"record {self._keys.count - 1} is not what was sealed") from None
+            raise Refused(f"record {self._keys.count - 1} is not what was sealed") from None

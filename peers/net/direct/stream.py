@@ -12,8 +12,8 @@ from typing import cast
 from peers.clock import now_s
 from peers.net.bandwidth import Allowance
 from peers.net.connection import Connection
-from peers.net.direct.records import SMALL_BYTES, Opener, Sealer, SealError
-from swarm.errors import PeerGone
+from peers.net.direct.records import SMALL_BYTES, Opener, Sealer
+from swarm.errors import PeerGone, Refused
 from swarm.wire import frames
 from swarm.wire.buffers import Buffer
 
@@ -127,9 +127,9 @@ class SealedStream(Stream):
             return
         try:
             plain = self._opener.came(nbytes)
-        except SealError as error:
+        except Refused as error:
             # Anybody on the way can change bytes: that is no fault of the peer.
-            self.end.fail(PeerGone(self.end.peer, f"the direct connection was disturbed: {error}"))
+            self.end.fail(PeerGone(self.end.peer, f"the direct connection was disturbed: {error.text}"))
             return
         self.end.data_received(plain)
         if self._opener.small:

@@ -19,7 +19,6 @@ from peers.net.direct.records import (
     TAG_BYTES,
     Opener,
     Sealer,
-    SealError,
 )
 from peers.net.identity import Identity
 from swarm.errors import Refused
@@ -79,7 +78,7 @@ def test_small_records_are_counted_however_many_come_at_once() -> None:
 
 
 def test_another_key_opens_nothing() -> None:
-    with pytest.raises(SealError, match="record 0 is not what was sealed"):
+    with pytest.raises(Refused, match="record 0 is not what was sealed"):
         put(Opener(os.urandom(KEY_BYTES)), sealed(b"secret")[0])
 
 
@@ -87,14 +86,14 @@ def test_another_key_opens_nothing() -> None:
 def test_a_changed_bit_is_refused(bit: int) -> None:
     record = bytearray(sealed(b"hello")[0])
     record[LENGTH_BYTES + bit // 8] ^= 1 << bit % 8
-    with pytest.raises(SealError, match="record 0 is not what was sealed"):
+    with pytest.raises(Refused, match="record 0 is not what was sealed"):
         put(Opener(KEY), bytes(record))
 
 
 @pytest.mark.parametrize("order", [[0, 0], [1], [0, 2], [1, 0], [0, 1, 1]])
 def test_a_record_that_is_repeated_left_out_or_elsewhere_is_refused(order: list[int]) -> None:
     records, opener = sealed(b"one", b"two", b"three"), Opener(KEY)
-    with pytest.raises(SealError, match="is not what was sealed"):
+    with pytest.raises(Refused, match="is not what was sealed"):
         for number in order:
             put(opener, records[number])
 
@@ -105,7 +104,7 @@ def test_what_one_end_sent_is_not_what_it_receives() -> None:
     answer, keys = grant(CALLEE, CALLER.peer_id, asking.ask(), 1)
     assert asking.agree(answer) == keys
     assert len({keys.ticket, keys.to_callee, keys.to_caller}) == 3
-    with pytest.raises(SealError):
+    with pytest.raises(Refused):
         put(Opener(keys.to_caller), sealed(b"mine", key=keys.to_callee)[0])
 
 
@@ -117,7 +116,7 @@ def test_a_record_cut_short_is_no_record() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, TAG_BYTES, MAX_PLAIN_BYTES + TAG_BYTES + 1, 0xFFFFFFFF])
 def test_an_impossible_length_is_refused_before_anything_is_read(size: int) -> None:
-    with pytest.raises(SealError, match=f"a record of {size} bytes"):
+    with pytest.raises(Refused, match=f"a record of {size} bytes"):
         put(Opener(KEY), size.to_bytes(LENGTH_BYTES, "big"))
 
 
@@ -129,7 +128,7 @@ def test_a_key_is_replaced_when_it_is_used_up_at_both_ends() -> None:
         if number < 2:
             put(still, record)
         elif number == 2:
-            with pytest.raises(SealError):
+            with pytest.raises(Refused):
                 put(still, record)
 
 
@@ -161,7 +160,7 @@ def test_a_session_that_was_recorded_opens_nothing_in_another() -> None:
     ask = Asking(CALLER, CALLEE.peer_id).ask()
     (_, first), (_, second) = (grant(CALLEE, CALLER.peer_id, ask, 7) for _ in range(2))
     assert first.ticket != second.ticket
-    with pytest.raises(SealError):
+    with pytest.raises(Refused):
         put(Opener(second.to_callee), sealed(b"recorded", key=first.to_callee)[0])
 
 
