@@ -213,7 +213,8 @@ class Daemon:
         self.options = options
         self.identity = identity
         self.peer_id: PeerId = identity.peer_id
-        self.directory, self._lock = _private_dir()
+        self.directory, lock = _private_dir()
+        self._locks = [lock]
         self.control_path = self.directory / "p2pd.sock"
         self.pid: int | None = None
         """Of p2pd itself; known once it is ready."""
@@ -224,7 +225,6 @@ class Daemon:
         self.identity_path = identity_path
         self._identity_path = identity_path or self.directory / "identity"
         self._config_path = self.directory / "p2pd.json"
-        self._identity_lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._output = b""
@@ -260,9 +260,9 @@ class Daemon:
         if self._identity_path.parent == self.directory:
             with os.fdopen(os.open(self._identity_path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
                 file.write(self.identity.to_file_bytes())
-        self._identity_lock = os.open(self._identity_path, os.O_RDONLY)
+        self._locks.append(os.open(self._identity_path, os.O_RDONLY))
         try:
-            fcntl.flock(self._identity_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise SetupError(
                 f"the identity {self._identity_path} is in use by another process: "
@@ -277,7 +277,7 @@ class Daemon:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=(self._lock, self._identity_lock),
+            pass_fds=self._locks,
             env={**P2PD_ENVIRONMENT, **os.environ},
         )
         assert self._process.stdout is not None
@@ -417,10 +417,8 @@ class Daemon:
             process.stdout.close()
             self._ended = True
         shutil.rmtree(self.directory, ignore_errors=True)
-        for lock in (self._lock, self._identity_lock):
-            if lock is not None and lock >= 0:
-                os.close(lock)
-        self._lock, self._identity_lock = -1, None
+        while self._locks:
+            os.close(self._locks.pop())
 
     def _kill_orphan(self, process: subprocess.Popen[bytes]) -> None:
         """If sh was killed where there is no pdeathsig, p2pd lives on and holds the pipe."""
