@@ -9,7 +9,6 @@ further on: replicas compare the digests of their weights at every step.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from asyncio import FIRST_COMPLETED
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
 from peers.ports import Answer, Transport
 from peers.transfer.leases import chunks_of, flat, forms_of
-from peers.waiting import end_tasks, happens, pulse
+from peers.waiting import TaskKeeper, end_tasks, happens, pulse
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
@@ -81,8 +80,7 @@ SHOW_S = 2.0
 
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
-_closing = set[asyncio.Task[None]]()
-"""Asyncio itself does not keep tasks alive."""
+_closing = TaskKeeper()
 Question: TypeAlias = OpenState | OpenHeld | HandedSum
 """What opens a lease."""
 
@@ -409,13 +407,10 @@ class _Downloading:
 
         async def close(source: PeerId, lease: str) -> None:
             header = pack(CloseLease(run=self.wanted.question.run, lease=lease))
-            with contextlib.suppress(SwarmError):
-                await self.transport.call(source, "close", header, deadline_s=CLOSE_S)
+            await self.transport.call(source, "close", header, deadline_s=CLOSE_S)
 
         for source in sources:
-            task = asyncio.create_task(close(source, self.leases.pop(source)))
-            _closing.add(task)
-            task.add_done_callback(_closing.discard)
+            _closing.create_task(close(source, self.leases.pop(source)))
 
     # -- pulling ----------------------------------------------------------------------------------
 
