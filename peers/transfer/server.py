@@ -200,10 +200,9 @@ class StateServer(StateLeases):
     """What a stage peer gives out: to joiners its state and its checkpoints, to members that missed a step
     the gradient of that."""
 
-    def __init__(self, core: StageCore, store: CheckpointStore | None = None) -> None:
-        stores = {} if store is None else {core.stage: store}
+    def __init__(self, core: StageCore, store: CheckpointStore) -> None:
         start = partial(start_tensors, core.run) if core.run.start.weights else None
-        super().__init__(core.run, core.transport, stores, voices=core.voices, start=start)
+        super().__init__(core.run, core.transport, {core.stage: store}, voices=core.voices, start=start)
         self._core = core
         core.transport.serve("held", self._serve_held)
 
@@ -212,7 +211,7 @@ class StateServer(StateLeases):
         if stage != core.stage:
             raise Refused(f"this peer serves stage {core.stage}, not {stage}")
         if not core.joined:
-            if newest or not self._stores:
+            if newest:
                 raise NotReady("this peer is joining itself", version=-1, retry_after_s=1.0)
             return await self._lend_saved(stage, version)
         live = core.version

@@ -2279,8 +2279,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "state-before-having-joined",
         LEASES,
-        "        if not core.joined:\n            if newest or not self._stores:\n",
-        "        if False:\n            if newest or not self._stores:\n",
+        "        if not core.joined:\n            if newest:\n",
+        "        if False:\n            if newest:\n",
         "A newcomer gives out weights that are not the stage's.",
         ("test_sync", "test_state_leases"),
     ),

@@ -91,7 +91,7 @@ class Source:
             run, 0, StageCompute(run, 0), here.transport, here.directory, Backoff(), lambda event: None,
             device=SimDevice(Dice(1), 0.01),
         )  # fmt: skip
-        self.server = StateServer(self.core, store)
+        self.server = StateServer(self.core, store or SavedHere())
         self.core.device.start()
         self.core.joined = True
 
@@ -490,9 +490,10 @@ async def test_a_peer_that_joins_itself_gives_out_what_it_has_saved(saving: Sour
 
 async def test_a_peer_that_joins_itself_and_saves_nothing_says_so(source: Source) -> None:
     source.core.joined = False
-    assert (await source.refusal(version=2)).text == "this peer is joining itself"
-    source.core.joined = True
+    assert (await source.refusal(version=-1)).text == "this peer is joining itself"
     text = "version 2 of stage 0 is not here; saved are: none"
+    assert (await source.refusal(version=2)).text == text
+    source.core.joined = True
     assert (await source.refusal(version=2)).text == text
 
 
