@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -326,20 +325,10 @@ def _peer_id(data: bytes) -> PeerId:
 
 
 async def _connect(place: Place) -> None:
-    """Raises OSError or ValueError. By a bare socket: a stream's transport outlives its waiter."""
+    """Raises OSError or ValueError. Ends the connection itself: a caller that gave up would lose it, open."""
     loop = asyncio.get_running_loop()
-    refused = OSError(f"{place.host} has no address")
-    for family, kind, protocol, _, address in await loop.getaddrinfo(
-        place.host, place.port, type=socket.SOCK_STREAM
-    ):
-        with socket.socket(family, kind, protocol) as knocking:
-            knocking.setblocking(False)
-            try:
-                await loop.sock_connect(knocking, address)
-                return
-            except OSError as error:
-                refused = error
-    raise refused
+    knocking, _ = await loop.create_connection(asyncio.Protocol, place.host, place.port)
+    knocking.abort()
 
 
 async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:

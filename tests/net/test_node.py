@@ -26,7 +26,7 @@ from peers.net.direct.paths import DirectOptions
 from peers.net.identity import Identity
 from peers.net.node import MAX_UNANSWERED, Node, direct_options
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.net.p2pd_control import ControlError, Place
+from peers.net.p2pd_control import ControlError, Place, _one_listens
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
 from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
@@ -409,6 +409,19 @@ async def test_a_host_that_has_no_address_is_named_in_words(
     first.transport.learn(identity.peer_id, ["/dns/nowhere.invalid/tcp/31337"])
     with pytest.raises(PeerGone, match=r"nowhere\.invalid:31337: .*Name or service not known"):
         await first.transport.call(identity.peer_id, "x", b"")
+
+
+async def test_a_port_that_is_knocked_at_leaves_no_file_open_whenever_that_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
+        place = Place("ip4", "127.0.0.1", listening.getsockname()[1])
+        for moments in range(50):
+            knocking = asyncio.ensure_future(_one_listens([place], 5.0))
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            knocking.cancel()
+            await asyncio.wait({knocking})
+        await _one_listens([place], 5.0)
+        await until(lambda: len(psutil.Process().net_connections("tcp4")) == 1)  # that which listens
 
 
 async def test_a_peer_that_comes_back_is_reached_at_once_however_often_it_was_dialled(
