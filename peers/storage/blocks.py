@@ -240,11 +240,11 @@ class Blocks:
             NotNow: a server does not answer, which may come back; or a peer is busy.
         """
         parts, search = self._shards.of_block(block), _Search()
-        ways = [self._of_addresses, self._of_others]
+        sources = [self._of_addresses, self._of_others]
         if any(all(map(self._rests, part.shard.at)) for part in parts):
-            ways.reverse()
-        for way in ways:
-            if (found := way(block, parts, search)) is not None:
+            sources.reverse()
+        for source in sources:
+            if (found := source(block, parts, search)) is not None:
                 return found
         raise search.nowhere()
 

@@ -5434,7 +5434,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-peers-after-addresses-that-failed",
         BLOCKS,
-        "ways.reverse()",
+        "sources.reverse()",
         "pass",
         "Each block waits for a dead server again, though a peer has it.",
         ("test_block_exchange",),
