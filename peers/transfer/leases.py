@@ -216,11 +216,8 @@ def flat(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def chunks_of(vectors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    return [
-        vector[start : start + CHUNK_BYTES // vector.element_size()]
-        for vector in vectors.values()
-        for start in range(0, vector.numel(), CHUNK_BYTES // vector.element_size())
-    ]
+    there = [vector for vector in vectors.values() if vector.numel()]
+    return [chunk for vector in there for chunk in vector.split(CHUNK_BYTES // vector.element_size())]
 
 
 def forms_of(vectors: Mapping[str, torch.Tensor]) -> tuple[TensorForm, ...]:
