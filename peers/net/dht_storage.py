@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from peers.clock import now_s
 from peers.net._hivemind import DHTID
 from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, RecordCheck, Welcome, key_bytes, nearest
-from peers.net.identity import CIRCUIT, by_peer, without_peer_id
+from peers.net.identity import CIRCUIT, AddressBook, by_peer, with_peer_id
 from peers.net.p2pd_control import DaemonControl
 from peers.waiting import TaskKeeper
 from swarm.errors import SetupError
 from swarm.ids import PeerId
-from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
 SEARCH_WAIT_S = 1.0
@@ -30,7 +29,7 @@ BOOTSTRAP_S = 1.0
 MORE_TRIES = 3
 """To join where peers answer, and none reaches this one back: a line may be busy or cut for a while."""
 _MAX_MET = 64
-"""Peers whose addresses are kept after their records ran out, to find the swarm again when all were lost."""
+"""Peers that are dialled after their records ran out, to find the swarm again when all were lost."""
 _MET_GREETED = 2
 """Of those met and lost, so many are dialled at a time; most of them are dead."""
 MAX_CLOCK_ERROR_S = 3.0
@@ -60,16 +59,17 @@ class Place:
 class DhtStorage:
     """Where values lie."""
 
-    def __init__(self, control: DaemonControl, me: PeerId, join: Sequence[str], rng: random.Random) -> None:
-        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`."""
+    def __init__(
+        self, control: DaemonControl, me: PeerId, join: Sequence[str], addresses: AddressBook,
+        rng: random.Random,
+    ) -> None:  # fmt: skip
+        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`; `addresses`: of those met."""
         self.check = RecordCheck()
-        self.join = by_peer(join)
+        self.join, self.addresses = by_peer(join), addresses
         self.tasks = TaskKeeper()
         self.node = DhtNode(me, self.check, self.tasks)
         self.online = False
         """Our p2pd runs, and the node above is on it."""
-        self.met: dict[PeerId, list[str]] = {}
-        """Addresses, without the id, of those whose records we saw, the latest last."""
         self.searched_at = self.greeted_at = -math.inf
         self._control, self._me, self._random = control, me, rng
         self._places: dict[str, Place] = {}
@@ -127,7 +127,7 @@ class DhtStorage:
         """Those to join at, and some of those that we met, with the addresses that we know of them."""
         peers = dict.fromkeys([*self.join, *met])
         peers.pop(self._me, None)
-        return {peer: [*self.join.get(peer, ()), *self.met.get(peer, ())] for peer in peers}
+        return {peer: [*self.join.get(peer, ()), *self.addresses.of(peer)] for peer in peers}
 
     @property
     def neighbours(self) -> int:
@@ -158,7 +158,7 @@ class DhtStorage:
         if any(not one.done() for one in self._greeting):
             return self._greeting
         known = self.node.table.peer_id_to_uid
-        met = [peer for peer in self.met if peer not in known]
+        met = [peer for peer in self.addresses.latest(_MAX_MET) if peer not in known]
         if known:
             met = self._random.sample(met, min(len(met), _MET_GREETED))
         lost = {peer: ends for peer, ends in self._addresses(met).items() if peer not in known}
@@ -189,21 +189,11 @@ class DhtStorage:
         answers = await asyncio.gather(*(self.node.store(peer, [(place.key, entry)]) for peer in near))
         return 1 + sum(bool(answer and answer[0]) for answer in answers)
 
-    def meet(self, record: PeerRecord) -> None:
-        self.met.pop(record.peer, None)
-        if record.addresses and record.state != "left":
-            self.met[record.peer] = [without_peer_id(address) for address in record.addresses]
-        while len(self.met) > _MAX_MET:
-            del self.met[next(iter(self.met))]
-
     def met_addresses(self) -> list[str]:
         """Direct addresses of peers whose records we saw, the latest first, each ending in `/p2p/<id>`."""
-        return [
-            f"{address}/p2p/{peer}"
-            for peer in reversed(self.met)
-            for address in self.met[peer]
-            if CIRCUIT not in address
-        ]
+        met = self.addresses.latest(_MAX_MET)
+        found = [address for peer in met for address in with_peer_id(self.addresses.of(peer), peer)]
+        return [address for address in found if CIRCUIT not in address]
 
 
 def _why_none(failed: Iterable[tuple[PeerId, Sequence[str], BaseException | None]]) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.charter.keeper import CharterKeeper
 from peers.net.dht_protocol import MAX_ANSWER_BYTES, REPLICAS, RPC_S, VERSION_S, Entry, latest_expiry
 from peers.net.dht_storage import BOOTSTRAP_S, SEARCH_WAIT_S, DhtStorage, Place
-from peers.net.identity import Identity
+from peers.net.identity import AddressBook, Identity
 from peers.net.lookup import DEFAULT_SCALE, Scale
 from peers.net.p2pd_control import ControlError, DaemonControl
 from peers.net.record_reader import REFRESH_LIMIT_S, RecordReader
@@ -53,10 +53,10 @@ class NetDirectory:
 
     def __init__(
         self, control: DaemonControl, identity: Identity, run_id: str | None, *, join: Sequence[str] = (),
-        learn: Callable[[PeerId, Iterable[str]], None] | None = None, timings: NetTimings = DEFAULT_TIMINGS,
+        addresses: AddressBook | None = None, timings: NetTimings = DEFAULT_TIMINGS,
         scale: Scale = DEFAULT_SCALE, door: Doorkeeper | None = None, charters: Path | None = None,
     ) -> None:  # fmt: skip
-        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `learn` is told addresses.
+        """`join`: multiaddrs of peers to join at, each ending in `/p2p/<id>`. `addresses` learns others'.
 
         `door` says whose records are believed; `charters` is a folder for those that were seen.
         """
@@ -68,7 +68,7 @@ class NetDirectory:
         self._timings = timings
         self._random = random.Random(identity.peer_id)
         self._table = Table(identity.peer_id)
-        self.storage = DhtStorage(control, identity.peer_id, join, self._random)
+        self.storage = DhtStorage(control, identity.peer_id, join, addresses or AddressBook(), self._random)
         self.storage.check.why_not = self.door.why_not_record
         self.door.on_change.append(self._recheck)
         self._manifests = ManifestKeeper(self.storage, self._random, timings.manifest_life_s)
@@ -76,9 +76,7 @@ class NetDirectory:
             self.storage, self.door, self._random, timings.manifest_life_s, charters,
             lambda peer: self.find(peer) is not None,
         )  # fmt: skip
-        self.reader = RecordReader(
-            self.storage, self._table, run_id, self._random, timings.refresh_s, scale, learn
-        )
+        self.reader = RecordReader(self.storage, self._table, run_id, self._random, timings.refresh_s, scale)
         self._moved_to: tuple[str, ...] = ()
         self._own: PeerRecord | None = None
         self._own_expires = -math.inf
@@ -254,7 +252,7 @@ class NetDirectory:
         entry = Entry(record.peer, value, self._own_expires)
         keys = record_keys(record, self._level)
         took = await asyncio.gather(*(self.storage.store(key, entry) for key in keys))
-        if took[0] == 1 and (self.storage.join or self.storage.met):
+        if took[0] == 1 and (self.storage.join or self.storage.addresses.latest(1)):
             self._stored_at = -math.inf  # no other node has it: again in the next round
 
     async def publish_manifest(self, text: str) -> str:

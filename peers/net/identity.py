@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -156,7 +157,30 @@ CIRCUIT = "/p2p-circuit"
 """In an address: what is before it is a relay's."""
 MAX_ADDRESSES = 16
 """Of one peer; what a stranger says beyond them is not read."""
+MAX_ADDRESSED = 65_536
+"""Peers whose addresses are kept, as many as records."""
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class AddressBook:
+    """Where peers can be dialled. Of too many, those that were learnt of longest ago are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, tuple[str, ...]] = {}
+
+    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
+        """Dial the peer at these from now on (multiaddrs, with or without `/p2p/...`)."""
+        self._known.pop(peer, None)
+        self._known[peer] = tuple(addresses)
+        if len(self._known) > MAX_ADDRESSED:
+            del self._known[next(iter(self._known))]
+
+    def of(self, peer: PeerId) -> tuple[str, ...]:
+        return self._known.get(peer, ())
+
+    def latest(self, count: int) -> list[PeerId]:
+        """The peers that were learnt of last, the latest first."""
+        return list(islice(reversed(self._known), count))
 
 
 class Place(NamedTuple):

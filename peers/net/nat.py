@@ -188,7 +188,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         await transport.start()
         question = pack(AskReach(peer=target.peer_id, port=_port(target)))
         for peer, ends in direct.items():
-            transport.learn(peer, ends)
+            transport.addresses.learn(peer, ends)
         asked = await asyncio.gather(*(_ask(transport, peer, question) for peer in direct))
         answers = _alike(target, [answer for answer in asked if isinstance(answer, Reached)])
         refusals = [answer for answer in asked if isinstance(answer, str)]
@@ -209,7 +209,7 @@ async def relaying(
     places = by_peer(filter(is_relay, addresses))
 
     async def ask(peer: PeerId) -> str:
-        transport.learn(peer, places[peer])
+        transport.addresses.learn(peer, places[peer])
         answer = await _ask(transport, peer, question)
         if not isinstance(answer, Reached) or not answer.relay:
             return ""

@@ -180,7 +180,7 @@ class Node:
                 daemon.identity,
                 self.run_id if name is None else None,
                 join=self._join,
-                learn=self.transport.learn,
+                addresses=self.transport.addresses,
                 timings=self._timings,
                 door=self.door,
                 charters=self._charters,

@@ -107,9 +107,8 @@ class RecordReader:
 
     def __init__(
         self, storage: DhtStorage, table: Table, run_id: str | None, rng: random.Random, refresh_s: float,
-        scale: Scale, learn: Callable[[PeerId, Iterable[str]], None] | None,
+        scale: Scale,
     ) -> None:  # fmt: skip
-        """`learn` is told addresses."""
         self.run_id, self.scale = run_id, scale
         self.stages = 0
         """Of the run, once its manifest is known."""
@@ -119,7 +118,7 @@ class RecordReader:
         """The near stages were read once."""
         self.near = Allowance(NEAR_BYTES_PER_S, NEAR_BYTES_PER_S * _SAVED_S)
         self.far = Allowance(FAR_BYTES_PER_S, FAR_BYTES_PER_S * _SAVED_S)
-        self._storage, self._table, self._learn = storage, table, learn
+        self._storage, self._table = storage, table
         self._random, self._refresh_s = rng, refresh_s
         self._watched: frozenset[Stage] | None = None
 
@@ -278,7 +277,6 @@ class RecordReader:
             if self._table.put(opened, record_ids(opened)):
                 took = True
                 self._storage.node.keep_read(key, entry)  # others may ask here
-                self._storage.meet(opened.record)
-                if self._learn is not None and opened.record.addresses:
-                    self._learn(opened.record.peer, opened.record.addresses)
+                if opened.record.addresses and opened.record.state != "left":
+                    self._storage.addresses.learn(opened.record.peer, opened.record.addresses)
         return took

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from peers.clock import now_s
 from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, Line, RateLimiter, Traffic
@@ -18,7 +18,7 @@ from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.direct.paths import METHOD as DIRECT_METHOD
 from peers.net.direct.paths import DirectOptions, DirectPaths
-from peers.net.identity import CIRCUIT, Identity, place_of
+from peers.net.identity import CIRCUIT, AddressBook, Identity, place_of
 from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
@@ -49,8 +49,6 @@ MAX_LINKS = 2048
 MAX_LINKS_PER_PEER = 3
 """A caller needs one, and another while calls move to a better path; and it may redial before we notice that
 one broke."""
-MAX_ADDRESSED = 65_536
-"""Peers whose addresses are kept, as many as records: of more, those told of longest ago are forgotten."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -62,13 +60,12 @@ class Dialer:
     def __init__(
         self, control: DaemonControl, timings: NetTimings, traffic: Traffic, tasks: TaskKeeper
     ) -> None:
-        self.control = control
+        self.control, self.addresses = control, AddressBook()
         self.closed = ""
         """Why no stream can be opened."""
         self.links: dict[PeerId, ClientConnection] = {}
         self.bypassed: set[ClientConnection] = set()
         """Streams that finish what was begun on them: there is a better path now."""
-        self.addresses: dict[PeerId, tuple[str, ...]] = {}
         self.credential = b""
         """Shown first on each stream, if there is any."""
         self.direct: DirectPaths | None = None
@@ -165,7 +162,7 @@ class Dialer:
 
     async def _open(self, peer: PeerId) -> ClientConnection:
         link: ClientConnection | None = None
-        dial_s, addresses = self._timings.dial_s, self.addresses.get(peer, ())
+        dial_s, addresses = self._timings.dial_s, self.addresses.of(peer)
         deadline = now_s() + dial_s
         try:
             if addresses:
@@ -239,6 +236,7 @@ class NetTransport:
         self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
         self._most_links = min(MAX_LINKS, most_connections())
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
+        self.addresses = self._dialer.addresses
         if direct is not None:
             self._dialer.direct = DirectPaths(signer, direct, timings, self._make_callee)
         self._methods: dict[str, tuple[Handler, int]] = {}
@@ -312,14 +310,6 @@ class NetTransport:
         return [*self._dialer.links.values(), *self._dialer.bypassed, *self._incoming]
 
     # -- calling --------------------------------------------------------------------------------
-
-    def learn(self, peer: PeerId, addresses: Iterable[str]) -> None:
-        """Dial the peer at these from now on (multiaddrs, with or without `/p2p/...`)."""
-        known = self._dialer.addresses
-        known.pop(peer, None)
-        known[peer] = tuple(addresses)
-        if len(known) > MAX_ADDRESSED:
-            del known[next(iter(known))]
 
     async def call(
         self, peer: PeerId, method: str, header: bytes, body: Sequence[Buffer] = (), *,

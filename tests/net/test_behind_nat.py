@@ -157,7 +157,7 @@ def test_a_hole_is_punched_although_p2pd_met_the_others_before_it_could() -> Non
         assert len(caller.daemon.options.relays) == 4
 
         async def call() -> None:
-            caller.transport.learn(callee.peer_id, callee.addresses)
+            caller.transport.addresses.learn(callee.peer_id, callee.addresses)
             await caller.transport.call(callee.peer_id, "echo", b"")
             await until(lambda: caller.control.is_direct(callee.peer_id))
 
@@ -179,7 +179,7 @@ def test_a_peer_that_loses_its_relay_takes_another_and_is_called_again() -> None
 
         async def call() -> bool:
             with contextlib.suppress(PeerFault):
-                asker.transport.learn(callee.peer_id, callee.addresses)
+                asker.transport.addresses.learn(callee.peer_id, callee.addresses)
                 answer = await asker.transport.call(callee.peer_id, "echo", b"hello", deadline_s=5.0)
                 return answer.header == b"hello"
             return False

@@ -191,7 +191,7 @@ async def test_a_process_that_is_killed_in_mid_body_is_noticed_at_once_and_leave
         peer = address.rpartition("/")[2]
         async with Node(join=[address]) as node:
             transport = node.transport
-            transport.learn(peer, [address])
+            transport.addresses.learn(peer, [address])
             while memory_links(transport) != (1, 0):
                 await transport.call(peer, "take", b"", [bytes(MIB)])
             assert f"@swarm/{peer}" in Path("/proc/net/unix").read_text()

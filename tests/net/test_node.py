@@ -183,7 +183,7 @@ async def test_a_peer_that_is_killed_is_gone_at_once(stack: contextlib.AsyncExit
         return Answer(b"")
 
     other.transport.serve("never", never)
-    first.transport.learn(other.peer_id, other.addresses)
+    first.transport.addresses.learn(other.peer_id, other.addresses)
     call = asyncio.ensure_future(first.transport.call(other.peer_id, "never", b""))
     await entered.wait()
     before = time.monotonic()
@@ -269,7 +269,7 @@ async def test_a_p2pd_that_dies_again_while_it_is_replaced_is_replaced_again(
     first = await start(stack)
     other = await start(stack, first)
     other.transport.serve("echo", echo)
-    other.transport.learn(first.peer_id, first.addresses)
+    other.transport.addresses.learn(first.peer_id, first.addresses)
     addresses, killed = other.addresses, set[int]()
     for _ in range(3):
         await until(
@@ -296,7 +296,7 @@ async def test_a_peer_whose_p2pd_hangs_is_silent_until_it_is_killed_and_replaced
     first = await start(stack, timings=replace(QUICK, silence_s=1.5))
     other = await start(stack, first, timings=replace(QUICK, probe_every_s=0.05, control_s=2.0))
     other.transport.serve("echo", echo, max_body_bytes=64 * MIB)
-    first.transport.learn(other.peer_id, other.addresses)
+    first.transport.addresses.learn(other.peer_id, other.addresses)
     await other.directory.announce(record(other))
     await first.transport.call(other.peer_id, "echo", b"")
     hung = other.daemon.pid
@@ -375,7 +375,7 @@ async def test_calls_go_on_when_p2pd_is_back_although_no_relay_is(
     first.transport.serve("echo", echo)
     other = await start(stack, first, timings=replace(QUICK, revival_relay_s=0.2))
     other.daemon.options = DaemonOptions(reachable=False, relays=first.addresses)  # it relays for nobody
-    other.transport.learn(first.peer_id, first.addresses)
+    other.transport.addresses.learn(first.peer_id, first.addresses)
     dead = other.daemon.pid
     os.kill(dead, signal.SIGKILL)
     await until(lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid != dead)
@@ -406,7 +406,7 @@ async def test_a_host_that_has_no_address_is_named_in_words(
 
     first, identity = await start(stack), Identity.generate()
     monkeypatch.setattr("peers.net.p2pd_control._connect", unknown)
-    first.transport.learn(identity.peer_id, ["/dns/nowhere.invalid/tcp/31337"])
+    first.transport.addresses.learn(identity.peer_id, ["/dns/nowhere.invalid/tcp/31337"])
     with pytest.raises(PeerGone, match=r"nowhere\.invalid:31337: .*Name or service not known"):
         await first.transport.call(identity.peer_id, "x", b"")
 
@@ -432,7 +432,7 @@ async def test_a_peer_that_comes_back_is_reached_at_once_however_often_it_was_di
     with contextlib.closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    first.transport.learn(identity.peer_id, [f"/ip4/127.0.0.1/tcp/{port}"])
+    first.transport.addresses.learn(identity.peer_id, [f"/ip4/127.0.0.1/tcp/{port}"])
     since = time.monotonic()
     while time.monotonic() - since < 7.0:
         with pytest.raises(PeerGone, match=f"cannot be reached: 127.0.0.1:{port}: Connection refused"):

@@ -19,8 +19,9 @@ import pytest_asyncio
 from peers.net.bandwidth import Line, Traffic
 from peers.net.connection import ServedCall, ServerConnection
 from peers.net.direct.paths import DirectOptions
+from peers.net.identity import MAX_ADDRESSED
 from peers.net.timings import NetTimings
-from peers.net.transport import MAX_ADDRESSED, MAX_LINKS_PER_PEER, NetTransport
+from peers.net.transport import MAX_LINKS_PER_PEER, NetTransport
 from peers.ports import Answer, NetworkPath, Request
 from swarm.errors import (
     BadAnswer,
@@ -229,12 +230,14 @@ async def test_the_limits_of_a_method_are_kept_for_it(pair: tuple[NetTransport, 
 async def test_of_endless_identities_the_addresses_are_forgotten(relay: Relay) -> None:
     transport = await relay.add()
     for number in range(MAX_ADDRESSED):
-        transport.learn(f"peer {number}", ["/ip4/1.2.3.4/tcp/5"])
+        transport.addresses.learn(f"peer {number}", ["/ip4/1.2.3.4/tcp/5"])
     for peer in ("peer 0", "one more"):
-        transport.learn(peer, ["/ip4/1.2.3.4/tcp/6"])
-    known = transport._dialer.addresses
-    assert len(known) == MAX_ADDRESSED
-    assert "peer 1" not in known and {"peer 0", "one more"} <= known.keys()
+        transport.addresses.learn(peer, ["/ip4/1.2.3.4/tcp/6"])
+    known = transport.addresses.latest(MAX_ADDRESSED + 1)
+    assert len(known) == MAX_ADDRESSED and known[:3] == ["one more", "peer 0", f"peer {MAX_ADDRESSED - 1}"]
+    assert not transport.addresses.of("peer 1") and transport.addresses.of("peer 0") == (
+        "/ip4/1.2.3.4/tcp/6",
+    )
 
 
 async def test_small_calls_pass_a_large_body(pair: tuple[NetTransport, NetTransport]) -> None:
@@ -543,7 +546,7 @@ async def test_calls_leave_the_relay_when_a_direct_path_is_found_and_those_under
 
     callee.serve("wait", wait)
     callee.serve("echo", echo)
-    caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
+    caller.addresses.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
     long_one = asyncio.create_task(caller.call(callee.peer_id, "wait", b""))
     assert (await caller.call(callee.peer_id, "echo", b"relayed")).header == b"relayed"
     assert relay.dials == [callee.peer_id]
@@ -562,7 +565,7 @@ async def test_a_link_that_calls_have_opened_anew_is_not_lost_to_the_direct_one(
 ) -> None:
     caller, callee = await relay.add(timings=NetTimings(punched_after_s=(0.01,) * 500)), await relay.add()
     callee.serve("echo", lambda request: asyncio.sleep(0, Answer(request.header)))
-    caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
+    caller.addresses.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
     await caller.call(callee.peer_id, "echo", b"relayed")
     opening, go_on, open_stream = asyncio.Event(), asyncio.Event(), caller._dialer.control.open_stream
 
@@ -590,7 +593,7 @@ async def test_a_peer_that_is_called_directly_is_dialled_once(relay: Relay) -> N
     caller, callee = await relay.add(timings=NetTimings(punched_after_s=(0.0,) * 5)), await relay.add()
     callee.serve("echo", lambda request: asyncio.sleep(0, Answer(request.header)))
     relay.direct.add(callee.peer_id)
-    caller.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
+    caller.addresses.learn(callee.peer_id, [f"/ip4/44.1.2.3/tcp/1/p2p/{caller.peer_id}/p2p-circuit"])
     for _ in range(20):
         await caller.call(callee.peer_id, "echo", b"")
     assert relay.dials == [callee.peer_id]

@@ -639,7 +639,7 @@ class Swarm(Processes):
             for stage in range(self.run.S):
                 compute = StageCompute(self.run, stage)
                 for program in self.serving(stage):
-                    node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
+                    node.transport.addresses.learn(program.peer_id, program.heard(Started)[0].addresses)
                     got = await download(node.transport, state_of(self.run, stage), [program.peer_id])
                     compute.load_state(got.opened.version, got.tensors)
                     weights = {name: w.clone() for name, w in compute.state.named_weights().items()}
@@ -655,7 +655,7 @@ class Swarm(Processes):
         async def ask(node: Node) -> dict[Program, int]:
             found = {}
             for program in peers:
-                node.transport.learn(program.peer_id, program.heard(Started)[0].addresses)
+                node.transport.addresses.learn(program.peer_id, program.heard(Started)[0].addresses)
                 question = pack(AskStatus(run=self.run.id))
                 answer = await node.transport.call(program.peer_id, "status", question)
                 status = unpack_answer(program.peer_id, answer.header, PeerStatus)

@@ -56,7 +56,7 @@ def test_a_pickle_in_any_field_is_never_loaded(tmp_path: Path) -> None:
     async def attack(node: Node) -> PeerStatus:
         nonlocal said
         target = swarm.serving(0)[0]
-        node.transport.learn(target.peer_id, target.heard(Started)[0].addresses)
+        node.transport.addresses.learn(target.peer_id, target.heard(Started)[0].addresses)
 
         async def say(method: str, header: bytes, body: list[bytes]) -> None:
             nonlocal said

@@ -68,7 +68,7 @@ async def take(ip: str, size: int, sources: list[tuple[str, list[str]]]) -> None
 
     async with Node(options=DaemonOptions(host=ip)) as node:
         for peer, addresses in sources:
-            node.transport.learn(peer, addresses)
+            node.transport.addresses.learn(peer, addresses)
         began = time.monotonic()
         wanted = replace(state_of(RUN, 0, 1), like=state)
         found = await download(node.transport, wanted, [peer for peer, _ in sources], progress=progress)

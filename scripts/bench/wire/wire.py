@@ -234,7 +234,7 @@ async def measure_paths(callee: subprocess.Popen[str], rounds: int, gigabytes: f
         Node(join=addresses) as memory,
     ):
         for node in (plain, direct, memory):
-            node.transport.learn(peer, addresses)
+            node.transport.addresses.learn(peer, addresses)
         for node in (direct, memory):
             while direct_links(node.transport) != (1, 0):
                 await send_bodies(node, peer, AT_ONCE)

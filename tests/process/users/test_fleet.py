@@ -62,7 +62,7 @@ def test_consecutive_stages_on_one_machine_hand_over_in_memory(
         async def ask(node: Node) -> dict[Stage, PeerStatus]:
             found = {}
             for started in fleet.heard(Started):
-                node.transport.learn(started.peer, started.addresses)
+                node.transport.addresses.learn(started.peer, started.addresses)
                 question = pack(AskStatus(run=swarm.run.id))
                 answer = await node.transport.call(started.peer, "status", question)
                 status = unpack_answer(started.peer, answer.header, PeerStatus)
