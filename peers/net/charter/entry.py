@@ -16,9 +16,7 @@ from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 
 
-async def enter(
-    node: Node, role: Role, token: str | None, cache: Path | None, note: Callable[[str], None]
-) -> None:
+async def enter(node: Node, role: Role, token: str | None, cache: Path, note: Callable[[str], None]) -> None:
     """Be admitted as `role`, by a token if there is one, and by a stamp if the charter asks for one. From
     then on `node` ends if its peer is shut out.
 
@@ -74,17 +72,15 @@ def _why_not(door: Doorkeeper, me: PeerId, role: Role, stage: Stage | None = Non
     return why and f"the run does not admit this {role} ({me}): {why}"
 
 
-def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path | None) -> int:
+def _stamp(run_id: str, peer: PeerId, bits: int, cache: Path) -> int:
     """One of so many bits: that of the last time, or one that is made now."""
-    path = None if cache is None else cache / f"{run_id}-{peer}"
-    if path is not None:
-        with contextlib.suppress(OSError, ValueError):
-            known = int(path.read_text()[:20])
-            if stamp_bits(run_id, peer, known) >= bits:
-                return known
+    path = cache / f"{run_id}-{peer}"
+    with contextlib.suppress(OSError, ValueError):
+        known = int(path.read_text()[:20])
+        if stamp_bits(run_id, peer, known) >= bits:
+            return known
     found = find_stamp(run_id, peer, bits)
-    if path is not None:
-        with contextlib.suppress(OSError):  # it is made again the next time
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(str(found))
+    with contextlib.suppress(OSError):  # it is made again the next time
+        cache.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(found))
     return found

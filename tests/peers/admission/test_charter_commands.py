@@ -496,7 +496,10 @@ class FakeNode:
 
 
 async def enter(
-    node: FakeNode, role: rules.Role = "peer", token: str | None = None, cache: Path | None = None
+    node: FakeNode,
+    role: rules.Role = "peer",
+    token: str | None = None,
+    cache: Path = Path("/dev/null/stamps"),
 ) -> list[str]:
     """What was noted."""
     notes: list[str] = []
