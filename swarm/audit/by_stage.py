@@ -17,7 +17,7 @@ from swarm.manifest import Run
 from swarm.model.layout import MET_WEIGHTS, empty_state, stage_layout
 from swarm.model.meeting import Meetings
 from swarm.model.reductions import state_digest
-from swarm.model.reference import Passed, SingleProcess, add_up, meet
+from swarm.model.reference import Passed, PlainStage, add_up, meet, samples_of
 from swarm.model.same_bits import aligned, use_threads_of
 
 Scratch: TypeAlias = MutableMapping[str, dict[str, torch.Tensor]]
@@ -44,9 +44,10 @@ class ByStage:
         in common; asked for once.
 
         Raises:
-            SetupError: as `SingleProcess`.
+            SetupError: as `PlainStage`, once something is computed.
         """
-        self.run, self.version, self.device, self._batch, self._scratch = run, version, device, batch, scratch
+        self.run, self.version, self._batch, self._scratch = run, version, batch, scratch
+        self.device = torch.device(device)
         for stage in range(run.S):
             empty, given = empty_state(run, stage), state(stage)
             begun = {name: given[name].to(one.dtype) for name, one in empty.items()}
@@ -94,13 +95,12 @@ class ByStage:
             islands = {cell: self._load(cell) for cell in range(stage, self.run.cells, self.run.S)}
             if not squares:
                 meet([*islands.values()])
-            for number, (cell, single) in enumerate(islands.items()):
+            for number, (cell, plain) in enumerate(islands.items()):
                 if squares:
                     totals = {**layout.terms_of(self.sum_of(cell)), **self._shared[number]}
                     here = {name: totals[name].to(self.device) for name in layout.terms}
-                    single.take(here, squares[number])
-                state = single.state_of(stage)
-                self._scratch[f"state {cell}"] = {name: vector.cpu() for name, vector in state.items()}
+                    plain.take(self.version, here, squares[number])
+                self._scratch[f"state {cell}"] = {name: vector.cpu() for name, vector in plain.state.items()}
         self.version += 1
 
     def state_of(self, cell: Stage) -> dict[str, torch.Tensor]:
@@ -112,44 +112,46 @@ class ByStage:
         state = self.state_of(cell)
         return state_digest(state if whole else {n: v.to(self.device) for n, v in state.items()}, whole=whole)
 
-    def _load(self, cell: Stage, *vectors: str) -> SingleProcess:
+    def _load(self, cell: Stage, *vectors: str) -> PlainStage:
         """A cell with these vectors of its state; none: with all."""
         number, stage = divmod(cell, self.run.S)
-        single = SingleProcess(self.run.island(number), self._batch, self.device, only=stage)
         state = self.state_of(cell)
-        single.load(self.version, [{name: state[name] for name in state if not vectors or name in vectors}])
-        return single
+        needed = {name: state[name] for name in state if not vectors or name in vectors}
+        return PlainStage(self.run.island(number), stage, self.device, needed)
 
     def _forward(self, cell: Stage, all_m: Sequence[int]) -> None:
-        single = self._load(cell, *_FOR_GRADIENTS)
+        plain = self._load(cell, *_FOR_GRADIENTS)
         for m in all_m:
-            passed = self._pass(single, cell, m, grad=False)
+            passed = self._pass(plain, cell, m, grad=False)
             self._put(f"inputs {cell + 1} {m}", passed.arriving)
             self._put(f"places {cell + 1} {m}", passed.places)
 
     def _backward(self, cell: Stage, all_m: Sequence[int], done: Callable[[int], None]) -> None:
-        single, stage = self._load(cell, *_FOR_GRADIENTS), cell % self.run.S
+        plain, stage = self._load(cell, *_FOR_GRADIENTS), cell % self.run.S
         for m in all_m:
-            passed = self._pass(single, cell, m, grad=True)
+            passed = self._pass(plain, cell, m, grad=True)
             if stage == self.run.S - 1:
                 gradients = [torch.ones_like(passed.outputs[0])]
             else:
                 gradients = self._get(f"gradients {cell} {m}", len(passed.outputs))
             places = self._get(f"places {cell} {m}", len(passed.leaves)) if stage else []
             mb = Microbatch(self.version, m)
-            back = single.stages[stage].backward(passed, gradients, places, mb)
+            back = plain.backward(passed, gradients, places, mb)
             for used in (f"gradients {cell} {m}", f"places {cell} {m}", f"inputs {cell} {m}"):
                 self._scratch.pop(used, None)
             if stage:
                 self._put(f"gradients {cell - 1} {m}", back)
             done(1)
-        self._scratch[f"{_SUM} {cell}"] = {_SUM: single.stages[stage].totals().cpu()}
+        self._scratch[f"{_SUM} {cell}"] = {_SUM: plain.totals().cpu()}
 
-    def _pass(self, single: SingleProcess, cell: Stage, m: int, *, grad: bool) -> Passed:
+    def _pass(self, plain: PlainStage, cell: Stage, m: int, *, grad: bool) -> Passed:
         use_threads_of(self.run)
-        mb, stage = Microbatch(self.version, m), cell % self.run.S
-        arriving = self._get(f"inputs {cell} {m}") if stage else single.samples(mb)
-        return single.stages[stage].forward(arriving, mb, grad=grad)
+        mb, (number, stage) = Microbatch(self.version, m), divmod(cell, self.run.S)
+        if stage:
+            arriving = self._get(f"inputs {cell} {m}")
+        else:
+            arriving = samples_of(self.run.island(number), self._batch, mb, self.device)
+        return plain.forward(arriving, mb, grad=grad)
 
     def _put(self, name: str, tensors: Sequence[torch.Tensor | None]) -> None:
         self._scratch[name] = {str(i): one.detach().cpu() for i, one in enumerate(tensors) if one is not None}

@@ -161,7 +161,7 @@ def test_what_a_top_k_leaves_out_is_zero_to_the_gradient_too() -> None:
     run = tiny_run(codec={"forward": "topk:0.3", "backward": "none"})
     reference, mb = SingleProcess(run, batch_of(run)), Microbatch(0, 0)
     reference.loss(mb)
-    (gradients, _), weights = reference.totals(), reference.parameters
+    (gradients, _), weights = reference.totals(), reference.stages[0].weights
     name = next(n for n, p in weights.items() if p.dim() == 2 and len(p) == 48 and n.startswith("layers.0"))
     weight, gradient = weights[name], gradients[name]
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)

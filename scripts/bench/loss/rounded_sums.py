@@ -75,7 +75,7 @@ def train(run: Run, text: Path, *, rounded: bool) -> Trained:
 
     data = open_dataset(run, [text])
     single = SingleProcess(data.pinned(run), data.batch)
-    (stage,) = single.stages.values()
+    (stage,) = single.stages
     found = Trained(stage.layout.sum_numel, [], [], [])
 
     def bytes_each() -> float:

@@ -296,8 +296,9 @@ def reference_loss(run: Run, weights: dict[str, torch.Tensor], rows: np.ndarray)
     """What the single process says, with the same weights, of the same samples."""
     batches = iter([rows])
     single = SingleProcess(run, lambda offsets: next(batches))
-    for name, parameter in single.parameters.items():
-        parameter.data.copy_(weights[name])
+    for stage in single.stages:
+        for name, own in stage.weights.items():
+            own.copy_(weights[name])
     return single.loss(Microbatch(0, 0), grad=False)
 
 
