@@ -75,8 +75,14 @@ def test_the_last_line_is_an_object_of_rows(tmp_path: Path) -> None:
             lambda d: d["cases"][0]["layout"].pop(),
             "layout 'two' has 3 devices; cost_model says 2 stages of 3",
         ),
-        (lambda d: d["pairs"][0].update(gbps=-1), "layout 'two': 'x' and 'y' have a bandwidth of -1e+09"),
-        (lambda d: d["pairs"][0].update(gbps=math.nan), "layout 'two': 'x' and 'y' have a bandwidth of nan"),
+        (
+            lambda d: d["pairs"][0].update(gbps=-1),
+            "layout 'two': 'x' and 'y' cannot reach one another, by -1e+09 ",
+        ),
+        (
+            lambda d: d["pairs"][0].update(gbps=math.nan),
+            "layout 'two': 'x' and 'y' cannot reach one another, by nan bit/s",
+        ),
         (lambda d: d["pairs"][0].update(gbps=0), "layout 'two': 'x' and 'y' cannot reach one another"),
         (lambda d: d["cost_model"].update(grad_GB=-1), "-1e+09 gradient bytes: they cannot be negative"),
     ],
