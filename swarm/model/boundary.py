@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -13,15 +13,11 @@ from swarm.manifest import Run
 from swarm.model.same_bits import aligned
 from swarm.model.stage_function import StageFunction
 from swarm.model.stage_io import StageInput
-from swarm.wire.buffers import Buffer
-from swarm.wire.codec import Encoded, TensorMeta, decode, places_of, start_encode, to_device
-
-Wire: TypeAlias = tuple[TensorMeta, Sequence[Buffer]]
-"""A tensor as it arrived: its meta and its buffers. An `Encoded` is one."""
+from swarm.wire.codec import Encoded, decode, places_of, start_encode, to_device
 
 
 class Entered(NamedTuple):
-    """The inputs of a microbatch as a stage computes with them, entry by entry."""
+    """The inputs of a microbatch as a stage computes with them, one by one."""
 
     values: list[torch.Tensor | None]
     """On the device; None where nothing here reads it."""
@@ -48,8 +44,8 @@ class Boundary:
         self.answers = any(what.graded for what in function.takes)
         """Whether the stage before expects gradients."""
 
-    def enter(self, inputs: Sequence[Wire]) -> Entered:
-        """The inputs as the stage function's entries.
+    def enter(self, inputs: Sequence[Encoded]) -> Entered:
+        """The inputs as the stage function takes them.
 
         Raises:
             Refused: they are not what the run prescribes. Values that only pass are checked too: a wrong one
@@ -96,7 +92,7 @@ class Boundary:
                 pending.append(start_encode(computed.others[number].to(dtype_of(what)), "none", name=name))
         return [finish() for finish in pending]
 
-    def decode_gradients(self, gradients: Sequence[Wire]) -> list[torch.Tensor]:
+    def decode_gradients(self, gradients: Sequence[Encoded]) -> list[torch.Tensor]:
         """The gradients of the outputs that have one, from the next stage.
 
         Raises:
@@ -137,7 +133,7 @@ class Boundary:
         ]
         return tuple(finish() for finish in pending)
 
-    def _decode(self, what: StageInput, came: Wire) -> torch.Tensor:
+    def _decode(self, what: StageInput, came: Encoded) -> torch.Tensor:
         """On the device, if it has a gradient, else on the host."""
         allowed = self._run.codec.allowed_at(self._stage - 1) if what.graded else "none"
         tensor = self._tensor(what, came, allowed, what.name)
@@ -149,7 +145,7 @@ class Boundary:
                 raise Refused(f"{what.name} hold {low}; they are {what.least} or more")
         return tensor
 
-    def _tensor(self, what: StageInput, came: Wire, codec: str | Sequence[str], name: str) -> torch.Tensor:
+    def _tensor(self, what: StageInput, came: Encoded, codec: str | Sequence[str], name: str) -> torch.Tensor:
         tensor = decode(
             *came,
             device=self._device if what.graded else "cpu",
@@ -162,11 +158,12 @@ class Boundary:
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
         values: list[torch.Tensor | None] = []
-        for entry, value in zip(self._function.entries, taken, strict=True):
-            if entry.dtype is None:
+        function = self._function
+        for what, dtype, value in zip(function.takes, function.dtypes, taken, strict=True):
+            if dtype is None:
                 values.append(None)
             else:
-                values.append(value if entry.graded else to_device(value.to(entry.dtype), self._device))
+                values.append(value if what.graded else to_device(value.to(dtype), self._device))
         return Entered(values, taken)
 
 

@@ -32,7 +32,7 @@ import torch
 from swarm.errors import DIVERGED, NotReady, Refused, SetupError, Stale
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.boundary import Boundary, Computed, Entered, Wire
+from swarm.model.boundary import Boundary, Computed, Entered
 from swarm.model.fixed_point import largest_norm
 from swarm.model.gpt import GptStage
 from swarm.model.gradient_sum import Gradients, GradientSums, SharedWeights
@@ -54,7 +54,7 @@ class Forward:
     """The version of the weights that it was computed with."""
     loads: int
     """How many states had been loaded when it was computed."""
-    inputs: list[Encoded]
+    inputs: Sequence[Encoded]
     """The inputs as they arrived: `StageCompute.subtract` needs them to retract it."""
     outputs: list[Encoded]
     """The inputs of the next stage."""
@@ -131,7 +131,7 @@ class StageCompute:
     # --- microbatches -----------------------------------------------------------------------------------
 
     def forward(
-        self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True, codec: str | None = None
+        self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True, codec: str | None = None
     ) -> Forward:
         """Compute a microbatch up to the hand-over to the next stage.
 
@@ -147,14 +147,13 @@ class StageCompute:
         """
         assert not self._last, "the last stage has a loss and no output"
         version, keep = self._held_version(mb), grad and not self.recompute
-        kept = [Encoded(meta, buffers) for meta, buffers in inputs]
-        entered = self._boundary.enter(kept)
+        entered = self._boundary.enter(inputs)
         with torch.set_grad_enabled(keep):
             computed = self._compute(mb, version, entered)
         outputs = self._boundary.encode_outputs(mb, entered, computed, codec)
-        return Forward(mb, version, self.state.loads, kept, outputs, computed if keep else None)
+        return Forward(mb, version, self.state.loads, inputs, outputs, computed if keep else None)
 
-    def evaluate(self, version: int, inputs: Sequence[Wire]) -> list[Encoded] | float:
+    def evaluate(self, version: int, inputs: Sequence[Encoded]) -> list[Encoded] | float:
         """The inputs of the next stage, or the loss, of samples that are not trained on, with these weights.
 
         `inputs`: as `forward` takes them.
@@ -166,7 +165,7 @@ class StageCompute:
             raise cls(f"weights {version} of stage {self.stage} are {text}", version=self.version)
         mb = Microbatch(version, 0)  # as errors call it
         with torch.no_grad():
-            entered = self._boundary.enter([Encoded(meta, buffers) for meta, buffers in inputs])
+            entered = self._boundary.enter(inputs)
             computed = self._compute(mb, version, entered, drops=False)
         if not self._last:
             return self._boundary.encode_outputs(mb, entered, computed, None)
@@ -175,7 +174,7 @@ class StageCompute:
             raise Refused(f"the loss of the evaluation of version {version} is not finite: {loss}")
         return loss
 
-    def gradients(self, fwd: Forward, grads_out: Sequence[Wire], *, weights: bool) -> Gradients:
+    def gradients(self, fwd: Forward, grads_out: Sequence[Encoded], *, weights: bool) -> Gradients:
         """The gradients of the inputs and, with `weights`, of the weights, from those of the outputs.
 
         May be called again for the same `fwd`: it recomputes.
@@ -196,7 +195,7 @@ class StageCompute:
         found.arrived = [torch.linalg.vector_norm(grad) for grad in grads]
         return found
 
-    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Wire], *, weights: bool) -> Gradients:
+    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Encoded], *, weights: bool) -> Gradients:
         """As `forward` and `gradients`, of the last stage: its forward, mean loss and backward.
 
         Raises:
@@ -205,27 +204,27 @@ class StageCompute:
         """
         assert self._last, "only the last stage has a loss"
         version = self._held_version(mb)
-        taken = [Encoded(meta, buffers) for meta, buffers in inputs]
         wanted = weights or self._boundary.answers
         with torch.set_grad_enabled(wanted):
-            computed = self._compute(mb, version, self._boundary.enter(taken))
+            computed = self._compute(mb, version, self._boundary.enter(inputs))
         loss = computed.outputs[0].item()
         if not math.isfinite(loss):
             raise Refused(f"the loss of {mb} is not finite: {loss}{DIVERGED}")
         found = Gradients(mb=mb, loads=self.state.loads)
         if wanted:
-            found = self._differentiate(mb, version, computed, [None], weights=weights, inputs=taken)
+            found = self._differentiate(mb, version, computed, [None], weights=weights, inputs=inputs)
         found.loss = loss
         return found
 
-    def gradients_of(self, mb: Microbatch, inputs: Sequence[Wire], grads_out: Sequence[Wire]) -> Gradients:
+    def gradients_of(
+        self, mb: Microbatch, inputs: Sequence[Encoded], grads_out: Sequence[Encoded]
+    ) -> Gradients:
         """Those of a microbatch that is computed again, from what was kept of it (`grads_out`: nothing at the
         last stage). Raises as `forward` and `gradients`.
         """
         if self._last:
             return self.loss_gradients(mb, inputs, weights=True)
-        kept = [Encoded(meta, buffers) for meta, buffers in inputs]
-        forward = Forward(mb, self._held_version(mb), self.state.loads, kept, [])
+        forward = Forward(mb, self._held_version(mb), self.state.loads, inputs, [])
         return self.gradients(forward, grads_out, weights=True)
 
     def add(self, found: Gradients) -> None:
@@ -238,7 +237,7 @@ class StageCompute:
             raise self._gone(found.mb)
         self.sums.add(found)
 
-    def subtract(self, mb: Microbatch, inputs: Sequence[Wire], grads_out: Sequence[Wire]) -> None:
+    def subtract(self, mb: Microbatch, inputs: Sequence[Encoded], grads_out: Sequence[Encoded]) -> None:
         """Take a microbatch out of the sum again: compute it once more and subtract.
 
         `inputs` and `grads_out` as they were (none for the last stage). The gradient is the negative, bit for

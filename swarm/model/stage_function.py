@@ -29,21 +29,13 @@ class Output(NamedTuple):
     """Buffer -> the microbatch's statistic, without gradient. Empty but for batch norm in training."""
 
 
-class Entry(NamedTuple):
-    """A value that a stage is given."""
-
-    dtype: torch.dtype | None
-    """The dtype that it is computed with, on the device; None: it only passes through."""
-    graded: bool
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StageFunction:
     takes: tuple[StageInput, ...]
     gives: tuple[StageInput, ...]
     """The inputs of the next stage; empty at the last one, which has a loss."""
-    entries: tuple[Entry, ...]
-    """How it computes with each of `takes`."""
+    dtypes: tuple[torch.dtype | None, ...]
+    """In which it computes with each of `takes`, on the device; None: that only passes through."""
     passes: Mapping[int, int] = field(default_factory=dict)
     """Output without a gradient -> the input that it is, unchanged."""
     module: Callable[[], nn.Module]
@@ -60,10 +52,10 @@ class StageFunction:
         """The inputs that have a gradient, as they came, and what is computed with all of them."""
         leaves: list[torch.Tensor] = []
         values: list[torch.Tensor | None] = []
-        for entry, value in zip(self.entries, given, strict=True):
-            if value is not None and entry.graded:
+        for what, dtype, value in zip(self.takes, self.dtypes, given, strict=True):
+            if value is not None and what.graded:
                 leaves.append(value.requires_grad_(torch.is_grad_enabled()))
-            values.append(None if value is None or entry.dtype is None else value.to(entry.dtype))
+            values.append(None if value is None or dtype is None else value.to(dtype))
         with torch.autocast(device.type, torch.bfloat16, enabled=self.halves):
             return leaves, self.compute(module, values, mb)
 
@@ -81,9 +73,8 @@ def stage_function(run: Run, stage: Stage) -> StageFunction:
 
 def _built_in(run: Run, stage: Stage) -> StageFunction:
     first, last = stage == 0, stage == run.S - 1
-    hidden = () if first else (Entry(boundary_dtype(run), True),)
+    hidden = () if first else (boundary_dtype(run),)
     reads = first or last or run.built_in.bottleneck or run.data.document_mask
-    tokens = Entry(torch.int64 if reads else None, False)
 
     def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:
         *hidden, tokens = values
@@ -93,7 +84,7 @@ def _built_in(run: Run, stage: Stage) -> StageFunction:
     return StageFunction(
         takes=stage_inputs(run, stage),
         gives=() if last else stage_inputs(run, stage + 1),
-        entries=(*hidden, tokens),
+        dtypes=(*hidden, torch.int64 if reads else None),
         passes={} if last else {1: len(hidden)},
         module=lambda: stage_skeleton(run, stage),
         compute=compute,
@@ -107,11 +98,10 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
     last = stage == run.S - 1
     read = {name for index in plan.operators for name in graph.operators[index].inputs}
     comes = {value.name: number for number, value in enumerate(plan.inputs)}
-    entries = [
-        Entry(getattr(torch, value.dtype) if value.differentiable or value.name in read else None,
-              value.differentiable)
+    dtypes = [
+        getattr(torch, value.dtype) if value.differentiable or value.name in read else None
         for value in plan.inputs
-    ]  # fmt: skip
+    ]
     passes = {
         number: comes[value.name]
         for number, value in enumerate(plan.outputs)
@@ -124,7 +114,7 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
     return StageFunction(
         takes=stage_inputs(run, stage),
         gives=() if last else stage_inputs(run, stage + 1),
-        entries=tuple(entries),
+        dtypes=tuple(dtypes),
         passes=passes,
         module=lambda: stage_module(run, stage),
         compute=compute,

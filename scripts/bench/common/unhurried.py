@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swarm.ids import Microbatch
-from swarm.model.boundary import Wire
 from swarm.model.gradient_sum import Gradients
 from swarm.model.stage import Forward, StageCompute
 from swarm.wire.codec import Encoded
@@ -19,20 +18,19 @@ class Unhurried(StageCompute):
     _one: Gradients | None = None
 
     def forward(
-        self, mb: Microbatch, inputs: Sequence[Wire], *, grad: bool = True, codec: str | None = None
+        self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True, codec: str | None = None
     ) -> Forward:
         if self._outputs is None:
             self._outputs = super().forward(mb, inputs, grad=False, codec=codec).outputs
-        kept = [Encoded(meta, buffers) for meta, buffers in inputs]
-        return Forward(mb, self._held_version(mb), self.state.loads, kept, self._outputs)
+        return Forward(mb, self._held_version(mb), self.state.loads, inputs, self._outputs)
 
-    def gradients(self, fwd: Forward, grads_out: Sequence[Wire], *, weights: bool) -> Gradients:
+    def gradients(self, fwd: Forward, grads_out: Sequence[Encoded], *, weights: bool) -> Gradients:
         if self._one is None:
             forward = super().forward(fwd.mb, fwd.inputs)
             self._one = super().gradients(forward, grads_out, weights=True)
         return self._found(fwd.mb, weights)
 
-    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Wire], *, weights: bool) -> Gradients:
+    def loss_gradients(self, mb: Microbatch, inputs: Sequence[Encoded], *, weights: bool) -> Gradients:
         if self._one is None:
             self._one = super().loss_gradients(mb, inputs, weights=True)
         return self._found(mb, weights)
