@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from swarm.errors import SetupError
 from swarm.model.graph import operators
 from swarm.model.graph.ir import Call
-from swarm.model.graph.untraceable import reason
+from swarm.model.graph.untraceable import Untraceable, reason
 from swarm.model.reductions import add_tensor
 
 _LIBRARY = torch.library.Library("swarm", "DEF")
@@ -180,18 +180,20 @@ class _Context:
         """For derivatives along a direction, which no stage takes."""
 
     def mark_dirty(self, *_: torch.Tensor) -> None:
-        _refuse("it writes to its arguments (mark_dirty); make new tensors")
+        raise Untraceable("it writes to its arguments (mark_dirty); make new tensors")
 
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
         if any(tensor.is_floating_point() for tensor in tensors):
-            _refuse(
+            raise Untraceable(
                 "it gives numbers without a gradient (mark_non_differentiable); make them outside of it, "
                 "under torch.no_grad()"
             )
 
     def set_materialize_grads(self, value: bool) -> None:
         if not value:
-            _refuse("it asks for gradients that may be None (set_materialize_grads); take zeros instead")
+            raise Untraceable(
+                "it asks for gradients that may be None (set_materialize_grads); take zeros instead"
+            )
 
 
 def _needs(args: Sequence[Any]) -> tuple[bool, ...]:
@@ -226,7 +228,7 @@ class _Tracer:
         try:
             forward = self._graph(self._forward, self._given, "forward")
             backward = self._graph(self._backward, [*self._saved, *self._outputs], "backward")
-        except _Refused as error:
+        except Untraceable as error:
             raise self._refused(str(error)) from error
         except SetupError as error:
             raise self._refused(error.text) from error
@@ -262,15 +264,15 @@ class _Tracer:
         args = [next(rest) if isinstance(arg, torch.Tensor) else arg for arg in self._args]
         others = [arg for arg in (*self._args, self._kwargs) if not isinstance(arg, torch.Tensor)]
         if not tensors or any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(others)):
-            _refuse("it has to be given tensors, each as an argument of its own")
+            raise Untraceable("it has to be given tensors, each as an argument of its own")
         ctx = _Context(self._needs)
         made = _forward(self._cls, ctx, args, self._kwargs)
         self.gives_tuple = isinstance(made, tuple)
         outputs = list(made) if isinstance(made, tuple) else [made]
         if not outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
-            _refuse("its forward has to return a tensor, or a tuple of tensors")
+            raise Untraceable("its forward has to return a tensor, or a tuple of tensors")
         if getattr(ctx, "_fwd_used_autocast", None) is not None:
-            _refuse("it looks at whether autocast is on (custom_fwd)")
+            raise Untraceable("it looks at whether autocast is on (custom_fwd)")
         leaves, spec = pytree.tree_flatten(vars(ctx))
         saved = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._state = leaves, spec
@@ -288,12 +290,16 @@ class _Tracer:
         made = backward(ctx, *rest)
         made = list(made) if isinstance(made, tuple) else [made]
         if len(made) < len(self._args) or any(gradient is not None for gradient in made[len(self._args) :]):
-            _refuse(f"its backward gives {len(made)} gradients, but it has {len(self._args)} arguments")
+            raise Untraceable(
+                f"its backward gives {len(made)} gradients, but it has {len(self._args)} arguments"
+            )
         forms, kept = iter(self._given), []
         for number, (arg, gradient) in enumerate(zip(self._args, made, strict=False)):
             form = next(forms) if isinstance(arg, torch.Tensor) else None
             if gradient is not None and not (form and _fits(gradient, form)):
-                _refuse(f"its backward gives as gradient of argument {number} what has not its shape")
+                raise Untraceable(
+                    f"its backward gives as gradient of argument {number} what has not its shape"
+                )
             kept += [gradient] if form else []
         return kept
 
@@ -312,14 +318,6 @@ def _forward(cls: Any, ctx: _Context, args: Sequence[Any], kwargs: Mapping[str, 
     made = cls.forward(*args, **kwargs)
     cls.setup_context(ctx, tuple(args), made)
     return made
-
-
-class _Refused(Exception):
-    """The text says what no stage may do."""
-
-
-def _refuse(text: str) -> NoReturn:
-    raise _Refused(text)
 
 
 _MEMORY = frozenset(("data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"))
@@ -349,10 +347,10 @@ class _NothingElse(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (called := getattr(func, "__name__", "")) in _MEMORY:
-            _refuse(f"its {self._part} reads a tensor's memory ({called}), as numpy and C do")
+            raise Untraceable(f"its {self._part} reads a tensor's memory ({called}), as numpy and C do")
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and getattr(leaf, "fake_mode", None) is not self._fake:
-                _refuse(
+                raise Untraceable(
                     f"its {self._part} reads a tensor {list(leaf.shape)} that is not among its arguments; "
                     "give it as one"
                 )
@@ -368,11 +366,13 @@ def _check(found: fx.GraphModule, given: Sequence[torch.Tensor], part: str, name
             continue
         if node.target is torch._C._set_grad_enabled:
             if node.args[0]:
-                _refuse(f"its {part} switches gradients on")
+                raise Untraceable(f"its {part} switches gradients on")
             graph.erase_node(node)
             continue
         if not isinstance(node.target, OpOverload):
-            _refuse(f"its {part} calls {getattr(node.target, '__name__', node.target)}, which is no operator")
+            raise Untraceable(
+                f"its {part} calls {getattr(node.target, '__name__', node.target)}, which is no operator"
+            )
         _check_operator(node, whose, part, name)
         if pytree.tree_any(lambda leaf: isinstance(leaf, torch.device), (node.args, node.kwargs)):
             if device is None:
@@ -395,16 +395,16 @@ def _check_operator(node: fx.Node, given: set[int], part: str, name: str) -> Non
     named = operators.arguments(op, node.args, node.kwargs)
     value = node.meta.get("val")
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        _refuse(f"{inside} makes a number that depends on data")
+        raise Untraceable(f"{inside} makes a number that depends on data")
     for argument in op._schema.arguments:
         written = named.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and isinstance(written, fx.Node) and _storage(written.meta["val"]) in given:
             what = "its arguments" if part == "forward" else "what it is given"
-            _refuse(f"{inside} writes to {what}; make a new tensor")
+            raise Untraceable(f"{inside} writes to {what}; make a new tensor")
     if operators.does_nothing(operators.name_of(op), named):
         return
     call = Call(function=op, args=node.args, kwargs=dict(node.kwargs), outputs=(), several=False, plain=False)
     ruled = operators.ruled(node, call, named, module=f"{name}.{part}", shape=(), site=str)
     if ruled.function not in (op, torch.ops.aten.full.default):
-        _refuse(f"{inside} draws random numbers or keeps statistics; do that outside of it")
+        raise Untraceable(f"{inside} draws random numbers or keeps statistics; do that outside of it")
