@@ -140,7 +140,7 @@ class Network:
 
     def between(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[a, b] latencies in s and bandwidths in bit/s of the lines between these devices and those."""
-        here = np.ix_(self.region_of[a], self.region_of[b])
+        here = self.region_of[a][:, None], self.region_of[b]  # np.ix_ takes four times as long
         return self.latency_s[here], self.bandwidth_bps[here]
 
     def exchange_s(self, members: np.ndarray, gradient_bytes: float) -> float:

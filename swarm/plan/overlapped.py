@@ -68,6 +68,8 @@ class _Stage:
     fullest: int
     """That member."""
     exchange_s: float
+    farthest_s: list[float]
+    """[R] from each region to the member that is farthest from it."""
 
 
 class _Boundary(NamedTuple):
@@ -95,6 +97,16 @@ class Overlap:
         least_S1 = np.array([[job.least_bytes(stage)] for stage in range(job.stages)])
         self.fits_SN = least_S1 <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
+        out_S, in_S = np.array([(job.bytes_out(s), job.bytes_in(s)) for s in range(job.stages)]).T
+        self._forward_SN = np.array(job.forward_flops)[:, None] / network.flops_per_s
+        computes_SN = (1 + BACKWARD_FORWARDS) * self._forward_SN
+        sends_SN = 8.0 * out_S[:, None] / network.upload_bps
+        self._each_KSN = np.stack([computes_SN, sends_SN, 8.0 * in_S[:, None] / network.download_bps])
+        """Seconds that a device computes, uploads and downloads for a microbatch."""
+        self.slowest_SN = self._each_KSN.max(axis=0)
+        """[S, N] seconds of that which takes longest."""
+        # Routers know what a peer computes and its upload (`Hop.work_s`).
+        self._rate_SN = 1.0 / np.maximum(self._each_KSN[:2].max(axis=0), 1e-12)
 
     # -- the whole step ---------------------------------------------------------------------------
 
@@ -120,12 +132,15 @@ class Overlap:
             found_N[stage.members] = np.ceil(np.clip(needed_n, 1.0, np.maximum(most_n, 1.0)))
         return found_N
 
-    def soft_s(self, stage_of: Sequence[int] | np.ndarray) -> float:
-        """The step's seconds, and a little of what does not limit it: a search on a plain needs a slope."""
+    def weigh_s(self, stage_of: Sequence[int] | np.ndarray) -> tuple[float, float]:
+        """The step's seconds; and with a little of what does not limit it: a search on a plain needs a
+        slope.
+        """
         stages, boundaries = self._parts(stage_of)
         spare_s = sum(stage.busy_s + stage.exchange_s for stage in stages)
         spare_s += sum(boundary.busy_s for boundary in boundaries)
-        return self._step(stages, boundaries).total_s + SLOPE * spare_s / len(stages)
+        total_s = self._step(stages, boundaries).total_s
+        return total_s, total_s + SLOPE * spare_s / len(stages)
 
     def besides_s(self, stage_of: np.ndarray) -> np.ndarray:
         """[S, 1] what a step takes besides the work of each stage: least for the first one."""
@@ -134,7 +149,9 @@ class Overlap:
 
     def _parts(self, stage_of: Sequence[int] | np.ndarray) -> tuple[list[_Stage], list[_Boundary]]:
         of_N = np.asarray(stage_of, dtype=np.int64)
-        stages = [self._stage(s, np.flatnonzero(of_N == s).tobytes()) for s in range(self.job.stages)]
+        row = np.argsort(of_N, kind="stable")  # stage by stage, in each the devices in their order
+        ends = np.searchsorted(of_N[row], np.arange(self.job.stages + 1)).tolist()
+        stages = [self._stage(s, row[a:b].tobytes()) for s, (a, b) in enumerate(pairwise(ends))]
         return stages, [self._boundary(s, a, b) for s, (a, b) in enumerate(pairwise(stages))]
 
     def _stays_s(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> list[float]:
@@ -180,10 +197,8 @@ class Overlap:
 
     def _barrier_s(self, stages: Sequence[_Stage]) -> float:
         """There and back between the run coordinator (the first of stage 0) and the farthest device."""
-        region_N = self.network.region_of
-        run_coordinator = region_N[stages[0].members[0]]
-        regions = np.unique(np.concatenate([region_N[stage.members] for stage in stages]))
-        return 2.0 * float(self.network.latency_s[run_coordinator, regions].max()) if len(stages) > 1 else 0.0
+        run_coordinator = int(self.network.region_of[stages[0].members[0]])
+        return 2.0 * max(stage.farthest_s[run_coordinator] for stage in stages) if len(stages) > 1 else 0.0
 
     # -- one stage --------------------------------------------------------------------------------
 
@@ -194,21 +209,15 @@ class Overlap:
         if not self.fits_SN[number, members].all():
             one = devices[int(members[~self.fits_SN[number, members]][0])]
             raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
-        forward_n = job.forward_flops[number] / self.network.flops_per_s[members]
-        sent_n = 8.0 * job.bytes_out(number) / self.network.upload_bps[members]
-        got_n = 8.0 * job.bytes_in(number) / self.network.download_bps[members]
-        each_s = np.stack([(1 + BACKWARD_FORWARDS) * forward_n, sent_n, got_n])
-        slowest_n = each_s.max(axis=0)
-        # Routers know what a peer computes and its upload (`Hop.work_s`).
-        rate_n = 1.0 / np.maximum(each_s[:2].max(axis=0), 1e-12)
+        slowest_n, rate_n = self.slowest_SN[number, members], self._rate_SN[number, members]
         share_n = rate_n / rate_n.sum()
         whole_n = whole_shares(share_n, job.microbatches)
         busy_n = whole_n * slowest_n
         held_n = whole_n / self._room(number, members)
         worst = int((busy_n - slowest_n).argmax())
-        kind = int(each_s[:, worst].argmax())
+        kind = int(self._each_KSN[:, number, members[worst]].argmax())
         name = devices[int(members[worst])].name
-        forward_s = float(share_n @ forward_n)
+        forward_s = float(share_n @ self._forward_SN[number, members])
         what = (f"stage {number}'s compute", f"the uplink of {name}", f"the downlink of {name}")[kind]
         return _Stage(
             members,
@@ -220,6 +229,7 @@ class Overlap:
             float(held_n.max()),
             int(members[held_n.argmax()]),
             self.network.exchange_s(members, job.gradient_bytes[number]),
+            self.network.latency_s[:, self.network.region_of[members]].max(axis=1).tolist(),
         )
 
     def _room(self, number: int, members: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
+from swarm.plan.network import Device, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 WALK_STEPS = 1500
@@ -123,7 +123,7 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
     if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MAX_CLUSTERED:
 
         def cost_s(of_N: np.ndarray) -> float:
-            return overlap.soft_s(repaired(overlap, of_N))
+            return overlap.weigh_s(repaired(overlap, of_N))[1]
 
         yield from clustered_layouts(network, job, cost_s, rng)
 
@@ -180,10 +180,7 @@ def one_a_stage(overlap: Overlap) -> np.ndarray:
     slow ones in front, which begin first and end last.
     """
     network, job = overlap.network, overlap.job
-    rates_KN = np.stack([network.flops_per_s, network.upload_bps, network.download_bps])
-    bits_KS = 8.0 * np.array([(job.bytes_out(stage), job.bytes_in(stage)) for stage in range(job.stages)]).T
-    work_KS = np.stack([(1 + BACKWARD_FORWARDS) * np.array(job.forward_flops), *bits_KS])
-    busy_SN = job.microbatches * (work_KS[:, :, None] / rates_KN[:, None]).max(axis=0)
+    busy_SN = job.microbatches * overlap.slowest_SN
     besides_S1, found = np.zeros((job.stages, 1)), list[np.ndarray]()
     for _ in range(PLACINGS):
         step_SN = besides_S1 + busy_SN
@@ -276,8 +273,8 @@ def _walk(
     """Annealing by moves and swaps of single devices; the best division met, and its seconds."""
     of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
     count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
-    here_s = overlap.soft_s(of_N)
-    best, best_s = of_N.copy(), overlap.predict(of_N).total_s
+    best_s, here_s = overlap.weigh_s(of_N)
+    best = of_N.copy()
     for step in range(WALK_STEPS):
         if over():
             break
@@ -294,12 +291,11 @@ def _walk(
         if j >= 0:
             of_N[j] = a
         alone = survive and not all(stage == IDLE or outlives(overlap, of_N, stage) for stage in (a, b))
-        after_s = math.inf if alone else overlap.soft_s(of_N)
+        total_s, after_s = (math.inf, math.inf) if alone else overlap.weigh_s(of_N)
         heat_now_s = heat_s * (1.0 - step / WALK_STEPS) + 1e-12
         if after_s <= here_s or rng.random() < math.exp((here_s - after_s) / heat_now_s):
             here_s = after_s
             count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
-            total_s = overlap.predict(of_N).total_s
             if total_s < best_s:
                 best, best_s = of_N.copy(), total_s
         else:
