@@ -2831,8 +2831,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "newcomer-with-units-of-its-own",
         WEIGHTS,
-        'vectors["dropped_bits"] = self.dropped\n',
-        'vectors["dropped_bits"] = self.dropped.clone()\n',
+        'self._besides.get("dropped_bits", torch.zeros(0, dtype=torch.uint8, device=device))\n',
+        'self._besides.get("dropped_bits", torch.zeros(0, dtype=torch.uint8, device=device)).clone()\n',
         "What a newcomer adds means something else than what the others add.",
     ),
     Mutation(
@@ -5662,9 +5662,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "moments-of-before-a-meeting",
-        "swarm/model/state.py",
-        "moment.zero_()",
-        "pass",
+        "swarm/model/meeting.py",
+        "for begun_anew in state.keys() - {",
+        'for begun_anew in state.keys() & {"dropped_bits"} - {',
         "The optimizer goes on with moments that a replica from a meeting does not have.",
         ("test_islands",),
     ),
@@ -5695,8 +5695,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-state-without-its-last-meeting",
         "swarm/model/state.py",
-        "**self._optimizer.vectors, **self._meetings.vectors}",
-        "**self._optimizer.vectors}",
+        "**self._besides}",
+        '**{name: one for name, one in self._besides.items() if not name.startswith("met_")}}',
         "A newcomer's island tells the others changes since another meeting.",
         ("test_islands",),
     ),
@@ -5726,9 +5726,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "bits-that-an-island-dropped-before-a-meeting",
-        "swarm/model/state.py",
-        "        self.dropped.zero_()\n",
-        "",
+        "swarm/model/meeting.py",
+        "for begun_anew in state.keys() - {",
+        'for begun_anew in state.keys() - {"dropped_bits"} - {',
         "A cell that was lost rounds gradients otherwise than one that was at the meeting.",
         ("test_islands",),
     ),

@@ -14,8 +14,8 @@ import torch
 
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.model.layout import MET_WEIGHTS, empty_state, stage_layout
-from swarm.model.meeting import Meetings
+from swarm.model.layout import empty_state, stage_layout
+from swarm.model.meeting import difference
 from swarm.model.reductions import state_digest
 from swarm.model.reference import Passed, PlainStage, add_up, meet, samples_of
 from swarm.model.same_bits import aligned, use_threads_of
@@ -62,7 +62,8 @@ class ByStage:
         """
         if self.run.meets_at(self.version):
             for cell in range(self.run.cells):
-                self._scratch[f"{_SUM} {cell}"] = {_SUM: self._change(cell)}
+                layout = self._layouts[cell % self.run.S]
+                self._scratch[f"{_SUM} {cell}"] = {_SUM: difference(self.run, layout, self.state_of(cell))}
             return []
         found: list[tuple[dict[str, torch.Tensor], float]] = []
         for island in map(self.run.island, range(self.run.islands.count)):
@@ -75,12 +76,6 @@ class ByStage:
             found.append(add_up(self._layouts, lambda stage, cells=cells: self.sum_of(cells[stage])))
         self._shared = [shared for shared, _ in found]
         return [squares for _, squares in found]
-
-    def _change(self, cell: Stage) -> torch.Tensor:
-        layout, state = self._layouts[cell % self.run.S], self.state_of(cell)
-        then = state[MET_WEIGHTS].split([layout.numel, layout.statistics_numel])
-        now = (state["weights"], state.get("statistics", state["weights"][:0]))
-        return Meetings(self.run, layout, *then).difference(*now)
 
     def sum_of(self, cell: Stage) -> torch.Tensor:
         """What a cell alone found in the step that was computed: flat, not divided by M; or at a meeting what

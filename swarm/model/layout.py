@@ -151,22 +151,17 @@ MET_WEIGHTS, MET_MOMENTUM = "met_weights", "met_momentum"
 """Names of vectors in a stage's state: how they were after the last meeting of islands, with statistics."""
 
 
-def met_vectors(run: Run, layout: Layout, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
-    """The vectors that a stage's state has for meetings: name -> (length, dtype)."""
-    if run.islands.count == 1:
-        return {}
-    momentum = {MET_MOMENTUM: (layout.numel, dtype)} if run.islands.outer_momentum else {}
-    return {MET_WEIGHTS: (layout.sum_numel, dtype), **momentum}
-
-
 def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
-    """The names, shapes and dtypes of `StageCompute.state()`, as tensors of the meta device."""
+    """The names, shapes and dtypes of `StageState.copy`, as tensors of the meta device."""
     layout, dtype = stage_layout(run, stage), weights_dtype(run)
     vectors = {
         "weights": (layout.numel, dtype),
         **vector_layout(run.optimizer, layout.numel, parts_of(run.optimizer, layout.spans), dtype),
-        **met_vectors(run, layout, dtype),
     }
+    if run.islands.count > 1:
+        vectors[MET_WEIGHTS] = (layout.sum_numel, dtype)
+        if run.islands.outer_momentum:
+            vectors[MET_MOMENTUM] = (layout.numel, dtype)
     if layout.statistics:
         vectors["statistics"] = (layout.statistics_numel, dtype)
     if run.rounds_sums:
@@ -239,17 +234,17 @@ def start_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def initial_vectors(
-    run: Run, stage: Stage, layout: Layout, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The vectors of version 0, a function of the run alone: weights, and statistics of batch norms.
+def initial_state(run: Run, stage: Stage, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """`StageState.copy` of version 0, a function of the run alone.
 
     Raises:
         SetupError: as `start_tensors`.
     """
-    weights = torch.zeros(layout.numel, dtype=weights_dtype(run), device=device)
-    statistics = torch.empty(layout.statistics_numel, dtype=weights_dtype(run), device=device)
-    places = {**dict(layout.views(weights)), **dict(layout.statistics_views(statistics))}
+    state = {name: torch.zeros_like(empty, device=device) for name, empty in empty_state(run, stage).items()}
+    layout = stage_layout(run, stage)
+    places = dict(layout.views(state["weights"]))
+    if "statistics" in state:
+        places |= layout.statistics_views(state["statistics"])
     given = start_tensors(run, stage) if run.start.weights else {}
     others = drawn(run, stage) if run.brings_model else (
         (name, initial_value(run, name, view.shape)) for name, view in places.items() if name not in given
@@ -257,22 +252,12 @@ def initial_vectors(
     for name, value in chain(given.items(), others):
         if name in places:
             places[name].copy_(value)
-    return weights, statistics
-
-
-def initial_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
-    """`StageCompute.state()` of version 0, on the CPU: nothing is in the optimizer's vectors yet.
-
-    Raises:
-        SetupError: as `start_tensors`.
-    """
-    weights, statistics = initial_vectors(run, stage, stage_layout(run, stage), torch.device("cpu"))
-    state = {name: torch.zeros_like(empty, device="cpu") for name, empty in empty_state(run, stage).items()}
-    state |= {name: weights for name in state if name.startswith("weights")}
-    if "statistics" in state:
-        state["statistics"] = statistics
+    if "weights_previous" in state:
+        state["weights_previous"].copy_(state["weights"])
     if MET_WEIGHTS in state:
-        state[MET_WEIGHTS] = torch.cat([weights, statistics])
+        torch.cat(
+            [state[name] for name in ("weights", "statistics") if name in state], out=state[MET_WEIGHTS]
+        )
     return state
 
 

@@ -6,7 +6,7 @@ The mean of what they changed is the gradient of an outer step, with Nesterov's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from swarm.errors import Refused
 from swarm.manifest import Run, parts_summed
 from swarm.model.gpt import weights_dtype
-from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, met_vectors
+from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout
 from swarm.model.stage_io import body_bytes
 from swarm.wire.codec import decode, dtype_name, encode
 from swarm.wire.tensor_meta import BLOCK, TensorMeta, encoded_sizes
@@ -26,52 +26,41 @@ AGAINST = 0.5
 weights, 8 and 32 steps between meetings, 2026-11-26), down to -0.31 where these are of 64 tokens each."""
 
 
-class Meetings:
-    """What the state of a stage has besides, in a run of several islands.
+def difference(run: Run, layout: Layout, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """What an island has changed of a stage since the last meeting, as the others get it: bytes in host
+    memory. `state`: the stage's, after so many steps.
 
-    What an island has changed travels as one vector of bytes, each weight encoded by itself: so a weight that
-    two stages hold arrives at both with the same bits.
+    One vector, but each weight encoded by itself: so a weight that two stages hold arrives at both with the
+    same bits.
+
+    Raises:
+        Refused: a number is not finite, or too large for the codec.
     """
+    now = torch.cat([state[name] for name in ("weights", "statistics") if name in state])
+    changed = state[MET_WEIGHTS] - now
+    codec, parts = run.islands.codec, list[torch.Tensor]()
+    for start, end in spans_of(run, layout):
+        name = next(n for n, span in layout.terms.items() if span.start <= start < span.end)
+        buffers = encode(changed[start:end], codec, name=f"the change of {name}").buffers
+        parts += [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers if len(buffer)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
-    def __init__(self, run: Run, layout: Layout, weights: torch.Tensor, statistics: torch.Tensor) -> None:
-        self._run, self._layout = run, layout
-        self.vectors = {
-            name: torch.zeros(numel, dtype=dtype, device=weights.device)
-            for name, (numel, dtype) in met_vectors(run, layout, weights.dtype).items()
-        }
-        if self.vectors:
-            torch.cat([weights, statistics], out=self.vectors[MET_WEIGHTS])
 
-    def difference(self, weights: torch.Tensor, statistics: torch.Tensor) -> torch.Tensor:
-        """What this island has changed since the last meeting, as the others get it: bytes in host memory.
-
-        Raises:
-            Refused: a number is not finite, or too large for the codec.
-        """
-        changed = self.vectors[MET_WEIGHTS] - torch.cat([weights, statistics])
-        codec, parts = self._run.islands.codec, list[torch.Tensor]()
-        for start, end in spans_of(self._run, self._layout):
-            name = next(n for n, span in self._layout.terms.items() if span.start <= start < span.end)
-            buffers = encode(changed[start:end], codec, name=f"the change of {name}").buffers
-            parts += [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers if len(buffer)]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-    def step(self, total: torch.Tensor, weights: torch.Tensor, statistics: torch.Tensor) -> None:
-        """Write the weights after a meeting. `total`: all islands' differences, `added_up`."""
-        spec, numel, met = self._run.islands, self._layout.numel, self.vectors[MET_WEIGHTS]
-        mean = total.to(met.device) * (1.0 / spec.count)
-        update = mean[:numel]
-        if spec.outer_momentum:
-            momentum = self.vectors[MET_MOMENTUM].mul_(spec.outer_momentum).add_(update)
-            update = update.add(momentum, alpha=spec.outer_momentum)
-        met[:numel].add_(update, alpha=-spec.outer_lr)
-        met[numel:].sub_(mean[numel:])  # batch norms' statistics are averaged
-        weights.copy_(met[:numel])
-        statistics.copy_(met[numel:])
-
-    def free(self) -> None:
-        """Release the memory."""
-        self.vectors = {}
+def meet(run: Run, layout: Layout, state: Mapping[str, torch.Tensor], total: torch.Tensor) -> None:
+    """Make a stage's state that after a meeting. `total`: all islands' differences, `added_up`."""
+    spec, numel, met = run.islands, layout.numel, state[MET_WEIGHTS]
+    mean = total.to(met.device) * (1.0 / spec.count)
+    update = mean[:numel]
+    if spec.outer_momentum:
+        momentum = state[MET_MOMENTUM].mul_(spec.outer_momentum).add_(update)
+        update = update.add(momentum, alpha=spec.outer_momentum)
+    met[:numel].add_(update, alpha=-spec.outer_lr)
+    met[numel:].sub_(mean[numel:])  # batch norms' statistics are averaged
+    state["weights"].copy_(met[:numel])
+    if "statistics" in state:
+        state["statistics"].copy_(met[numel:])
+    for begun_anew in state.keys() - {"weights", "statistics", MET_WEIGHTS, MET_MOMENTUM}:
+        state[begun_anew].zero_()
 
 
 def spans_of(run: Run, layout: Layout, part: int | None = None) -> list[tuple[int, int]]:

@@ -113,14 +113,19 @@ def to_bfloat16(numbers: torch.Tensor, seed: int, start: int) -> torch.Tensor:
 
 
 class FlatOptimizer:
-    """The moments of one stage, and the step. `vectors` is its whole state, by name."""
+    """The step of one stage."""
 
     def __init__(
-        self, spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype,
+        self, spec: OptimizerSpec, parts: Sequence[Part], vectors: dict[str, torch.Tensor],
         device: torch.device, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`seed`: the run's. Raises SetupError: adamw8bit without CUDA."""
+        """`vectors`: the moments, as `vector_layout` has them, are among these. `seed`: the run's.
+
+        Raises:
+            SetupError: adamw8bit without CUDA.
+        """
         self._spec, self._parts, self._device, self._seed = spec, parts, device, seed
+        self.vectors = vectors
         if spec.name == "adamw8bit":
             if device.type != "cuda":
                 raise SetupError(
@@ -129,10 +134,6 @@ class FlatOptimizer:
                 )
             # Bytes of 0 are not numbers of 0, but blocks of scale 0 are.
             self._codes = [_dynamic_map(signed).to(device) for signed in (True, False)]
-        self.vectors: dict[str, torch.Tensor] = {
-            name: torch.zeros(length, dtype=kind, device=device)
-            for name, (length, kind) in vector_layout(spec, numel, parts, dtype).items()
-        }
 
     @torch.no_grad()
     def step(

@@ -19,8 +19,8 @@ from swarm.ids import Stage
 from swarm.manifest import Run
 from swarm.model.fixed_point import MOST_DROPPED, dropped_after
 from swarm.model.gpt import replace_parameters, weights_dtype
-from swarm.model.layout import Layout, initial_vectors
-from swarm.model.meeting import Meetings
+from swarm.model.layout import Layout, initial_state
+from swarm.model.meeting import difference, meet
 from swarm.model.optimizer import FlatOptimizer, parts_of
 from swarm.model.reductions import state_digest
 from swarm.model.same_bits import use_threads_of
@@ -39,21 +39,18 @@ class StageState:
         self.version = self.loads = 0
         """`loads`: how many states were loaded."""
         self.dtype = weights_dtype(run)
+        self._besides = initial_state(run, stage, device)
+        """All vectors but those of the weights: of the newest version only."""
+        names = ("weights", "weights_previous")[: 1 + run.delayed_updates]
+        self._weights = [self._besides.pop(name) for name in names]
+        """Version v is number v % len."""
         parts = parts_of(run.optimizer, layout.spans)
-        self._optimizer = FlatOptimizer(run.optimizer, layout.numel, parts, self.dtype, device, run.seed)
-        # Version v lives in number v % len.
-        weights, self._statistics = initial_vectors(run, stage, layout, device)
-        """`_statistics`: of batch norms, of the newest version only, since training does not read them."""
-        self._meetings = Meetings(run, layout, weights, self._statistics)
-        self._weights = [weights]
-        if run.delayed_updates:
-            self._weights.append(self._weights[0].clone())
+        self._optimizer = FlatOptimizer(run.optimizer, parts, self._besides, device, run.seed)
         # The decoder's matrices in bfloat16, for bfloat16 runs: see `bind`. They are the decayed weights.
         low = layout.decayed if run.dtype == "bfloat16" and not run.brings_model else 0
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
         self._storages = {v.untyped_storage().data_ptr() for v in (*self._weights, *self._low)}
-        blocks = layout.blocks_numel if run.rounds_sums else 0
-        self.dropped = torch.zeros(blocks, dtype=torch.uint8, device=device)
+        self.dropped = self._besides.get("dropped_bits", torch.zeros(0, dtype=torch.uint8, device=device))
         """Where gradients are rounded, the bits that their blocks drop in the step of the newest version."""
 
     @property
@@ -107,7 +104,8 @@ class StageState:
             raise SetupError(f"the gradient of step {t} is not finite{DIVERGED}")
         use_threads_of(self._run)
         if self._run.meets_at(t):
-            self._meet(t, reduced)
+            meet(self._run, self._layout, self._vectors(t), reduced)
+            self._made(t + 1)
             return
         spec, M = self._run.optimizer, self._run.microbatches(t)
         scale = 1.0 / M
@@ -121,27 +119,19 @@ class StageState:
         )  # fmt: skip
         means = told * (1.0 / M)
         for (start, end, _), momentum in self._layout.statistics.values():
-            self._statistics[start:end].mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
+            mean = self._besides["statistics"][start:end]
+            mean.mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
         if self._run.rounds_sums:
             for name, blocks in self._layout.blocks.items():
                 start, end, _ = self._layout.spans[name]
                 self.dropped[blocks] = dropped_after(
                     gradient[start:end], self.dropped[blocks], self._run.kept_bits
                 )
-        self._round(t + 1)
-        self.version = t + 1
-
-    def _meet(self, t: int, total: torch.Tensor) -> None:
-        self._meetings.step(total, self.weights(t), self._statistics)
-        for moment in self._optimizer.vectors.values():
-            moment.zero_()
-        self.dropped.zero_()
-        self._round(t + 1)
-        self.version = t + 1
+        self._made(t + 1)
 
     def difference(self) -> torch.Tensor:
         """What this island has changed of the stage since the last meeting, as it travels."""
-        return self._meetings.difference(self.weights(self.version), self._statistics)
+        return difference(self._run, self._layout, self._vectors(self.version))
 
     def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Become version `version`.
@@ -186,7 +176,7 @@ class StageState:
     def named_weights(self) -> dict[str, torch.Tensor]:
         """The newest weights and batch norms' statistics by full name, copied to the CPU."""
         flat = self.weights(self.version).detach().cpu().clone()
-        statistics = self._statistics.cpu().clone()
+        statistics = self._besides.get("statistics", flat[:0]).cpu().clone()
         return {**dict(self._layout.views(flat)), **dict(self._layout.statistics_views(statistics))}
 
     def digest(self, *, whole: bool = True) -> str:
@@ -200,9 +190,13 @@ class StageState:
 
     def free(self) -> None:
         """Release every tensor; nothing works after it."""
-        self._weights, self._low, self._statistics = [], [], self._statistics[:0].clone()
-        self._optimizer.vectors = {}
-        self._meetings.free()
+        self._weights, self._low = [], []
+        self._besides.clear()
+        self.dropped = self.dropped[:0].clone()
+
+    def _made(self, version: int) -> None:
+        self._round(version)
+        self.version = version
 
     def _round(self, version: int) -> None:
         """The weights of a version changed: so do their low-precision copies."""
@@ -210,11 +204,7 @@ class StageState:
         low.copy_(self.weights(version)[: low.numel()])
 
     def _vectors(self, version: int) -> dict[str, torch.Tensor]:
-        vectors = {"weights": self.weights(version), **self._optimizer.vectors, **self._meetings.vectors}
-        if self._statistics.numel():
-            vectors["statistics"] = self._statistics
-        if self._run.rounds_sums:
-            vectors["dropped_bits"] = self.dropped
+        vectors = {"weights": self.weights(version), **self._besides}
         if self._run.delayed_updates:
             vectors["weights_previous"] = self.weights(version + 1)
         return vectors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import OptimizerSpec
-from swarm.model.optimizer import FlatOptimizer, muon_update, parts_of, to_bfloat16
+from swarm.model.optimizer import FlatOptimizer, Part, muon_update, parts_of, to_bfloat16, vector_layout
 
 CPU = torch.device("cpu")
 NUMEL, DECAYED = 200_000, 150_001
@@ -22,7 +23,16 @@ def flat_optimizer(spec: OptimizerSpec, numel: int, decayed: int, dtype: torch.d
         "a": (0, decayed, torch.Size([1, decayed])),
         "b": (decayed, numel, torch.Size([numel - decayed])),
     }
-    return FlatOptimizer(spec, numel, parts_of(spec, spans), dtype, CPU)
+    return optimizer_of(spec, numel, parts_of(spec, spans), dtype)
+
+
+def optimizer_of(
+    spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> FlatOptimizer:
+    """Before its first step."""
+    lengths = vector_layout(spec, numel, parts, dtype)
+    vectors = {name: torch.zeros(length, dtype=kind) for name, (length, kind) in lengths.items()}
+    return FlatOptimizer(spec, parts, vectors, CPU, seed)
 
 
 def gradient(t: int, dtype: torch.dtype) -> torch.Tensor:
@@ -144,7 +154,7 @@ def test_a_weight_is_rounded_alike_whatever_lies_beside_it() -> None:
     for start in (0, 32):
         spans = {"x": (0, 32, torch.Size([4, 8])), "y": (start, start + 96, torch.Size([12, 8]))}
         spans = dict(list(spans.items())[start == 0 :])
-        ours = FlatOptimizer(spec, start + 96, parts_of(spec, spans), torch.float32, CPU, seed=5)
+        ours = optimizer_of(spec, start + 96, parts_of(spec, spans), seed=5)
         flat = torch.ones(start + 96)
         for t in range(3):
             ours.step(t, 0.01, flat, flat, torch.cat([torch.ones(start), grad]), 1.0)
@@ -172,7 +182,7 @@ def test_weights_are_stepped_by_the_first_group_that_names_them() -> None:
         (0, 4, 0.5, 0.25), (4, 20, 1.0, 0.25), (20, 34, 0.5, 0.0), (34, 50, 2.0, 0.5),
     ]  # fmt: skip
     flat = torch.ones(50)
-    FlatOptimizer(spec, 50, parts, torch.float32, CPU).step(0, 0.1, flat, flat, torch.ones(50), 1.0)
+    optimizer_of(spec, 50, parts).step(0, 0.1, flat, flat, torch.ones(50), 1.0)
     for (start, end, _), lr, decay in zip(
         spans.values(), (0.05, 0.1, 0.05, 0.2), (0.25, 0.25, 0, 0.5), strict=True
     ):
@@ -207,9 +217,7 @@ def test_muon_steps_as_torch_s_own_which_rounds_to_bfloat16() -> None:
     shape = torch.Size([24, 40])
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     flat, theirs = start.flatten().clone(), torch.nn.Parameter(start.clone())
-    ours = FlatOptimizer(
-        spec, flat.numel(), parts_of(spec, {"w": (0, flat.numel(), shape)}), torch.float32, CPU
-    )
+    ours = optimizer_of(spec, flat.numel(), parts_of(spec, {"w": (0, flat.numel(), shape)}))
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for t in range(5):
         theirs.grad = torch.randn(shape, generator=torch.Generator().manual_seed(t + 1))

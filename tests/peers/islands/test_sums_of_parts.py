@@ -155,7 +155,7 @@ def test_parts_have_each_number_once_and_none_of_a_block_alone(codec: str, count
     whole = torch.zeros(layout.sum_numel)
     for name, (start, end, _) in layout.terms.items():
         whole[start:end] = changed[name]
-    met = state._meetings.vectors[MET_WEIGHTS]
+    met = state._besides[MET_WEIGHTS]
     met.copy_(state.weights(0)).add_(whole)
     told = state.difference()
     parts = [part_of(run, layout, told, part) for part in range(count)]

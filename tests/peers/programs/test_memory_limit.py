@@ -36,7 +36,7 @@ def held_bytes(compute: StageCompute) -> int:
     for t in range(1 + compute.run.delayed_updates):
         compute.sums.begin(t)
     vectors = [*compute.state._weights, *compute.state._low, *compute.sums._sums.values()]
-    return sum(vector.nbytes for vector in (*vectors, *compute.state._optimizer.vectors.values()))
+    return sum(vector.nbytes for vector in (*vectors, *compute.state._besides.values()))
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ async def test_the_device_is_free_and_nothing_of_the_server_is_left() -> None:
             weakref.ref(tensor.untyped_storage())
             for tensor in (*compute.state._weights, *compute.state._low, *compute.sums._sums.values())
         ]
-        device += [weakref.ref(vector) for vector in compute.state._optimizer.vectors.values()]
+        device += [weakref.ref(vector) for vector in compute.state._besides.values()]
         device += [weakref.ref(module) for module in compute._modules]
         served = weakref.ref(peer)
         assert len(device) >= 3 and tensors
