@@ -29,7 +29,7 @@ class NetTimings:
 
     # -- a direct connection beside p2pd
     direct_s: float = 2.0
-    """For each of its steps: asking, connecting, opening. Calls do not wait for it."""
+    """For each of its steps: asking, connecting, opening. Only bodies wait for it, so long at most."""
     direct_again_s: float = 300.0
     """Not tried again for so long after it failed or broke."""
     grant_s: float = 10.0

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from peers.clock import now_s
-from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, Line, RateLimiter, Traffic
+from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Line, RateLimiter, Traffic
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.direct.paths import METHOD as DIRECT_METHOD
@@ -72,6 +72,8 @@ class Dialer:
         """Beside p2pd, if that is wanted."""
         self._timings, self._traffic, self._tasks = timings, traffic, tasks
         self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
+        self._shortens: dict[PeerId, asyncio.Task[None]] = {}
+        """A direct connection is looked for."""
         self._back = asyncio.Event()
         """Our p2pd runs, or never will again."""
         self._back.set()
@@ -88,12 +90,23 @@ class Dialer:
         self.closed = ""
         self._back.set()
 
-    async def link_to(self, peer: PeerId) -> ClientConnection:
-        """The stream to a peer, a new one if need be; concurrent calls share the attempt. Raises PeerGone."""
+    async def link_to(self, peer: PeerId, body_bytes: int = 0) -> ClientConnection:
+        """The stream to a peer, a new one if need be; concurrent calls share the attempt. Raises PeerGone.
+
+        A body waits while a path past both p2pds is looked for: nothing passes what p2pd has queued, so on a
+        slow line the question for that path would come too late, behind the first bodies.
+        """
         link = self.links.get(peer)
-        if link is not None and link.usable:
-            self._shorten(link)
-            return link
+        if link is None or not link.usable:
+            link = await self._opened(peer)
+        self._shorten(link, body_bytes)
+        if body_bytes > SMALL_BYTES and peer in self._shortens:
+            await asyncio.wait({self._shortens[peer]}, timeout=self._timings.direct_s)
+            link = self.links.get(peer, link)
+        return link
+
+    async def _opened(self, peer: PeerId) -> ClientConnection:
+        """A new stream, or that which is being opened. Raises PeerGone."""
         if not await happens(self._back, self._timings.revival_s) or self.closed:
             raise PeerGone(peer, f"cannot be reached: {self.closed}")
         dial = self._dials.get(peer)
@@ -108,16 +121,16 @@ class Dialer:
             self.links[peer] = dial.result()
             if dial.result().relayed:
                 self._tasks.create_task(self._bypass(dial.result()))
-            self._shorten(dial.result())
 
-    def _shorten(self, link: ClientConnection) -> None:
+    def _shorten(self, link: ClientConnection, body_bytes: int) -> None:
         """Look for a path past both p2pds, if the pair moves enough for that, and not again at once."""
         now, line = now_s(), link.line
         if self.direct is None or link.direct or now < line.direct_at:
             return
-        if line.sent_bytes + line.received_bytes >= self.direct.options.after_bytes:
+        if line.sent_bytes + line.received_bytes + body_bytes >= self.direct.options.after_bytes:
             line.direct_at = now + self._timings.direct_again_s
-            self._tasks.create_task(self._take_direct(link, self.direct))
+            task = self._shortens[link.peer] = self._tasks.create_task(self._take_direct(link, self.direct))
+            task.add_done_callback(lambda _: self._shortens.pop(link.peer))
 
     async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
         peer = link.peer
@@ -131,11 +144,11 @@ class Dialer:
             except BaseException:
                 better.fail(PeerGone(peer, "could not show what admits us"))
                 raise
-            await self._move(link, better, self._timings.punched_after_s[0])
+            self._move(link, better, self._timings.punched_after_s[0])
         except (SwarmError, OSError, asyncio.TimeoutError) as error:
             logger.debug("no direct connection to peer %s: %s", short(peer), error)
 
-    async def _move(self, link: ClientConnection, better: ClientConnection, pause_s: float) -> None:
+    def _move(self, link: ClientConnection, better: ClientConnection, pause_s: float) -> None:
         """Make new calls on the better one, and end the other with its last call."""
         peer = link.peer
         if self.links.get(peer) is not link or self.closed:
@@ -144,9 +157,13 @@ class Dialer:
         self.links[peer] = better
         self.bypassed.add(link)
         link.closed.add_done_callback(lambda _: self.bypassed.discard(link))
+        self._tasks.create_task(self._outlast(link, pause_s))
+
+    async def _outlast(self, link: ClientConnection, pause_s: float) -> None:
+        """End a stream with its last call."""
         while link.pending:
             await asyncio.sleep(pause_s)
-        link.fail(PeerGone(peer, "a direct path was found"))
+        link.fail(PeerGone(link.peer, "a direct path was found"))
 
     async def _bypass(self, relayed: ClientConnection) -> None:
         """Leave the relay when libp2p has punched a hole: a stream stays on the path it was opened on."""
@@ -157,7 +174,7 @@ class Dialer:
                 if self.links.get(peer) is not relayed:
                     return
                 if await self.control.is_direct(peer):
-                    await self._move(relayed, await self._open(peer), pause_s)
+                    self._move(relayed, await self._open(peer), pause_s)
                     return
 
     async def _open(self, peer: PeerId) -> ClientConnection:
@@ -321,7 +338,7 @@ class NetTransport:
         views = [flat(part) for part in body]
 
         async def running() -> Answer:
-            link = await self._dialer.link_to(peer)
+            link = await self._dialer.link_to(peer, sum(view.nbytes for view in views))
             return await link.call(method, header, views, max_answer_bytes)
 
         if deadline_s is None:

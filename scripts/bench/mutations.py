@@ -3054,6 +3054,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # --- direct connections ---
     Mutation(
+        "direct-first-bodies",
+        CALLS,
+        "        if body_bytes > SMALL_BYTES and peer in self._shortens:\n",
+        "        if False:\n",
+        "On a slow line the question for a direct path comes too late, behind bodies, and all stays on p2pd.",
+        ("test_direct_path",),
+    ),
+    Mutation(
         "direct-asked-in-anothers-name",
         DIRECT_KEYS,
         "    if not Identity.verify(caller, _asked(caller, signer.peer_id, ask.key), ask.signature):\n",

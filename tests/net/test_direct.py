@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from peers.net.connection import ClientConnection, ServerConnection
+from peers.net.connection import ClientConnection, ServedCall, ServerConnection
 from peers.net.direct import paths as direct_paths
 from peers.net.direct.handshake import Agreed, AskDirect, Asking, GrantDirect, _asked, _granted
 from peers.net.direct.paths import HELLO_BYTES, METHOD, OPENING, DirectOptions, DirectPaths
@@ -87,6 +87,23 @@ async def test_a_pair_that_moves_a_megabyte_connects_directly_and_keeps_one_stre
     assert direct_links(callee) == (0, 1)
     assert (open_links(caller), relay.dials) == ((1, 0), [callee.peer_id])
     assert callee.peer_id in caller.lines, "both paths count on one line"
+
+
+async def test_the_first_large_body_waits_for_the_direct_path(relay: Relay) -> None:
+    """On p2pd's, nothing would pass it: neither the question for another path, nor a heartbeat."""
+    caller, callee = await added(relay, direct=DirectOptions(memory=False))
+    direct = list[bool]()
+
+    async def take(request: Request) -> Answer:
+        assert isinstance(request, ServedCall)
+        direct.append(request.link.direct)
+        await request.accept()
+        return Answer(b"")
+
+    callee.serve("take", take, max_body_bytes=1 << 20)
+    for size in (1000, 300_000, 1000):
+        await caller.call(callee.peer_id, "take", b"", [bytes(size)])
+    assert direct == [False, True, True]
 
 
 async def test_a_call_that_is_under_way_ends_on_the_stream_on_which_it_began(relay: Relay) -> None:

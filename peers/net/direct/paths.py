@@ -54,7 +54,7 @@ class DirectOptions:
     """An IP address; None: only dial others."""
     port: int = 0
     """0: the system chooses one."""
-    after_bytes: int = 1 << 20
+    after_bytes: int = 1 << 18
     """Pairs that moved less stay on p2pd: they need no second connection."""
     memory: bool = memory.AVAILABLE
     """Hand over in memory what goes to another process of this machine and user."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import msgspec
 import pytest
 from hypothesis import given, settings
 
+from peers.net.bandwidth import Traffic
+from peers.net.connection import ClientConnection
 from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, grant
+from peers.net.direct.paths import DirectOptions
 from peers.net.direct.records import (
     KEY_BYTES,
     LENGTH_BYTES,
@@ -21,6 +26,9 @@ from peers.net.direct.records import (
     Sealer,
 )
 from peers.net.identity import Identity
+from peers.net.timings import DEFAULT_TIMINGS
+from peers.net.transport import Dialer
+from peers.waiting import TaskKeeper
 from swarm.errors import Refused
 from swarm.wire import frames
 from tests.sealed import put
@@ -177,3 +185,42 @@ def test_malformed_messages_are_no_messages() -> None:
             msgspec.convert(wrong, AskDirect)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"key": bytes(32), "signature": bytes(64), "port": -1}, GrantDirect)
+
+
+# -- who waits for one --------------------------------------------------------------------------------------
+
+
+class Paths:
+    """Finds another path after half a second, or never."""
+
+    options = DirectOptions()
+
+    def __init__(self, found_s: float) -> None:
+        self.found_s, self.better = found_s, ClientConnection("peer", b"")
+
+    async def dial(self, link: ClientConnection, hosts: Sequence[str]) -> ClientConnection:
+        await asyncio.sleep(self.found_s)
+        return self.better
+
+
+class Control:
+    async def connections(self) -> dict[str, list[str]]:
+        return {}
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("found_s", [0.5, 60.0])
+async def test_a_body_waits_for_a_path_past_p2pd_and_nothing_else_does(found_s: float) -> None:
+    loop, traffic, tasks = asyncio.get_running_loop(), Traffic(most_peers=1), TaskKeeper()
+    dialer = Dialer(Control(), DEFAULT_TIMINGS, traffic, tasks)  # type: ignore[arg-type]
+    link, paths = ClientConnection("peer", b""), Paths(found_s)
+    link.line, dialer.links["peer"] = traffic.of("peer"), link
+    dialer.direct = paths  # type: ignore[assignment]
+    assert await dialer.link_to("peer", 1000) is link
+    body = asyncio.ensure_future(dialer.link_to("peer", 1 << 20))
+    await asyncio.sleep(0.25)
+    assert await dialer.link_to("peer", 1000) is link
+    assert loop.time() == pytest.approx(0.25) and not body.done()
+    assert await body is (paths.better if found_s < DEFAULT_TIMINGS.direct_s else link)
+    assert loop.time() == pytest.approx(min(found_s, DEFAULT_TIMINGS.direct_s))
+    await tasks.close()
