@@ -5,7 +5,9 @@ No clock: times and durations are given.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Callable
 
 from peers.ports import PROBE_BYTES, NetworkPath
 from swarm.ids import PeerId
@@ -32,33 +34,116 @@ URGENT_SHARE = 0.5
 URGENT_S = 2.0
 """How far ahead they may take their share."""
 
+QUEUE_S = 0.15
+"""What we send may wait so long on the way: the line is never idle, and reports pass in time."""
+LONG_QUEUE_S = 1.0
+"""The line carries less than before, whatever it carried."""
+OBSERVED_EVERY_S = 0.25
+IDLE_S = 2.0
+"""Observations further apart say nothing: it was we who sent nothing."""
+OBSERVATIONS = 40
+"""That in which most arrived tells what the line carries."""
+LATEST = 8
+"""Those that count while a queue is long."""
+CYCLE, PROBES = 16, 2
+"""Of so many observations, in so many more is sent than arrived before, to see whether more arrives."""
+MORE, LESS = 1.25, 0.75
+"""Of what the line carries, at most and at least: a queue that is not ours does not go if we send less."""
+LEAST_BPS = 1e6
+"""Seen while hardly anything was sent, a line looks as if it carried hardly anything."""
+
+Gauge = Callable[[], tuple[int, float]]
+"""Of a link: bytes that have arrived at the other end since it was asked last, and how many seconds packets
+wait on the way."""
+
 
 class RateLimiter:
-    """Keeps what is sent within a limit: all links of a peer draw on one.
+    """Keeps what is sent within what the line carries: all links of a peer draw on one.
 
     Bodies wait for their turn, first come, first served; a turn is short, so that no receiver takes its
     sender for dead. Frames without a body go at once, and the bodies after them wait for what they took, but
     keep half of the line: a stranger that makes us answer without end cannot stop them.
+
+    Without a limit of the owner it is found out: once packets wait longer on the way than they should, no
+    more is sent than has arrived. So the queue is in the programs, where frames pass bodies, and not in a
+    kernel or a router, where nothing passes anything. The shortest wait of all links counts: what is more is
+    not of our line. Nothing is limited before packets wait.
     """
 
-    def __init__(self, limit_bps: float) -> None:
+    def __init__(self, limit_bps: float = math.inf) -> None:
         self.limit_bps = limit_bps
-        self._bytes_per_s = rate = SHARE * limit_bps / 8
-        self.turn_bytes = max(MIN_TURN_BYTES, int(TURN_S * rate))
-        self._all = Allowance(rate, rate * CATCH_UP_S)
-        self._urgent = Allowance(rate * URGENT_SHARE, rate * URGENT_SHARE * URGENT_S)
+        """That the owner gave."""
+        self.gauges: set[Gauge] = set()
+        """One for each link whose packets can be observed."""
+        self._all = self._urgent = Allowance(math.inf, math.inf)
+        self._set(SHARE * limit_bps / 8)
+        self._observed_at, self._observed = float("-inf"), 0
+        self._queued = 0
+        """Observations in a row of packets that waited longer than they should."""
+        self._waited = False
+        """A body had to, since the last observation."""
+        self._arrived: deque[float] = deque(maxlen=OBSERVATIONS)
+        """Bytes a second, at each observation."""
+
+    def keep_to(self, limit_bps: float) -> None:
+        """The limit that the owner gives, from now on."""
+        self.limit_bps = limit_bps
+        self._set(SHARE * limit_bps / 8)
+
+    def _set(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = rate = bytes_per_s
+        self.turn_bytes = max(MIN_TURN_BYTES, int(TURN_S * min(rate, MAX_BPS)))
+        self._all = self._all.at(rate, rate * CATCH_UP_S)
+        self._urgent = self._urgent.at(rate * URGENT_SHARE, rate * URGENT_SHARE * URGENT_S)
 
     def take(self, nbytes: int, *, now: float) -> float:
         """Reserve the line for `nbytes`; how long they have to wait for their turn, in seconds."""
+        if self.limit_bps == math.inf:
+            self._observe(now)
+        if self._bytes_per_s == math.inf:
+            return 0.0
         owed = -self._all.left(now=now)
         self._all.take(nbytes, now=now)
+        self._waited |= owed > 0
         return max(0.0, owed / self._bytes_per_s)
 
     def took(self, nbytes: int, *, now: float) -> None:
         """Frames of `nbytes` that did not wait: bodies wait for them, within the share of such frames."""
-        taken = min(nbytes, max(0.0, self._urgent.left(now=now)))
-        self._urgent.take(taken, now=now)
-        self._all.take(taken, now=now)
+        if self._bytes_per_s < math.inf:
+            taken = min(nbytes, max(0.0, self._urgent.left(now=now)))
+            self._urgent.take(taken, now=now)
+            self._all.take(taken, now=now)
+
+    def _observe(self, now: float) -> None:
+        """Find out what the line carries, while bodies are sent."""
+        since_s = now - self._observed_at
+        if since_s < OBSERVED_EVERY_S:
+            return
+        self._observed_at = now
+        told = [gauge() for gauge in self.gauges]
+        queues_s = [queue_s for arrived, queue_s in told if arrived]
+        if not queues_s or since_s > IDLE_S:
+            return
+        queue_s = min(queues_s)
+        self._arrived.append(min(self._bytes_per_s, sum(arrived for arrived, _ in told) / since_s))
+        self._queued = self._queued + 1 if queue_s > QUEUE_S else 0
+        if self._bytes_per_s < math.inf:
+            if self._waited or self._queued:
+                self._adapt(queue_s)
+        elif self._queued > 1:
+            self._arrived = deque(list(self._arrived)[-2:], OBSERVATIONS)
+            self._adapt(queue_s)
+
+    def _adapt(self, queue_s: float) -> None:
+        """Send as much as the line carries; a little more or less while the queue is short or long."""
+        self._waited, self._observed = False, self._observed + 1
+        share = min(MORE, max(LESS, 1 + QUEUE_S - queue_s))
+        if queue_s > LONG_QUEUE_S:
+            carries = max(list(self._arrived)[-LATEST:])
+        else:
+            carries = max(self._arrived)
+            share = MORE if self._observed % CYCLE < PROBES else share
+        self._set(max(LEAST_BPS / 8, share * carries))
 
 
 # --- what callers may make us do and hold ------------------------------------------------------------------
@@ -91,6 +176,13 @@ class Allowance:
 
     def __init__(self, per_s: float, at_once: float) -> None:
         self._per_s, self._most, self._left, self._at = per_s, at_once, at_once, float("-inf")
+
+    def at(self, per_s: float, at_once: float) -> Allowance:
+        """The same from now on, at another pace: what is owed stays owed."""
+        other = Allowance(per_s, at_once)
+        other._at = self._at
+        other._left = min(at_once, self._left)
+        return other
 
     def left(self, *, now: float) -> float:
         """What may be taken; negative: what is owed."""
@@ -133,7 +225,7 @@ class Line:
         self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
 
     @property
-    def limiter(self) -> RateLimiter | None:
+    def limiter(self) -> RateLimiter:
         """Of what we send: one for all lines."""
         return self._traffic.limiter
 
@@ -157,8 +249,7 @@ class Line:
     def path(self) -> NetworkPath:
         """The line as far as it is known. What goes the other way is no wider than our limit."""
         rates_bps = sorted(self._rates_bps) or [0.0]
-        limiter = None if self.memory_bytes else self.limiter
-        most_bps = limiter.limit_bps if limiter is not None else float("inf")
+        most_bps = math.inf if self.memory_bytes else self.limiter.limit_bps
         return NetworkPath(
             rtt_s=min(self._round_trips_s, default=0.0),
             bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
@@ -191,7 +282,7 @@ class Traffic:
 
     def __init__(self, *, most_peers: int) -> None:
         """`most_peers`: of more, the one that opened a stream longest ago is forgotten."""
-        self.limiter: RateLimiter | None = None
+        self.limiter = RateLimiter()
         self.lines: dict[PeerId, Line] = {}
         self.held_bytes = 0
         self._most_peers = most_peers

@@ -159,7 +159,7 @@ class Outbox:
         elif self._bodies:
             # That is due first; of those, of the oldest call.
             outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
-            if most := min(most, self._may_send(outgoing, limiter, now)):
+            if most := self._may_send(outgoing, limiter, most, now):
                 chunk = outgoing.take(most)
                 frame = (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk)
                 self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes
@@ -168,12 +168,12 @@ class Outbox:
                 whole = None if outgoing.left else outgoing.call
         return frame, whole
 
-    def _may_send(self, outgoing: Outgoing, limiter: RateLimiter | None, now: float) -> int:
-        """Bytes of a body; 0 if its turn is still to come, at `turn_at`."""
+    def _may_send(self, outgoing: Outgoing, limiter: RateLimiter | None, most: int, now: float) -> int:
+        """Bytes of a body, at most so many; 0 if its turn is still to come, at `turn_at`."""
         if limiter is None:
-            return frames.CHUNK_BYTES
+            return most
         if self.turn_at is None:
-            wanted = min(limiter.turn_bytes, frames.CHUNK_BYTES, outgoing.left, outgoing.credit)
+            wanted = min(limiter.turn_bytes, most, outgoing.left, outgoing.credit)
             wait_s = limiter.take(wanted + frames.PREFIX_BYTES, now=now)
             self._turn_bytes, self.turn_at = wanted, now + wait_s
         if now < self.turn_at:

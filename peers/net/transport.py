@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from peers.clock import now_s
-from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Line, RateLimiter, Traffic
+from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Line, Traffic
 from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.direct.paths import METHOD as DIRECT_METHOD
@@ -310,7 +310,7 @@ class NetTransport:
 
     def limit_upload(self, most_bps: float) -> None:
         """Send no more than so many bits a second, over all links from now on."""
-        self._traffic.limiter = RateLimiter(most_bps)
+        self._traffic.limiter.keep_to(most_bps)
 
     def show(self, credential: bytes) -> None:
         """Show this on each stream that we open from now on."""

@@ -79,6 +79,7 @@ FOLLOWER = "peers/net/charter/keeper.py"
 DOORKEEPER = "peers/net/charter/doorkeeper.py"
 ENTRY = "peers/net/charter/entry.py"
 CALLS = "peers/net/transport.py"
+BANDWIDTH = "peers/net/bandwidth.py"
 BODIES = "peers/net/body_buffers.py"
 CONNECTION = "peers/net/connection.py"
 DIRECT_KEYS = "peers/net/direct/handshake.py"
@@ -2570,15 +2571,55 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "chunks-for-fast-lines",
         DIRECT_STREAM,
-        "int(CHUNK_S * 1e6 * packet_bytes * packets / max(1, rtt_us))",
+        "int(CHUNK_S * min(may_per_s, arrives or may_per_s))",
         "frames.CHUNK_BYTES",
         "Seconds of a slow line lie where no heartbeat and no report can pass them.",
         ("test_slow_line",),
     ),
     Mutation(
+        "chunks-for-the-window",
+        DIRECT_STREAM,
+        "min(may_per_s, arrives or may_per_s)",
+        "may_per_s",
+        "A chunk is what TCP may have on its way; where it sends less, directives come after their limit.",
+        ("test_slow_line",),
+    ),
+    Mutation(
+        "uplink-unseen",
+        BANDWIDTH,
+        "            self._observe(now)\n",
+        "            pass\n",
+        "All connections of a round fill the queue of a slow line, and reports wait in it for seconds.",
+        ("test_uplink",),
+    ),
+    Mutation(
+        "uplink-queue-stays",
+        BANDWIDTH,
+        "1 + QUEUE_S - queue_s)",
+        "1)",
+        "A queue that is there stays, and grows whenever a little more seems to have arrived.",
+        ("test_uplink",),
+    ),
+    Mutation(
+        "uplink-yields-to-others",
+        BANDWIDTH,
+        "max(LESS, 1",
+        "max(0.0, 1",
+        "The bodies that others send us hold back our own: less and less is sent, until hardly anything is.",
+        ("test_uplink",),
+    ),
+    Mutation(
+        "uplink-never-tried",
+        BANDWIDTH,
+        "MORE if self._observed % CYCLE < PROBES else share",
+        "share",
+        "What was once held back by another's queue stays slow as long as that queue is there.",
+        ("test_uplink",),
+    ),
+    Mutation(
         "queue-of-the-kernel",
         DIRECT_STREAM,
-        "socket.TCP_NOTSENT_LOWAT, 2 * self.end.chunk_bytes)",
+        "socket.TCP_NOTSENT_LOWAT, self._most_unsent)",
         "socket.TCP_NOTSENT_LOWAT, 1 << 24)",
         "As much of a body lies in the kernel as it takes, and no heartbeat and no report passes it.",
         ("test_slow_line",),

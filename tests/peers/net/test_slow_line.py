@@ -33,6 +33,8 @@ class Tcp(asyncio.Transport):
         """`late_s`: how long the process takes to notice that the kernel asks for more."""
         super().__init__()
         self.stream, self.bytes_per_s, self.late_s = stream, bytes_per_s, late_s
+        self.window_bytes_per_s = bytes_per_s
+        """The pace that its window allows: what it keeps to itself may be slower, as it is with BBR."""
         self.other: Tcp | None = None
         self.most_unsent = 1 << 30
         self._waits, self._unsent, self._paused, self._woken = b"", b"", False, False
@@ -41,12 +43,13 @@ class Tcp(asyncio.Transport):
     # -- as a socket
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """Linux' `struct tcp_info`, whose window is what the line takes in a round trip."""
+        """Linux' `struct tcp_info`."""
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
         info = bytearray(232)
         struct.pack_into("=I", info, 16, PACKET_BYTES)
         struct.pack_into("=I", info, 68, int(1e6 * RTT_S))
-        struct.pack_into("=I", info, 80, max(1, int(self.bytes_per_s * RTT_S / PACKET_BYTES)))
+        struct.pack_into("=I", info, 80, max(1, int(self.window_bytes_per_s * RTT_S / PACKET_BYTES)))
+        struct.pack_into("=Q", info, 160, int(self.bytes_per_s))
         return bytes(info[:size])
 
     def setsockopt(self, level: int, option: int, value: int) -> None:
@@ -136,10 +139,11 @@ class Pair:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@pytest.mark.parametrize("size", [0, 32])
-async def test_a_report_passes_the_parts_of_an_all_reduce(size: int) -> None:
+@pytest.mark.parametrize(("size", "window"), [(0, 1), (32, 1), (32, 20)])
+async def test_a_report_passes_the_parts_of_an_all_reduce(size: int, window: int) -> None:
     """Reports and directives have 3 s; without them a replica is left out, and its microbatches run again."""
     pair = Pair(bytes_per_s=250_000.0)
+    pair.line.window_bytes_per_s *= window
     parts = [asyncio.ensure_future(pair.call(PART_BYTES)) for _ in range(12)]
     took_s = list[float]()
     while not all(part.done() for part in parts):
@@ -163,7 +167,7 @@ async def test_a_line_that_becomes_fast_is_found_to_be() -> None:
     pair = Pair(bytes_per_s=100_000.0)
     await pair.call(PART_BYTES)
     assert pair.line.most_unsent < 3 * CHUNK_S * pair.line.bytes_per_s
-    pair.line.bytes_per_s = 1e8
+    pair.line.bytes_per_s = pair.line.window_bytes_per_s = 1e8
     await pair.call(4 * frames.WINDOW_BYTES)
     await pair.close()
     assert pair.client.chunk_bytes == frames.CHUNK_BYTES
