@@ -35,6 +35,14 @@ class Unhurried(StageCompute):
             self._one = super().loss_gradients(mb, inputs, weights=True)
         return self._found(mb, weights)
 
+    def add(self, found: Gradients) -> None:
+        """Add the same numbers at other places for each microbatch: a sum of different ones takes 5.4 bytes a
+        weight on the lines, as that of real gradients does (5.5), and a sum of equal ones 5.8."""
+        terms = {
+            name: term.reshape(-1).roll(found.mb.m).reshape(term.shape) for name, term in found.terms.items()
+        }
+        super().add(replace(found, terms=terms))
+
     def _found(self, mb: Microbatch, weights: bool) -> Gradients:
         assert self._one is not None
         terms = self._one.terms if weights else {}

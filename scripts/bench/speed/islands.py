@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from peers.events import Event, StepDone
+from peers.events import Event, Serving, StepDone
 from peers.islands.directory import split_cell
 from peers.islands.trainers import IslandTrainers
 from peers.sim.device import SimDevice
@@ -188,6 +188,8 @@ class Virtual:
         self._network, self._dht = Network(self._loop, Dice(1), self._lines), Dht(self._loop, Dice(2))
         self._peers: list[tuple[int, SimTransport, SimDevice]] = []
         """Of each its stage."""
+        self._serving = 0
+        """Peers that serve: the trainer begins when all do, as that of processes does."""
         self._ends: list[tuple[float, list[int], list[float]]] = []
         """Of each step: when it ended; what each peer had sent to others of its stage by then, and worked."""
         self._steps = run.islands.local_steps + 1 if run.islands.count > 1 else options.steps
@@ -204,6 +206,9 @@ class Virtual:
                 for stage, transport, _ in self._peers
             ]
             self._ends.append((self._loop.now_s, sent, [device.busy_s for *_, device in self._peers]))
+
+    def _hear_peer(self, event: Event) -> None:
+        self._serving += isinstance(event, Serving)
 
     def _begin(self, host: int) -> Process:
         process, cell = Process(f"h{host}"), host // self._replicas
@@ -224,7 +229,7 @@ class Virtual:
             settings = StageSettings(max_inflight=self._case.max_inflight, joined_at=self._loop.unix_s())
             peer = StagePeer(
                 island, stage, Unhurried(island, stage), transport, directory, settings,
-                lambda event: None, device=device,
+                self._hear_peer, device=device,
             )  # fmt: skip
             transport.on_gone = peer.peer_gone
             await peer.run()
@@ -237,7 +242,10 @@ class Virtual:
         run, loop, first = self._run, self._loop, 0 if self._run.islands.count > 1 else WARM_STEPS
         steps, last = self._steps, first + self._steps
         with loop.running():
-            processes = [self._begin(host) for host in range(run.cells * self._replicas + 1)]
+            count = run.cells * self._replicas
+            processes = [self._begin(host) for host in range(count)]
+            assert loop.run(lambda: self._serving == count or bool(loop.bugs), limit_s=1e6)
+            processes.append(self._begin(count))
             taken = loop.run(lambda: len(self._ends) > last or bool(loop.bugs), limit_s=1e6)
             assert taken and not loop.bugs, f"{len(self._ends)} steps; {loop.bugs}"
             for process in processes:
