@@ -184,6 +184,15 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}es" if noun.endswith(("ch", "s")) else f"{n} {noun}s"
 
 
+def lasting(seconds: float) -> str:
+    """`0.4 s`, `40 s`, `12 min`, `3 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
 def short(peer: str) -> str:
     """The end of a peer id, which is the part that differs, for log lines."""
     return peer[-6:]

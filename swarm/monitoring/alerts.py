@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from swarm.errors import count, short
+from swarm.errors import count, lasting, short
 from swarm.ids import PeerId
 from swarm.monitoring.health import LEVELS, Alert, PeerHealth, SwarmHealth
 
@@ -78,7 +78,7 @@ def _no_trainer(health: SwarmHealth) -> Iterator[Alert]:
     # Whether a trainer would have found them.
     waited = all(health.at - peer.since >= TRAINER_AWAY_S for peer in health.stages[0].peers)
     if away_s >= TRAINER_AWAY_S:
-        yield Alert(level="warning", text=f"no trainer for {_time(away_s)}")
+        yield Alert(level="warning", text=f"no trainer for {lasting(away_s)}")
     elif health.step_s is None and not health.trainers and waited:
         text = "no trainer that a peer of stage 0 knows of: the run waits for swarm train"
         yield Alert(level="warning", text=text)
@@ -90,14 +90,14 @@ def _still(health: SwarmHealth) -> Iterator[Alert]:
     if step_s is None or health.version >= health.steps or explained:
         return
     if health.still_s >= max(STILL_S, STILL_STEPS * step_s):
-        text = f"no step for {_time(health.still_s)}; the last ones took {_time(step_s)} each"
+        text = f"no step for {lasting(health.still_s)}; the last ones took {lasting(step_s)} each"
         yield Alert(level="warning", text=text)
 
 
 def _silent(health: SwarmHealth) -> Iterator[Alert]:
     silent = [peer for peer in health.peers if peer.why]
     if health.cut_off_s is not None:
-        said = f"the last answer came {_time(health.cut_off_s)} ago"
+        said = f"the last answer came {lasting(health.cut_off_s)} ago"
         if silent:
             said = f"{_names([p.peer for p in silent])}: {silent[0].why}"
         yield Alert(level="error", text=f"no peer answers: is this machine cut off? {said}")
@@ -151,12 +151,3 @@ def _who(peer: PeerHealth) -> str:
 def _names(peers: Sequence[PeerId]) -> str:
     shown = ", ".join(short(peer) for peer in peers[:4])
     return shown if len(peers) <= 4 else f"{shown} and {len(peers) - 4} more"
-
-
-def _time(seconds: float) -> str:
-    """`0.4 s`, `40 s`, `12 min`, `3 h`."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -29,7 +29,7 @@ from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
 from swarm.charter import ROLES, Candidate, Charter, Terms, check_life, is_named
-from swarm.errors import Refused, SetupError
+from swarm.errors import Refused, SetupError, lasting
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import Run
 
@@ -145,7 +145,7 @@ class CharterKeeper:
             logger.warning(
                 "the charter of %s %s: then nobody is admitted until its owner has signed another one",
                 self.name,
-                f"expires in {left_s / 3600:.0f} h" if left_s > 0 else "has expired",
+                f"expires in {lasting(left_s)}" if left_s > 0 else "has expired",
             )
 
     def _place(self) -> Place:

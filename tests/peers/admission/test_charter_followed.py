@@ -288,8 +288,10 @@ async def test_a_charter_that_is_about_to_expire_is_said_once_a_day(
         await charters.publish(charter(2, expires=int(unix_s()) + 2 * 86_400), OWNER)
         await asyncio.sleep(30)
         assert caplog.text.count("expires in 48 h: then nobody is admitted until its owner has") == 1
+        await charters.publish(charter(3, expires=int(unix_s()) + 30 * 60), OWNER)
         charters._warn(now_s() + 86_400)
         assert caplog.text.count("expires in") == 2
+        assert "expires in 30 min: then" in caplog.text
 
 
 async def test_a_name_whose_run_is_of_another_owner_is_not_joined() -> None:
