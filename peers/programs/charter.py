@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from peers.clock import unix_s
 from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
+from peers.programs.stage_choice import check_stages
 from peers.start_line import as_given, program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Rule
 from swarm.errors import SetupError, clean, count
 from swarm.ids import PeerId, RunName, fingerprint_of
-from swarm.manifest import MAX_FOUNDERS, demo_run, load_run
+from swarm.manifest import MAX_FOUNDERS, check_id, demo_run, load_run
 
 if TYPE_CHECKING:
     from peers.net.node import Node
@@ -218,6 +219,9 @@ async def run_charter(options: tool_options.CharterOptions) -> None:
             print(told(charter, node.directory.charters.owner))
             return
         owner = _owner(options.owner, node)
+        if options.trusted_stages:
+            run = check_id(await node.directory.fetch_manifest(charter.run), charter.run)
+            check_stages("--trusted-stages", options.trusted_stages, run)
         changed = _succeed(node, charter, **_changes(options, charter), days=options.days)
         await _publish(node, changed, owner, "The charter is renewed")
         print(told(changed, owner.peer_id))

@@ -35,7 +35,7 @@ from peers.options import (
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.manifest_pinning import import_handed
-from peers.programs.stage_choice import choose_stage, unserved
+from peers.programs.stage_choice import check_stages, choose_stage, unserved
 from peers.start_line import as_given, program, start_line
 from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
 from peers.system import usable_cores
@@ -307,9 +307,8 @@ class Peer(Networked[PeerOptions]):
         options = self.options
 
         def accepts(run: Run) -> None:
-            if options.stage != "auto" and options.stage >= run.cells:
-                of = "cells" if run.cells > run.S else "stages"
-                raise SetupError(f"--stage {options.stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
+            if options.stage != "auto":
+                check_stages("--stage", [options.stage], run, cells=True)
 
         async with contextlib.AsyncExitStack() as stack:
             prepare = partial(device_named, options.device)
@@ -571,6 +570,5 @@ class Keeper(Looping[KeeperOptions]):
 
 def kept_stages(run: Run, chosen: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """The stages to keep, ascending; all if none is chosen. Raises SetupError: the run has no such stage."""
-    if wrong := [stage for stage in chosen if stage >= run.S]:
-        raise SetupError(f"--stages {wrong[0]}: run {run.name!r} has stages 0 to {run.S - 1}")
+    check_stages("--stages", chosen, run)
     return tuple(sorted(set(chosen))) or tuple(range(run.S))

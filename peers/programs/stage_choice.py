@@ -1,4 +1,5 @@
-"""Which stage a newcomer serves that leaves the choice to us (`--stage auto`)."""
+"""Which stages: the one that a newcomer serves if it leaves the choice to us (`--stage auto`), and those that
+an option can name."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from peers.ports import Directory
+from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.rebalance import choose_stages
@@ -48,3 +50,12 @@ def unserved(records: Sequence[PeerRecord], run: Run, mine: Sequence[Stage] = ()
     """Stages that no peer serves, or is about to. `mine`: that of the one that asks."""
     there = {record.stage for record in records if record.state in ("joining", "serving", "paused")}
     return [stage for stage in range(run.cells) if stage not in there and stage not in mine]
+
+
+def check_stages(option: str, given: Sequence[Stage], run: Run, *, cells: bool = False) -> None:
+    """Raise SetupError if the run has no such stage. Less than 0 counts from the end. `cells`: of all islands
+    in a row."""
+    there, noun = (run.cells, "cells") if cells and run.cells > run.S else (run.S, "stages")
+    for stage in given:
+        if not -there <= stage < there:
+            raise SetupError(f"{option} {stage}: run {run.name!r} has {noun} 0 to {there - 1}")

@@ -18,6 +18,7 @@ from peers.device import choose_device
 from peers.islands.directory import split_cell
 from peers.net import identity
 from peers.programs.roles import check_code
+from peers.programs.stage_choice import check_stages
 from peers.programs.tool_options import VerifyOptions
 from peers.progress import Bar
 from peers.storage import atomic_file, transcript
@@ -156,10 +157,9 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     if not first < last <= run.steps:
         has = f"run {run.name!r} has versions 0 to {run.steps}"
         raise SetupError(f"--from {first} --to {last}: {has}, and --to is a later one than --from")
-    if stage is not None and stage >= run.cells:
-        of = "cells" if run.cells > run.S else "stages"
-        raise SetupError(f"--stage {stage}: run {run.name!r} has {of} 0 to {run.cells - 1}")
-    told = account_of(found, first, last, range(run.cells) if stage is None else [stage], verify)
+    compared = range(run.cells) if stage is None else [stage]
+    check_stages("--stage", compared, run, cells=True)
+    told = account_of(found, first, last, compared, verify)
     if not told.kinds.keys() & set(told.stages):
         took = (entry.steps for entry in found.entries if isinstance(entry, transcript.Took))
         other = [steps for steps in took if steps.end <= first or steps.start >= last]

@@ -322,6 +322,10 @@ async def test_a_charter_is_changed_and_shown(
             given(tool_options.CharterOptions, owner=keys / "owner.key", unname=(KIM.peer_id, SAM.peer_id))
         )
         assert "peers: list\ntrainers" in capsys.readouterr().out
+        for number in (2, -3):
+            no_such = given(tool_options.CharterOptions, owner=keys / "owner.key", trusted_stages=(0, number))
+            with pytest.raises(SetupError, match=f"--trusted-stages {number}: run 'counting' has stages 0 "):
+                await commands.run_charter(no_such)
 
 
 @virtual
