@@ -7,6 +7,13 @@ import shutil
 import sys
 from pathlib import Path
 
+from peers.options import flag_of
+
+TRAINER_KEY = "trainer.key"
+"""As `swarm init` calls it, in the folder of the owner's."""
+TRAINED_ON = ("data", "tokenizer", "eval_data")
+"""What a trainer is given as the bootstrap was, or `swarm init`."""
+
 
 def program() -> str:
     """`swarm`, or `.venv/bin/swarm` in a clone."""
@@ -28,5 +35,5 @@ def as_given(options: object, *names: str) -> str:
     for name in names:
         value = getattr(options, name)
         if value:
-            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+            words += [flag_of(name), *map(str, value if isinstance(value, tuple) else (value,))]
     return f" {shlex.join(words)}" if words else ""

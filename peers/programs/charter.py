@@ -14,7 +14,7 @@ from peers.clock import unix_s
 from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
 from peers.programs.stage_choice import check_stages
-from peers.start_line import as_given, program
+from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Rule
@@ -89,7 +89,7 @@ def run_init(options: tool_options.InitOptions) -> None:
         undo.pop_all()
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
     print(f"{folder}/owner.key is the run: keep a copy where nobody finds it")
-    here, data = shlex.quote(str(folder)), as_given(options, "data", "tokenizer")
+    here, data = shlex.quote(str(folder)), as_given(options, *TRAINED_ON)
     start = as_given(options, "start")
     print(f"Train it on this machine:\n    {program()} up {here}{data}{start}")
     print(
@@ -97,7 +97,7 @@ def run_init(options: tool_options.InitOptions) -> None:
         f"    {program()} bootstrap --manifest {here}/run.toml --charter {here}/charter --identity "
         f"{here}/owner.key --port 31337 --announce HOST:31337 --join-file join.txt\n"
         "and on any that have join.txt, which the bootstrap writes:\n"
-        f"    {program()} train @join.txt --identity {here}/trainer.key{data}"
+        f"    {program()} train @join.txt --identity {here}/{TRAINER_KEY}{data}"
     )
     for stage in range(run.cells):
         key = f" --identity {here}/peer{stage}.key" if f"peer{stage}" in keys else ""

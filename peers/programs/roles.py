@@ -36,7 +36,7 @@ from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.stage_choice import check_stages, choose_stage, unserved
-from peers.start_line import as_given, program, start_line
+from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program, start_line
 from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
 from peers.system import usable_cores
 from peers.waiting import end_tasks, happens, unless
@@ -205,11 +205,15 @@ class Bootstrap(Networked[BootstrapOptions]):
         options, path = self.options, self.options.join_file
         begins = program()
         joined = f"@{shlex.quote(str(path))}" if path is not None else shlex.join(words)
+        train = f"{begins} train {joined}"
+        if run.admission.trainers:  # no other key may train; swarm init puts one beside the owner's
+            key = Path(TRAINER_KEY) if options.identity is None else options.identity.with_name(TRAINER_KEY)
+            train += f" --identity {shlex.quote(str(key))}"
         return JoinLine(
             line=f"{begins} peer {shlex.join(words)}",
             stages=run.cells,
             others=(
-                f"{begins} train {joined}{as_given(options, 'data', 'tokenizer')}",
+                f"{train}{as_given(options, *TRAINED_ON)}",
                 f"{begins} keeper {joined} --dir ckpt",
                 f"{begins} dashboard {joined}",
             ),

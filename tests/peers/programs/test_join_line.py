@@ -17,10 +17,11 @@ from peers.net.nat import listening_host
 from peers.options import BootstrapOptions, TrainOptions
 from peers.programs.roles import Bootstrap, Train, address_for_others
 from peers.start_line import program
-from swarm.manifest import IslandsSpec
+from swarm.manifest import AdmissionSpec, IslandsSpec
 from swarm.records import PeerRecord
 from tests.example import example_run
 
+PEER = "12D3KooW" + "A" * 44
 HERE, HERE_6 = "/ip4/127.0.0.1/tcp/31337/p2p/x", "/ip6/::1/tcp/31337/p2p/x"
 THERE, NAMED = "/ip4/192.0.2.2/tcp/31337/p2p/x", "/dns4/bootstrap/tcp/31337/p2p/x"
 
@@ -35,10 +36,11 @@ def test_an_address_is_handed_out_that_other_machines_can_dial(
     assert address_for_others(addresses) == expected
 
 
-def bootstrap_line(address: str = THERE, **options: Any) -> JoinLine:
+def bootstrap_line(address: str = THERE, *, trainers: tuple[str, ...] = (), **options: Any) -> JoinLine:
     given = BootstrapOptions(manifest=Path("run.toml"), **options)
+    run = replace(example_run(), admission=AdmissionSpec(trainers=trainers))
     role = Bootstrap(given, emit=lambda _: None)
-    return role._join_line(example_run(), ["--run", "5a7c", "--join", address])
+    return role._join_line(run, ["--run", "5a7c", "--join", address])
 
 
 def test_the_lines_start_all_that_a_run_needs_and_can_be_pasted(
@@ -62,6 +64,18 @@ def test_the_lines_start_all_that_a_run_needs_and_can_be_pasted(
     near = bootstrap_line(HERE).words()
     assert near.endswith("\nonly programs of this machine can join; for others, add --host 0.0.0.0 here")
     assert f"    .venv/bin/swarm dashboard --run 5a7c --join {HERE}\n" in near
+
+
+@pytest.mark.parametrize(
+    ("identity", "key"), [(None, "trainer.key"), (Path("my run/owner.key"), "'my run/trainer.key'")]
+)
+def test_where_the_manifest_names_its_trainers_the_line_has_the_key_of_one(
+    identity: Path | None, key: str
+) -> None:
+    given = {"data": (Path("a.txt"),), "eval_data": (Path("b.txt"),)}
+    train, *_ = bootstrap_line(trainers=(PEER,), identity=identity, **given).others
+    assert train.endswith(f" --identity {key} --data a.txt --eval-data b.txt")
+    assert build_parser().parse_args(shlex.split(train.replace("5a7c", "5a7c" * 8))[1:])
 
 
 async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_started(
