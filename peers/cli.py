@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 import swarm
 from peers import options
-from peers.options import ProcessOptions, add_options, description, from_environment, options_from
+from peers.options import ProcessOptions, add_options, description, from_environment, is_no_pipe, options_from
 from peers.waiting import end_tasks
 from swarm.errors import (
     DeviceHangs,
@@ -178,7 +178,8 @@ def _file(parser: _Parser, word: str) -> list[str]:
     """The arguments in a file that a bootstrap wrote, a line each."""
     text, wrong = "", f"{word[1:]!r} is not what a bootstrap writes with --join-file"
     try:
-        with Path(word[1:]).open(encoding="utf-8", errors="replace") as file:
+        is_no_pipe("@FILE", path := Path(word[1:]))
+        with path.open(encoding="utf-8", errors="replace") as file:
             text = file.read(1 << 16)  # hundreds of addresses
     except OSError as error:
         wrong = f"{word[1:]!r}, which a bootstrap writes with --join-file, cannot be read: {error.strerror}"

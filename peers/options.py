@@ -156,8 +156,18 @@ def data_file(text: str) -> Path | str:
     return text if "://" in text else Path(text)
 
 
+def is_no_pipe(flag: str, path: Path) -> None:
+    """One that no program writes to would be waited for, for ever; in /dev the shell has opened them."""
+    if path.is_fifo() and path.parts[:2] != ("/", "dev"):
+        raise SetupError(f"{flag} {path} is a pipe: give a file")
+
+
 def is_there(flag: str, path: Path | str) -> None:
-    if isinstance(path, Path) and not path.exists() and ":" not in path.name:  # package.module:function
+    if not isinstance(path, Path) or path.is_file() or path.is_dir():
+        return
+    if path.exists():  # these are read at many places, and more than once
+        raise SetupError(f"{flag} {path} is a pipe or a device: give a file")
+    if ":" not in path.name:  # package.module:function
         raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
 
 
@@ -187,7 +197,7 @@ def _stages(text: str) -> tuple[int | None, ...]:
 
 
 WORD = Kind(str, "NAME")
-FILE = Kind(Path, "FILE")
+FILE = Kind(Path, "FILE", is_no_pipe)
 NEEDED_FILE = Kind(Path, "FILE", is_there)
 DATA = Kind(data_file, "FILE", is_there)
 ANY_DIR = Kind(Path, "DIR")

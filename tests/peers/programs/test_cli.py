@@ -410,6 +410,29 @@ def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "--from", "0", "--to", "1", "--transcript"],
+        ["eval", "--data"],
+        ["manifest"],
+        ["dashboard", "--replay"],
+        ["peer", "@"],
+    ],
+)
+def test_a_pipe_that_nobody_writes_to_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    words = [f"@{pipe}" if word == "@" else word for word in words]
+    if str(pipe) not in words[-1]:
+        words.append(str(pipe))
+    if words[0] == "eval":
+        words += ["--model", __file__]
+    assert main(words) == Exit.SETUP
+    assert f"{pipe} is a pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
         (SetupError("x"), Exit.SETUP),
