@@ -22,6 +22,7 @@ from peers.evaluation.data import open_eval
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import cache_folder, written
+from peers.storage.atomic_file import told
 from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
 from peers.storage.written import Columns
@@ -233,14 +234,10 @@ def _write(name: str, made: CustomModel | None, columns: Columns | None, folder:
     digest.update(whole.encode())
     stem = re.sub(r"\W", "_", name, flags=re.ASCII)[:40]
     target = folder / f"{'_' if stem[:1].isdigit() else ''}{stem}_{digest.hexdigest()[:12]}"
-    if target.is_dir():
-        return target
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with told(f"{target} cannot be written"):
+        target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
             written.write(Path(making, target.name), whole, tensors, arrays)
-            Path(making, target.name).rename(target)
-    except OSError as error:
-        if not target.is_dir():  # another program may have made the same
-            raise SetupError(f"{target} cannot be written: {error.strerror}") from None
+            for made_now in Path(making, target.name).iterdir():  # what is there may be damaged
+                made_now.replace(target / made_now.name)
     return target

@@ -68,6 +68,19 @@ def test_the_same_is_the_same_run_and_other_weights_or_samples_are_another() -> 
     assert len(ids) == 4
 
 
+@pytest.mark.parametrize("name", ["__init__.py", "model.safetensors", "samples.safetensors"])
+def test_what_was_written_before_and_is_damaged_is_written_anew(name: str) -> None:
+    first = run()
+    assert first.code is not None
+    whole = {path.name: path.read_bytes() for path in first.code.glob("*.*")}
+    (first.code / name).write_bytes(whole[name][:-1] + b"?")
+    assert run().id == first.id
+    assert {path.name: path.read_bytes() for path in first.code.glob("*.*")} == whole
+    (first.code / name).unlink()
+    assert run().id == first.id
+    assert (first.code / name).read_bytes() == whole[name]
+
+
 @pytest.mark.parametrize("form", ["columns", "dataset", "list", "numpy"])
 def test_samples_may_come_in_any_form(form: str) -> None:
     tokens, classes = samples()
