@@ -5521,6 +5521,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_start_weights",),
     ),
     Mutation(
+        "start-from-weights-that-are-no-numbers",
+        "swarm/model/layout.py",
+        "if not bool(weight.isfinite().all()):",
+        "if False:",
+        "A run is published whose first step comes to nothing.",
+        ("test_start_weights",),
+    ),
+    Mutation(
         "begin-with-whatever-weights-are-drawn",
         "swarm/model/graph/custom_model.py",
         '        _compare("digests", pinned[stage], digest.hexdigest(), what, _ROUNDS)',

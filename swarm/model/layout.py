@@ -206,7 +206,8 @@ def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """What a stage starts with, read and compared with the manifest's digest.
 
     Raises:
-        SetupError: it is not here, a tensor is missing or has another shape, or a number differs.
+        SetupError: it is not here, a tensor is missing or has another shape, or a number differs or is not
+            finite.
     """
     if not can_start(run):
         raise SetupError(
@@ -215,7 +216,7 @@ def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     aliases = {names[0]: names for names in custom_model(run).traced.graph.tied} if run.brings_model else {}
     read, dtype = _readers[run.whole.id], weights_dtype(run)
     found = {
-        name: read(aliases.get(name, (name,)), shape).to(dtype)
+        name: finite(name, read(aliases.get(name, (name,)), shape).to(dtype))
         for name, shape in start_shapes(run, stage).items()
     }
     if run.start.digests and start_digest(found) != run.start.digests[stage]:
@@ -224,6 +225,13 @@ def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
             f"({run.start.digests[stage][:12]}…): take those that the run's owner has"
         )
     return found
+
+
+def finite(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight of version 0. Raises SetupError: the first step would come to nothing with it."""
+    if not bool(weight.isfinite().all()):
+        raise SetupError(f"{name}, a weight that the run starts with, is not finite: it has NaN or infinity")
+    return weight
 
 
 def start_digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -176,6 +176,28 @@ def test_a_loss_that_is_no_number_ends_the_reference_as_it_ends_a_swarm() -> Non
         next(iter(single))
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_module_with_a_weight_that_is_no_number_is_refused_and_a_mask_may_be_infinite(
+    trained: bool,
+) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf]))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(self.inner(tokens), self.mask)
+
+    model = Masked()
+    assert run(model=model).terms.pinned
+    model.inner.narrow.bias.requires_grad_(trained)
+    with torch.no_grad():
+        model.inner.narrow.bias[1] = torch.nan
+    with pytest.raises(SetupError, match=r"inner.narrow.bias, a weight that the run starts with, is not fin"):
+        run(model=model)
+
+
 def test_a_loss_may_have_weights_which_are_trained_too() -> None:
     single = swarm.reference(run(loss=Weighted(), steps=2))
     weights = single.weights()

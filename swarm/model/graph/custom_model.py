@@ -43,7 +43,7 @@ from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, of_several, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
-from swarm.model.layout import stage_layout, start_shapes, start_tensors
+from swarm.model.layout import finite, stage_layout, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
@@ -103,9 +103,12 @@ class Model:
     """Of the whole numbers that stages make of others, where it is known."""
 
     def value(self, name: str) -> torch.Tensor:
-        """A parameter or buffer of version 0, by its full name."""
-        tensor = (self.traced.parameters if name in self.traced.parameters else self.traced.buffers)[name]
-        return self.lazy.value(tensor)
+        """A parameter or buffer of version 0, by its full name. Raises SetupError: a parameter has numbers
+        that are not finite; a buffer may be a mask.
+        """
+        if name in self.traced.parameters:
+            return finite(name, self.lazy.value(self.traced.parameters[name]))
+        return self.lazy.value(self.traced.buffers[name])
 
 
 def custom_model(run: Run) -> Model:

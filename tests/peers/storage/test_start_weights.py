@@ -152,7 +152,10 @@ def test_what_is_wrong_with_weights_is_said(saved: tuple[Path, torch.nn.Module],
     name = "transformer.h.1.mlp.c_fc.weight"
     refused({n: t for n, t in tensors.items() if n != name}, rf"has no tensor {name}.*\(27 in all\)")
     refused({**tensors, name: tensors[name][:, :3].clone()}, r"has shape \[16, 3\].*\[16, 64\]")
-    refused({**tensors, name: torch.full_like(tensors[name], torch.nan)}, f"{name} .* is not finite")
+    for wrong in (torch.nan, torch.inf):
+        refused({**tensors, name: torch.full_like(tensors[name], wrong)}, f"{name}, .* is not finite")
+    too_large = torch.full_like(tensors[name], 1e300, dtype=torch.float64)
+    refused({**tensors, name: too_large}, f"{name}, .* is not finite")
     refused({**tensors, name: tensors[name].int()}, f"{name} .* is I32: weights are floating")
     path.write_bytes(b"\x10\0\0\0\0\0\0\0{}")
     with pytest.raises(SetupError, match="is damaged: it ends too early"):
