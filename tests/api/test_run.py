@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,6 +27,7 @@ from peers.api.processes import Processes
 from peers.events import Event, Note, Working, to_json
 from peers.programs.fleet import Child
 from peers.programs.trained import NoRoom
+from peers.storage import written
 from peers.storage.samples import Samples
 from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
@@ -79,6 +81,18 @@ def test_what_was_written_before_and_is_damaged_is_written_anew(name: str) -> No
     (first.code / name).unlink()
     assert run().id == first.id
     assert (first.code / name).read_bytes() == whole[name]
+
+
+@pytest.mark.parametrize("write", ["save_file", "save_arrays"])
+def test_a_disk_with_no_room_for_what_is_written_is_told(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(written, write, full)
+    with pytest.raises(
+        SetupError, match=r"notebook_\w+ cannot be written: I/O error: No space left on device"
+    ):
+        run()
 
 
 @pytest.mark.parametrize("form", ["columns", "dataset", "list", "numpy"])
