@@ -100,7 +100,7 @@ def read_text(path: Path) -> str:
 def heading(run: Run, network: Network) -> str:
     there = f"{count(len(network), 'device')} in {count(len(set(network.place_of)), 'region')}"
     if (islands := run.islands.count) == 1:
-        return f"{run.name}: {run.S} stages, {run.M} microbatches a step, {there}"
+        return f"{run.name}: {count(run.S, 'stage')}, {run.M} microbatches a step, {there}"
     each = run.M // islands
     return f"{run.name}: {islands} islands of {run.S} stages, {each} microbatches a step, on {there}"
 

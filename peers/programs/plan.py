@@ -5,25 +5,29 @@ For machines that are only described, or for the peers of a run as they are, wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from peers.islands import planning as plan_islands
-from peers.islands.planning import IslandsAnswer
-from peers.programs.descriptions import as_now, heading, job_of, load_devices, shown_names
+from peers.islands.planning import IslandsAnswer, islands_of
+from peers.programs.descriptions import as_now, heading, job_of, load_devices, read_text, shown_names
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError, count
 from swarm.ids import Stage
-from swarm.manifest import CodecSpec, IslandsSpec, Run, load_run
+from swarm.manifest import CodecSpec, IslandsSpec, Run, parse_run, run_of, tomllib
 from swarm.model.stage_io import boundary_bytes
 from swarm.monitoring.health import Observation
+from swarm.plan.islands import check_cells
 from swarm.plan.measured_network import Estimate, Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
@@ -31,6 +35,8 @@ from swarm.plan.search import Plan, baselines, repaired, search_overlapped
 from swarm.plan.topk_ratios import boundary_bandwidths, boundary_codecs
 from swarm.records import NO_STAGE
 
+STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of them that are tried where a manifest leaves that open."""
 RANDOM_LAYOUTS = 10
 """Of which the mean is what a random layout takes."""
 HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
@@ -86,7 +92,8 @@ async def run_plan(options: PlanOptions) -> None:
                 "give --manifest and --devices, to plan for machines that are described; or --run and "
                 "--join, or @FILE that has both, for the peers of a run as they are"
             )
-        run, seen = load_run(options.manifest), load_devices(options.devices)
+        seen = load_devices(options.devices)
+        run = load_run_with_stages(options.manifest, seen, seed=options.seed, survive=options.survive_region)
     if run.islands.count > 1:
         if options.keep is not None or options.survive_region:
             raise SetupError(
@@ -109,6 +116,40 @@ async def run_plan(options: PlanOptions) -> None:
         answer = replace(answer, islands=islands)
     answer = replace(answer, without_s=worst_loss(network, job, answer.plan.stage_of))
     print(json.dumps(as_json(answer, run, network)) if options.json else render(answer, run, network, job))
+
+
+def load_run_with_stages(path: Path, network: Network, *, seed: int, survive: bool) -> Run:
+    """The run of a manifest; with the number of stages of the shortest step, where that is left out. Of each
+    number only layouts made by rule are looked at.
+
+    Raises:
+        SetupError: it is no manifest, or no number will do.
+    """
+    text, values = read_text(path), dict[str, Any]()
+    with contextlib.suppress(ValueError, RecursionError):  # `parse_run` says what is wrong
+        values = tomllib.loads(text)
+    model = values.get("model")
+    if type(model) is not dict or "stages" in model:
+        try:
+            return parse_run(text)
+        except SetupError as error:
+            raise SetupError(f"{path}: {error.text}") from None
+    found, wrong = list[tuple[float, int, Run]](), list[SetupError]()
+    for stages in [number for number in STAGES if number <= len(network)]:
+        try:
+            run = run_of({**values, "model": {**model, "stages": stages}})
+            check_cells(network, job := job_of(run.island(0)), islands_of(run))
+            best = search_overlapped(
+                network, job, seed=seed, budget_s=0.0, spent_s=lambda: 0.0, survive=survive
+            )
+            found.append((best.step.total_s, stages, run))
+        except SetupError as error:
+            wrong.append(error)
+    if not found:
+        raise SetupError(f"{path}: {wrong[0].text}")
+    tried = ", ".join(f"{stages}: {step_s:.3g} s" for step_s, stages, _ in found)
+    print(f"model.stages is left out; a step, by the number of stages: {tried}", file=sys.stderr)
+    return min(found)[2]
 
 
 def plan_view(

@@ -20,6 +20,7 @@ from peers.programs.plan import (
     WORTH,
     as_json,
     islands_view,
+    load_run_with_stages,
     plan,
     plan_codecs,
     plan_view,
@@ -224,6 +225,29 @@ def test_what_cannot_be_planned_is_said(
     files[1].write_text(text.replace(old, new, 1))
     assert planned(files) == Exit.SETUP
     assert words in capsys.readouterr().err
+
+
+def test_where_the_number_of_stages_is_left_out_the_one_of_the_shortest_step_is_planned(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = read_devices(DEVICES.replace("count = 8", "count = 2"))
+    alone = {
+        n: plan(network, job_of(parse_run(RUN.replace("stages = 3", f"stages = {n}"))), seed=0, budget_s=0.0)
+        for n in (1, 2, 3, 4)
+    }
+    steps_s = {stages: answer.plan.step.total_s for stages, answer in alone.items()}
+    files[0].write_text(RUN.replace("stages = 3", ""))
+    run = load_run_with_stages(files[0], network, seed=0, survive=False)
+    assert min(steps_s, key=steps_s.__getitem__) == run.S
+    assert ", ".join(f"{n}: {step_s:.3g} s" for n, step_s in steps_s.items()) in capsys.readouterr().err
+
+
+def test_a_manifest_that_no_number_of_stages_mends_is_refused_in_its_words(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files[0].write_text(RUN.replace("stages = 3", "").replace("seed = ", "sead = "))
+    assert planned(files) == Exit.SETUP
+    assert f"{files[0]}: sead = " in capsys.readouterr().err
 
 
 def test_fewer_devices_than_stages_are_refused(
