@@ -27,9 +27,9 @@ from packaging.requirements import Requirement
 import swarm
 from peers.cli import ROLES, Exit, build_parser, takes_join_file
 from peers.options import VARIABLES
-from peers.programs.manifest import parameter_count
 from scripts import tree
 from scripts.bench import tables
+from scripts.bench.common.model_sizes import parameter_count
 from scripts.bench.loss import loss_curve
 from scripts.tales import main as write_tales
 from swarm import tales

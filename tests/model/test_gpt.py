@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peers.programs.manifest import parameter_count
+from scripts.bench.common.model_sizes import parameter_count
 from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run
 from swarm.model.evaluate import given_decoder, with_weights

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from peers.events import StepDone
-from peers.programs.manifest import parameter_count
 from scripts.bench.common.harness import Clocks, Segment, role_names
+from scripts.bench.common.model_sizes import parameter_count
 from scripts.bench.common.netlab import Link, why_not
 from scripts.bench.loss import codecs_loss, narrow
 from scripts.bench.loss.codecs_loss import codec_spec

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 
-from peers.programs.manifest import parameter_count
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
+from scripts.bench.common.model_sizes import parameter_count
 from scripts.bench.loss.codecs_loss import COLUMNS, codec_spec, crossing, rows_of
 from swarm.manifest import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 

@@ -41,11 +41,11 @@ import numpy as np
 
 from peers.events import StepDone
 from peers.programs.descriptions import job_of
-from peers.programs.manifest import parameter_count
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, machine_busy_s, report
+from scripts.bench.common.model_sizes import parameter_count
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.loss.codecs_loss import codec_spec
 from scripts.bench.loss.narrow import with_bottleneck
