@@ -151,9 +151,16 @@ def _is_peer_address(flag: str, text: str) -> None:
     )
 
 
+def path(text: str) -> Path:
+    """Nothing is no path, though Python takes it for this folder: a shell's variable was empty."""
+    if not text:
+        raise wrong(text, "the name of a file or folder")
+    return Path(text)
+
+
 def data_file(text: str) -> Path | str:
     """Text files and indexes are paths, or an address: https://, hf:// …"""
-    return text if "://" in text else Path(text)
+    return text if "://" in text else path(text)
 
 
 def is_no_pipe(flag: str, path: Path) -> None:
@@ -197,13 +204,13 @@ def _stages(text: str) -> tuple[int | None, ...]:
 
 
 WORD = Kind(str, "NAME")
-FILE = Kind(Path, "FILE", is_no_pipe)
-NEEDED_FILE = Kind(Path, "FILE", is_there)
+FILE = Kind(path, "FILE", is_no_pipe)
+NEEDED_FILE = Kind(path, "FILE", is_there)
 DATA = Kind(data_file, "FILE", is_there)
-ANY_DIR = Kind(Path, "DIR")
-DIR = Kind(Path, "DIR", is_no_file)
-NEEDED_DIR = Kind(Path, "DIR", is_there)
-SOCKET = Kind(Path, "SOCKET")
+ANY_DIR = Kind(path, "DIR")
+DIR = Kind(path, "DIR", is_no_file)
+NEEDED_DIR = Kind(path, "DIR", is_there)
+SOCKET = Kind(path, "SOCKET")
 IP = Kind(str, "IP")
 PORT = Kind(_port, "N")
 ADDRESS = Kind(str, "ADDR")

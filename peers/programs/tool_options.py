@@ -111,7 +111,7 @@ class InitOptions(Options):
     swarm init myrun --manifest run.toml --data corpus.txt
     """
 
-    name: Path = option(Kind(Path, "NAME"), "of the run, and of a new folder", positional=True)
+    name: Path = option(Kind(arg.path, "NAME"), "of the run, and of a new folder", positional=True)
     manifest: Path | None = optional(arg.FILE, "the terms of the run (default: those of swarm demo)")
     data: tuple[Path | str, ...] = several(arg.DATA, arg.DATA_HELP)
     tokenizer: Path | None = optional(arg.NEEDED_FILE, arg.TOKENIZER_HELP)
@@ -485,7 +485,7 @@ class TokenizeOptions(Options):
     """
 
     files: tuple[Path | str, ...] = option(
-        Kind(lambda text: text if text.startswith("hf:") else Path(text), "FILE", arg.is_there),
+        Kind(lambda text: text if text.startswith("hf:") else arg.path(text), "FILE", arg.is_there),
         ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
         "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,

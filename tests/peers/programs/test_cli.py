@@ -412,6 +412,25 @@ def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
 @pytest.mark.parametrize(
     "words",
     [
+        ["init", ""],
+        ["up", ""],
+        ["tokenize", "", "--out", "x"],
+        ["demo", "--data", ""],
+        ["keeper", *NEEDED["keeper"], "--dir", ""],
+    ],
+)
+def test_an_empty_name_is_not_taken_for_this_folder(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == Exit.USAGE
+    assert "'' is not the name of a file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         ["verify", "--from", "0", "--to", "1", "--transcript"],
         ["eval", "--data"],
         ["manifest"],
