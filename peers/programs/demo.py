@@ -87,15 +87,13 @@ def run_demo(options: DemoOptions) -> int:
     terms = _manifest_of(options)
     check_size(terms.cells, options.peers, options.yes)
     _check_text(options.data)
-    from peers.api import Run  # torch, which takes seconds
-
     sizes = f"{sizes_of(terms)} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
-    result = play(
-        Run.of(terms, files=options.data, start=options.start, eval_data=options.eval_data),
-        options,
-        Lines(f"swarm demo: {sizes}", shown),
-    )
+    lines = Lines(f"swarm demo: {sizes}", shown)
+    from peers.api import Run  # torch, which takes seconds
+
+    run = Run.of(terms, files=options.data, start=options.start, eval_data=options.eval_data)
+    result = play(run, options, lines)
     print(summary(result), file=shown)
     if options.json:
         print(told_as_json(result))
@@ -160,17 +158,17 @@ def run_up(options: UpOptions) -> None:
     """
     folder = options.folder.parent if options.folder.is_file() else options.folder  # its run.toml, say
     check_folder(folder)
-    from peers.api import Run, local
+    terms, here = load_run(folder / "run.toml"), shlex.quote(str(folder))
+    lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
+    from peers.api import Run, local  # torch, which takes seconds
     from peers.api.processes import AGAIN_S
     from peers.storage import model_file
     from peers.storage.weights import model_shapes
 
-    run = Run.from_toml(
-        folder / "run.toml", files=options.data, tokenizer=options.tokenizer, start=options.start,
+    run = Run.of(
+        terms, files=options.data, tokenizer=options.tokenizer, start=options.start,
         eval_data=options.eval_data,
     )  # fmt: skip
-    terms, here = run.terms, shlex.quote(str(folder))
-    lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
     made = local(
         run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder,
         device=options.device,

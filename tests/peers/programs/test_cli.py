@@ -409,6 +409,18 @@ def test_what_is_known_to_be_wrong_is_said_before_torch_is_imported(
     assert said in done.stderr
 
 
+def test_what_begins_is_said_before_torch_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["init", str(tmp_path / "mine")]) == Exit.OK
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "peers.api", None)  # whatever imports it fails
+    assert main(["demo"]) == main(["up", str(tmp_path / "mine")]) == Exit.FAILED
+    assert capsys.readouterr().out == (
+        "swarm demo: 3 stages × 2 peers, 300 steps\nmine: 3 stages, 300 steps\n"
+    )
+
+
 @pytest.mark.parametrize(
     "words",
     [
