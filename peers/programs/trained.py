@@ -91,7 +91,8 @@ async def collect(
     """
     from peers.transfer.keeper import POLL_S, CheckpointKeeper, KeepingSettings
 
-    settings = KeepingSettings(folder=folder, remedy=f"set {RESULTS_ENV} to another folder")
+    chosen_by = RESULTS_ENV if folder == results_folder() else "TMPDIR"
+    settings = KeepingSettings(folder=folder, remedy=f"set {chosen_by} to another folder")
 
     def hear(event: Event) -> None:
         if not keeper.full:  # that is an error here

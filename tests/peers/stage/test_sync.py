@@ -17,6 +17,7 @@ from peers.events import PeerLost, StateFetched
 from peers.ports import Answer, Request
 from peers.programs.trained import NoRoom, collect
 from peers.stage.state import StageCore
+from peers.storage import RESULTS_ENV
 from peers.storage.weights import read_stage
 from peers.transfer import leases
 from peers.transfer.client import DownloadFailed
@@ -237,14 +238,16 @@ async def test_weights_are_waited_for_while_the_directory_fills(tmp_path: Path) 
         assert set(calls) == {"s0p0", "s0p1", "s1p0", "s1p1"}
 
 
-async def test_where_a_version_has_no_room_that_is_said_once_and_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("named", ["SWARM_RESULTS", "TMPDIR"])
+async def test_where_a_version_has_no_room_that_is_said_once_and_at_once_with_what_names_the_folder(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It said no room six times, and at the end that peers give none."""
     async with swarm(RUN, replicas=1) as s:
         stranger, said = await trained(s), list[Any]()
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         end = stranger.end
-        with pytest.raises(NoRoom, match=r"^no room for version 3 of .* Make room or set SWARM_RESULTS to"):
+        monkeypatch.setenv(RESULTS_ENV, str(tmp_path) if named == RESULTS_ENV else "")
+        with pytest.raises(NoRoom, match=rf"^no room for version 3 of .* Make room or set {named} to"):
             await collect(RUN, end.transport, end.directory, tmp_path, said.append)
         assert not said
