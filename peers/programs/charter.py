@@ -66,7 +66,7 @@ def run_init(options: tool_options.InitOptions) -> None:
     admission = replace(
         run.admission,
         owner=owner.peer_id,
-        trainers=run.admission.trainers or (trainer.peer_id, auditor.peer_id),
+        trainers=(*run.admission.trainers, trainer.peer_id, auditor.peer_id),
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
     run = replace(run, name=folder.absolute().name, admission=admission)

@@ -36,7 +36,7 @@ from swarm import charter as rules
 from swarm.charter import Ban, Charter, Rule, Terms
 from swarm.errors import SetupError
 from swarm.ids import RunName, fingerprint_of
-from swarm.manifest import IslandsSpec, Run, audit_run, load_run
+from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run, load_run
 from swarm.records import PeerRecord
 from tests.net.directory.memory_dht import MemoryDht, MemoryNode
 
@@ -89,6 +89,17 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
 
     assert init(folder) != 0
     assert f"{folder}/owner.key is there already: name another folder" in capsys.readouterr().err
+
+
+def test_the_keys_that_are_made_may_train_and_audit_beside_trainers_that_the_manifest_names(
+    tmp_path: Path,
+) -> None:
+    manifest = tmp_path / "named.toml"
+    run = replace(audit_run(stages=2, steps=3), admission=AdmissionSpec(trainers=(KIM.peer_id,)))
+    manifest.write_text(run.to_toml())
+    assert init(tmp_path / "mine", "--manifest", str(manifest)) == 0
+    mine = [Identity.load(tmp_path / "mine" / f"{name}.key").peer_id for name in ("trainer", "auditor")]
+    assert set(load_run(tmp_path / "mine" / "run.toml").admission.trainers) == {KIM.peer_id, *mine}
 
 
 @pytest.mark.parametrize("unchecked", ["exact_sums = false", 'forward = "topk:0.1+bf16"'])
