@@ -15,7 +15,7 @@ from typing import Any
 
 from peers.api.background import Background
 from peers.events import Emit, Emitter
-from peers.options import PeerOptions, options_from
+from peers.options import MEMORY, RATE, PeerOptions, options_from
 from peers.programs.roles import Peer
 from swarm.errors import SetupError, did_you_mean
 from swarm.model.same_bits import threads_as_before
@@ -108,9 +108,13 @@ def _peer(
     for name, value in values.items():
         if name not in known:
             raise SetupError(f"join has no option {name}{did_you_mean(name, [*known])}")
+        kind, choices = known[name].metadata["kind"], known[name].metadata["more"].get("choices")
+        if choices and value not in choices:
+            raise SetupError(f"{name} = {value!r}: choose from {', '.join(choices)}")
+        is_number = isinstance(value, int | float) and kind not in (RATE, MEMORY)
         try:
-            if isinstance(value, str) and (kind := known[name].metadata["kind"]) is not None:
-                values[name] = kind.parse(value)
+            if kind is not None and (is_number or isinstance(value, str)):
+                values[name] = kind.parse(str(value))
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise SetupError(f"{name} = {value!r}: {error}") from None
     defaults = {name: one.default for name, one in known.items()}
