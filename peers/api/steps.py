@@ -44,40 +44,27 @@ class Progress:
     """A bar with the last loss, in a notebook's own way if this is one."""
 
     def __init__(self, name: str, steps: int) -> None:
-        self._name, self._shown = name, _notebook_display()
-        self._bar = None if self._shown is not None else Bar(f"training {name}", steps, unit="steps")
+        self._name, self._display = name, _notebook_display()
+        self._bar = None if self._display is not None else Bar(f"training {name}", steps, unit="steps")
         self._handle: Any = None
 
     def __call__(self, step: Step) -> None:
         if self._bar is not None:
             self._bar(1)
             return
-        content = _Shown(self._name, step)
+        loss = "" if step.loss is None else f", loss {step.loss:.4f}"
+        words = f"{self._name}: step {step.t + 1} of {step.steps}{loss}, {step.tokens_per_s:,.0f} a second"
+        place = f'<progress value="{step.t + 1}" max="{step.steps}"></progress>'
+        content = {"text/plain": words, "text/html": f"{place} {html.escape(words)}"}
         if self._handle is None:
-            assert self._shown is not None
-            self._handle = self._shown(content, display_id=True)
+            self._handle = self._display(content, raw=True, display_id=True)
         else:
-            self._handle.update(content)
+            self._handle.update(content, raw=True)
 
     def close(self) -> None:
         """The next line of a terminal is free."""
         if self._bar is not None:
             self._bar.__exit__()
-
-
-class _Shown:
-    """What a notebook shows of a step: a bar, or where there is no HTML the words."""
-
-    def __init__(self, name: str, step: Step) -> None:
-        loss = "" if step.loss is None else f", loss {step.loss:.4f}"
-        self._place = f'<progress value="{step.t + 1}" max="{step.steps}"></progress>'
-        self._words = f"{name}: step {step.t + 1} of {step.steps}{loss}, {step.tokens_per_s:,.0f} a second"
-
-    def __repr__(self) -> str:
-        return self._words
-
-    def _repr_html_(self) -> str:
-        return f"{self._place} {html.escape(self._words)}"
 
 
 def _notebook_display() -> Any:

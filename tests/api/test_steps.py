@@ -18,9 +18,10 @@ def step(t: int) -> Step:
 def test_a_notebook_has_one_bar_which_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
 
-    def display(content: Any, display_id: bool) -> SimpleNamespace:
+    def display(content: Any, *, raw: bool, display_id: bool) -> SimpleNamespace:
+        assert raw and display_id
         shown.append(content)
-        return SimpleNamespace(update=shown.append)
+        return SimpleNamespace(update=lambda content, raw: shown.append(content))
 
     shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
@@ -29,10 +30,10 @@ def test_a_notebook_has_one_bar_which_is_drawn_anew(monkeypatch: pytest.MonkeyPa
     progress(step(0))
     progress(step(7))
     progress.close()
-    assert [repr(one) for one in shown] == [
+    assert [one["text/plain"] for one in shown] == [
         f"<run>: step {n} of 8, loss 1.2500, 2,346 a second" for n in (1, 8)
     ]
-    assert shown[1]._repr_html_() == (
+    assert shown[1]["text/html"] == (
         '<progress value="8" max="8"></progress> &lt;run&gt;: step 8 of 8, loss 1.2500, 2,346 a second'
     )
 
