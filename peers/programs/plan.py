@@ -28,7 +28,7 @@ from swarm.manifest import CodecSpec, IslandsSpec, Run, parse_run, run_of, tomll
 from swarm.model.stage_io import boundary_bytes
 from swarm.monitoring.health import Observation
 from swarm.plan.islands import check_cells
-from swarm.plan.measured_network import Estimate, Machine, Pair, estimate
+from swarm.plan.measured_network import Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.plan.search import Plan, baselines, repaired, search_overlapped
@@ -158,17 +158,12 @@ def plan_view(
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines; or
     for machines that are only described."""
     job = job_of(run)
-    if isinstance(seen, Network):
-        return plan(seen, job, seed=seed, budget_s=budget_s, survive=survive), seen, job
-    found, now = measured(run, seen, job)
-    answer = plan(found.network, job, seed=seed, budget_s=budget_s, survive=survive)
-    whole = set(now) == set(range(run.S))
-    answer = replace(
-        answer,
-        now_s=Overlap(found.network, job).predict(now).total_s if whole else math.inf,
-        measured=found.words,
-    )
-    return answer, found.network, job
+    network, now, words = measured(run, seen, job)
+    answer, now_s = plan(network, job, seed=seed, budget_s=budget_s, survive=survive), None
+    if now:
+        whole = set(now) == set(range(run.S))
+        now_s = Overlap(network, job).predict(now).total_s if whole else math.inf
+    return replace(answer, now_s=now_s, measured=words), network, job
 
 
 def islands_view(
@@ -176,15 +171,17 @@ def islands_view(
 ) -> tuple[IslandsAnswer, Run, Network]:
     """A plan for a run of islands: for the peers that serve it, or machines that are only described."""
     job = job_of(replace(run, islands=IslandsSpec()))
+    network, now, words = measured(run, seen, job)
+    answer = plan_islands.plan(network, run, job, seed=seed, budget_s=budget_s, now=now)
+    return replace(answer, measured=words), run, network
+
+
+def measured(run: Run, seen: Observation | Network, job: Job) -> tuple[Network, list[Stage], str]:
+    """The network of the peers that serve a run, the stage of each (of islands the cell), and in words how
+    much is measured. Machines that are only described serve none.
+    """
     if isinstance(seen, Network):
-        return plan_islands.plan(seen, run, job, seed=seed, budget_s=budget_s), run, seen
-    found, now = measured(run, seen, job)
-    answer = plan_islands.plan(found.network, run, job, seed=seed, budget_s=budget_s, now=now)
-    return replace(answer, measured=found.words), run, found.network
-
-
-def measured(run: Run, seen: Observation, job: Job) -> tuple[Estimate, list[Stage]]:
-    """The network of the peers that serve a run, and the stage of each; of islands the cell."""
+        return seen, [], ""
     there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
@@ -201,7 +198,8 @@ def measured(run: Run, seen: Observation, job: Job) -> tuple[Estimate, list[Stag
         if status.peer in there
         for link in status.links
     ]
-    return estimate(machines, pairs), [record.stage for record in serving]
+    found = estimate(machines, pairs)
+    return found.network, [record.stage for record in serving], found.words
 
 
 def plan(network: Network, job: Job, *, seed: int, budget_s: float, survive: bool = False) -> Answer:
