@@ -22,75 +22,69 @@ ROWS = 8
 """Samples of a microbatch, where neither the example nor the caller says how many."""
 
 
-class Example:
-    """A module's example: given by the caller, or taken from the samples."""
+def sample_of(
+    terms: Run, model: nn.Module, inputs: Any, loss: Any, targets: Any, columns: Columns | None
+) -> CustomModel:
+    """A module, copied, with a microbatch of the run's size: of the example, or as the samples have it.
 
-    def __init__(
-        self, terms: Run, model: nn.Module, inputs: Any, loss: Any, targets: Any, columns: Columns | None
-    ) -> None:
-        self._model, self._loss, self._dtype = model, loss, weights_dtype(terms)
-        rows, length = terms.batch.microbatch_size, terms.data.sequence_length
-        if columns is None:
-            arrays = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(2)]
-        else:
-            numbers = np.arange(rows) % len(columns)
-            kinds = [np.int64 if array.dtype.kind in "iu" else array.dtype for array in columns[numbers]]
-            given = zip(columns[numbers], kinds, strict=True)
-            arrays = [torch.from_numpy(array.astype(kind)) for array, kind in given]
-        self._inputs: Any = inputs
-        if inputs is None:
-            count = len(arrays) if loss is None else len(arrays) - 1
-            if columns is None:
-                count = 1
-            if not count:
-                raise SetupError("samples have one array each, and the loss needs another: the target")
-            self._inputs = tuple(arrays[:count])
-        self._targets: Any = targets if loss is not None else ()
-        given = _count_tensors(self._inputs)
-        if loss is not None and targets is None:
-            self._targets = tuple(arrays[given:]) if columns is not None else (arrays[1],)
-        wanted = given + _count_tensors(self._targets)
-        if columns is not None and wanted != len(arrays):
-            raise SetupError(
-                f"samples have {len(arrays)} arrays each, but the example has {wanted}: one for each input "
-                "and target"
-            )
-        self._arrays = arrays if columns is not None else None
-        self._rows, self._length = rows, length
-
-    def sample(self) -> CustomModel:
-        """The module, copied, with a microbatch of the run's size."""
-        numbers = iter(self._arrays or ())
-
-        def sized(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if self._arrays is None:
-                return torch.zeros(self._rows, self._length, dtype=leaf.dtype)
-            array = next(numbers)
-            if leaf.shape[1:] != array.shape[1:]:
-                raise SetupError(
-                    f"the example has an input {list(leaf.shape)}, and samples have "
-                    f"{list(array.shape[1:])} each: give the example the batch first"
-                )
-            return array.to(self._dtype if leaf.is_floating_point() else leaf.dtype)
-
-        try:
-            model, loss = copy.deepcopy((self._model, self._loss))
-            for part in (model, loss):
-                if isinstance(part, nn.Module):
-                    # `to(dtype)` drops the imaginary part of complex numbers.
-                    _ = part.cpu().double() if self._dtype == torch.float64 else part.cpu().float()
-        except Exception as error:
-            raise SetupError(f"the module cannot be copied: {first_line(error)}") from error
-        by_name = isinstance(self._inputs, Mapping)
-        return CustomModel(
-            module=model,
-            args=() if by_name else pytree.tree_map(sized, as_tuple(self._inputs)),
-            kwargs=pytree.tree_map(sized, dict(self._inputs)) if by_name else {},
-            loss=loss,
-            targets=pytree.tree_map(sized, as_tuple(self._targets)),
+    Raises:
+        SetupError: they do not fit one another, or the module cannot be copied.
+    """
+    dtype, rows, length = weights_dtype(terms), terms.batch.microbatch_size, terms.data.sequence_length
+    if columns is None:
+        arrays = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(2)]
+    else:
+        numbers = np.arange(rows) % len(columns)
+        kinds = [np.int64 if array.dtype.kind in "iu" else array.dtype for array in columns[numbers]]
+        given = zip(columns[numbers], kinds, strict=True)
+        arrays = [torch.from_numpy(array.astype(kind)) for array, kind in given]
+    if inputs is None:
+        count = 1 if columns is None else len(arrays) - (loss is not None)
+        if not count:
+            raise SetupError("samples have one array each, and the loss needs another: the target")
+        inputs = tuple(arrays[:count])
+    entering = _count_tensors(inputs)
+    if loss is None:
+        targets = ()
+    elif targets is None:
+        targets = tuple(arrays[entering:]) if columns is not None else (arrays[1],)
+    wanted = entering + _count_tensors(targets)
+    if columns is not None and wanted != len(arrays):
+        raise SetupError(
+            f"samples have {len(arrays)} arrays each, but the example has {wanted}: one for each input and "
+            "target"
         )
+    left = iter(arrays)
+
+    def sized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if columns is None:
+            return torch.zeros(rows, length, dtype=leaf.dtype)
+        array = next(left)
+        if leaf.shape[1:] != array.shape[1:]:
+            raise SetupError(
+                f"the example has an input {list(leaf.shape)}, and samples have "
+                f"{list(array.shape[1:])} each: give the example the batch first"
+            )
+        return array.to(dtype if leaf.is_floating_point() else leaf.dtype)
+
+    try:
+        model, loss = copy.deepcopy((model, loss))
+        for part in (model, loss):
+            if isinstance(part, nn.Module):
+                # `to(dtype)` drops the imaginary part of complex numbers.
+                _ = part.cpu().double() if dtype == torch.float64 else part.cpu().float()
+    except Exception as error:
+        raise SetupError(f"the module cannot be copied: {first_line(error)}") from error
+    by_name = isinstance(inputs, Mapping)
+    return CustomModel(
+        module=model,
+        args=() if by_name else pytree.tree_map(sized, as_tuple(inputs)),
+        kwargs=pytree.tree_map(sized, dict(inputs)) if by_name else {},
+        loss=loss,
+        targets=pytree.tree_map(sized, as_tuple(targets)),
+    )
 
 
 def _count_tensors(tree: Any) -> int:

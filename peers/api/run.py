@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from peers.api.example import Example, columns_of, largest_of, rows_of
+from peers.api.example import columns_of, largest_of, rows_of, sample_of
 from peers.api.module_text import module_text
 from peers.evaluation.data import open_eval
 from peers.options import data_file
@@ -109,7 +109,7 @@ class Run:
         values["model"] = table | {key: value for key, value in given.items() if value is not None}
         found, code = run_of(values), None
         if self.module is not None or columns is not None:
-            example = self.module and Example(found, self.module, inputs, loss, targets, columns).sample()
+            example = self.module and sample_of(found, self.module, inputs, loss, targets, columns)
             code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
             import_file(code)
             found = _written(found, code)
