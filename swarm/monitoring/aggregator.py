@@ -468,7 +468,6 @@ class Aggregator:
             **_of(status or NOTHING_SAID, "inflight", "bytes_in", "bytes_out", "audit"),
             label=self.run.place(record.stage, short=True),
             answered=status is not None and not seen.why,
-            heard_s=max(0.0, now - seen.heard_at) if status is not None else None,
             up_s=seen.up_s(now),
             busy=busy,
             max_inflight=said.max_inflight,

@@ -80,8 +80,6 @@ class PeerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Its last answer is valid; else only its record is known."""
     why: str
     """Why it does not answer; empty if it does, or was not asked."""
-    heard_s: float | None
-    """Age of its last answer."""
     since: float
     """Unix time at which it joined, by its own clock; 0 = not said."""
     up_s: float | None
