@@ -54,16 +54,15 @@ def run_export(options: ExportOptions) -> None:
     """Write the model and say what it is."""
     if options.out is not None and options.out.suffix != model_file.SUFFIX:  # before a model is fetched
         raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
-    options = fetched(options)
-    if (folder := options.hf or options.adapter) is not None:
-        export_folder(options, folder)
-        return
-    if options.out is None or options.checkpoint_dir is None:
+    if options.out is not None and options.model is not None:
         raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
+    options, run = fetched(options)
+    if (folder := options.hf or options.adapter) is not None:
+        export_folder(options, run, folder)
+        return
+    assert options.out is not None and options.checkpoint_dir is not None, "as the command line asks for"
     if options.tokenizer is not None:
         raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
-    run = weights.find_run(options.checkpoint_dir, options.run)
-    import_handed(run, options.allow_code)
     config = export(options.checkpoint_dir, run, options.step, options.out)
     where = model_file.config_path(options.out).name
     print(f"wrote {options.out} ({config.bytes / 1e6:.1f} MB) and {where}")
@@ -120,14 +119,18 @@ async def collect(
         await asyncio.sleep(POLL_S)
 
 
-def fetched(options: Options) -> Options:
-    """These options; where they name a peer of a run, its newest version is on this machine then.
+def fetched(options: Options) -> tuple[Options, Run]:
+    """These options, and the run that the weights are of, whose code was imported. Where they name a peer of
+    it, its newest version is on this machine then.
 
     Raises:
-        SetupError: no peer answers, or none can give a version of some stage; says which.
+        SetupError: no peer answers, or none can give a version of some stage; says which. The options do not
+            say which weights, or the code is another's.
     """
     if not options.join:
-        return options
+        run = find_weights(options)
+        import_handed(run, options.allow_code)
+        return options, run
     if options.run is None:
         raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
     from peers.net.node import Node
@@ -135,22 +138,20 @@ def fetched(options: Options) -> Options:
 
     called, folder = options.run, results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
 
-    async def fetch() -> tuple[str, int]:
+    async def fetch() -> tuple[Run, int]:
         async with Node(join=options.join, run_id=called) as node:
             run = await manifest(node, options.allow_code)
             network = node.transport, node.directory
-            return run.id, await collect(run, *network, folder, lambda event: say(event.words()))
+            return run, await collect(run, *network, folder, lambda event: say(event.words()))
 
-    run_id, step = asyncio.run(fetch())
-    return replace(options, join=(), checkpoint_dir=folder, run=run_id, step=step)
+    run, step = asyncio.run(fetch())
+    return replace(options, join=(), checkpoint_dir=folder, run=run.id, step=step), run
 
 
-def export_folder(options: ExportOptions, folder: Path) -> None:
+def export_folder(options: ExportOptions, run: Run, folder: Path) -> None:
     """Write the folder for transformers or peft, and say how it is loaded."""
     from peers.programs import pretrained
 
-    run = weights.find_weights(options)
-    import_handed(run, options.allow_code)
     (pretrained.check if options.hf else pretrained.check_adapter)(folder, run)  # before weights are read
     model = weights.load_weights(options)
     if options.hf:
@@ -222,9 +223,7 @@ def run_generate(options: GenerateOptions) -> None:
 
 
 def _model(options: ModelOptions) -> Weights:
-    options = fetched(options)
-    import_handed(find_weights(options), options.allow_code)
-    return load_weights(options)
+    return load_weights(fetched(options)[0])
 
 
 def run_eval(options: EvalOptions) -> None:
