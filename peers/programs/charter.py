@@ -58,6 +58,8 @@ def run_init(options: tool_options.InitOptions) -> None:
     run = replace(demo_run(), checkpoint_every=CHECKPOINT_EVERY)
     if options.manifest is not None:
         run = load_run(options.manifest)
+    elif options.data:
+        run = replace(run, data=replace(run.data, source="files"))
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")
     keys = {who: Identity.generate() for who in ("owner", "trainer", "auditor")}

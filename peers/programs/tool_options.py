@@ -108,6 +108,7 @@ class InitOptions(Options):
     """Make a run of your own: its manifest, charter and keys.
 
     swarm init myrun
+    swarm init myrun --data corpus.txt
     swarm init myrun --manifest run.toml --data corpus.txt
     """
 

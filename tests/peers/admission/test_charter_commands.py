@@ -122,6 +122,13 @@ def test_the_run_that_is_made_without_a_manifest_needs_no_data_and_is_kept(tmp_p
     assert (run.data.source, run.pinned) == ("tales", True) and run.checkpoint_every > 0
 
 
+def test_the_run_that_is_made_without_a_manifest_trains_on_the_text_that_is_given(tmp_path: Path) -> None:
+    (text := tmp_path / "text.txt").write_text("the cat sat on the mat. " * 20)
+    assert init(tmp_path / "mine", "--data", str(text)) == 0
+    run = load_run(tmp_path / "mine" / "run.toml")
+    assert (run.data.source, run.data.tokens, run.pinned) == ("files", 480, True)
+
+
 def test_the_peers_of_all_islands_have_a_line_and_a_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
