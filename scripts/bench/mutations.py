@@ -5521,6 +5521,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_start_weights",),
     ),
     Mutation(
+        "trust-stages-that-are-not-there",
+        "peers/programs/stage_choice.py",
+        "        if not -there <= stage < there:\n",
+        "        if False:\n",
+        "An owner believes that only trusted peers serve a stage, and anybody does.",
+        ("test_charter_commands",),
+    ),
+    Mutation(
         "start-from-weights-that-are-no-numbers",
         "swarm/model/layout.py",
         "if not bool(weight.isfinite().all()):",
