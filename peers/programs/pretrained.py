@@ -16,7 +16,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import SafetensorError
 
 from peers.storage import atomic_file, safetensors_file
 from peers.storage.tokenizer import open_tokenizer
@@ -189,16 +188,13 @@ def _new_folder(folder: Path, option: str) -> Iterator[Path]:
     """A folder beside, which takes the place of `folder` once all is in it."""
     temporary = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=atomic_file.TEMPORARY, dir=folder.parent))
-        yield temporary
-        temporary.chmod(0o755)
-        temporary.replace(folder)
-        atomic_file.sync_folder(folder.parent)
-    except (OSError, SafetensorError) as error:
-        failed = error if isinstance(error, OSError) else OSError(str(error))
-        remedy = f"choose another {option}"
-        raise atomic_file.trouble("cannot write the model", folder.parent, failed, remedy) from None
+        with atomic_file.told("cannot write the model", f"choose another {option}", folder=folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=atomic_file.TEMPORARY, dir=folder.parent))
+            yield temporary
+            temporary.chmod(0o755)
+            temporary.replace(folder)
+            atomic_file.sync_folder(folder.parent)
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from peers.audit.account import Account, Verify, account_of
@@ -207,12 +206,9 @@ class ScratchFolder(MutableMapping[str, dict[str, torch.Tensor]]):
     def __setitem__(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Raises SetupError: it cannot be written."""
         path = self._path(name)
-        try:
+        with atomic_file.told(f"cannot write to --scratch {self._folder.parent}", ": choose another"):
             save_file({key: one.contiguous() for key, one in tensors.items()}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # what was read of the one before stays as it was
-        except (OSError, SafetensorError) as error:
-            where = self._folder.parent
-            raise SetupError(f"cannot write to --scratch {where}: {error}: choose another") from None
 
     def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
         if not self._path(name).exists():

@@ -11,12 +11,15 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from safetensors import SafetensorError
 
 from swarm.errors import SetupError
 
@@ -104,15 +107,23 @@ def sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def told(what: str, then: str = "", *, folder: Path | None = None) -> Iterator[None]:
-    """Have an OSError of the block be a SetupError: what cannot be done, why, and what to do `then`. Of a
-    block that writes to a `folder` in the words of `trouble`.
+    """Have an OSError of the block, or what safetensors raises in its place, be a SetupError: what cannot be
+    done, why, and what to do `then`. Of a block that writes to a `folder` in the words of `trouble`.
     """
     try:
         yield
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if folder is not None:
-            raise trouble(what, folder, error, then) from None
-        raise SetupError(f"{what}: {error.strerror or error}{then}") from None
+            raise trouble(what, folder, _of_system(error), then) from None
+        raise SetupError(f"{what}: {_of_system(error).strerror or error}{then}") from None
+
+
+def _of_system(error: OSError | SafetensorError) -> OSError:
+    """The error of the system, of which safetensors has the number in its text."""
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
 def trouble(what: str, folder: Path, error: OSError, remedy: str) -> SetupError:

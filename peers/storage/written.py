@@ -91,13 +91,10 @@ def read_samples(text: str) -> Columns:
 def write(
     folder: Path, text: str, tensors: dict[str, torch.Tensor] | None, arrays: Sequence[np.ndarray] | None
 ) -> None:
-    """Write all of it into a new folder. Raises OSError: it cannot be written."""
+    """Write all of it into a new folder. Raises OSError, SafetensorError: it cannot be written."""
     folder.mkdir(parents=True)
-    try:
-        if tensors is not None:
-            save_file(tensors, folder / TENSORS)
-        if arrays is not None:
-            save_arrays({str(number): array for number, array in enumerate(arrays)}, folder / SAMPLES)
-    except SafetensorError as error:  # as which the library tells of a full disk
-        raise OSError(str(error)) from None
+    if tensors is not None:
+        save_file(tensors, folder / TENSORS)
+    if arrays is not None:
+        save_arrays({str(number): array for number, array in enumerate(arrays)}, folder / SAMPLES)
     (folder / TEXT).write_text(text, encoding="utf-8")
