@@ -126,7 +126,7 @@ def judge_answers(told: Account, again: ByStage, batch: Callable[[list[int]], An
         mb, cells = Microbatch(t, said.m), range(run.cell(0), run.cell(run.S))
         if (run.id, mb) not in true:
             body, states = entering(run, batch(sample_offsets(run, *mb))), [*map(again.state_of, cells)]
-            true[run.id, mb] = answers_of(run, t, states.__getitem__, mb, body, again.device)
+            true[run.id, mb] = answers_of(run, t, states.__getitem__, mb, body, str(again.device))
         lied = is_false(said, true[run.id, mb][said.stage], is_last=said.stage == run.S - 1)
         print(f"computed again, microbatch ({t}, {said.m}): peer {verdict.evidence.accused}: {FOUND[lied]}")
 

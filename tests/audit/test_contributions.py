@@ -40,7 +40,7 @@ def step_of(chain: Chain, t: int, stage: int, share: Sequence[int]) -> list[tupl
         found = chain.stages[-1].loss_gradients(Microbatch(t, m), last, weights=True)
         chain.stages[-1].add(found)
         grads = chain.backward(forwards, found.answer)
-        inputs: list[Encoded] = forwards[stage].inputs if stage < chain.run.S - 1 else last
+        inputs: Sequence[Encoded] = forwards[stage].inputs if stage < chain.run.S - 1 else last
         kept.append((m, inputs, grads[stage] if stage < chain.run.S - 1 else ()))
     return kept
 
