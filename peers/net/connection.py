@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -94,11 +93,6 @@ class Connection(asyncio.Protocol):
     @property
     def over(self) -> bool:
         return self.lost_because is not None
-
-    @property
-    def limited(self) -> bool:
-        """What is sent here keeps to a limit; to one that was found out only where p2pd queues nothing."""
-        return not self.in_memory and (self.direct or self.line.limiter.limit_bps < math.inf)
 
     # -- what subclasses say --------------------------------------------------------------------
 
@@ -252,7 +246,7 @@ class Connection(asyncio.Protocol):
         transport, outbox = self._transport, self.outbox
         if transport is None or self.over or (outbox.empty and not self._finishing):
             return
-        limiter = self.line.limiter if self.limited else None
+        limiter = self.line.limiter_of(direct=self.direct, in_memory=self.in_memory)
         while self._opened and self._paused_since is None:
             before = outbox.sent_bytes
             frame, whole = outbox.next(limiter, self.chunk_bytes, self._loop.time())
