@@ -81,6 +81,7 @@ class Process:
 
     def spawn(self, loop: VirtualLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Another coroutine of this process."""
+        loop.processes[self] = None
         return self.context.copy().run(loop.create_task, work)
 
     def kill(self) -> None:
@@ -168,17 +169,23 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         self.callbacks = self._callbacks_before = 0
         self.bugs: list[str] = []
         """What no handler expected, in words."""
+        self.processes: dict[Process, None] = {}
+        """All that have begun something."""
 
     # -- running ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VirtualLoop]:
-        """Be the running loop, which is closed at the end."""
+        """Be the running loop. It is closed at the end, and all its processes end, whatever was raised: else
+        their coroutines would be thrown away somewhere else, and wait there for a loop.
+        """
         before = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
             yield self
         finally:
+            for process in list(self.processes):
+                process.end()
             asyncio._set_running_loop(before)
             self.close()
 

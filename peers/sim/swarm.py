@@ -248,11 +248,6 @@ class Swarm:
         self.say(f"*** {member.name}{of} dies{told}")
         self.network.kill(member.name, quietly=quietly)
 
-    def end(self) -> None:
-        """Forget every task, without running any of them."""
-        for member in self.members():
-            member.process.end()
-
     def restart(self, member: PeerMember | KeeperMember, after_s: float) -> None:
         """Kill a process that comes back, under another name, with what is on its disk."""
         self.kill(member)

@@ -74,7 +74,6 @@ class World:
     def play(self) -> Outcome:
         swarm, loop = self.swarm, self.swarm.loop
         with ExitStack() as stack:
-            stack.enter_context(loop.running())
             stack.enter_context(patch.object(fault_points, "on_point", swarm.pass_point))
             # Who pauses collects what is on the device. Here that would be most of the time.
             stack.enter_context(swarm.disks.in_use())
@@ -84,6 +83,7 @@ class World:
             if swarm.setting.parts:
                 stack.enter_context(patch.object(tables, "SUMMED_FROM", 2))
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
+            stack.enter_context(loop.running())
             self._begin()
             ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)
             if loop.bugs:
@@ -94,9 +94,7 @@ class World:
                 self._check_the_end()
             if swarm.violation:
                 swarm.say(swarm.violation)
-            outcome = self._outcome()
-            swarm.end()
-        return outcome
+            return self._outcome()
 
     def _begin(self) -> None:
         swarm, setting, call_later = self.swarm, self.swarm.setting, self.swarm.loop.call_later

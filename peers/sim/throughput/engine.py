@@ -71,7 +71,6 @@ def simulate(
         members.count_out_all()
         report.version, report.events = world.version, loop.callbacks
         report.replayed, report.open = trainers.replayed, world.open
-        everybody.end()
     return report
 
 

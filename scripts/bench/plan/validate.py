@@ -144,7 +144,7 @@ def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
         if isinstance(event, StepDone):
             ends_s.append(loop.now_s)
 
-    def begin(host: int) -> Process:
+    def begin(host: int) -> None:
         process, stage = Process(f"h{host}"), host // case.replicas
         lines.device_of[process.name] = host
         transport, directory = network.add(process), SimDirectory(dht, process)
@@ -160,14 +160,12 @@ def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
 
         trainer = Trainer(run, Tokens(run), transport, directory, TrainerSettings(window=case.window), hear)
         process.start(loop, trainer.run() if stage == case.stages else serve())
-        return process
 
     with loop.running():
-        processes = [begin(host) for host in range(case.stages * case.replicas + 1)]
+        for host in range(case.stages * case.replicas + 1):
+            begin(host)
         taken = loop.run(lambda: len(ends_s) >= steps + 2 or bool(loop.bugs), limit_s=1e5)
         assert taken and not loop.bugs, f"{len(ends_s)} steps; {loop.bugs}"
-        for process in processes:
-            process.end()
     return run.tokens_per_step / statistics.median(b - a for a, b in pairwise(ends_s[1:]))
 
 

@@ -210,7 +210,7 @@ class Virtual:
     def _hear_peer(self, event: Event) -> None:
         self._serving += isinstance(event, Serving)
 
-    def _begin(self, host: int) -> Process:
+    def _begin(self, host: int) -> None:
         process, cell = Process(f"h{host}"), host // self._replicas
         self._lines.device_of[process.name] = host
         transport, directory = self._network.add(process), SimDirectory(self._dht, process)
@@ -220,7 +220,7 @@ class Virtual:
                 self._run, Tokens(self._run), transport, directory, settings, self._hear
             )
             process.start(self._loop, trainers.run())
-            return process
+            return
         island, stage = split_cell(self._run, cell)
         device = SimDevice(Dice(host), self._job_s, spread=0.0)
         self._peers.append((stage, transport, device))
@@ -235,7 +235,6 @@ class Virtual:
             await peer.run()
 
         process.start(self._loop, serve())
-        return process
 
     def found(self) -> Found:
         """Of the steps after the first ones: with islands one of them is a meeting."""
@@ -243,13 +242,12 @@ class Virtual:
         steps, last = self._steps, first + self._steps
         with loop.running():
             count = run.cells * self._replicas
-            processes = [self._begin(host) for host in range(count)]
+            for host in range(count):
+                self._begin(host)
             assert loop.run(lambda: self._serving == count or bool(loop.bugs), limit_s=1e6)
-            processes.append(self._begin(count))
+            self._begin(count)
             taken = loop.run(lambda: len(self._ends) > last or bool(loop.bugs), limit_s=1e6)
             assert taken and not loop.bugs, f"{len(self._ends)} steps; {loop.bugs}"
-            for process in processes:
-                process.end()
         (began_s, sent_before, busy_before), (ended_s, sent, busy) = self._ends[first], self._ends[last]
         met = [t for t in range(first + 1, last + 1) if run.meets_at(t)]
         met_s = sum(self._ends[t][0] - self._ends[t - 1][0] for t in met)
