@@ -7,8 +7,10 @@ import os
 import signal
 import time
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
+import pytest_timeout
 from hypothesis import HealthCheck, Phase, settings
 
 # The time of an example says nothing on a shared machine. What fails is printed in a form that repeats it.
@@ -64,6 +66,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite", action="store_true", help="write the transcripts of tests/protocol/scenarios anew"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """A test of no other processes has so much CPU time: what else the machine does makes none of them fail.
+
+    What waits for ever uses none, and has several times as long by the clock.
+    """
+    if any(item.get_closest_marker(mark) for mark in ("process", "net")):
+        return None
+    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=5.0 * settings.timeout))
+    end_clock = item.cancel_timeout  # type: ignore[attr-defined]
+
+    def end() -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        end_clock()
+
+    item.cancel_timeout = end  # type: ignore[attr-defined]
+    signal.signal(signal.SIGPROF, lambda *_: pytest_timeout.timeout_sigalrm(item, settings))
+    signal.setitimer(signal.ITIMER_PROF, settings.timeout)
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,10 @@ def test_no_test_sleeps_that_did_not() -> None:
 def test_the_reader_of_tests_sees_all_forms(source: str, sleeps: int, constants: list[str]) -> None:
     tree = ast.parse(source)
     assert (waits(tree), list(patched(tree))) == (sleeps, constants)
+
+
+def test_a_test_without_processes_is_ended_by_its_cpu_time_and_later_by_the_clock() -> None:
+    left_s, clock_s = (signal.getitimer(timer)[0] for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL))
+    assert 0.0 < left_s <= 120.0 < clock_s
+    with pytest.raises(pytest.fail.Exception, match=r"Timeout \(>120"):
+        signal.raise_signal(signal.SIGPROF)
