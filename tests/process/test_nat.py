@@ -81,12 +81,16 @@ def test_at_home_behind_routers_that_keep_ports_tensors_pass_no_server(tmp_path:
             is_at_home(peer)
         trainer = swarm.trainer("--window", "3")
         swarm.until_version(3)
-        before = lab.stats()["hosts"]
-        swarm.until_version(3 + STEPS)
-        after = lab.stats()["hosts"]
-        sent = {host: after[host]["sent"] - before[host]["sent"] for host in lab.hosts}
-        by_servers, by_homes = (sum(sent[host] for host in hosts) for hosts in (servers, homes))
-        print(f"bytes sent in {STEPS} steps: homes {by_homes}, servers {by_servers}")
+        by_servers, by_homes = 1.0, 1.0
+        for _ in range(5):  # on a busy machine a hole takes seconds, and pairs look for it ever less often
+            before = lab.stats()["hosts"]
+            swarm.until_version(swarm.version() + STEPS)
+            after = lab.stats()["hosts"]
+            sent = {host: after[host]["sent"] - before[host]["sent"] for host in lab.hosts}
+            by_servers, by_homes = (sum(sent[host] for host in hosts) for hosts in (servers, homes))
+            print(f"bytes sent in {STEPS} steps: homes {by_homes}, servers {by_servers}")
+            if by_servers < 0.2 * by_homes:
+                break
         assert by_servers < 0.2 * by_homes
         swarm.leaves(trainer)
         steps = swarm.version() + 2
