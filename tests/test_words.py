@@ -62,6 +62,7 @@ RETIRED = {
 """Old word -> what it is called now."""
 
 PRONOUNS = re.compile(r"\b(who|whoever|whom|somebody|nobody|anybody)\b", re.IGNORECASE)
+IN_A_DOCSTRING = re.compile(rf'"""[^\n]*{PRONOUNS.pattern}', re.IGNORECASE)
 
 STANDARD = ("one_way", "Gauge", "gauge")
 """Terms of others that hold a retired word: a one-way cut, a gauge of Prometheus."""
@@ -70,6 +71,13 @@ STANDARD = ("one_way", "Gauge", "gauge")
 def split_words(identifier: str) -> list[str]:
     """The lower-case words of a snake_case or CamelCase name."""
     return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)]
+
+
+@cache
+def retired_in(name: str) -> list[str]:
+    """The retired words in a name."""
+    plain = reduce(lambda left, term: left.replace(term, ""), STANDARD, name)
+    return [word for word in split_words(plain) if word in RETIRED]
 
 
 def names_of(node: ast.AST) -> Iterator[str]:
@@ -84,12 +92,13 @@ def names_of(node: ast.AST) -> Iterator[str]:
 def findings(path: Path) -> Iterator[str]:
     """Retired words in the names of a file, and pronouns for actors in its docstrings' first lines."""
     source = path.read_text(encoding="utf-8")
+    if not (IN_A_DOCSTRING.search(source) or any(map(retired_in, {path.stem, *re.findall(r"\w+", source)}))):
+        return  # no need to parse it
     nodes = list(ast.walk(ast.parse(source)))
     names = {name for node in nodes if not isinstance(node, ast.Constant) for name in names_of(node)}
     for name in sorted(names | {path.stem}):
-        for word in split_words(reduce(lambda left, term: left.replace(term, ""), STANDARD, name)):
-            if word in RETIRED:
-                yield f"{path.relative_to(ROOT)}: {name}: {word} is called {RETIRED[word]} now"
+        for word in retired_in(name):
+            yield f"{path.relative_to(ROOT)}: {name}: {word} is called {RETIRED[word]} now"
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "").partition("\n")[0]

@@ -54,7 +54,7 @@ TERMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "case",
-    some(list(TERMS), quick=("delayed", "rounded16", "muon, groups", "top-k", "float64, warm-up")),
+    some(list(TERMS), quick=("delayed", "rounded16", "muon, groups")),
 )
 def test_one_stage_at_a_time_finds_the_same_bits(case: str) -> None:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}
@@ -90,7 +90,7 @@ def compare_islands(run: Run, batch: Callable[[list[int]], Any], chains: list[Ch
             assert all(again.digest(cell, whole=w) == state.digest(whole=w) for w in (True, False))
 
 
-@pytest.mark.parametrize("case", some(list(ISLANDS), quick=("rounded sums", "tied weights")))
+@pytest.mark.parametrize("case", some(list(ISLANDS), quick=["rounded sums"]))
 def test_islands_bring_the_same_to_a_meeting_and_leave_it_with_the_same(case: str) -> None:
     terms, spec = ISLANDS[case]
     run = islands(tiny_run(**{**terms, "dtype": "float32"}), **spec)

@@ -47,7 +47,7 @@ def random_tokens(offsets: list[int]) -> np.ndarray:
 def test_a_step_gives_the_same_bits_whatever_threads_the_process_was_given(hidden: int) -> None:
     run = wide_run(hidden)
     found: set[tuple[str, ...]] = set()
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         torch.set_num_threads(threads)
         stages = [StageCompute(run, stage) for stage in range(2)]
         kinds = [stage.rehearse() for stage in stages]

@@ -85,6 +85,7 @@ def fetched(url: str) -> tuple[int, str, str]:
         return answer.status, answer.headers["content-type"], answer.read().decode()
 
 
+@pytest.mark.process
 def test_the_picture_is_there_as_plain_json(address: str) -> None:
     until = time.monotonic() + 60.0
     while True:  # the recording plays while the page is up
@@ -98,10 +99,12 @@ def test_the_picture_is_there_as_plain_json(address: str) -> None:
     assert told["stages"][2]["peers"][0]["device"].startswith("<img")
 
 
+@pytest.mark.process
 def test_the_labels_under_a_plot_make_room_for_one_another_on_a_phone(address: str) -> None:
     assert fetched(address)[2].count("hideOverlap") == 2
 
 
+@pytest.mark.process
 def test_nothing_can_be_changed(address: str) -> None:
     for path in ("api/health", ""):
         for method in ("POST", "PUT", "DELETE"):
@@ -112,6 +115,7 @@ def test_nothing_can_be_changed(address: str) -> None:
                 assert answer.code in (404, 405)
 
 
+@pytest.mark.process
 def test_the_page_names_no_other_host_and_is_for_this_machine_only(address: str) -> None:
     code, kind, text = fetched(address)
     assert code == 200 and kind.startswith("text/html")
@@ -123,6 +127,7 @@ def test_the_page_names_no_other_host_and_is_for_this_machine_only(address: str)
             other.connect(("127.0.0.2", port))
 
 
+@pytest.mark.process
 def test_visitors_write_nothing_on_the_terminal(tmp_path: Path) -> None:
     path, said = tmp_path / "history.jsonl", tmp_path / "stderr"
     with Recorder(path, RUN) as take:
@@ -164,6 +169,7 @@ def test_without_nicegui_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 # --- in a browser -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @needs_browser
 def test_the_page_shows_the_run_and_what_strangers_write_stays_text(address: str) -> None:
     with visit(address) as seen:
@@ -183,6 +189,7 @@ def test_the_page_shows_the_run_and_what_strangers_write_stays_text(address: str
         seen.assert_clean()
 
 
+@pytest.mark.process
 @needs_browser
 def test_it_is_dark_or_light_as_the_reader_likes_and_fits_a_phone(address: str) -> None:
     for dark in (True, False):
@@ -196,6 +203,7 @@ def test_it_is_dark_or_light_as_the_reader_likes_and_fits_a_phone(address: str) 
             seen.assert_clean()
 
 
+@pytest.mark.process
 @needs_browser
 @pytest.mark.slow
 def test_500_peers_are_shown_and_found(tmp_path: Path) -> None:

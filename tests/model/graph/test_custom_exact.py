@@ -135,6 +135,7 @@ def test_no_loss_no_weight_and_no_statistic_differs_by_a_bit(case: str) -> None:
     assert farthest(chain.named_weights(), single.named_weights()) == 0.0
 
 
+@pytest.mark.slow
 def test_islands_of_a_custom_model_meet_as_those_of_one_process_do() -> None:
     terms = run_of("resnet", cut_of("resnet", 2), islands=IslandsSpec(count=2, local_steps=2))
     single = SingleProcess(terms, lambda offsets: samples(terms, offsets))

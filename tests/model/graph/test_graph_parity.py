@@ -15,7 +15,7 @@ from tests.model.graph.parity import check_parity, whole
         ("gpt2", 14),
         ("llama", 7),
         ("unet", 14),
-        ("encoder_decoder", 7),
+        pytest.param("encoder_decoder", 7, marks=pytest.mark.slow),
     ],
 )
 def test_every_gradient_is_that_of_one_process(name: str, count: int) -> None:

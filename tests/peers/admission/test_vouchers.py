@@ -75,7 +75,7 @@ async def test_vouchers_that_all_see_at_other_times_have_nothing_computed_again(
 
 
 async def test_without_named_trainers_nobody_vouches() -> None:
-    async with swarm(audit_run(stages=2, steps=25, microbatches_per_step=6), replicas=1) as s:
+    async with swarm(audit_run(stages=2, steps=25, microbatches_per_step=2), replicas=1) as s:
         s.add_trainer("trainer")
         await s.until_finished()
         assert not any(end.transport.calls["voucher"] for end in s.network.peers.values())

@@ -87,11 +87,9 @@ EVERY = [
 
 
 def is_quick(what: str, point: str, group: Group, nth: int) -> bool:
-    """Of every other point of a meeting a group, of each group a point, and both numbers."""
-    if what == "step":
-        return STEP.index(point) % 4 == GROUPS.index(group)
-    at = MEETING.index(point)
-    return at % 2 == 0 and at % 5 == GROUPS.index(group) and nth == (4 if at % 4 else 1)
+    """Of every other point a group, and of a meeting both numbers."""
+    at = (STEP if what == "step" else MEETING).index(point)
+    return at % 2 == 0 and at // 2 == GROUPS.index(group) and nth in (2, 4 if at % 4 else 1)
 
 
 @pytest.mark.parametrize(

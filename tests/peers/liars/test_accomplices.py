@@ -94,6 +94,7 @@ def differing(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.partition(" than ")[0] for line in said if line.startswith("step ")]
 
 
+@pytest.mark.slow
 async def test_two_around_a_stage_are_found_by_their_other_neighbours_and_nobody_between_them_is_accused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,6 @@ from tests.peers.liars.test_false_answers import LIES as ANSWERS
 from tests.peers.liars.test_false_answers import TRAINER, accused, audited_run, lie
 from tests.peers.liars.test_false_contributions import LIES, add_falsely
 from tests.peers.loops import JOB_S, Swarm, swarm
-from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
 
@@ -76,7 +75,8 @@ async def test_honest_contributions_fit_and_the_auditor_ends_with_the_run() -> N
     assert all((row == 8).all() for row in s.count_matrix().values())
 
 
-@pytest.mark.parametrize("audits", some([True, False], quick=[True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("audits", [True, False])
 async def test_what_an_auditor_finds_the_stage_finds_as_well_and_nobody_does_without_it(audits: bool) -> None:
     s, auditor = await play(run_of(steps=5, microbatches=16), "s1p1", audits=audits)
     assert accused(s) == ({"s1p1"} if audits else set())

@@ -128,11 +128,9 @@ async def lie(s: Swarm, liar: Stranger, method: str, callee: str, dice: random.R
         await asyncio.wait_for(liar.send(callee, method, packed[:MAX_HEADER_BYTES], next(bodies(dice))), 30.0)
 
 
-@pytest.mark.parametrize(
-    "announced",
-    [pytest.param(False, id="a-stranger", marks=pytest.mark.slow), pytest.param(True, id="a-member")],
-)
-@pytest.mark.parametrize("each", [1, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("announced", [False, True], ids=["a-stranger", "a-member"])
+@pytest.mark.parametrize("each", [1, 12])
 async def test_lies_with_extreme_values_end_no_peer_and_change_no_weight(
     announced: bool, each: int, tmp_path: Path
 ) -> None:
@@ -174,6 +172,7 @@ async def test_lies_with_extreme_values_end_no_peer_and_change_no_weight(
         assert asked == set(REQUESTS) - OF_EVALUATIONS == set().union(*served)
 
 
+@pytest.mark.slow
 async def test_extreme_questions_of_an_evaluation_end_no_peer_and_change_no_loss() -> None:
     run, dice = eval_run(), random.Random(14)
     losses, held_out = expected(run)[0], Text(batch_of(run))

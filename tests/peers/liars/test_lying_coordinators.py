@@ -20,7 +20,6 @@ from swarm.protocol.messages import Directive, StageSummary
 from swarm.protocol.protocol import StepProtocol
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -89,12 +88,9 @@ def commits_nothing(liar: StepProtocol) -> None:
     liar._run_coordinator.decide = decide  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "lie"),
-    some(
-        [(1, says_nothing), (1, hides_that_its_stage_is_ready), (0, commits_nothing)],
-        quick=[(1, says_nothing)],
-    ),
+    ("stage", "lie"), [(1, says_nothing), (1, hides_that_its_stage_is_ready), (0, commits_nothing)]
 )
 async def test_a_coordinator_that_ends_no_step_costs_its_budget(
     stage: int, lie: Callable[[StepProtocol], None], honest_s: float

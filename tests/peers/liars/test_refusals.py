@@ -17,6 +17,7 @@ from swarm.errors import NotAdmitted, Refused, SwarmError
 from swarm.manifest import audit_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -56,7 +57,7 @@ def refuse(s: Swarm, peers: Sequence[str], error: SwarmError) -> Callable[[], No
     return serve_again
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
 async def test_a_trainer_goes_on_that_is_admitted_by_a_charter_which_others_do_not_know_yet(
     stage: int,
 ) -> None:
@@ -74,7 +75,7 @@ async def test_a_trainer_goes_on_that_is_admitted_by_a_charter_which_others_do_n
         s.assert_each_counted_once()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", some([0, 1], quick=[1]))
 async def test_one_that_lies_ends_no_trainer_while_the_others_do_not_know_that_it_is_admitted(
     stage: int,
 ) -> None:

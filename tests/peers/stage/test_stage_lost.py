@@ -92,7 +92,7 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stage 0 says that it has version 2, and cannot read it when all go back to it: then to an older one."""
-    run = replace(audit_run(stages=2, steps=40, microbatches_per_step=4), checkpoint_every=2)
+    run = replace(audit_run(stages=2, steps=10, microbatches_per_step=4), checkpoint_every=2)
     honest = CheckpointStore.load
 
     def load(self: CheckpointStore, version: int) -> object:
@@ -195,6 +195,7 @@ async def test_who_takes_the_lead_of_a_lost_stage_goes_on_counting() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow
 async def test_with_delayed_updates_it_goes_back_too(tmp_path: Path) -> None:
     base = audit_run(stages=2, steps=8, microbatches_per_step=4)
     run = replace(base, checkpoint_every=3, delayed_updates=True)
