@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -218,11 +217,14 @@ def test_what_a_world_leaves_that_is_broken_off_ends_with_it() -> None:
             await asyncio.sleep(0)  # needs a loop
             told.append("went on")
 
+    def break_off() -> None:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         with VirtualLoop().running() as loop:
             process = Process("a")
             process.start(loop, work())
-            loop.call_later(1.0, signal.raise_signal, signal.SIGINT)
+            loop.call_later(1.0, break_off)
             loop.run(lambda: False, limit_s=5.0)
     assert not process.tasks and not process.alive
     gc.collect()  # pytest makes an error of what Python can only print
