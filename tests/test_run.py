@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peers.programs.manifest import EXAMPLE, parameter_count
+from peers.programs.manifest import EXAMPLE
+from scripts.bench.common.model_sizes import parameter_count
 from swarm.errors import SetupError
 from swarm.manifest import (
     MAX_MANIFEST_BYTES,
