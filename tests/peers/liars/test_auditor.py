@@ -200,13 +200,16 @@ async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_st
         assert len(told) > 1, "in the last step it cannot say that it is further"
 
 
-@pytest.mark.parametrize("version", [2, 12])
+@pytest.mark.parametrize(
+    ("version", "voice"), [(2, ()), (12, ()), (2, ("s1p1",))], ids=["early", "last", "it alone has voice"]
+)
 async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused_and_ends_no_audit(
-    version: int,
+    version: int, voice: tuple[str, ...]
 ) -> None:
     """Of two with as much voice the newest state was believed: the honest one looked like a liar."""
-    run = run_of(steps=12)
+    run = admitting(audited_run(steps=12), sybils.TRAINER if voice else TRAINER, AUDITOR)
     async with swarm(run, replicas=2) as s:
+        sybils.give_voice(s, *voice)
         await s.until_serving()
         liar = s.network.peers["s1p1"].transport
         honest = dict(liar.handlers)
@@ -214,7 +217,7 @@ async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused
         for method in set(liar.handlers) & set(honest):
             if liar.handlers[method] is not honest[method]:
                 only_to(liar, method, AUDITOR, honest[method][0])
-        s.add_trainer(TRAINER, window=1)
+        s.add_trainer(run.admission.trainers[0], window=1)
         auditor = add_auditor(s, 1)
         await s.until_version(10)
         assert not s.tasks[AUDITOR].done()
