@@ -62,13 +62,36 @@ def peer_and_its_callers(s: Swarm, trainer: Trainer) -> None:
         looks_away(s.peers[name])
 
 
+def both_of_a_stage(change: Callable[[Any], None]) -> Callable[[Swarm, Trainer], None]:
+    """All of stage 1 do the same to a round's result, which none of them checks, and sign it."""
+
+    def collude(s: Swarm, trainer: Trainer) -> None:
+        for name in s.of_stage(1):
+            rounds = s.peers[name].actions._all_reduce  # pyright: ignore[reportPrivateUsage]
+            rounds._audits = None  # pyright: ignore[reportPrivateUsage]
+            change(rounds)
+
+    return collude
+
+
+def false_sum(rounds: Any) -> None:
+    honest = rounds._answer
+    rounds._answer = lambda total: -honest(total)
+
+
+def false_norm(rounds: Any) -> None:
+    """With it the step has next to no size, in all stages."""
+    honest = rounds._sqnorm
+    rounds._sqnorm = lambda reduced: 1e12 * honest(reduced)
+
+
 async def play(
-    folder: Path, collude: Callable[[Swarm, Trainer], None], suspects: tuple[str, ...] = ()
+    folder: Path, collude: Callable[[Swarm, Trainer], None], suspects: tuple[str, ...] = (), replicas: int = 3
 ) -> set[str]:
     """Who was convicted of a whole run, of which a keeper wrote the transcript; its data is there, too."""
     torch.set_num_threads(1)
     (folder / "text").write_bytes(TEXT.tobytes())
-    async with swarm(RUN, replicas=3, batches=Text(batch_of(RUN))) as s:
+    async with swarm(RUN, replicas=replicas, batches=Text(batch_of(RUN))) as s:
         await s.until_serving()
         keeper = add_keeper(s, folder)
         collude(s, s.add_trainer(TRAINER))
@@ -122,3 +145,14 @@ async def test_what_accomplices_answer_one_another_is_found_afterwards_only(
     audit(monkeypatch, share=1.0)
     assert await play(tmp_path, collude, suspects=(liar,)) == set()
     assert differing(tmp_path, capsys) == [f"step 0, stage {stage}: other sum" for stage in differ]
+
+
+@pytest.mark.parametrize(
+    ("lie", "what"), [(false_sum, "1: other sum"), (false_norm, "0: other norm")], ids=["sum", "commit"]
+)
+async def test_what_both_replicas_of_a_stage_sign_is_found_afterwards_only(
+    lie: Callable[[Any], None], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two signatures prove it to the run, and no product contradicts them."""
+    assert await play(tmp_path, both_of_a_stage(lie), replicas=2) == set()
+    assert differing(tmp_path, capsys)[0] == f"step 0, stage {what}"
