@@ -206,7 +206,7 @@ class Actions:
                 fault_point("prepared")
         except RoundAborted as aborted:
             for peer in aborted.by:
-                core.backoff.charge(peer, t=step.t, since_s=began, now=now_s(), rounds=1)
+                core.backoff.aborted(peer, t=step.t, since_s=began, now=now_s())
             step.end_round(plan.round, failed=True)
             core.emit(events.RoundAborted(stage=core.stage, t=step.t, why=aborted.text))
         except Exception:

@@ -110,6 +110,8 @@ class Backoff:
         self._lost = LostTime()
         self.changes = 0
         """Counts the beginnings and ends of backoffs, except those that end by time."""
+        self.unclear_rounds = 0
+        """Of the step: rounds that failed, and it could not be seen why."""
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> float:
         """Put `peer` into backoff and return for how many seconds. `silent`: it did not answer or was not
@@ -165,6 +167,10 @@ class Backoff:
         rested = self.rests(peer, now=now)
         if self._lost.charge(peer, t=t, since_s=since_s, now=now, rounds=rounds) and not rested:
             self.changes += 1
+
+    def aborted(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
+        """Charge `peer` with a round that it aborted, and with those that failed for an unseen cause."""
+        self.charge(peer, t=t, since_s=since_s, now=now, rounds=1 + self.unclear_rounds)
 
     def rests(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` is left out since it cost the run too much."""

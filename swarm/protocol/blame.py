@@ -81,8 +81,6 @@ class Blame:
         self._undoing: dict[tuple[int, Generation], dict[PeerId, tuple[float, float, int]]] = {}
         """When each replica was told last to retract, how long that took so far, what it has to keep."""
         self._judged: set[str] = set()
-        self._unclear = 0
-        """Rounds in a row that failed, and it could not be seen why."""
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
@@ -151,7 +149,6 @@ class Blame:
         if self._me not in fetch.sources:
             return
         self._round_s.setdefault(t, now - self._planned_s.get(t, now))
-        self._unclear = 0
         self._preparing.note(t, dict.fromkeys(reports.keys() - set(fetch.sources)), now=now)
         late = self._preparing.late(t, now=now, least_s=TIMES_ROUND * self._round_s[t])
         for peer, since_s in late.items():
@@ -172,8 +169,8 @@ class Blame:
         """A round failed at some replicas, and none of them is gone or says something else."""
         mine = plan.parts[plan.members.index(self._me)] if self._me in plan.members else 0
         if mine != sum(plan.parts):
-            self._unclear += 1
+            self._backoff.unclear_rounds += 1
             self._backoff.charge(ALL_OWNERS, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
         elif self._me not in failed:  # they had to do with this replica only, and it goes on
             for peer in failed:
-                self._backoff.charge(peer, t=t, since_s=now, now=now, rounds=1 + self._unclear)
+                self._backoff.aborted(peer, t=t, since_s=now, now=now)

@@ -123,7 +123,7 @@ class StepProtocol:
     def observe(self, local: Local, peers: Mapping[Stage, Sequence[PeerRecord]], *, now: float) -> None:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
         if (local.version, local.generation) != (self._local.version, self._local.generation):
-            self._moved_s = now
+            self._moved_s, self._backoff.unclear_rounds = now, 0
             self._rotation.stepped(now=now, alone=local.version == self._local.version + 1)
         self._local, self._peers = local, peers
         self.belief.observe(peers, max(local.version, self.run_status.version))

@@ -180,6 +180,15 @@ def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() 
     assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
 
 
+def test_one_that_is_seen_after_a_round_that_failed_for_no_reason_had_both_fail() -> None:
+    this, backoff = blame()
+    plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
+    backoff.aborted("cid", t=0, since_s=0.0, now=0.0)
+    this.owner(0, plan, failed(plan, "bob"), now=1.0)
+    backoff.aborted("bob", t=0, since_s=2.0, now=2.0)
+    assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
+
+
 def test_a_round_that_a_death_broke_is_nobodys_fault() -> None:
     this, _ = blame()
     plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))

@@ -492,6 +492,15 @@ def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told() -> None
     assert reports == ["bob", "cid"]
 
 
+def test_rounds_of_which_it_was_not_seen_who_had_them_fail_count_until_a_step_is_taken() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
+    this._backoff.unclear_rounds = 1
+    this.observe(this._local, this._peers, now=NOW)
+    assert this._backoff.unclear_rounds == 1
+    this.observe(this._local._replace(version=1), this._peers, now=NOW)
+    assert this._backoff.unclear_rounds == 0
+
+
 def test_a_coordinator_that_cannot_be_reached_is_not_told_again_at_once() -> None:
     """All of its stage were banned, and who calls one hears of it at once: a replica did nothing else."""
     this = protocol_of("ann", record("ann", steps=20), record("bob", steps=60))
