@@ -4781,8 +4781,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-pass-behind-a-cut",
         PROTOCOL,
-        "counts=not away",
-        "counts=True",
+        "waits(now=now, passed=self._is_passed)",
+        "waits(now=now)",
         "A replica that was cut off coordinates itself alone for a minute, while the others have gone on.",
         ("test_council",),
     ),

@@ -7,7 +7,7 @@ turns, by how long late steps have lasted, which all see alike: docs/design.md, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import BUDGET_S, STEPS
@@ -33,8 +33,10 @@ class Rotation:
         self._usual = AdaptiveTimeout(min_s=LATE_S)
         self._usual.expected_s = FIRST_LATE_S / 3
         self._stepped_s = self._seen_s = self._counted_s = -math.inf
-        self._used, self._in_time = 0.0, 0
-        """How many turns of the first length late steps have used up; steps in a row that were not late."""
+        self._used = self._used_before = 0.0
+        """How many turns of the first length late steps have used up; the same at the last step."""
+        self._in_time = 0
+        """Steps in a row that were not late."""
 
     @property
     def late(self) -> bool:
@@ -52,17 +54,22 @@ class Rotation:
         elif alone and took_s < math.inf:
             self._usual.gave_up(limit_s)
         self._stepped_s = self._counted_s = now
+        self._used_before = self._used
 
-    def waits(self, *, now: float, counts: bool = True) -> None:
-        """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
-        reaches those on whose turn it is; else others may go on under them, in other turns than it.
+    def waits(self, *, now: float, passed: Callable[[], bool] = lambda: False) -> None:
+        """Count the time of a step that is late, all of it. Called every second or so. `passed`: whether
+        others have taken that step, so that it was late for this peer only.
         """
-        if now - self._seen_s > SLEPT_S or not counts:
+        if now - self._seen_s > SLEPT_S:
             self._stepped_s = self._counted_s = now
         limit_s, self._seen_s = self._usual.limit_s, now
-        if now - self._stepped_s > limit_s:
+        if now - self._stepped_s <= limit_s:
+            return
+        if passed():
+            self._used, self._stepped_s = self._used_before, now
+        else:
             self._used += (now - self._counted_s) / max(BUDGET_S, limit_s)
-            self._counted_s = now
+        self._counted_s = now
 
     def in_turn(self, peers: Sequence[PeerId]) -> list[PeerId]:
         """`peers`, from the one on whose turn it is: each has one turn, then each two in a row, and so on."""

@@ -191,12 +191,7 @@ class StepProtocol:
         if not self._local.joined and not self._local.steps:
             return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
-            first = list[PeerId]()
-            for stage in {self._stage, 0}:
-                serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
-                first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
-            away = any(self._backoff.in_backoff(peer, now=now) for peer in first)
-            self._rotation.waits(now=now, counts=not away)
+            self._rotation.waits(now=now, passed=self._is_passed)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -210,6 +205,16 @@ class StepProtocol:
             for peer in sorted(self._to_tell(self._stage, coordinator, told, 0, now)):
                 self._messages.append(Message(peer, *report))
         return coordinator == self._me
+
+    def _is_passed(self) -> bool:
+        """Whether most of the others, by voice, say that they have taken the step that this replica is at."""
+        of_each = [
+            (record.version > self._local.version, self.belief.voice(stage).get(record.peer, 0))
+            for stage, records in self._peers.items()
+            for record in records
+            if record.state == "serving" and record.peer != self._me
+        ]
+        return 2 * sum(voice for passed, voice in of_each if passed) > sum(voice for _, voice in of_each)
 
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it

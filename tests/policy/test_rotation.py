@@ -98,6 +98,18 @@ def test_what_is_usual_follows_from_the_steps() -> None:
     assert this.first == "bob"
 
 
+def test_time_in_which_others_took_the_step_is_taken_back() -> None:
+    this = Watched()
+    this.steps(3)
+    this.steps(1, each_s=LATE_S + 20.0)
+    this.waits(LATE_S + 30.0)
+    assert this.first == "cid"
+    this.rotation.waits(now=this.now, passed=lambda: True)
+    assert this.first == "bob", "what was late before the last step counts"
+    this.waits(LATE_S)
+    assert this.first == "bob"
+
+
 def test_a_peer_that_was_away_saw_nobody_hold_anything_up() -> None:
     this = Watched()
     this.steps(3)
