@@ -195,7 +195,11 @@ class Backoff:
 
     def in_backoff(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` should not be called now."""
-        return peer in self._silent or now < self._until.get(peer, now) or self.rests(peer, now=now)
+        return self.is_away(peer, now=now) or self.rests(peer, now=now)
+
+    def is_away(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` could not be reached just now. One that only rests may be there for others."""
+        return peer in self._silent or now < self._until.get(peer, now)
 
     def ends(self, peer: PeerId) -> float:
         """When the backoff of `peer` ends (at the earliest, if it is silent); without one, -inf."""

@@ -221,8 +221,9 @@ class StepProtocol:
         was told of, and so many whose turn is next. After late steps, in runs that name peers, they differ.
         """
         records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
-        there = _by_turn(records, self.belief.voice(stage), self._rotation)
-        able = {peer for peer in there if not self._backoff.in_backoff(peer, now=now)}
+        since_s = {record.peer: record.since or math.inf for record in records}
+        there = self._rotation.in_turn(elect(since_s, self.belief.voice(stage)))
+        able = {peer for peer in there if not self._backoff.is_away(peer, now=now)}
         others = {told, *there[:more]} & able
         return {peer for peer in {seen, *others} if peer and peer != self._me}
 
@@ -325,7 +326,9 @@ class StepProtocol:
         if not self.coordinates(self._stage, now=now):
             if self.directive is None:
                 raise NotNow("another peer coordinates this stage")
-            return self.directive
+            # What this replica is to take out is for no other.
+            steps = tuple(step for step in self.directive.steps if step.plan or step.fetch)
+            return replace(self.directive, steps=steps)
         self._lead(now)
         return replace(self._directive_for(sender, now), number=next(self._numbers))
 
@@ -540,9 +543,3 @@ class StepProtocol:
         idle = mine is None or not (mine.ledger.done or mine.ledger.in_progress)
         heard_of = self._coordinator.knows(step.t, step.fetch.round)
         return heard_of or self.belief.result(step.fetch, generation, step.t, idle=idle)
-
-
-def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation) -> list[PeerId]:
-    """Those of a stage that may coordinate it, from the one on whose turn it is."""
-    since_s = {record.peer: record.since or math.inf for record in records}
-    return rotation.in_turn(elect(since_s, voice))

@@ -13,7 +13,7 @@ from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import AdmissionSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
 from swarm.protocol.ledger import Bitmap, Ledger
-from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
+from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
@@ -21,6 +21,7 @@ from swarm.protocol.rounds import (
     Commit,
     FetchResult,
     Lacking,
+    Plan,
     Prepared,
     Proof,
     Reduce,
@@ -76,6 +77,17 @@ def step(done: int = 0, *, held: str = "", in_progress: int = 0) -> StepReport:
 
 
 # --- who coordinates ---
+
+
+def test_one_that_does_not_coordinate_tells_no_other_to_retract_what_it_is_to_retract() -> None:
+    """Both would, and what neither has then is run again."""
+    this = protocol_of("ann", record("zoe", steps=90), record("ann", steps=60), record("bob", steps=40))
+    told = StepDirective(t=0, retract=Bitmap(0b11)), StepDirective(t=1, plan=Plan("r", 0, (), (), ()))
+    zoe = Directive(run=RUN.id, stage=1, coordinator="zoe", version=0, steps=told)
+    this.directive_came(zoe, now=NOW)
+    assert this.directive == zoe
+    answer = tell(this, "bob", report())
+    assert answer.coordinator == "zoe" and answer.steps == told[1:]
 
 
 def test_a_stranger_that_says_it_came_first_coordinates_nothing() -> None:
@@ -489,9 +501,11 @@ def test_a_coordinator_that_was_named_and_is_not_reached_is_left_alone_for_a_whi
     assert {to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, StageSummary)} == {"zoe"}
 
 
-def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told() -> None:
+@pytest.mark.parametrize("rounds", [0, BUDGET_ROUNDS], ids=["usual", "that it has rest"])
+def test_a_replica_reports_also_to_the_coordinator_of_whom_it_was_told(rounds: int) -> None:
     others = [record("bob", steps=60), record("cid", steps=40)]
     this = protocol_of("ann", record("ann", steps=20), *others)
+    this._backoff.charge("cid", t=0, since_s=NOW, now=NOW, rounds=rounds)
     this.directive_came(Directive(run=RUN.id, stage=1, coordinator="cid", version=0), now=NOW)
     this.speak(now=NOW)
     reports = [to for to, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
