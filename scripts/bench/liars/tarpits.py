@@ -4,11 +4,12 @@
     python scripts/bench/liars/tarpits.py --way "never answers" --tarpits 1 --seeds 1
     scripts/bench/liars/tarpits.py | scripts/bench/tables.py --store liars --command "THIS COMMAND"
 
-3 stages of 2 honest replicas, 8 microbatches a step. A tarpit is one more replica of the middle stage, or of
-each stage, from the first step on: it lives, announces itself, and does all else as it should, but for one
-thing. With `--honest-for 25` it does all as it should for so many steps, and has voice by then. What counts
-is by how much longer the run takes than without tarpits; each microbatch must have counted once in each step
-at each honest replica. The goal: one identity costs at most 30 s in 20 steps.
+3 stages of 2 honest replicas, 8 microbatches a step. A tarpit is one more replica of the middle stage, or
+of each stage, from the first step on: it lives, announces itself, and does all else as it should, but for
+one thing. With `--honest-for 25` it does all as it should for so many steps, and has voice by then; with
+`--first` its id is the smallest, so it coordinates its stage before others. What counts is by how much
+longer the run takes than without tarpits; each microbatch must have counted once in each step at each
+honest replica. The goal: one identity costs at most 30 s in 20 steps.
 """
 
 from __future__ import annotations
@@ -114,10 +115,12 @@ WAYS: dict[str, Way] = {
 
 
 async def lasts_s(
-    way: str | None, tarpits: int, seed: int, honest_for: int, *, named: bool = False, steps: int = STEPS
-) -> float:
+    way: str | None, tarpits: int, seed: int, honest_for: int, *, named: bool = False, steps: int = STEPS,
+    first: bool = False,
+) -> float:  # fmt: skip
     """Seconds of `steps` steps, after those in which the tarpits are honest, at each honest peer. `named`: of
-    a run that names its trainers: replicas have voice that these vouch for, and steps are signed.
+    a run that names its trainers: replicas have voice that these vouch for, and steps are signed. `first`:
+    tarpits have the smallest ids, so they coordinate first.
     """
     steps += honest_for
     run = replace(audit_run(stages=STAGES, steps=steps, microbatches_per_step=MICROBATCHES), seed=seed)
@@ -128,7 +131,8 @@ async def lasts_s(
         if way is not None:
             stages = [1] if tarpits == 1 else range(tarpits)
             joined = {} if honest_for else {"joined_at": 1e12}
-            slow = {f"z{stage}": s.add_peer(f"z{stage}", stage, **joined) for stage in stages}
+            letter = "a" if first else "z"
+            slow = {f"{letter}{stage}": s.add_peer(f"{letter}{stage}", stage, **joined) for stage in stages}
             for peer in slow.values():
                 peer.microbatches._left_out = tuple  # it takes work although it is told that it is left out
             if not honest_for:
@@ -160,9 +164,10 @@ def clean_s(seed: int, honest_for: int, named: bool) -> float:
     return run_virtual(lasts_s(None, 0, seed, honest_for, named=named))
 
 
-def row(way: str, tarpits: int, seeds: int, honest_for: int, named: bool) -> dict[str, object]:
+def row(way: str, tarpits: int, seeds: int, honest_for: int, named: bool, first: bool) -> dict[str, object]:
     lost_s = [
-        run_virtual(lasts_s(way, tarpits, seed, honest_for, named=named)) - clean_s(seed, honest_for, named)
+        run_virtual(lasts_s(way, tarpits, seed, honest_for, named=named, first=first))
+        - clean_s(seed, honest_for, named)
         for seed in range(1, seeds + 1)
     ]
     return {
@@ -188,12 +193,15 @@ def main() -> int:
         help="steps that tarpits take part in as they should (%(default)s)",
     )
     parser.add_argument("--named", action="store_true", help="trainers are named, who vouch for peers")
+    parser.add_argument(
+        "--first", action="store_true", help="tarpits have the smallest ids: they coordinate first"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = list[dict[str, object]]()
     for tarpits in options.tarpits or (1, 3):
         for way in options.way or WAYS:
-            rows.append(row(way, tarpits, options.seeds, options.honest_for, options.named))
+            rows.append(row(way, tarpits, options.seeds, options.honest_for, options.named, options.first))
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"rows": rows}))
     return 0
