@@ -4827,6 +4827,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_auditor",),
     ),
     Mutation(
+        "one-that-rests-is-waited-for",
+        PROTOCOL,
+        "heard(there, voice) == [self._me]:",
+        "False:",
+        "Two replicas that have each other rest coordinate themselves, and wait for each other's word.",
+        ("test_council",),
+    ),
+    Mutation(
         "one-says-that-others-went-on",
         PROTOCOL,
         "> sum(voice for _, voice in of_each)",

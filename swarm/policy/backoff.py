@@ -119,11 +119,10 @@ class Backoff:
 
         Failures during a backoff are the same event seen by other calls and add nothing.
         """
-        if self._probed and silent and not now < self.ends(peer):
+        if now < self._until.get(peer, now):
+            return self._until[peer] - now
+        if self._probed and silent:
             self._silent.add(peer)
-            self.changes += 1
-        if now < self.ends(peer):
-            return self.ends(peer) - now
         backoff_s = min(self._longest_s, 2 * self._last_s.get(peer, self._first_s / 2))
         self.changes += 1
         self._last_s[peer] = backoff_s

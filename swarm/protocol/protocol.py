@@ -171,6 +171,9 @@ class StepProtocol:
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
         voice = self.belief.voice(stage)
+        if self.belief.needs_proof and heard(there, voice) == [self._me]:
+            # What it finds another has to confirm: it goes on under one that rests, too, whose turn ends.
+            there = [p for p in serving if p == self._me or not self._backoff.is_away(p, now=now)]
         ranked = elect({peer: since_s.get(peer, math.inf) for peer in serving}, voice)
         in_turn = [peer for peer in self._rotation.in_turn(ranked) if peer in there]
         first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)

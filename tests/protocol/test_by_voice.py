@@ -197,6 +197,19 @@ def test_of_a_late_step_those_hear_that_may_coordinate_the_run() -> None:
         assert sorted(said) == sorted(told)
 
 
+@pytest.mark.parametrize(("steps", "away", "first"), [(0, 0, "bob"), (40, 0, "ann"), (0, 1, "ann")])
+def test_one_that_rests_coordinates_in_its_turn_where_there_is_no_other(
+    steps: int, away: bool, first: PeerId
+) -> None:
+    """Its word is needed all the same. There is no turn for one that cannot be reached."""
+    others = [record("bob", steps=90), record("cid", steps=steps), record("zoe", 0, steps=40)]
+    this = protocol_of("ann", record("ann", steps=60), *others)
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    if away:
+        this._backoff.failed("bob", now=NOW, silent=True)
+    assert this.coordinator(1, now=NOW) == first
+
+
 @pytest.mark.parametrize(("further", "first"), [("zoe bob", "bob"), ("bob", "ann")])
 def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
     further: str, first: PeerId

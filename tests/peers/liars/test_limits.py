@@ -27,6 +27,7 @@ from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
 from swarm.wire.messages import pack
 from tests.peers.loops import JOB_S, Swarm, swarm
+from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.peers.tarpits import answer_late, never_answered, trickle
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -286,3 +287,25 @@ async def test_a_replica_whose_bodies_trickle_costs_its_budget(limit_s: float) -
         trickle(s, {LIAR})
 
     assert await lasts_s(attack) <= limit_s
+
+
+# --- two have each other rest -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resting", ["s1p0", "s1p1 s1p0"], ids=["the first", "both"])
+async def test_of_two_with_voice_no_word_is_waited_for_until_a_rest_is_over(resting: str) -> None:
+    """Each coordinated itself, and what one found the other had to confirm: it took a minute."""
+    run = admitting(audit_run(stages=2, steps=4, microbatches_per_step=8))
+    async with swarm(run) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        s.add_trainer(TRAINER, window=4)
+        await s.until(lambda: all(s.done(name, 1) for name in s.of_stage(1)))
+        began_s = s.network.loop.now_s
+        for peer in resting.split():
+            (other,) = set(s.of_stage(1)) - {peer}
+            s.peers[other].core.backoff.charge(peer, t=1, since_s=began_s, now=began_s, rounds=2)
+        await s.until_version(3)
+        assert s.network.loop.now_s - began_s < 10.0
+        await s.until_finished()
+        s.assert_each_counted_once()
