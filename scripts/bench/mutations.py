@@ -4837,7 +4837,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-says-that-others-went-on",
         PROTOCOL,
-        "> sum(voice for _, voice in of_each)",
+        "> sum(weight(p, voice) for p in heard(at, voice))",
         "> 0",
         "A coordinator that holds its stage up says that it is further, and keeps its turn.",
         ("test_council",),

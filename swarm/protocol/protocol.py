@@ -211,13 +211,11 @@ class StepProtocol:
 
     def _is_passed(self) -> bool:
         """Whether most of the others, by voice, say that they have taken the step that this replica is at."""
-        of_each = [
-            (record.version > self._local.version, self.belief.voice(stage).get(record.peer, 0))
-            for stage, records in self._peers.items()
-            for record in records
-            if record.state == "serving" and record.peer != self._me
-        ]
-        return 2 * sum(voice for passed, voice in of_each if passed) > sum(voice for _, voice in of_each)
+        serving = [r for records in self._peers.values() for r in records if r.state == "serving"]
+        at = {record.peer: record.version for record in serving if record.peer != self._me}
+        voice = {peer: said for stage in self._peers for peer, said in self.belief.voice(stage).items()}
+        passed = [peer for peer in heard(at, voice) if at[peer] > self._local.version]
+        return 2 * sum(weight(p, voice) for p in passed) > sum(weight(p, voice) for p in heard(at, voice))
 
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it

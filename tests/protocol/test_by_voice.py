@@ -210,16 +210,20 @@ def test_one_that_rests_coordinates_in_its_turn_where_there_is_no_other(
     assert this.coordinator(1, now=NOW) == first
 
 
-@pytest.mark.parametrize(("further", "first"), [("zoe bob", "bob"), ("bob", "ann")])
+@pytest.mark.parametrize("vouched", [1, 0], ids=["by voice", "where nobody has voice"])
+@pytest.mark.parametrize(("further", "stays"), [("zoe yan bob", True), ("bob", False)])
 def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
-    further: str, first: PeerId
+    further: str, stays: bool, vouched: int
 ) -> None:
     """Seeds of a simulation: cut off from the others, which went on, it came to another turn, and stood by
     itself for a minute. One alone says that in vain, else it kept its turn by it."""
     voices = {"zoe": (0, 90), "yan": (0, 60), "bob": (1, 90), "ann": (1, 60), "cid": (1, 40)}
 
     def seen(version: int) -> dict[Stage, list[PeerRecord]]:
-        there = {name: record(name, stage, steps=steps) for name, (stage, steps) in voices.items()}
+        there = {
+            name: record(name, stage, steps=vouched * steps, since=1.0 - steps / 100)
+            for name, (stage, steps) in voices.items()
+        }
         for name in further.split():
             there[name] = msgspec.structs.replace(there[name], version=version)
         return {stage: [r for r in there.values() if r.stage == stage] for stage in range(RUN.S)}
@@ -228,7 +232,7 @@ def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
     for second in range(60):
         this.observe(this._local, seen(3 if second > 45 else 0), now=NOW - 60.0 + second)
         this.speak(now=NOW - 60.0 + second)
-    assert this.coordinator(1, now=NOW) == first
+    assert (this.coordinator(1, now=NOW) == "bob") is stays
 
 
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
