@@ -4781,8 +4781,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-pass-behind-a-cut",
         PROTOCOL,
-        "waits(now=now, passed=self._is_passed)",
-        "waits(now=now)",
+        "counts=not away, passed",
+        "passed",
         "A replica that was cut off coordinates itself alone for a minute, while the others have gone on.",
         ("test_council",),
     ),
@@ -4832,6 +4832,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "heard(there, voice) == [self._me]:",
         "False:",
         "Two replicas that have each other rest coordinate themselves, and wait for each other's word.",
+        ("test_council",),
+    ),
+    Mutation(
+        "turns-of-a-step-that-others-took",
+        PROTOCOL,
+        ", passed=self._is_passed)",
+        ")",
+        "A replica whose cut has healed coordinates itself alone for half a minute, while the others go on.",
+        ("test_council",),
+    ),
+    Mutation(
+        "no-turn-passes-while-one-rests",
+        PROTOCOL,
+        "self._backoff.is_away(peer, now=now) for",
+        "self._backoff.in_backoff(peer, now=now) for",
+        "Who has a coordinator rest that others follow sees other turns than they for minutes.",
         ("test_council",),
     ),
     Mutation(

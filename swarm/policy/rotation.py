@@ -56,11 +56,14 @@ class Rotation:
         self._stepped_s = self._counted_s = now
         self._used_before = self._used
 
-    def waits(self, *, now: float, passed: Callable[[], bool] = lambda: False) -> None:
-        """Count the time of a step that is late, all of it. Called every second or so. `passed`: whether
-        others have taken that step, so that it was late for this peer only.
+    def waits(
+        self, *, now: float, counts: bool = True, passed: Callable[[], bool] = lambda: False
+    ) -> None:  # fmt: skip
+        """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
+        reaches those on whose turn it is; else others may go on under them, in other turns than it. `passed`:
+        whether others have taken that step, so that it was late for this peer only.
         """
-        if now - self._seen_s > SLEPT_S:
+        if now - self._seen_s > SLEPT_S or not counts:
             self._stepped_s = self._counted_s = now
         limit_s, self._seen_s = self._usual.limit_s, now
         if now - self._stepped_s <= limit_s:

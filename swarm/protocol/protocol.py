@@ -194,7 +194,12 @@ class StepProtocol:
         if not self._local.joined and not self._local.steps:
             return self.coordinates(self._stage, now=now)
         if self.belief.needs_proof and self._local.version < self._run.steps:
-            self._rotation.waits(now=now, passed=self._is_passed)
+            first = list[PeerId]()
+            for stage in {self._stage, 0}:
+                serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
+                first += self._by_turn(stage, serving)[:1]
+            away = any(self._backoff.is_away(peer, now=now) for peer in first)
+            self._rotation.waits(now=now, counts=not away, passed=self._is_passed)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -217,13 +222,17 @@ class StepProtocol:
         passed = [peer for peer in heard(at, voice) if at[peer] > self._local.version]
         return 2 * sum(weight(p, voice) for p in passed) > sum(weight(p, voice) for p in heard(at, voice))
 
+    def _by_turn(self, stage: Stage, records: Sequence[PeerRecord]) -> list[PeerId]:
+        """Those of a stage that may coordinate it, from the one on whose turn it is."""
+        since_s = {record.peer: record.since or math.inf for record in records}
+        return self._rotation.in_turn(elect(since_s, self.belief.voice(stage)))
+
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it
         was told of, and so many whose turn is next. After late steps, in runs that name peers, they differ.
         """
         records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
-        since_s = {record.peer: record.since or math.inf for record in records}
-        there = self._rotation.in_turn(elect(since_s, self.belief.voice(stage)))
+        there = self._by_turn(stage, records)
         able = {peer for peer in there if not self._backoff.is_away(peer, now=now)}
         others = {told, *there[:more]} & able
         return {peer for peer in {seen, *others} if peer and peer != self._me}

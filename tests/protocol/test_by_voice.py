@@ -235,6 +235,32 @@ def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
     assert (this.coordinator(1, now=NOW) == "bob") is stays
 
 
+@pytest.mark.parametrize(("unreached", "first"), [("bob", "bob"), ("zoe", "bob"), ("cid", "ann")])
+def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId, first: PeerId) -> None:
+    """Seeds of a simulation: cut off from the others, which went on, it came to another turn, and stood by
+    itself for a minute."""
+    run = [record("zoe", 0, steps=90), record("yan", 0, steps=60)]
+    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
+    this = protocol_of("ann", *run, *of_1)
+    for second in range(40):
+        now = NOW - 40.0 + second
+        this._backoff.failed(unreached, now=now, silent=True)
+        this.speak(now=now)
+    this._backoff.answered(unreached)
+    assert this.coordinator(1, now=NOW) == first
+
+
+def test_turns_pass_while_one_rests_that_has_one() -> None:
+    """Others are coordinated by it meanwhile: who did not count that time saw other turns for minutes."""
+    run = [record("zoe", 0, steps=90), record("yan", 0, steps=60)]
+    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
+    this = protocol_of("ann", *run, *of_1)
+    this._backoff.charge("bob", t=0, since_s=NOW - 70.0, now=NOW - 70.0, rounds=BUDGET_ROUNDS)
+    for second in range(70):
+        this.speak(now=NOW - 70.0 + second)
+    assert this.coordinator(1, now=NOW) == "cid"
+
+
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
     of_0 = (record("zoe", 0, steps=60), record("yan", 0, steps=40))
     this = protocol_of("yan", *of_0, *(record(name, steps=60) for name in ("ann", "bob")), stage=0)
