@@ -4982,7 +4982,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "tell-again-and-again-whom-one-cannot-reach",
         PROTOCOL,
-        "able = {peer for peer in there if not self._backoff.in_backoff(peer, now=now)}",
+        "able = {peer for peer in there if not self._backoff.is_away(peer, now=now)}",
         "able = {*there}",
         "A coordinator that died with its voice is called as fast as calls to it fail, for seconds.",
     ),
