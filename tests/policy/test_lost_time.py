@@ -61,3 +61,12 @@ def test_a_call_gets_what_its_peer_may_still_cost_or_all_if_that_is_nothing() ->
     assert backoff.within_budget_s("bob", 40.0, t=0) == 5.0
     backoff.charge("bob", t=0, since_s=20.0, now=25.0 - 1e-12)
     assert backoff.within_budget_s("bob", 40.0, t=0) == 40.0
+
+
+def test_one_that_aborts_a_round_is_charged_with_those_that_failed_for_an_unseen_cause() -> None:
+    backoff = Backoff()
+    backoff.aborted("ann", t=0, since_s=0.0, now=0.0)
+    assert not backoff.rests("ann", now=0.0)
+    backoff.unclear_rounds = 1
+    backoff.aborted("bob", t=0, since_s=0.0, now=0.0)
+    assert backoff.rests("bob", now=0.0)
