@@ -6207,15 +6207,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "audit-with-the-state-of-one-of-two",
         AUDITOR,
-        "if alone := len(counted & found.agreed) < min(2, len(counted)):",
-        "if alone := False:",
+        "if said < min(2, len(self._serving(stage))):",
+        "if said < 1:",
         "Of two replicas the one that gives an auditor a made-up state has it accuse the other.",
         ("test_auditor",),
     ),
     Mutation(
         "one-of-two-ends-an-audit",
         AUDITOR,
-        "return version >= run.steps and not alone",
+        "return version >= run.steps and said >= min(2, len(counted))",
         "return version >= run.steps",
         "A replica that offers the last version ends the audit of its stage.",
         ("test_auditor",),
