@@ -4837,8 +4837,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-of-a-step-that-others-took",
         PROTOCOL,
-        ", passed=self._is_passed)",
-        ")",
+        "now=now, counts=not away, passed=passed)",
+        "now=now, counts=not away)",
         "A replica whose cut has healed coordinates itself alone for half a minute, while the others go on.",
         ("test_council",),
     ),
@@ -4853,7 +4853,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-says-that-others-went-on",
         PROTOCOL,
-        "> sum(weight(p, voice) for p in heard(at, voice))",
+        "> sum(weights.values())",
         "> 0",
         "A coordinator that holds its stage up says that it is further, and keeps its turn.",
         ("test_council",),

@@ -9,7 +9,8 @@ others say; and then sends and does what `ready` returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -197,9 +198,10 @@ class StepProtocol:
             first = list[PeerId]()
             for stage in {self._stage, 0}:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
-                first += self._by_turn(stage, serving)[:1]
+                first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
             away = any(self._backoff.is_away(peer, now=now) for peer in first)
-            self._rotation.waits(now=now, counts=not away, passed=self._is_passed)
+            passed = partial(_is_passed, self._local.version, self._me, self._peers, self.belief.voice)
+            self._rotation.waits(now=now, counts=not away, passed=passed)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -214,25 +216,12 @@ class StepProtocol:
                 self._messages.append(Message(peer, *report))
         return coordinator == self._me
 
-    def _is_passed(self) -> bool:
-        """Whether most of the others, by voice, say that they have taken the step that this replica is at."""
-        serving = [r for records in self._peers.values() for r in records if r.state == "serving"]
-        at = {record.peer: record.version for record in serving if record.peer != self._me}
-        voice = {peer: said for stage in self._peers for peer, said in self.belief.voice(stage).items()}
-        passed = [peer for peer in heard(at, voice) if at[peer] > self._local.version]
-        return 2 * sum(weight(p, voice) for p in passed) > sum(weight(p, voice) for p in heard(at, voice))
-
-    def _by_turn(self, stage: Stage, records: Sequence[PeerRecord]) -> list[PeerId]:
-        """Those of a stage that may coordinate it, from the one on whose turn it is."""
-        since_s = {record.peer: record.since or math.inf for record in records}
-        return self._rotation.in_turn(elect(since_s, self.belief.voice(stage)))
-
     def _to_tell(self, stage: Stage, seen: PeerId | None, told: PeerId, more: int, now: float) -> set[PeerId]:
         """The peers to tell what a coordinator of `stage` should know: the one that this peer sees, that it
         was told of, and so many whose turn is next. After late steps, in runs that name peers, they differ.
         """
         records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
-        there = self._by_turn(stage, records)
+        there = _by_turn(records, self.belief.voice(stage), self._rotation)
         able = {peer for peer in there if not self._backoff.is_away(peer, now=now)}
         others = {told, *there[:more]} & able
         return {peer for peer in {seen, *others} if peer and peer != self._me}
@@ -553,3 +542,21 @@ class StepProtocol:
         idle = mine is None or not (mine.ledger.done or mine.ledger.in_progress)
         heard_of = self._coordinator.knows(step.t, step.fetch.round)
         return heard_of or self.belief.result(step.fetch, generation, step.t, idle=idle)
+
+
+def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation) -> list[PeerId]:
+    """Those of a stage that may coordinate it, from the one on whose turn it is."""
+    since_s = {record.peer: record.since or math.inf for record in records}
+    return rotation.in_turn(elect(since_s, voice))
+
+
+def _is_passed(
+    version: int, me: PeerId, peers: Mapping[Stage, Sequence[PeerRecord]],
+    voice_of: Callable[[Stage], Mapping[PeerId, int]],
+) -> bool:  # fmt: skip
+    """Whether most of the others, by voice, say that they are past a version."""
+    serving = [record for records in peers.values() for record in records if record.state == "serving"]
+    at = {record.peer: record.version for record in serving if record.peer != me}
+    voice = {peer: said for stage in peers for peer, said in voice_of(stage).items()}
+    weights = {peer: weight(peer, voice) for peer in heard(at, voice)}
+    return 2 * sum(weights[peer] for peer in weights if at[peer] > version) > sum(weights.values())

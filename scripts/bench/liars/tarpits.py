@@ -141,8 +141,9 @@ async def lasts_s(
         began = s.network.loop.now_s
         s.add_trainer(TRAINER)
         if honest_for:
-            first = lambda: all(s.peers[name].core.version >= honest_for for name in honest)  # noqa: E731
-            await s.until(first, limit_s=PATIENCE_S)
+            await s.until(
+                lambda: all(s.peers[name].core.version >= honest_for for name in honest), limit_s=PATIENCE_S
+            )
             began = s.network.loop.now_s
             if way is not None:
                 WAYS[way](s, slow)
