@@ -59,7 +59,8 @@ def test_a_spare_need_not_be_where_those_are_that_serve(monkeypatch: pytest.Monk
         )  # fmt: skip
         return Answer(pack(told))
 
-    transport = SimpleNamespace(call=call, learn=lambda peer, addresses: None)
+    addresses = SimpleNamespace(learn=lambda peer, at: None)
+    transport = SimpleNamespace(call=call, addresses=addresses)
     swarm = Swarm.__new__(Swarm)
     swarm.run = demo_run()
     swarm.programs = list(map(Told, said))  # type: ignore[arg-type]
