@@ -103,6 +103,8 @@ class Dialer:
         if body_bytes > SMALL_BYTES and peer in self._shortens:
             await asyncio.wait({self._shortens[peer]}, timeout=self._timings.direct_s)
             link = self.links.get(peer, link)
+            if link.lost_because is not None:
+                raise link.lost_because
         return link
 
     async def _opened(self, peer: PeerId) -> ClientConnection:

@@ -4853,9 +4853,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-says-that-others-went-on",
         PROTOCOL,
-        "> sum(weights.values())",
-        "> 0",
+        "return share(there) > 0.5 and share(",
+        "return share(",
         "A coordinator that holds its stage up says that it is further, and keeps its turn.",
+        ("test_council",),
+    ),
+    Mutation(
+        "turns-stand-where-a-stage-holds-a-step-back",
+        PROTOCOL,
+        " and share([record for record in there if record.stage == stage]) >= 0.5",
+        "",
+        "A liar that keeps from its stage a step that all others have taken keeps its turn for ever.",
         ("test_council",),
     ),
     Mutation(

@@ -200,7 +200,8 @@ class StepProtocol:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
                 first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
             away = any(self._backoff.is_away(peer, now=now) for peer in first)
-            passed = partial(_is_passed, self._local.version, self._me, self._peers, self.belief.voice)
+            seen = self._stage, self._peers, self.belief.voice
+            passed = partial(_is_passed, self._local.version, self._me, *seen)
             self._rotation.waits(now=now, counts=not away, passed=passed)
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
@@ -551,12 +552,19 @@ def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotatio
 
 
 def _is_passed(
-    version: int, me: PeerId, peers: Mapping[Stage, Sequence[PeerRecord]],
+    version: int, me: PeerId, stage: Stage, peers: Mapping[Stage, Sequence[PeerRecord]],
     voice_of: Callable[[Stage], Mapping[PeerId, int]],
 ) -> bool:  # fmt: skip
-    """Whether most of the others, by voice, say that they are past a version."""
-    serving = [record for records in peers.values() for record in records if record.state == "serving"]
-    at = {record.peer: record.version for record in serving if record.peer != me}
-    voice = {peer: said for stage in peers for peer, said in voice_of(stage).items()}
-    weights = {peer: weight(peer, voice) for peer in heard(at, voice)}
-    return 2 * sum(weights[peer] for peer in weights if at[peer] > version) > sum(weights.values())
+    """Whether most of the others, by voice, say that they are past a version, and half of those of `stage`,
+    which may hold back a step that all others have taken.
+    """
+    there = [r for records in peers.values() for r in records if r.state == "serving" and r.peer != me]
+    voice = {peer: said for one in peers for peer, said in voice_of(one).items()}
+
+    def share(records: Sequence[PeerRecord]) -> float:
+        at = {record.peer: record.version for record in records}
+        weights = {peer: weight(peer, voice) for peer in heard(at, voice)}
+        past = sum(weights[peer] for peer in weights if at[peer] > version)
+        return past / sum(weights.values()) if past else 0.0
+
+    return share(there) > 0.5 and share([record for record in there if record.stage == stage]) >= 0.5
