@@ -216,8 +216,8 @@ def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
     further: str, stays: bool, vouched: int
 ) -> None:
     """Seeds of a simulation: cut off from the others, which went on, it came to another turn, and stood by
-    itself for a minute. One alone says that in vain, else it kept its turn by it; and others than its stage do not
-    count, which may hold a step back."""
+    itself for a minute. One alone says that in vain, else it kept its turn by it; and those of other
+    stages do not count alone: its own may hold a step back."""
     voices = {"zoe": (0, 90), "yan": (0, 60), "bob": (1, 90), "ann": (1, 60), "cid": (1, 40)}
 
     def seen(version: int) -> dict[Stage, list[PeerRecord]]:
