@@ -44,7 +44,8 @@ report."""
 START_WAIT_S = 5.0
 """A contribution may arrive before its owner has heard of the round."""
 TIMES_USUAL = 3.0
-"""An exchange of sums that takes so much longer than usual is given up."""
+"""Owners of other parts that answer nothing for so much longer than a round usually takes, or than this
+replica's part of this round took, are given up. Its own part tells what the line carries now."""
 NEARLY = 0.8
 """Of a limit: of replicas that give up together, one is the first."""
 WATCH_S = 0.25
@@ -91,6 +92,8 @@ class _Round:
     began_s: float = field(default_factory=now_s)
     moved_s: float = field(default_factory=now_s)
     """When a chunk of this replica was reduced last, or the round began."""
+    answered_s: float = 0.0
+    """When an owner of another part answered last."""
     came_s: dict[PeerId, float] = field(default_factory=dict)
     """When the first contribution of each other replica was announced."""
     requests: dict[tuple[PeerId, int], tuple[Request, float]] = field(default_factory=dict)
@@ -311,8 +314,10 @@ class AllReduce:
                 text = f"too little came from {', '.join(map(short, by))} for {limit_s:.1f} s"
                 raise RoundAborted(text, by)
             await asyncio.sleep(max(WATCH_S, this.moved_s + limit_s - now_s()))
-        limit_s = self._whole.limit_s if self._whole.known and this.shared else this.deadline_s
-        await asyncio.sleep(this.moved_s + limit_s - now_s())
+        usual_s = self._whole.limit_s if self._whole.known and this.shared else this.deadline_s
+        limit_s = max(usual_s, TIMES_USUAL * (this.moved_s - this.began_s))
+        while (left_s := max(this.moved_s, this.answered_s) + limit_s - now_s()) > 0:
+            await asyncio.sleep(left_s)
         self._whole.gave_up(limit_s)
         raise RoundAborted(f"the owners of other parts did not answer within {limit_s:.1f} s")
 
@@ -354,6 +359,7 @@ class AllReduce:
             if check is not None:
                 check.came(place, done.proof)
             this.sent_bytes += sum(memoryview(b).nbytes for b in body)
+            this.answered_s = now_s()
 
         await for_each(chunks, exchange, CHUNKS_IN_FLIGHT)
 

@@ -1836,6 +1836,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_reduce",),
     ),
     Mutation(
+        "what-ones-own-part-took",
+        ALL_REDUCE,
+        "limit_s = max(usual_s, TIMES_USUAL * (this.moved_s - this.began_s))",
+        "limit_s = usual_s",
+        "Once a line has become slow, each round is void, and one replica then owns the whole vector.",
+        ("test_reduce",),
+    ),
+    Mutation(
+        "answers-that-still-come",
+        ALL_REDUCE,
+        "            this.answered_s = now_s()\n",
+        "",
+        "A round is void while its other owners answer, on a line that is slower than those before.",
+        ("test_reduce",),
+    ),
+    Mutation(
         "norm-before-the-parts",
         TIED_WEIGHTS,
         "            held = msgspec.structs.replace(held, sqnorm=sqnorm)\n",

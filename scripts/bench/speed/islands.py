@@ -273,7 +273,7 @@ def window_of(run: Run) -> int:
 
 async def measure(lab: Lab, run: Run, shape: Shape, options: argparse.Namespace) -> dict[float, Found]:
     """One swarm on each of the lines."""
-    lay(lab, options.lines[0])  # limits of time that are learnt on a faster one void rounds on this one
+    lay(lab, options.lines[0])  # a step on a faster one would leave measurements of that behind
     found: dict[float, Found] = {}
     spec = run.islands
     steps = spec.local_steps + 1 if spec.count > 1 else 1 + options.steps

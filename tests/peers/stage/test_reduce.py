@@ -9,18 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from peers.clock import now_s
 from peers.ports import Answer, Request
-from peers.sim.lines import Lines, Sent
+from peers.sim.lines import Lines, Sent, SharedLines
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
 from peers.stage.open_step import OpenStep
 from swarm.errors import BadAnswer, NotReady, Refused
 from swarm.manifest import audit_run
 from swarm.model.reductions import sqnorm, vectors_digest
+from swarm.plan.network import Device, Network
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
@@ -292,6 +294,49 @@ async def test_a_member_that_takes_its_answers_and_sends_no_more_is_named_soon()
     assert isinstance(void[0], RoundAborted) and void[0].by == ("b",)
     assert now_s() - began_s < 11.0, "twice the limit: it is looked at when the limit is over"
     others.cancel()
+
+
+def lines_of(built: Group, mbit: float, *, down_mbit: dict[str, float] | None = None) -> SharedLines:
+    """Lines of that many Mbit/s up and down; `down_mbit`: of some members, down."""
+    down = dict.fromkeys(built.plan.members, mbit) | (down_mbit or {})
+    hosts = [Device(name, 0, 1.0, 1e6 * mbit, 1e6 * down[name]) for name in built.plan.members]
+    lines = SharedLines(Network(tuple(hosts), ("lab",), np.array([[0.001]]), np.array([[np.inf]])))
+    lines.device_of = {name: i for i, name in enumerate(built.plan.members)}
+    return lines
+
+
+async def test_a_line_that_becomes_slow_after_fast_rounds_voids_none() -> None:
+    """Fast rounds take less than 5 s. On the slow line the first to have its part waits longer for others."""
+    built = group((70_000, 70_000, 70_000))
+    built.network.lines = lines_of(built, 1000.0)
+    for _ in range(3):
+        await built.results()
+    built.network.lines = lines_of(built, 0.4)
+    for _ in range(2):
+        began_s, results = now_s(), await built.results()
+        assert len({held for _, held in results}) == 1 and now_s() - began_s > 30.0
+
+
+async def test_owners_on_a_slow_line_are_waited_for_while_their_answers_come() -> None:
+    """The others have their own parts at once: they do not see in those how slow the line of one is."""
+    built = group((200_000, 200_000, 200_000))
+    built.network.lines = lines_of(built, 1000.0)
+    await built.results()
+    built.network.lines = lines_of(built, 1000.0, down_mbit={"c": 2.0})
+    began_s, results = now_s(), await built.results()
+    assert len({held for _, held in results}) == 1 and now_s() - began_s > 10.0
+
+
+async def test_an_owner_that_answers_no_more_is_given_up_after_the_last_answer() -> None:
+    built = group((70_000, 70_000))
+    await built.results()
+    built.network.delay_answer("b", "part", 4.0)
+    for nth in range(2, 6):
+        built.network.delay_answer("b", "part", 1000.0, nth=nth)
+    began_s, (other, void) = now_s(), (asyncio.create_task(built.reduce("b")), await built.reduce("a"))
+    assert str(void[0]) == "the owners of other parts did not answer within 5.0 s"
+    assert now_s() - began_s == pytest.approx(9.0, abs=0.1)
+    other.cancel()
 
 
 async def test_a_chunk_that_is_not_finite_voids_the_round() -> None:
