@@ -219,6 +219,8 @@ class Line:
         """When it was last said that it does what it may not."""
         self.direct_at = float("-inf")
         """When a direct connection may be tried, again."""
+        self.direct_pause_s = 0.0
+        """After which it may be, if it comes to nothing once more; 0: it did not."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
         self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)

@@ -30,8 +30,9 @@ class NetTimings:
     # -- a direct connection beside p2pd
     direct_s: float = 2.0
     """For each of its steps: asking, connecting, opening. Only bodies wait for it, so long at most."""
-    direct_again_s: float = 300.0
-    """Not tried again for so long after it failed or broke."""
+    direct_again_s: float = 60.0
+    """Not tried again for so long after it failed or broke; twice as long each time."""
+    direct_again_most_s: float = 3600.0
     grant_s: float = 10.0
     """How long it may be opened after it was granted."""
     knock_s: float = 2.0

@@ -130,9 +130,15 @@ class Dialer:
         if self.direct is None or link.direct or now < line.direct_at:
             return
         if line.sent_bytes + line.received_bytes + body_bytes >= self.direct.options.after_bytes:
-            line.direct_at = now + self._timings.direct_again_s
+            self._put_off_direct(line)
             task = self._shortens[link.peer] = self._tasks.create_task(self._take_direct(link, self.direct))
             task.add_done_callback(lambda _: self._shortens.pop(link.peer))
+
+    def _put_off_direct(self, line: Line) -> None:
+        """Look for no direct path for a while: each time for longer, what stands between may stay."""
+        pause_s = line.direct_pause_s or self._timings.direct_again_s
+        line.direct_at = now_s() + pause_s
+        line.direct_pause_s = min(2 * pause_s, self._timings.direct_again_most_s)
 
     async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
         peer = link.peer
@@ -146,6 +152,7 @@ class Dialer:
             except BaseException:
                 better.fail(PeerGone(peer, "could not show what admits us"))
                 raise
+            link.line.direct_pause_s = 0.0
             self._move(link, better, self._timings.punched_after_s[0])
         except (SwarmError, OSError, asyncio.TimeoutError) as error:
             logger.debug("no direct connection to peer %s: %s", short(peer), error)
@@ -222,7 +229,7 @@ class Dialer:
         if self.links.get(link.peer) is link:
             del self.links[link.peer]
         if link.direct:
-            link.line.direct_at = now_s() + self._timings.direct_again_s
+            self._put_off_direct(link.line)
         if isinstance(link.lost_because, PeerSilent):
             self._hang_up(link.peer)
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
+from peers.clock import now_s
 from peers.net.connection import ClientConnection, ServedCall, ServerConnection
 from peers.net.direct import paths as direct_paths
 from peers.net.direct.handshake import Agreed, AskDirect, Asking, GrantDirect, _asked, _granted
@@ -159,6 +160,26 @@ async def test_where_it_cannot_be_had_no_call_is_lost_and_none_waits(relay: Rela
         asked = callee._dialer.direct._granted.copy()
         await calls(caller, callee)
         assert callee._dialer.direct._granted == asked, "not tried again for a while"
+
+
+async def test_a_path_that_cannot_be_had_is_tried_again_later_each_time_and_at_most_so_late(
+    relay: Relay,
+) -> None:
+    timings = replace(QUICK, direct_again_s=60.0, direct_again_most_s=200.0)
+    caller, callee = await added(relay, timings=timings)
+    callee._dialer.direct.port = 0
+    line, next_s = caller._traffic.of(callee.peer_id), list[float]()
+    for _ in range(4):
+        await calls(caller, callee, 1)
+        await until(lambda: not caller._tasks._tasks)
+        assert line.direct_at > now_s()
+        next_s.append(line.direct_pause_s)
+        line.direct_at = float("-inf")  # so much time passes
+    assert next_s == [120.0, 200.0, 200.0, 200.0]
+    callee._dialer.direct.port = callee._dialer.direct._listeners[0].getsockname()[1]
+    await calls(caller, callee, 1)
+    await until(lambda: direct_links(caller) == (1, 0))
+    assert line.direct_pause_s == 0.0, "what came about may break, and is soon tried again"
 
 
 async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(relay: Relay) -> None:
