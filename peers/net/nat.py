@@ -98,6 +98,8 @@ class Finding:
     """Where we listened."""
     punchable: bool | None = None
     """Whether our router shows the same port to all, so that libp2p can punch holes; None: not known."""
+    keeps_ports: bool = False
+    """It shows that from which we send."""
     relays: tuple[str, ...] = ()
     """Relays for us, unless we are open."""
     why: str = ""
@@ -280,6 +282,7 @@ def conclude(
     several = len(told) > 1
     punchable = len({a.port for a in told}) == 1 if several else told[0].port == asked_from or None
     # Newcomers dial what we announce: one liar among many is not to send them all to another host.
+    keeps = {answer.port for answer in told} == {asked_from}
     hosts = Counter(answer.host for answer in told).most_common(2)
     host = hosts[0][0]
     if len(hosts) > 1 and hosts[0][1] == hosts[1][1]:
@@ -288,7 +291,9 @@ def conclude(
         return Finding(kind="open", host=host, port=port, punchable=punchable, relays=relays)
     else:
         why = next(answer.why for answer in told if answer.host == host)
-    return Finding(kind="closed", host=host, port=port, punchable=punchable, relays=relays, why=why)
+    return Finding(
+        kind="closed", host=host, port=port, punchable=punchable, keeps_ports=keeps, relays=relays, why=why
+    )  # fmt: skip
 
 
 def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()) -> str:
@@ -331,6 +336,7 @@ async def settled(
         reachable=False,
         relays=found.relays,
         be_relay=False,
+        outside=found.host if found.keeps_ports else "",
     )
     return private, in_words(found)
 

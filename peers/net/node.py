@@ -83,7 +83,7 @@ def direct_options(options: DaemonOptions) -> DirectOptions | None:
         return None
     host = None if options.reachable is False else host_part(options.host).rpartition("/")[2]
     memory = options.memory and AVAILABLE
-    return DirectOptions(host=host, port=options.direct_port, memory=memory)
+    return DirectOptions(host=host, port=options.direct_port, outside=options.outside, memory=memory)
 
 
 class Node:

@@ -93,6 +93,8 @@ class DaemonOptions:
     """Addresses under which others reach us, if p2pd cannot see them itself (port forwarding)."""
     reachable: bool | None = None
     """Whether others can dial us; None: p2pd finds out, which takes minutes and several public peers."""
+    outside: str = ""
+    """Where a router that keeps ports shows us, if nobody can dial us."""
     relays: tuple[str, ...] = ()
     """Multiaddrs of peers, ending in `/p2p/<id>`, through which others reach us if they cannot dial us."""
     be_relay: bool = False

@@ -18,6 +18,7 @@ from peers.ports import Answer, Request
 from scripts.bench.common.netlab import Lab, Link, Nat, why_not
 from swarm.errors import PeerFault, SetupError
 from swarm.records import PeerRecord
+from tests.net.relay import direct_links
 
 pytestmark = [
     pytest.mark.net,
@@ -138,6 +139,11 @@ async def echo(request: Request) -> Answer:
     return Answer(request.header)
 
 
+async def take(request: Request) -> Answer:
+    await request.accept()
+    return Answer(b"")
+
+
 async def until(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
     async def wait() -> None:
         while not await condition():
@@ -160,6 +166,23 @@ def test_a_hole_is_punched_although_p2pd_met_the_others_before_it_could() -> Non
             caller.transport.addresses.learn(callee.peer_id, callee.addresses)
             await caller.transport.call(callee.peer_id, "echo", b"")
             await until(lambda: caller.control.is_direct(callee.peer_id))
+
+        hosts.at("home 1", call())
+
+
+def test_a_pair_for_which_libp2p_punches_no_hole_knocks_at_both_routers_at_once() -> None:
+    """One public peer: libp2p needs four that observe, so the pair would stay on the relay for good."""
+    with a_lab(servers=1, homes=2) as hosts:
+        server = hosts.server("server 0")
+        callee, caller = hosts.home("home 0", server), hosts.home("home 1", server)
+        assert callee.daemon.options.outside == hosts.lab.ip("home 0")
+        callee.transport.serve("take", take, max_body_bytes=1 << 20)
+
+        async def call() -> None:
+            caller.transport.addresses.learn(callee.peer_id, callee.addresses)
+            await caller.transport.call(callee.peer_id, "take", b"", [bytes(300_000)])
+            assert direct_links(caller.transport) == (1, 0)
+            assert not await caller.control.is_direct(callee.peer_id)
 
         hosts.at("home 1", call())
 

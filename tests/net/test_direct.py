@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import struct
@@ -134,6 +135,93 @@ async def test_a_peer_that_is_reached_through_a_relay_is_not_even_asked(relay: R
     await until(lambda: not caller._tasks._tasks)
     assert (caller.peer_id, callee.peer_id) not in relay.ports and not callee._dialer.direct._granted
     assert direct_links(caller) == (0, 0)
+
+
+# -- peers that nobody can dial ------------------------------------------------------------------------------
+
+AT_HOME = DirectOptions(host=None, after_bytes=0, outside="44.0.0.1", memory=False)
+Place = tuple[str, int]
+
+
+class Routers:
+    """Bring together two sockets that knock at one another's place, once there are holes."""
+
+    def __init__(self, *homes: NetTransport) -> None:
+        self.holes = True
+        self.came: list[Place] = []
+        for home in homes:
+            home._dialer.direct._knock = self._knock
+
+    async def _knock(self, tcp: socket.socket, place: Place) -> None:
+        loop = asyncio.get_running_loop()
+        self.came.append(place)
+        if not self.holes:
+            await loop.create_future()
+        if tcp.getsockname()[1] in (port for _, port in self.came):  # the other end is here already
+            await loop.sock_connect(tcp, ("127.0.0.1", place[1]))
+        else:
+            tcp.listen()
+            came, _ = await loop.sock_accept(tcp)
+            with came:
+                os.dup2(came.fileno(), tcp.fileno())
+
+
+async def at_home(relay: Relay, **options: object) -> tuple[NetTransport, NetTransport, Routers]:
+    caller, callee = await added(relay, **({"direct": AT_HOME} | options))
+    relay.hidden |= {caller.peer_id, callee.peer_id}
+    return caller, callee, Routers(caller, callee)
+
+
+async def test_two_that_nobody_can_dial_knock_at_one_anothers_routers(relay: Relay) -> None:
+    caller, callee, routers = await at_home(relay)
+    await calls(caller, callee)
+    await until(lambda: direct_links(caller) == (1, 0) and open_links(callee) == (0, 1))
+    assert direct_links(callee) == (0, 1) and not callee._dialer.direct._knocking
+    assert {host for host, _ in routers.came} == {"44.0.0.1"} and len({port for _, port in routers.came}) == 2
+    await calls(caller, callee)
+
+
+async def test_where_no_hole_opens_calls_pass_the_relay_until_one_does(relay: Relay) -> None:
+    caller, callee, routers = await at_home(relay, timings=replace(QUICK, direct_s=0.1))
+    routers.holes = False
+    await calls(caller, callee)
+    await until(lambda: not caller._tasks._tasks and not callee._dialer.direct._knocking)
+    assert direct_links(caller) == (0, 0) and len(routers.came) == 2
+    routers.holes, caller._traffic.of(callee.peer_id).direct_at = True, float("-inf")  # the pause is over
+    await calls(caller, callee, 1)
+    await until(lambda: direct_links(caller) == (1, 0))
+
+
+async def test_a_peer_knocks_at_no_local_network_and_for_each_caller_at_one_place(relay: Relay) -> None:
+    caller, callee, routers = await at_home(relay)
+    routers.holes = False
+    paths = callee._dialer.direct
+
+    async def ask(host: str) -> None:
+        await paths.grant(OneRequest(CALLER.peer_id, pack(Asking(CALLER, callee.peer_id).ask(host, 80))))
+
+    for host in ("10.0.0.1", "127.0.0.1", "fe80::1%eth0", "example.org"):
+        with pytest.raises(Refused, match="is no address of the internet"):
+            await ask(host)
+        given = GrantDirect(key=bytes(32), host=host, port=80, signature=bytes(64))
+        with socket.socket() as own, pytest.raises(Refused, match="is no address of the internet"):
+            await caller._dialer.direct._knock_at(given, own)
+    assert not paths._knocking
+    for _ in range(5):
+        await ask("44.0.0.2")
+    await until(lambda: len(paths._tasks._tasks) == 1)
+    assert len(paths._knocking) == 1
+
+
+async def test_a_router_that_refuses_before_it_has_a_hole_is_knocked_at_again(callee: NetTransport) -> None:
+    with socket.socket() as own, socket.socket() as other:
+        own.setblocking(False)
+        other.bind(("127.0.0.1", 0))
+        knocking = asyncio.ensure_future(callee._dialer.direct._knock(own, other.getsockname()))
+        await asyncio.sleep(0)
+        other.listen()
+        await knocking
+        assert own.getpeername() == other.getsockname()
 
 
 @pytest.mark.parametrize("how", ["refused", "mute", "not-wanted", "not-known"])
@@ -294,7 +382,9 @@ async def test_questions_of_any_values_open_nothing_and_keep_no_honest_caller_ou
         message = extremes.of(AskDirect, honest if number % 2 else None)
         if number % 5 == 0:
             key = dice.choice(NO_SECRETS)
-            message = AskDirect(key=key, signature=CALLER.sign(_asked(CALLER.peer_id, callee.peer_id, key)))
+            message = AskDirect(
+                key=key, signature=CALLER.sign(_asked(CALLER.peer_id, callee.peer_id, key, ("", 0)))
+            )
         if message != honest:
             with contextlib.suppress(Refused):
                 await paths.grant(OneRequest(CALLER.peer_id, pack(message)))
@@ -313,7 +403,7 @@ async def test_grants_of_any_values_lose_no_call(relay: Relay) -> None:
         asked.append(request.header)
         ask = unpack(request.header, AskDirect)
         granted = {"port": dice.choice((0, 1, 65535)), "key": dice.choice(NO_SECRETS)}
-        said = _granted(caller.peer_id, callee.peer_id, ask.key, granted["key"], granted["port"])
+        said = _granted(caller.peer_id, callee.peer_id, ask.key, granted["key"], ("", granted["port"]))
         honest = GrantDirect(**granted, signature=callee.signer.sign(said))
         return Answer(pack(honest if len(asked) % 3 == 0 else extremes.of(GrantDirect, honest)))
 

@@ -128,6 +128,7 @@ def test_a_router_that_shows_all_the_same_port_can_be_knocked_at(
 ) -> None:
     found = concluded([answer(port=port) for port in ports])
     assert found.punchable is punchable
+    assert found.keeps_ports is (set(ports) == {5000}), "others see the port that is sent from"
     words = {True: "directly where a hole", None: "perhaps directly", False: "through a relay only"}
     assert words[punchable] in in_words(found)
     assert "forward TCP port 31337 of your router to this machine and give --announce 44.9.9.9:31337" in (

@@ -1,7 +1,7 @@
 """How two peers agree on the keys of a direct connection, over a stream of p2pd. Without IO.
 
-    caller ──AskDirect: an X25519 key, signed──▶ callee
-           ◀──GrantDirect: another, and a port, signed──
+    caller ──AskDirect: an X25519 key, and where to knock, signed──▶ callee
+           ◀──GrantDirect: another, and where to connect, signed──
            ──TCP: the ticket, then sealed records──▶
 
 The ticket is a part of the derived secret, so only the caller can show it. Why so: docs/design.md, *On the
@@ -27,20 +27,28 @@ from swarm.ids import PeerId
 TICKET_BYTES = 16
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Host = Annotated[str, msgspec.Meta(max_length=45)]
+"""An IP address; or nothing."""
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class AskDirect(msgspec.Struct, frozen=True, kw_only=True):
     """May we connect to you directly?"""
 
     key: Key
+    host: Host = ""
+    """From where, as others see it: knock there if nobody can dial you, to make a hole in your router."""
+    port: Port = 0
     signature: Signature
 
 
 class GrantDirect(msgspec.Struct, frozen=True, kw_only=True):
-    """You may, at this port of the host at which you reach us."""
+    """You may, at this port."""
 
     key: Key
-    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    host: Host = ""
+    """Through the hole that we make in the router there; empty: of the host at which you reach us."""
+    port: Port
     """0: only from the same machine (`peers.net.direct.memory`)."""
     signature: Signature
 
@@ -55,12 +63,12 @@ class Agreed:
     to_caller: bytes
 
 
-def _asked(caller: PeerId, callee: PeerId, key: bytes) -> bytes:
-    return msgspec.msgpack.encode(("swarm direct ask 1", caller, callee, key))
+def _asked(caller: PeerId, callee: PeerId, key: bytes, place: tuple[str, int]) -> bytes:
+    return msgspec.msgpack.encode(("swarm direct ask 2", caller, callee, key, place))
 
 
-def _granted(caller: PeerId, callee: PeerId, asked: bytes, key: bytes, port: int) -> bytes:
-    return msgspec.msgpack.encode(("swarm direct grant 1", caller, callee, asked, key, port))
+def _granted(caller: PeerId, callee: PeerId, asked: bytes, key: bytes, place: tuple[str, int]) -> bytes:
+    return msgspec.msgpack.encode(("swarm direct grant 2", caller, callee, asked, key, place))
 
 
 def _agree(secret: X25519PrivateKey, other: bytes, transcript: bytes) -> Agreed:
@@ -80,24 +88,28 @@ class Asking:
         self._signer, self._callee, self._secret = signer, callee, X25519PrivateKey.generate()
         self._key = self._secret.public_key().public_bytes_raw()
 
-    def ask(self) -> AskDirect:
-        said = _asked(self._signer.peer_id, self._callee, self._key)
-        return AskDirect(key=self._key, signature=self._signer.sign(said))
+    def ask(self, host: str = "", port: int = 0) -> AskDirect:
+        said = _asked(self._signer.peer_id, self._callee, self._key, (host, port))
+        return AskDirect(key=self._key, host=host, port=port, signature=self._signer.sign(said))
 
     def agree(self, grant: GrantDirect) -> Agreed:
         """The keys, from the answer. Raises Refused: another peer signed it, or for another question."""
-        transcript = _granted(self._signer.peer_id, self._callee, self._key, grant.key, grant.port)
+        place = grant.host, grant.port
+        transcript = _granted(self._signer.peer_id, self._callee, self._key, grant.key, place)
         if not Identity.verify(self._callee, transcript, grant.signature):
             raise Refused("a grant of a direct connection with a wrong signature")
         return _agree(self._secret, grant.key, transcript)
 
 
-def grant(signer: Identity, caller: PeerId, ask: AskDirect, port: int) -> tuple[GrantDirect, Agreed]:
+def grant(
+    signer: Identity, caller: PeerId, ask: AskDirect, port: int, host: str = ""
+) -> tuple[GrantDirect, Agreed]:
     """The callee's side: the answer, and the keys. Raises Refused: another peer signed the question."""
-    if not Identity.verify(caller, _asked(caller, signer.peer_id, ask.key), ask.signature):
+    asked = _asked(caller, signer.peer_id, ask.key, (ask.host, ask.port))
+    if not Identity.verify(caller, asked, ask.signature):
         raise Refused("a question for a direct connection with a wrong signature")
     secret = X25519PrivateKey.generate()
     key = secret.public_key().public_bytes_raw()
-    transcript = _granted(caller, signer.peer_id, ask.key, key, port)
+    transcript = _granted(caller, signer.peer_id, ask.key, key, (host, port))
     agreed = _agree(secret, ask.key, transcript)
-    return GrantDirect(key=key, port=port, signature=signer.sign(transcript)), agreed
+    return GrantDirect(key=key, host=host, port=port, signature=signer.sign(transcript)), agreed

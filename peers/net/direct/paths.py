@@ -42,6 +42,7 @@ MAX_STREAMS = 256
 """Each takes 256 kB. A peer works with fewer, and more stay on p2pd; grants that are not used yet count."""
 MAX_HOSTS = 2
 """Of a peer, that are tried."""
+KNOCK_AGAIN_S = 0.1
 _TCP = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Seconds, seconds, times: a router forgets connections that are idle, and says nothing."""
 
@@ -52,6 +53,9 @@ class DirectOptions:
 
     host: str | None = "127.0.0.1"
     """An IP address; None: only dial others."""
+    outside: str = ""
+    """The IP address at which others see this peer, at the ports that it sends from; empty: at others, or not
+    known. Two peers that nobody can dial connect to one another at the same time."""
     port: int = 0
     """0: the system chooses one."""
     after_bytes: int = 1 << 18
@@ -90,6 +94,8 @@ class DirectPaths:
         self._listeners: list[socket.socket] = []
         self._granted: dict[bytes, _Granted] = {}
         """By ticket, the oldest first."""
+        self._knocking: dict[PeerId, asyncio.Task[None]] = {}
+        """At the routers of callers."""
 
     # -- the end that is called -----------------------------------------------------------------
 
@@ -184,7 +190,8 @@ class DirectPaths:
     async def grant(self, request: Request) -> Answer:
         """A handler of the transport: answers `AskDirect`."""
         ask = unpack(request.header, AskDirect)
-        if not (self.port or self.near):
+        knocks = not self.port and bool(ask.host and self.options.outside)
+        if not (self.port or self.near or knocks):
             raise Refused("no direct connections are taken here")
         now = now_s()
         for ticket, granted in list(self._granted.items()):
@@ -192,9 +199,59 @@ class DirectPaths:
                 del self._granted[ticket]
         if len(self.streams) + len(self._granted) >= MAX_STREAMS:
             raise Busy(f"{MAX_STREAMS} direct connections are open")
-        answer, keys = grant(self._signer, request.peer, ask, self.port)
-        self._granted[keys.ticket] = _Granted(request.peer, keys, now + self.timings.grant_s)
+        with contextlib.ExitStack() as unused:
+            place, tcp = ("", self.port), None
+            if knocks:
+                _check_public(ask.host)
+                tcp, place = self._outwards(unused)
+            answer, keys = grant(self._signer, request.peer, ask, place[1], place[0])
+            self._granted[keys.ticket] = _Granted(request.peer, keys, now + self.timings.grant_s)
+            if tcp is not None:
+                self._begin_to_knock(request.peer, tcp, (ask.host, ask.port), unused.pop_all())
         return Answer(pack(answer))
+
+    def _begin_to_knock(
+        self, peer: PeerId, tcp: socket.socket, place: tuple[str, int], unused: contextlib.ExitStack
+    ) -> None:
+        """Knock at the router of a caller from now on; what was begun for it before ends."""
+        if (before := self._knocking.get(peer)) is not None:
+            before.cancel()
+        knocking = self._knocking[peer] = self._tasks.create_task(self._meet(tcp, place, unused))
+
+        def ended(_: object) -> None:
+            unused.close()
+            if self._knocking.get(peer) is knocking:
+                del self._knocking[peer]
+
+        knocking.add_done_callback(ended)
+
+    def _outwards(self, unused: contextlib.ExitStack) -> tuple[socket.socket, tuple[str, int]]:
+        """A socket to knock from, and the place at which others see it."""
+        ip = plain_ip(self.options.outside)
+        tcp = socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+        unused.callback(tcp.close)
+        tcp.setblocking(False)
+        _set_up(tcp)
+        tcp.bind(("", 0))
+        return tcp, (self.options.outside, tcp.getsockname()[1])
+
+    async def _meet(self, tcp: socket.socket, place: tuple[str, int], unused: contextlib.ExitStack) -> None:
+        """Knock at the router of a caller, which knocks at ours, and let the caller in."""
+        await within(self._knock(tcp, place), 2 * self.timings.direct_s)
+        unused.pop_all()
+        await self._let_in(tcp, near=False)
+
+    async def _knock_at(self, at: GrantDirect, tcp: socket.socket) -> None:
+        _check_public(at.host)
+        await self._knock(tcp, (at.host, at.port))
+
+    async def _knock(self, tcp: socket.socket, place: tuple[str, int]) -> None:
+        """Connect to a socket that connects to this one, through both routers."""
+        while True:
+            try:
+                return await asyncio.get_running_loop().sock_connect(tcp, place)
+            except ConnectionError:  # refused by a router that has no hole yet; Linux says so twice
+                await asyncio.sleep(KNOCK_AGAIN_S)
 
     def _redeem(self, hello: bytes) -> tuple[_Granted, Opener, bytes]:
         """What a ticket opens, once, and the record that proves its key. Raises Refused: it opens nothing."""
@@ -224,12 +281,15 @@ class DirectPaths:
             raise Busy(f"{MAX_STREAMS} direct connections are open")
         with contextlib.ExitStack() as unused:
             near = memory.connect(peer) if self.options.memory else None
+            tcp, place = None, ("", 0)
             if near is not None:
                 unused.callback(near.close)
+            elif self.options.outside:
+                tcp, place = self._outwards(unused)
             elif not hosts:
                 raise PeerGone(peer, "it is reached through relays only")
             asking = Asking(self._signer, peer)
-            answer = await within(link.call(METHOD, pack(asking.ask()), (), 0), limit_s)
+            answer = await within(link.call(METHOD, pack(asking.ask(*place)), (), 0), limit_s)
             given = unpack_answer(peer, answer.header, GrantDirect)
             keys = asking.agree(given)
             if near is not None:
@@ -237,7 +297,12 @@ class DirectPaths:
                     end = await self._hand_over(link, near, keys)
                     unused.pop_all()
                     return end
-        return await self._dial_tcp(link, keys, [(host, given.port) for host in hosts][:MAX_HOSTS])
+            if tcp is not None and given.host:
+                await within(self._knock_at(given, tcp), limit_s)
+                unused.pop_all()
+                return await self._open(link, keys, tcp)
+        tcp = await _first_that_connects([(host, given.port) for host in hosts][:MAX_HOSTS], limit_s)
+        return await self._open(link, keys, tcp)
 
     async def _hand_over(self, link: ClientConnection, near: socket.socket, keys: Agreed) -> ClientConnection:
         """The connection in memory, by a socket of this machine."""
@@ -251,17 +316,14 @@ class DirectPaths:
         self._keep(end)
         return end
 
-    async def _dial_tcp(
-        self, link: ClientConnection, keys: Agreed, places: Sequence[tuple[str, int]]
-    ) -> ClientConnection:
-        limit_s = self.timings.direct_s
-        tcp = await _first_that_connects(places, limit_s)
+    async def _open(self, link: ClientConnection, keys: Agreed, tcp: socket.socket) -> ClientConnection:
+        """The connection that was granted, over a socket that is connected."""
         end = self._end_of(link, OPENING)
         stream = SealedStream(end, Sealer(keys.to_callee), Opener(keys.to_caller))
         try:
             await asyncio.get_running_loop().sock_sendall(tcp, keys.ticket)
             await asyncio.get_running_loop().create_connection(lambda: stream, sock=tcp)
-            await within(end.opened, limit_s)
+            await within(end.opened, self.timings.direct_s)
         except BaseException:
             end.fail(PeerGone(link.peer, "no direct connection came about"))
             raise
@@ -311,6 +373,14 @@ async def _first_that_connects(places: Sequence[tuple[str, int]], limit_s: float
             tcp.close()
             raise
     raise failed
+
+
+def _check_public(host: str) -> None:
+    """Raises Refused: no peer has us connect to what is in our own network."""
+    with contextlib.suppress(ValueError):
+        if plain_ip(host).is_global:
+            return
+    raise Refused(f"{host} is no address of the internet")
 
 
 def _set_up(tcp: socket.socket) -> None:

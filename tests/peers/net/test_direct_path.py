@@ -147,6 +147,9 @@ def test_a_question_that_another_peer_signed_is_refused() -> None:
     ask = Asking(MALLORY, CALLEE.peer_id).ask()
     with pytest.raises(Refused, match="a question for a direct connection with a wrong signature"):
         grant(CALLEE, CALLER.peer_id, ask, 1)
+    at_anothers = msgspec.structs.replace(Asking(CALLER, CALLEE.peer_id).ask("44.0.0.1", 5), host="44.0.0.2")
+    with pytest.raises(Refused, match="a question for a direct connection with a wrong signature"):
+        grant(CALLEE, CALLER.peer_id, at_anothers, 1)
     for_another = Asking(CALLER, MALLORY.peer_id).ask()
     with pytest.raises(Refused, match="a question for a direct connection with a wrong signature"):
         grant(CALLEE, CALLER.peer_id, for_another, 1)
@@ -156,7 +159,8 @@ def test_a_grant_that_another_peer_signed_or_for_another_question_is_refused() -
     asking = Asking(CALLER, CALLEE.peer_id)
     answer, _ = grant(CALLEE, CALLER.peer_id, asking.ask(), 7)
     by_another = msgspec.structs.replace(answer, signature=MALLORY.sign(b"anything"))
-    for wrong in (by_another, msgspec.structs.replace(answer, port=8)):
+    elsewhere = [msgspec.structs.replace(answer, **place) for place in ({"port": 8}, {"host": "44.0.0.1"})]
+    for wrong in (by_another, *elsewhere):
         with pytest.raises(Refused, match="a grant of a direct connection with a wrong signature"):
             asking.agree(wrong)
     with pytest.raises(Refused, match="a grant of a direct connection with a wrong signature"):
@@ -174,7 +178,7 @@ def test_a_session_that_was_recorded_opens_nothing_in_another() -> None:
 
 def test_a_key_that_leaves_no_secret_is_refused() -> None:
     zero = bytes(32)
-    said = msgspec.msgpack.encode(("swarm direct ask 1", CALLER.peer_id, CALLEE.peer_id, zero))
+    said = msgspec.msgpack.encode(("swarm direct ask 2", CALLER.peer_id, CALLEE.peer_id, zero, ("", 0)))
     with pytest.raises(Refused, match="a key for a direct connection that is none"):
         grant(CALLEE, CALLER.peer_id, AskDirect(key=zero, signature=CALLER.sign(said)), 1)
 
