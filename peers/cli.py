@@ -22,7 +22,6 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 import swarm
@@ -178,7 +177,7 @@ def _file(parser: _Parser, word: str) -> list[str]:
     """The arguments in a file that a bootstrap wrote, a line each."""
     text, wrong = "", f"{word[1:]!r} is not what a bootstrap writes with --join-file"
     try:
-        is_no_pipe("@FILE", path := Path(word[1:]))
+        is_no_pipe("@FILE", path := options.path(word[1:] or "."))
         with path.open(encoding="utf-8", errors="replace") as file:
             text = file.read(1 << 16)  # hundreds of addresses
     except OSError as error:

@@ -152,9 +152,13 @@ def _is_peer_address(flag: str, text: str) -> None:
 
 
 def path(text: str) -> Path:
-    """Nothing is no path, though Python takes it for this folder: a shell's variable was empty."""
+    """Nothing is no path, though Python takes it for this folder: a shell's variable was empty. And a shell
+    leaves the `~` of --dir=~/ckpt and of @~/join.txt as it is.
+    """
     if not text:
         raise wrong(text, "the name of a file or folder")
+    with contextlib.suppress(RuntimeError):  # no user is called so: a file is
+        return Path(text).expanduser()
     return Path(text)
 
 

@@ -14,7 +14,7 @@ CACHE_ENV = "SWARM_CACHE"
 
 def cache_folder() -> Path:
     """What can be made again, or is kept between two starts."""
-    return Path(os.environ.get(CACHE_ENV) or Path.home() / ".cache" / "swarm")
+    return Path(os.environ.get(CACHE_ENV) or "~/.cache/swarm").expanduser()
 
 
 def charters_folder() -> Path:
@@ -24,6 +24,6 @@ def charters_folder() -> Path:
 
 def results_folder() -> Path | None:
     """Where the last version of a finished run goes if its peer was given no folder; None: nowhere."""
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    chosen = os.environ.get(RESULTS_ENV, str(Path(data) / "swarm" / "results"))
-    return Path(chosen) if chosen else None
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    chosen = os.environ.get(RESULTS_ENV, f"{data}/swarm/results")
+    return Path(chosen).expanduser() if chosen else None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peers.progress import Bar
-from peers.storage import CACHE_ENV, atomic_file
+from peers.storage import CACHE_ENV, atomic_file, cache_folder
 from peers.storage.blocks import DEFAULT_BYTES, Blocks
 from peers.storage.index import NAME, TREE, Index, Narrow, Shard, Source, index_among, open_index
 from peers.storage.shards import make_index, write_shard
@@ -125,7 +125,6 @@ def open_dataset(
     run: Run,
     files: Sequence[str | Path] | None = None,
     tokenizer: str | Path | None = None,
-    cache_dir: str | Path | None = None,
     cache_bytes: int = DEFAULT_BYTES,
 ) -> Dataset:
     """The tokens that `run` trains on: those of an index, from the cache, or made now.
@@ -135,8 +134,6 @@ def open_dataset(
             "files", in order. For a pinned run that was opened here before, the cache is enough. None or
             empty for "tales".
         tokenizer: the JSON file of a run whose tokenizer is "file"; not needed with an index.
-        cache_dir: instead of $SWARM_CACHE and of ~/.cache/swarm. When neither is given and the default is not
-            writable, a temporary folder is used.
         cache_bytes: of tokens that come from other machines, so many are kept.
 
     Raises:
@@ -148,7 +145,7 @@ def open_dataset(
     reads_text = not address and not (run.data.sha256 and not given)
     made_by = open_tokenizer(run, tokenizer) if tokenizer or reads_text else Tokenizer()
     dtype = token_dtype(run.model.vocab_size)
-    cache = _Cache.choose(cache_dir, dtype)
+    cache = _Cache.choose(dtype)
     index = open_index(address) if address else None
     if index is None and not given and run.data.sha256:
         index = cache.index(run.data.sha256)
@@ -215,12 +212,12 @@ class _Cache(NamedTuple):
     dtype: Narrow
 
     @classmethod
-    def choose(cls, given: str | Path | None, dtype: Narrow) -> _Cache:
-        """The folder that was asked for; if the default is not writable, a temporary one."""
-        chosen = given or os.environ.get(CACHE_ENV)
+    def choose(cls, dtype: Narrow) -> _Cache:
+        """The folder that $SWARM_CACHE names; without it, if the default is not writable, a temporary one."""
+        chosen = os.environ.get(CACHE_ENV)
         folder = Path(chosen or "~/.cache/swarm")
         try:
-            folder = folder.expanduser() / "tokens"
+            folder = cache_folder() / "tokens"
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass

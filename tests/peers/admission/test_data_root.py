@@ -93,7 +93,7 @@ def opened(run: Run, folder: Path) -> tuple[Run, Dataset]:
     """A run on a file of text, pinned, and its data."""
     text = folder / "text.txt"
     text.write_bytes(np.random.default_rng(1).integers(0, 256, 50_000, dtype=np.uint8).tobytes())
-    data = open_dataset(run, [text], cache_dir=folder)
+    data = open_dataset(run, [text])
     return pinned(run, data), data
 
 

@@ -33,6 +33,7 @@ from peers.options import description, options_from
 from peers.programs import roles, tool_options
 from peers.programs.fleet import Child
 from peers.programs.roles import check_code, manifest
+from peers.storage import CACHE_ENV, RESULTS_ENV, cache_folder, results_folder
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.installed import check_allowed
 from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run
@@ -384,6 +385,11 @@ sys.exit(main(sys.argv[1:]))
             "tokenize: FILE nowhere cannot be read: there is no",
         ),
         (
+            ["peer", "@"],
+            Exit.USAGE,
+            "@: '', which a bootstrap writes with --join-file, cannot be read: Is a directory",
+        ),
+        (
             ["peer", "@nofile"],
             Exit.USAGE,
             "@nofile: 'nofile', which a bootstrap writes with --join-file, cannot be read: No such file",
@@ -438,6 +444,19 @@ def test_an_empty_name_is_not_taken_for_this_folder(
         main(words)
     assert ended.value.code == Exit.USAGE
     assert "'' is not the name of a file or folder" in capsys.readouterr().err
+
+
+def test_a_home_that_the_shell_left_as_it_was_written_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Shells leave the ~ of `--dir=~/ckpt`, of `@~/join.txt` and of a quoted value."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "join.txt").write_text("\n".join(NEEDED["keeper"]))
+    given = build_parser().parse_args(["keeper", "@~/join.txt", "--dir=~/ckpt", "--identity", "~no one/x"])
+    assert (given.dir, given.identity) == (tmp_path / "ckpt", Path("~no one/x"))
+    for name, folder in ((CACHE_ENV, cache_folder), (RESULTS_ENV, results_folder)):
+        monkeypatch.setenv(name, "~/kept")
+        assert folder() == tmp_path / "kept"
 
 
 @pytest.mark.parametrize(

@@ -261,17 +261,23 @@ def test_without_a_place_to_cache_the_tokens_go_to_an_unnamed_file(
         open_dataset(_pinned("ab" * 32, 99), [text])
 
 
-def test_a_cache_that_was_asked_for_and_cannot_be_is_an_error(text: Path) -> None:
+def test_a_cache_that_was_asked_for_and_cannot_be_is_an_error(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dataset.CACHE_ENV, str(text))
     with pytest.raises(SetupError, match=rf"cannot keep tokens in {text}: Not a directory.* set SWARM_CACHE"):
-        open_dataset(FILES, [text], cache_dir=text)
+        open_dataset(FILES, [text])
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_without_write_permission_is_an_error(text: Path, tmp_path: Path) -> None:
+def test_a_cache_without_write_permission_is_an_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
+    monkeypatch.setenv(dataset.CACHE_ENV, str(locked))
     with pytest.raises(SetupError, match=r"locked: it is not writable .* set SWARM_CACHE to another folder"):
-        open_dataset(FILES, [text], cache_dir=locked)
+        open_dataset(FILES, [text])
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ def addressed(server: Server, *addresses: str) -> str:
 
 
 def opened(address: str, tmp_path: Path, run: Run = RUN, **more: Any) -> tuple[Run, Dataset]:
-    data = open_dataset(run, [address], cache_dir=tmp_path / "cache", **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_ENV, str(tmp_path / "cache"))
+        data = open_dataset(run, [address], **more)
     return pinned(run, data), data
 
 
@@ -228,7 +230,7 @@ def test_what_fsspec_reads_is_read(server: Server, tmp_path: Path) -> None:
     _, data = opened(addressed(server, "memory://gone/{}", "memory://tokens/{}"), tmp_path)
     assert_right(data, EVERYWHERE)
     memory.rm("/tokens", recursive=True)
-    other = open_dataset(RUN, [server.folder / "other"], cache_dir=tmp_path / "empty")
+    _, other = opened(str(server.folder / "other"), tmp_path / "empty")
     with pytest.raises(SetupError, match=r"nowhere: memory://gone/0\.tokens cannot be had: "):
         other.batch([0])
 

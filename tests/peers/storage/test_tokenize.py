@@ -59,7 +59,7 @@ def opened(out: Path, sequence_length: int = 1) -> tuple[Run, Dataset]:
             sequence_length=sequence_length,
         ),
     )
-    data = open_dataset(run, [out], cache_dir=out / "cache")
+    data = open_dataset(run, [out])
     return data.pinned(run), data
 
 
@@ -283,7 +283,7 @@ def test_a_run_with_a_document_mask_learns_the_end_of_documents_from_the_index(
         run, _ = opened(out)
         run = replace(run, data=replace(run.data, document_mask=True, **data))
         assert run.pinned == (run.data.eos >= 0), "nobody publishes it before the end is known"
-        return open_dataset(run, [out], cache_dir=out / "cache").pinned(run)
+        return open_dataset(run, [out]).pinned(run)
 
     text = rows(tmp_path / "a.jsonl")
     made(capsys, tmp_path / "ended", text, "--eos", "256")
