@@ -42,8 +42,6 @@ class Plan:
     step: StepTime
     starts: dict[str, float]
     """Predicted seconds of each layout made by rule."""
-    walks: int
-    """How often it was annealed."""
 
 
 def search_overlapped(
@@ -90,7 +88,7 @@ def search_overlapped(
             members[(walks - 1) % len(members)] = (lowest_s, order, walked)
         if lowest_s < best_s:
             best_s, best = lowest_s, walked.copy()
-    return Plan(best, overlap.predict(best), starts, walks)
+    return Plan(best, overlap.predict(best), starts)
 
 
 def baselines(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
