@@ -47,8 +47,8 @@ ALONE = """\
 0.272 0.254 0.245 0.248 0.237 0.236 0.224 0.223 0.218 0.220 0.220 0.215 0.207 0.206 0.200 0.201"""
 """What one process made of the demo as it is without arguments: the run's id, the first and the last loss,
 and the means of equally many steps each. Written by `scripts/bench/loss/loss_curve.py --alone`."""
-STEP_LINES = 40
-"""Of the steps, about so many are said."""
+STEP_LINES, SILENCE_S = 40, 30.0
+"""Of the steps, about so many are said, and more if nothing else was said of them for so long."""
 
 
 class Lines:
@@ -58,14 +58,17 @@ class Lines:
         self._stream = stream if stream is not None else sys.stdout
         self._done = 0
         self._first: StepDone | None = None
+        self._said_at = float("-inf")
         self.say(title)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepDone):
             before, self._done = self._done, max(self._done, event.t + 1)
-            every = max(1, event.steps // STEP_LINES)
-            if self._done // every == before // every and self._done != event.steps:
+            every, silent_s = max(1, event.steps // STEP_LINES), event.at - self._said_at
+            due = self._done // every > before // every or self._done == event.steps or silent_s >= SILENCE_S
+            if self._done == before or not due:
                 return
+            self._said_at = event.at
             self.say(to_text(event) + self._left(event))
             return
         self.say(to_text(event))

@@ -43,6 +43,13 @@ def test_events_are_lines_and_steps_are_thinned() -> None:
     assert any("step 399 done, 0 to go" in line for line in lines)
 
 
+def test_a_run_of_many_steps_is_not_silent_for_hours() -> None:
+    said_of = [line.split()[2] for line in said(*(step(t, steps=200_000) for t in range(100)))[1:]]
+    assert said_of == ["0", "30", "60", "90"]
+    last = step(98, steps=99)
+    assert [line.split()[2] for line in said(step(0, steps=99), last, last)[1:]] == ["0", "98"]
+
+
 def test_a_late_report_of_an_old_step_is_not_said() -> None:
     assert len(said(step(5), step(3))) == 2
 
