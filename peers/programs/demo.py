@@ -159,7 +159,7 @@ def run_up(options: UpOptions) -> None:
     Raises:
         SetupError: the folder holds no run, or a process cannot start.
     """
-    folder = options.folder.parent if options.folder.is_file() else options.folder  # its run.toml, say
+    folder = options.folder.parent if options.folder.name == "run.toml" else options.folder
     check_folder(folder)
     terms, here = load_run(folder / "run.toml"), shlex.quote(str(folder))
     lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)

@@ -130,7 +130,8 @@ async def stop_all(children: Sequence[Child]) -> None:
 def check_folder(folder: Path) -> None:
     """Raises SetupError: `swarm init` did not make it."""
     if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
-        raise SetupError(f"{folder} holds no run: make one with {program()} init {shlex.quote(str(folder))}")
+        there, new = folder.exists(), f"make one with {program()} init {shlex.quote(str(folder))}"
+        raise SetupError(f"{folder} holds no run: {'take the folder that swarm init made' if there else new}")
     if not os.access(folder, os.W_OK):
         raise SetupError(f"{folder} cannot be written, and checkpoints go there: make it, or a copy, yours")
 
