@@ -102,6 +102,10 @@ def _peer(
     """
     known = {one.name: one for one in fields(PeerOptions)}
     handed = [] if code is None else [str(Path(code).resolve())]
+    if not isinstance(address, Sequence) or not all(isinstance(one, str) for one in address):
+        raise SetupError(
+            f"address = {address!r}: give that of the run's bootstrap or a peer of it, or several"
+        )
     addresses = (address,) if isinstance(address, str) else tuple(address)
     allowed = (*given.get("allow_code", ()), *handed)
     values: dict[str, Any] = {"run": run, "join": addresses, **given, "allow_code": allowed}

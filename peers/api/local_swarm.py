@@ -140,7 +140,9 @@ def local(
     """
     check_run(run)
     check_size(run.terms.cells, peers, yes)
-    own = None if folder is None else Path(folder)
+    if not (on_event is None or callable(on_event)):
+        raise SetupError(f"on_event is {on_event!r}: give a function, which is called with each event")
+    own = None if folder is None else Path(folder).expanduser()
     if own is not None:
         check_folder(own)
         if load_run(path := own / "run.toml").id != run.id:

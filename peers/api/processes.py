@@ -377,8 +377,11 @@ class Processes:
         """Kill a peer, of that stage or of any, in the middle of its work, and start another.
 
         Raises:
-            SetupError: no other peer could be started to take over its weights before.
+            SetupError: there is no such stage; or no other peer could be started to take over its weights
+                before.
         """
+        if stage is not None and stage not in range(self.run.cells):
+            raise SetupError(f"stage = {stage!r}: {self.run.name!r} has stages 0 to {self.run.cells - 1}")
         stages = [stage for _, stage in self._serving.values()]
         fit = [
             peer for peer, (_, its) in self._serving.items() if stages.count(its) > 1 and stage in (None, its)

@@ -100,7 +100,8 @@ class Run:
             largest = 255 if columns is None else largest_of(columns)
             table = {"kind": "code", "source": UNWRITTEN, "stages": 2, "vocab_size": max(2, largest + 1)}
         elif not isinstance(model, Mapping):
-            raise SetupError(f"model is a {type(model).__name__}: give a torch.nn.Module, or a table [model]")
+            what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+            raise SetupError(f"model is {what}: give a torch.nn.Module that is made, or a table [model]")
         elif any(given is not None for given in (inputs, loss, targets)):
             raise SetupError("inputs, loss and targets belong to a module: its table [model] names none")
         else:

@@ -129,5 +129,7 @@ def test_options_that_a_peer_does_not_have_are_refused(options: dict[str, Any], 
         swarm.join(RUN, ADDRESS, **options)
     with pytest.raises(SetupError, match="is not the address of a peer"):
         swarm.join(RUN, "192.0.2.7:31337")
+    with pytest.raises(SetupError, match="address = 31337: give that of the run's bootstrap or a peer of it"):
+        swarm.join(RUN, 31337)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"run = 'abc': .*is not a run id"):
         swarm.join("abc", ADDRESS)

@@ -270,7 +270,7 @@ TOKENS, CLASSES = samples()
 TOO_LARGE = TOKENS % 9
 TOO_LARGE[23, 0] = 9
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": Net}, "model is a type: give a torch.nn.Module, or a table"),
+    ({"model": Net}, "model is the class Net: give a torch.nn.Module that is made, or a table"),
     ({"model": net(words=9), "data": (TOO_LARGE, CLASSES)},
      "sample 23 of .*:samples has 9 for the model's input tokens, which takes 0 to 8"),
     ({"model": nn.Linear(4, 3)}, "Linear cannot be traced.*"),
@@ -332,6 +332,8 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         swarm.reference("run.toml")  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="--device 'gpu' is unknown; take auto, cpu"):
         swarm.local(found, device="cpu,gpu")
+    with pytest.raises(SetupError, match="on_event is 'print': give a function, which is called with each"):
+        swarm.local(found, on_event="print")  # type: ignore[arg-type]
     idle = swarm.local(found, peers=1)
     with pytest.raises(SetupError, match="start the swarm first: with"):
         next(iter(idle))
@@ -413,6 +415,14 @@ async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: 
         for stage in range(3):
             await processes._spawn_peer(stage)
         assert [words[words.index("--device") + 1] for words in spawned] == expected
+
+
+async def test_that_a_stage_that_is_not_there_cannot_be_killed_ends_nothing() -> None:
+    processes = Processes(swarm.Run.of(demo_run()), 1, lambda event: None)
+    for stage in (3, -1, "0"):
+        with pytest.raises(SetupError, match=rf"^stage = {stage!r}: 'demo' has stages 0 to 2$"):
+            await processes.kill(stage)  # type: ignore[arg-type]
+    assert not processes.children and not processes._failure
 
 
 async def test_what_ends_says_so_and_nothing_after_it() -> None:
