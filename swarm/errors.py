@@ -184,6 +184,11 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}es" if noun.endswith(("ch", "s")) else f"{n} {noun}s"
 
 
+def stages_named(stages: Sequence[int]) -> str:
+    """`stage 1`, `stages 0, 2`."""
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
 def lasting(seconds: float) -> str:
     """`0.4 s`, `40 s`, `12 min`, `3 h`."""
     if seconds < 10:

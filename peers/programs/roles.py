@@ -41,7 +41,7 @@ from peers.storage import atomic_file, cache_folder, charters_folder, results_fo
 from peers.system import usable_cores
 from peers.waiting import end_tasks, happens, unless
 from swarm.charter import Role, succeed
-from swarm.errors import Refused, SetupError, SwarmError, count
+from swarm.errors import Refused, SetupError, SwarmError, count, stages_named
 from swarm.ids import Stage
 from swarm.installed import ENTRY_POINTS, check_allowed, is_file_name
 from swarm.manifest import Run, load_run, parse_run
@@ -108,14 +108,14 @@ class Networked(Generic[OptionsT]):
         """Say which stages no peer serves yet, before a user wonders why nothing happens."""
         missing = unserved(await node.directory.lookup_all(), run, mine)
         if missing:
-            names = f"stage {', '.join(map(str, missing))}"
+            names = stages_named(missing)
             if run.cells > run.S:
                 names = ", ".join(map(run.place, missing[:CELLS_SHOWN]))
                 more = len(missing) - CELLS_SHOWN
                 names += f" and {count(more, 'more cell')}" if more > 0 else ""
             self._note(
                 f"the run waits for {count(len(missing), 'more peer')}: nobody serves {names} yet. "
-                "Start one for each, here or elsewhere:\n"
+                f"Start {'one for each' if missing[1:] else 'it'}, here or elsewhere:\n"
                 f"    {start_line('peer', options.run, options.join[0])}"
             )
 

@@ -14,7 +14,7 @@ from peers.progress import Bar
 from peers.storage import checkpoint, model_file
 from peers.storage.safetensors_file import Damaged, Progress, unheard
 from peers.storage.start_weights import offer_start
-from swarm.errors import Refused, SetupError
+from swarm.errors import Refused, SetupError, stages_named
 from swarm.ids import Stage
 from swarm.manifest import Run, check_id
 from swarm.model.gpt import weights_dtype
@@ -101,15 +101,14 @@ def find_run(folder: Path, run_id: str | None) -> Run:
     """
     if run_id is not None and "@" in run_id:
         raise SetupError(f"{run_id} is found in the network: of the runs in {folder} give the id (32 digits)")
-    if run_id is None:
-        found = sorted(path.parent.name for path in folder.glob("*/run.toml"))
-        if not found:
-            raise SetupError(f"no checkpoints in {folder}: give the --checkpoint-dir of a peer or a keeper")
-        if len(found) > 1:
-            raise SetupError(
-                f"{folder} has checkpoints of several runs, say which: --run {' or '.join(found)}"
-            )
-        run_id = found[0]
+    found = sorted(path.parent.name for path in folder.glob("*/run.toml"))
+    if not found:
+        raise SetupError(f"no checkpoints in {folder}: give the --checkpoint-dir of a peer or a keeper")
+    if run_id is None and len(found) > 1:
+        raise SetupError(f"{folder} has checkpoints of several runs, say which: --run {' or '.join(found)}")
+    if run_id not in (None, *found):
+        raise SetupError(f"{folder} has no checkpoints of run {run_id}, only of {' and '.join(found)}")
+    run_id = run_id or found[0]
     return check_id(checkpoint.load_manifest(folder, run_id), run_id)
 
 
@@ -125,10 +124,10 @@ def with_step(folder: Path, run: Run, step: int | None, use: Callable[[int], T])
     complete = sorted(set.intersection(*map(set, by_stage)), reverse=True)
     if step is not None:
         if step not in complete:
-            lacking = ", ".join(str(stage) for stage in range(run.S) if step not in by_stage[stage])
+            lacking = stages_named([stage for stage in range(run.S) if step not in by_stage[stage]])
             there = " ".join(map(str, complete)) or "none"
             raise SetupError(
-                f"step {step} is not complete in {folder}: it lacks stage {lacking} (complete steps: {there})"
+                f"step {step} is not complete in {folder}: it lacks {lacking} (complete steps: {there})"
             )
         complete = [step]
     first: Damaged | None = None

@@ -14,7 +14,7 @@ from peers.sim.throughput.members import Members
 from peers.sim.throughput.report import Settings, ThroughputReport
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import World
-from swarm.errors import SetupError, did_you_mean
+from swarm.errors import SetupError, did_you_mean, stages_named
 from swarm.ids import Stage
 from swarm.plan.network import Job, Network
 from swarm.records import NO_STAGE
@@ -90,7 +90,7 @@ def _check(network: Network, job: Job, layout: Sequence[Stage], trace: Trace | N
         return
     empty = sorted(set(range(job.stages)) - set(layout))
     if empty:
-        raise SetupError(f"no device is in stage {', '.join(map(str, empty))}")
+        raise SetupError(f"no device is in {stages_named(empty)}")
 
 
 def _check_counts(network: Network, trace: Trace) -> None:

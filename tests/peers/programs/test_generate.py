@@ -139,6 +139,8 @@ def test_an_empty_folder_and_two_runs_in_one_are_said(folder: Path, tmp_path: Pa
         find_run(folder, None)
     with pytest.raises(SetupError, match=r"is found in the network: of the runs in .* give the id"):
         find_run(folder, "mine@" + 20 * "a")
+    with pytest.raises(SetupError, match=rf"has no checkpoints of run {'f' * 32}, only of .*{RUN.id}"):
+        find_run(folder, "f" * 32)
     assert find_run(folder, RUN.id) == RUN
 
 

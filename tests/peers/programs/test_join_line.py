@@ -92,8 +92,12 @@ async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_sta
     trainer = Train(options, emit=lambda event: said.append(event.words()))
     await trainer._tell_missing(options, node, run, 1)  # type: ignore[arg-type]
     first, line = said.pop().split("\n")
-    assert first.startswith("the run waits for 2 more peers: nobody serves stage 0, 2 yet")
+    assert first.startswith("the run waits for 2 more peers: nobody serves stages 0, 2 yet. Start one for")
     assert build_parser().parse_args(shlex.split(line)[1:]).join == [THERE]
+    await trainer._tell_missing(options, node, run, 0, 1)  # type: ignore[arg-type]
+    assert said.pop().startswith(
+        "the run waits for 1 more peer: nobody serves stage 2 yet. Start it, here or"
+    )
     some = replace(run, islands=IslandsSpec(count=2, local_steps=9), checkpoint_every=0)
     await trainer._tell_missing(options, node, some, 0)  # type: ignore[arg-type]
     assert said.pop().startswith(

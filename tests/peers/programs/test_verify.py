@@ -372,7 +372,7 @@ def test_a_checkpoint_of_another_form_or_with_other_moments_is_noticed(
 
 def test_what_is_missing_is_said_with_what_there_is(honest: Recorded, tmp_path: Path) -> None:
     for (first, last), said in {
-        (3, 4): "step 3 is not complete in .*: it lacks stage 0, 1 .complete steps: 6 4 2.",
+        (3, 4): "step 3 is not complete in .*: it lacks stages 0, 1 .complete steps: 6 4 2.",
         (4, 4): "--from 4 --to 4: run .* has versions 0 to 6, and --to is a later one than --from",
         (0, 7): "--from 0 --to 7: run .* has versions 0 to 6",
     }.items():
