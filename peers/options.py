@@ -13,6 +13,7 @@ import ctypes
 import inspect
 import ipaddress
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -182,9 +183,14 @@ def is_there(flag: str, path: Path | str) -> None:
         raise SetupError(f"{flag} {path} cannot be read: there is no such file or folder")
 
 
-def is_no_file(flag: str, path: Path) -> None:
-    if path.is_file():
-        raise SetupError(f"{flag} {path} is a file: give a folder")
+def can_be_folder(flag: str, path: Path) -> None:
+    """What is saved hours later must not be lost for want of a place."""
+    whole = path.absolute()
+    there = next(one for one in (whole, *whole.parents) if os.access(one, os.F_OK))
+    if not there.is_dir():
+        raise SetupError(f"{flag} {path if there == whole else there} is a file: give a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise SetupError(f"{flag} {path} cannot be written: make {there} yours, or give another folder")
 
 
 def _has_driver(flag: str, device: str) -> None:
@@ -212,7 +218,7 @@ FILE = Kind(path, "FILE", is_no_pipe)
 NEEDED_FILE = Kind(path, "FILE", is_there)
 DATA = Kind(data_file, "FILE", is_there)
 ANY_DIR = Kind(path, "DIR")
-DIR = Kind(path, "DIR", is_no_file)
+DIR = Kind(path, "DIR", can_be_folder)
 NEEDED_DIR = Kind(path, "DIR", is_there)
 SOCKET = Kind(path, "SOCKET")
 IP = Kind(str, "IP")

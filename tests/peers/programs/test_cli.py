@@ -446,6 +446,20 @@ def test_an_empty_name_is_not_taken_for_this_folder(
     assert "'' is not the name of a file or folder" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, flag in (("keeper", "--dir"), ("peer", "--checkpoint-dir")):
+        words = [command, *NEEDED[command][:4], flag]
+        assert main([*words, "model.safetensors/ckpt"]) == Exit.SETUP
+        assert f"{flag} {tmp_path}/model.safetensors is a file: give a folder" in capsys.readouterr().err
+        with monkeypatch.context() as patch:
+            patch.setattr(options.os, "access", lambda path, mode: mode == os.F_OK)  # of root all is writable
+            assert main([*words, "ckpt"]) == Exit.SETUP
+        said = f"{flag} ckpt cannot be written: make {tmp_path}/ckpt yours, or give another folder"
+        assert said in capsys.readouterr().err
+
+
 def test_a_home_that_the_shell_left_as_it_was_written_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
