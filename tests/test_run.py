@@ -660,7 +660,7 @@ def test_trainers_must_be_different_peer_ids(ids: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["", " x", "a\nb", 'a"b', "a\\b", "é", "x" * 64])
 def test_a_name_needs_no_escapes(name: str) -> None:
-    with pytest.raises(SetupError, match=r"^name = .* it must be 1 to 63 letters"):
+    with pytest.raises(SetupError, match=r"^name = .* it must be 1 to 63 characters: A to Z, a to z"):
         replace(example_run(), name=name)
 
 

@@ -175,7 +175,10 @@ def _text_files(run: Run, files: Sequence[str | Path]) -> list[Path]:
     """The files that the text is in; none: it is the tales."""
     if run.data.source == "tales":
         if files:
-            raise SetupError(f'the run reads tales (data.source = "tales"), but {files[0]} was given')
+            raise SetupError(
+                f'the run reads tales (data.source = "tales"), but {files[0]} was given: leave it out, or '
+                'write data.source = "files" into the manifest'
+            )
         return []
     if not files:
         raise SetupError(

@@ -88,7 +88,7 @@ def read_config(path: Path) -> tuple[ModelConfig, Run]:
     Raises:
         SetupError: there is none, or its JSON is damaged or contradicts itself.
     """
-    if not path.exists():
+    if not path.is_file():
         raise SetupError(f"there is no model file {path}: swarm export makes one from checkpoints")
     where = config_path(path)
     try:

@@ -49,7 +49,7 @@ class Run(Spec):
     name: str = setting(
         text(
             r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",
-            "1 to 63 letters, digits, spaces or . _ + - and no space first",
+            "1 to 63 characters: A to Z, a to z, digits, spaces or . _ + -, and a letter or digit first",
         )
     )
     """For people. Two runs that differ in nothing else are two runs."""

@@ -260,6 +260,7 @@ def changed(path: Path, **fields: Any) -> None:
             "is damaged: its bytes are not those that were",
         ),
         (lambda m: m.unlink(), r"there is no model file .*: swarm export makes one"),
+        (lambda m: (m.unlink(), m.mkdir()), r"there is no model file .*: swarm export makes one"),
         (lambda m: m.with_suffix(".json").unlink(), r"model\.json is missing: it says what .* is"),
         (lambda m: m.with_suffix(".json").write_bytes(b'{"format"'), r"model\.json is damaged: "),
         (lambda m: m.with_suffix(".json").write_bytes(b" " * 10**6), r"is damaged: longer than 64000 bytes"),

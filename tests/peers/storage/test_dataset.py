@@ -434,7 +434,9 @@ def test_files_are_given_exactly_when_the_run_reads_files(text: Path) -> None:
         SetupError, match=r'reads text files \(data\.source = "files"\): give them with --data'
     ):
         open_dataset(FILES)
-    with pytest.raises(SetupError, match=r'\(data\.source = "tales"\), but .*text\.txt was given'):
+    with pytest.raises(
+        SetupError, match=r'\(data\.source = "tales"\), but .*text\.txt was given: leave it out'
+    ):
         open_dataset(TALES, [text])
 
 
