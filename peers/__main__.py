@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 
 def main() -> int:
     """Run one subcommand; returns the exit code."""
-    # A shell's `&` has SIGINT ignored, and the first process of a container gets only what it handles.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     try:
+        import signal
+
+        # A shell's `&` has SIGINT ignored, and the first process of a container gets only what it handles.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         from peers.cli import main as run
 
         return run()

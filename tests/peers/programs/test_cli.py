@@ -446,6 +446,15 @@ def test_an_empty_name_is_not_taken_for_this_folder(
     assert "'' is not the name of a file or folder" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_an_end_like_any_other_before_anything_is_imported() -> None:
+    """What is imported outside of `main` is interrupted with a traceback."""
+    root = str(Path(cli.__file__).parents[1])
+    code = "import sys; sys.path.insert(0, sys.argv[1]); had = {*sys.modules}; import peers.__main__; "
+    command = [sys.executable, "-I", "-S", "-c", code + "print(sorted({*sys.modules} - had))", root]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['__future__', 'peers', 'peers.__main__']\n"
+
+
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
