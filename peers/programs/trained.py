@@ -24,7 +24,7 @@ import torch
 
 from peers.clock import now_s
 from peers.device import choose_device
-from peers.events import Emit, Event
+from peers.events import Emit, Event, Note
 from peers.ports import Directory, Transport
 from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
@@ -98,7 +98,7 @@ async def collect(
             emit(event)
 
     keeper = CheckpointKeeper(run, transport, directory, settings, hear)
-    until = now_s() + limit_s
+    until, said = now_s() + limit_s, False
     while True:
         await directory.lookup_all()
         await keeper.fetch()
@@ -107,15 +107,19 @@ async def collect(
         newest = newest_common(keeper.offers)
         if newest is not None and newest == keeper.version:
             return newest
+        there = "; ".join(
+            f"stage {stage}: {' '.join(map(str, versions)) or 'none'}"
+            for stage, versions in keeper.offers.items()
+        )
+        words = f"no version of all stages could be fetched (on offer: {there})"
         if now_s() >= until:
-            there = "; ".join(
-                f"stage {stage}: {' '.join(map(str, versions)) or 'none'}"
-                for stage, versions in keeper.offers.items()
-            )
             raise SetupError(
-                f"no version of all stages could be fetched (on offer: {there}). Before its end a run offers "
-                "what a keeper or peers with a --checkpoint-dir save every checkpoint_every steps: start one"
+                f"{words}. Before its end a run offers what a keeper or peers with a --checkpoint-dir save "
+                "every checkpoint_every steps: start one"
             )
+        if not said:
+            emit(Note(text=f"{words}: asked again for {limit_s:.0f} s"))
+        said = True
         await asyncio.sleep(POLL_S)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.events import Checkpointed, Kept, Note, Serving, StateFetched, Trouble
+from peers.events import Checkpointed, Event, Kept, Note, Serving, StateFetched, Trouble
 from peers.ports import Answer, Request
 from peers.programs.trained import collect
 from peers.stage import joining
@@ -268,6 +268,13 @@ async def test_the_last_version_is_collected_from_peers_without_a_disk(tmp_path:
         assert none.value.text.startswith(
             "no version of all stages could be fetched (on offer: stage 0: none; stage 1: none). Before its"
         )
+        said: list[Event] = []
+        with pytest.raises(SetupError, match="no version of all stages"):
+            await collect(run, end.transport, end.directory, tmp_path, said.append)
+        assert [event.words() for event in said] == [
+            "no version of all stages could be fetched (on offer: stage 0: none; stage 1: none): asked again "
+            "for 15 s"
+        ]
         s.add_trainer("trainer")
         await s.until_finished()
         assert await collect(run, end.transport, end.directory, tmp_path, s.events.append) == run.steps
