@@ -161,13 +161,24 @@ def run_up(options: UpOptions) -> None:
     """
     folder = options.folder.parent if options.folder.name == "run.toml" else options.folder
     check_folder(folder)
-    terms, here = load_run(folder / "run.toml"), shlex.quote(str(folder))
+    terms, model = load_run(folder / "run.toml"), folder / "model.safetensors"
     lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
-    from peers.api import Run, local  # torch, which takes seconds
+    from peers.storage import model_file  # torch, which takes seconds
+
+    if not model_file.is_trained(model, terms):
+        _train(options, terms, model, lines)
+    lines.say(f"the trained model is {model}. See what it writes:")
+    lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
+
+
+def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: Lines) -> None:
+    """Train the run in the folder of `model`, and write that; raises as `run_up`."""
+    from peers.api import Run, local
     from peers.api.processes import AGAIN_S
     from peers.storage import model_file
     from peers.storage.weights import model_shapes
 
+    folder, here = model.parent, shlex.quote(str(model.parent))
     run = Run.of(
         terms, files=options.data, tokenizer=options.tokenizer, start=options.start,
         eval_data=options.eval_data,
@@ -183,7 +194,7 @@ def run_up(options: UpOptions) -> None:
     with made as swarm:
         for _ in swarm:
             pass
-    (by_name, step), model = made.trained(), folder / "model.safetensors"
+    by_name, step = made.trained()
     remedy = f"end this by Ctrl-C, which gives the model up: tried again every {AGAIN_S:.0f} s"
     while True:  # what took days to train is in this memory only, if the disk is full
         try:
@@ -192,8 +203,6 @@ def run_up(options: UpOptions) -> None:
         except SetupError as error:
             lines.say(f"! {error.text}")
             time.sleep(AGAIN_S)
-    lines.say(f"the trained model is {model}. See what it writes:")
-    lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
 
 
 def _sample(run: Run, weights: Mapping[str, torch.Tensor]) -> str:

@@ -8,6 +8,7 @@ The JSON is written last. A model may come from a stranger: digest, names, shape
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -104,6 +105,14 @@ def read_config(path: Path) -> tuple[ModelConfig, Run]:
     if not 0 <= config.step <= run.steps:
         raise _KIND.damaged(where, f"step {config.step} of a run of {run.steps}")
     return config, run
+
+
+def is_trained(path: Path, run: Run) -> bool:
+    """Whether the model of the run's last step is there, by its length."""
+    with contextlib.suppress(SetupError, OSError):
+        config, _ = read_config(path)
+        return (config.run, config.step, config.bytes) == (run.id, run.steps, path.stat().st_size)
+    return False
 
 
 def read(

@@ -224,6 +224,12 @@ def test_what_up_has_trained_is_kept_in_memory_until_the_disk_has_room(
     assert found.step == run.steps and all(
         torch.equal(by_name[name], it) for name, it in found.by_name.items()
     )
+    started = list[object]()
+    monkeypatch.setattr("peers.api.local", lambda *_, **__: started.append(1) or Trained())
+    assert main(["up", str(tmp_path / "mine")]) == 0 and not started, "it is there already"
+    assert "the trained model is" in capsys.readouterr().out
+    os.truncate(tmp_path / "mine" / "model.safetensors", 9)
+    assert main(["up", str(tmp_path / "mine")]) == 0 and started, "it is damaged"
 
 
 def write_full(*_: Any) -> None:
