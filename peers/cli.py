@@ -264,8 +264,6 @@ def _role(args: argparse.Namespace, emit: Emit) -> Role:
         if args.health is not None:
             raise SetupError("--health answers for one peer: with several devices start a program for each")
         return Fleet(given, args.words[1:], args.metrics, emit=emit)
-    if args.command == "peer" and args.stages:
-        raise SetupError("--stages is for several devices (--device all, or cuda:0,cuda:1): take --stage")
     return _imported(PROGRAMS[args.command])(given, emit=emit)
 
 

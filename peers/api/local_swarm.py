@@ -98,7 +98,9 @@ class LocalSwarm:
     @property
     def _running(self) -> Background:
         if self._background is None:
-            raise SetupError("start the swarm first: with swarm.local(run) as s: ...")
+            raise SetupError(
+                "start the swarm first: with swarm.local(run) as s: ... It runs in that block only"
+            )
         return self._background
 
     def _end(self) -> None:

@@ -304,6 +304,9 @@ class Peer(Networked[PeerOptions]):
     _movable = False
 
     def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
+        """Raises SetupError: the options are those of several peers."""
+        if options.stages:
+            raise SetupError("--stages is for several devices (--device all, or cuda:0,cuda:1): take --stage")
         super().__init__(options, emit=emit)
         self.owner = Owner()
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from swarm.errors import SetupError
+from swarm.errors import SetupError, count
 from swarm.model.graph.ir import OpGraph
 from swarm.model.graph.partition import recomputed
 
@@ -43,8 +43,8 @@ def find_cut(graph: OpGraph, seconds: Sequence[float], stages: int) -> tuple[int
     trained = sum(task.trains(index) for index in task.row)
     if trained < stages:
         raise SetupError(
-            f"{trained} operators have weights, too few for {stages} stages: a stage without weights trains "
-            "nothing. Cut the model into fewer stages"
+            f"{count(trained, 'operator')} with weights: too few for {stages} stages. One without trains "
+            "nothing: cut the model into fewer stages"
         )
     rows = [_Row(task, order, seconds) for order in _orders(task)]
 

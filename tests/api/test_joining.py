@@ -120,6 +120,7 @@ def test_a_second_interrupt_ends_it_at_once(serves: type[Serves], monkeypatch: p
         ({"reach": "maybe"}, r"reach = 'maybe': choose from auto, public, relay"),
         ({"devcie": "cpu"}, r"join has no option devcie \(did you mean device\?\)"),
         ({"device": "cpu,cpu"}, "a Python program serves one device"),
+        ({"stages": (0, 1)}, "--stages is for several devices .*: take --stage"),
         ({"device": "all"}, "a Python program serves one device"),
         ({"max_vram": "6"}, "max_vram = '6': '6' is not a size of memory"),
     ],

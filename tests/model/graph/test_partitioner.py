@@ -126,7 +126,7 @@ def test_weights_that_two_stages_would_read_are_kept_on_one() -> None:
 
 def test_a_model_of_too_few_weights_is_refused() -> None:
     graph = Draft(x=1).op("a", ["x"], 4, weight=1, module="layers.0").op("b", ["a"], 4, weight=1).graph("b")
-    with pytest.raises(SetupError, match=r"2 operators have weights, too few for 3 stages: .* fewer stages"):
+    with pytest.raises(SetupError, match=r"2 operators with weights: too few for 3 stages.* fewer stages"):
         find_cut(graph, [1.0, 1.0], 3)
 
 

@@ -175,5 +175,5 @@ def test_models_of_transformers_by_their_config(tmp_path: Path, capsys: pytest.C
 
 
 def test_more_stages_than_operators_with_weights_are_refused() -> None:
-    with pytest.raises(SetupError, match="1 operators have weights, too few for 2 stages"):
+    with pytest.raises(SetupError, match="1 operator with weights: too few for 2 stages"):
         run_graph(GraphOptions(model=f"{HERE}:by_name", stages=2))
