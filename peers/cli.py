@@ -504,7 +504,3 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr)
     except OSError:
         _no_more_output(sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -74,7 +74,7 @@ MARK = "SWARM_TEST_MARK"
 def executed(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
     """`swarm ARGUMENTS` by a new Python."""
     return subprocess.Popen(
-        [sys.executable, "-m", "peers.cli", *arguments],
+        [sys.executable, "-m", "peers", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -83,6 +83,6 @@ def test_a_program_whose_parent_is_another_than_it_was_told_ends_at_once(form: s
     words = ["peer", "--run", "5a" * 16, "--join", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW"]
     words += ["--die-with-parent", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "peers.cli", *words], capture_output=True, timeout=60, check=False
+        [sys.executable, "-m", "peers", *words], capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")

@@ -32,7 +32,7 @@ def small() -> Run:
 @contextmanager
 def dashboard(swarm: Swarm, *extra: str) -> Iterator[str]:
     """`swarm dashboard` of that swarm; yields the address of its page."""
-    words = [sys.executable, "-m", "peers.cli", "dashboard", *swarm.membership(), "--web", ":0", *extra]
+    words = [sys.executable, "-m", "peers", "dashboard", *swarm.membership(), "--web", ":0", *extra]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ.copy()) as program:
         try:
             assert program.stdout is not None

@@ -91,7 +91,7 @@ def test_a_public_run_is_started_joined_kept_watched_and_used(tmp_path: Path) ->
         assert [stage["serving"] for stage in status["stages"]] == [1, 1]
         for nth in range(2):
             words = reader.words("docs/public-run.md", "dashboard", nth)
-            command = [sys.executable, "-u", "-m", "peers.cli", *words]
+            command = [sys.executable, "-u", "-m", "peers", *words]
             with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as dashboard:
                 assert dashboard.stdout is not None
                 said = dashboard.stdout.readline()
