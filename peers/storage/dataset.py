@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from peers.options import is_there
 from peers.progress import Bar
 from peers.storage import CACHE_ENV, atomic_file, cache_folder
 from peers.storage.blocks import DEFAULT_BYTES, Blocks
@@ -190,12 +191,7 @@ def _text_files(run: Run, files: Sequence[str | Path]) -> list[Path]:
             raise SetupError(
                 f"the data file {path} is a folder: give the text files in it, such as {path}/*.txt"
             )
-        if not path.exists():
-            raise SetupError(
-                f"the data file {path} does not exist (looked for it in {path.absolute().parent})"
-            )
-        if not path.is_file():
-            raise SetupError(f"the data file {path} is not a regular file: save its text to one")
+        is_there("the data file", path)
     return paths
 
 
