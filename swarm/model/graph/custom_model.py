@@ -25,12 +25,9 @@ from swarm.ids import Stage
 from swarm.installed import import_module, source_digest
 from swarm.manifest import (
     BatchSpec,
-    CodecSpec,
     CustomModelSpec,
-    IslandsSpec,
     OptimizerSpec,
     Run,
-    StartSpec,
     read_cut,
     write_cut,
 )
@@ -321,17 +318,17 @@ def _spec(run: Run) -> CustomModelSpec:
 
 
 def _open(run: Run) -> Run:
-    """The run without what `custom_model` compares and what changes neither weights nor operators."""
-    return replace(
-        run,
+    """A run with what makes its weights and operators, and nothing else."""
+    return Run(
+        name="open",
+        seed=run.seed,
         steps=1,
         dtype="float64" if weights_dtype(run) == torch.float64 else "float32",
         model=replace(_spec(run), version="", graph="", digests=(), cut="", stages=1),
+        data=run.data,
         batch=BatchSpec(microbatch_size=run.batch.microbatch_size, microbatches_per_step=1),
         optimizer=OptimizerSpec(lr=1.0),
-        codec=CodecSpec(),
-        start=StartSpec(),
-        islands=IslandsSpec(),
+        lora=run.lora,
     )
 
 
@@ -459,7 +456,7 @@ def _word(part: Any) -> str:
 def _assignment(run: Run, spec: CustomModelSpec, traced: Traced) -> tuple[int, ...]:
     count = len(traced.calls)
     if not spec.cut:
-        return find_cut(traced.graph, reckoned_s(traced), run.S)
+        return _cut(traced, run.S)
     assignment = read_cut(spec.cut, count)
     if assignment is None:
         raise SetupError(
@@ -471,6 +468,12 @@ def _assignment(run: Run, spec: CustomModelSpec, traced: Traced) -> tuple[int, .
             "out, and one is found"
         )
     return assignment
+
+
+@lru_cache(maxsize=4)
+def _cut(traced: Traced, stages: int) -> tuple[int, ...]:
+    """Where it is cut for devices that are all alike; to reckon that may take as long as to trace it."""
+    return find_cut(traced.graph, reckoned_s(traced), stages)
 
 
 def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:

@@ -90,6 +90,15 @@ def test_building_follows_the_seed_and_leaves_torch_s_generator_alone() -> None:
         assert torch.equal(custom_model(one).value(name), mine[name])
 
 
+def test_what_changes_neither_weights_nor_operators_traces_nothing_anew() -> None:
+    run = of("bag")
+    others = (
+        replace(run, name="other", steps=run.steps + 1, exact_sums=False, delayed_updates=True),
+        replace(run, model=replace(run.model, stages=1), checkpoint_every=7),
+    )
+    assert all(custom_model(other).traced is custom_model(run).traced for other in others)
+
+
 def test_a_manifest_pins_weights_by_their_stages_only() -> None:
     with pytest.raises(SetupError, match=r"model\.weights = .*: it must be empty: model\.digests pins them"):
         changed(of("bag"), weights="0" * 64)
