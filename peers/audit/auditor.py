@@ -199,14 +199,14 @@ class Auditor:
         recount = Recount(compute, t, parts[place][index])
         kept = KeptWork(self._run, stage, self._transport, self._directory, lambda: compute.version)
         one = claim.microbatches[self._coin(stage, t, f"answer {member}").below(len(claim.microbatches))]
-        came: list[Shown] = []
+        seen: list[tuple[Shown, Shown | None]] = []
 
-        def saw(mb: Microbatch, shown: Shown) -> None:
+        def saw(mb: Microbatch, came: Shown, made: Shown | None) -> None:
             if mb == one:
-                came.append(shown)
+                seen.append((came, made))
 
         try:
-            bound = await count_again(kept, self._device, recount, member, claim.microbatches, saw)
+            found = await count_again(kept, self._device, recount, member, claim.microbatches, saw)
         except (PeerGone, PeerSilent):
             return True
         except SwarmError as error:
@@ -214,25 +214,31 @@ class Auditor:
                 return False
             await self._tell(claim, f"does not show what it added: {error.text}")
             return True
-        if 2 * bound <= len(claim.microbatches):
+        if 2 * found.bound <= len(claim.microbatches):
             return True  # its neighbours may be itself
         self.audited += 1
         r = coefficients(seed_of(claim.said.nonces), place, index, parts[place][index][1])
         projected = nth_sum(claim.said.sums[place], index)
         assert projected is not None  # `_checked` compared the lengths
         same = await asyncio.to_thread(has_its_bits, recount, parts, claim.said)
-        if not same and await asyncio.to_thread(recount.is_off, projected, r):
+        off = not same and await asyncio.to_thread(recount.is_off, projected, r)
+        if off or found.false:
             self.found.add(member)
-            await self._tell(claim, f"added something else than its {len(claim.microbatches)} microbatches")
+            what = "added" if off else "sent on"
+            await self._tell(claim, f"{what} something else than its {len(claim.microbatches)} microbatches")
         elif stage:
             with contextlib.suppress(SwarmError):
-                await self._audit_answer(compute, kept, member, one, came[0])
+                await self._audit_answer(compute, kept, member, one, *seen[0])
         return True
 
     async def _audit_answer(
-        self, compute: StageCompute, kept: KeptWork, member: PeerId, mb: Microbatch, came: Shown
-    ) -> None:
-        """Compute an answer of a member again, as its caller got it: it may show another than it gave."""
+        self, compute: StageCompute, kept: KeptWork, member: PeerId, mb: Microbatch, came: Shown,
+        shown: Shown | None,
+    ) -> None:  # fmt: skip
+        """Compute an answer of a member again, as its caller got it: it may show another than it gave.
+
+        `shown`: what it made, if it has shown that.
+        """
         run, stage = self._run, compute.stage
         caller = KeptWork(run, stage - 1, self._transport, self._directory, lambda: compute.version)
         told = (await caller.of(came.told.caller, mb, made=False)).told
@@ -244,7 +250,7 @@ class Auditor:
         made = await device.run(Rank.COMPUTE, mb.t, make, compute, mb, came.forth, came.back)
         if made.is_of(said):
             return
-        shown = await kept.of(member, mb, made=True)
+        shown = shown or await kept.of(member, mb, made=True)
         evidence, body = evidence_of(member, said, receipt.signature, came, shown)
         signer = self._transport.signer
         if await device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):

@@ -1,9 +1,10 @@
 """Replicas compute again what others of their stage contributed to a step: all microbatches of one of them.
 
-An answer that is true shows that a peer computed, not that it added. Each replica believes only what it
-computed itself. Who finds a lie first tells the others, which look at the next contribution, and looks itself
-once more before it leaves the liar out: left out sooner, it would have nothing to show to the others. Whom to
-audit, and when: docs/decisions/audits.md.
+An answer that is true shows that a peer computed, not that it added; a sum that is true does not show what it
+sent on, which is compared as well. Each replica believes only what it computed itself. Who finds a lie first
+tells the others, which look at the next contribution, and looks itself once more before it leaves the liar
+out: left out sooner, it would have nothing to show to the others. Whom to audit, and when:
+docs/decisions/audits.md.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from peers.clock import now_s
 from peers.ports import Device, Rank
 from peers.stage.state import StageCore
 from peers.waiting import for_each
-from swarm.audit.answers import is_audited
+from swarm.audit.answers import digest, is_audited
 from swarm.audit.contributions import Recount
 from swarm.audit.evidence import numbers
 from swarm.audit.screen import Screen
 from swarm.digest import digest_of
-from swarm.errors import SwarmError
+from swarm.errors import Refused, SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.protocol.ledger import members_of
 from swarm.protocol.rounds import Plan
@@ -46,30 +47,50 @@ AT_ONCE = 4
 """Microbatches whose tensors are fetched at once."""
 
 
+class Counted(NamedTuple):
+    """What was found when the microbatches of a member were computed again."""
+
+    bound: int
+    """Of how many those count that signed what came in."""
+    false: list[Microbatch]
+    """Those of which it sent something else on."""
+
+
 async def count_again(
     kept: KeptWork,
     device: Device,
     recount: Recount,
     member: PeerId,
     microbatches: Sequence[Microbatch],
-    saw: Callable[[Microbatch, Shown], None] = lambda mb, shown: None,
-) -> int:
-    """Add microbatches of a member as it shows them; of how many those count that signed what came in.
+    saw: Callable[[Microbatch, Shown, Shown | None], None] = lambda mb, came, made: None,
+) -> Counted:
+    """Add microbatches of a member as it shows them, and compare what it sent on.
 
-    `saw`: told of each.
+    `saw`: told of each what came in, and what it made of that, if it is not the same to the bit.
 
     Raises:
         SwarmError: it does not show one as its neighbours signed it.
     """
+    false = list[Microbatch]()
 
     async def again(mb: Microbatch) -> bool:
-        shown = await kept.of(member, mb, made=False)
-        neighbours = kept.signed_by(mb, shown)
-        saw(mb, shown)
-        await device.run(Rank.COMPUTE, mb.t, recount.add, mb.m, shown.forth, shown.back, device.books)
-        return all(kept.counts(*neighbour) for neighbour in neighbours)
+        came, made = await kept.of(member, mb, made=False), None
+        counts = all(kept.counts(*neighbour) for neighbour in kept.signed_by(mb, came))
+        outputs = await device.run(Rank.COMPUTE, mb.t, recount.add, mb.m, came.forth, came.back, device.books)
+        receipt = None if came.told.next is None else came.told.next.receipt
+        if receipt is not None and digest(outputs) != receipt.inputs:
+            made = await kept.of(member, mb, made=True)
+            if digest(made.forth) != receipt.inputs:
+                if counts:
+                    raise Refused(f"it shows something else of {mb} than the next stage got")
+                return False
+            compared = outputs, made.forth, came.forth
+            if await device.run(Rank.COMPUTE, mb.t, recount.sent_other, *compared):
+                false.append(mb)
+        saw(mb, came, made)
+        return counts
 
-    return sum(await for_each(microbatches, again, AT_ONCE))
+    return Counted(sum(await for_each(microbatches, again, AT_ONCE)), false)
 
 
 def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> bool:
@@ -187,7 +208,7 @@ class ContributionAudits:
         claim, core = case.claim, self._core
         member, t, microbatches = claim.member, claim.said.t, claim.microbatches
         try:
-            bound = await count_again(self._kept, core.device, case.recount, member, microbatches)
+            found = await count_again(self._kept, core.device, case.recount, member, microbatches)
         except SwarmError:
             if core.version <= t + 1 and core.life == "serving":  # else it need not keep them any more
                 self._charge(member, t)  # it is asked again in the next step, by all
@@ -195,12 +216,12 @@ class ContributionAudits:
             return
         self.audited += 1
         same, far = await asyncio.to_thread(self._compare, case)
-        if not same and far:
+        if found.false or (far and not same):
             self._found(claim)
         elif not same and self._doubted.get(member, 0):
             self._doubted[member] -= 1
             self._suspects[member] = t + 1
-        elif 2 * bound > len(microbatches):
+        elif 2 * found.bound > len(microbatches):
             self._screen.honest(member)
             self._doubted.pop(member, None)
             self._own.pop(member, None)

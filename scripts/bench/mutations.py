@@ -4676,9 +4676,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "another-sum-is-no-lie",
         CONTRIBUTIONS,
-        "        if not same and far:\n",
-        "        if False:\n",
+        "        if found.false or (far and not same):\n",
+        "        if found.false:\n",
         "A replica answers truly, and adds what it likes.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "outputs-not-compared",
+        CONTRIBUTIONS,
+        "        if found.false or (far and not same):\n",
+        "        if far and not same:\n",
+        "A replica that sends on what it likes is called honest: it adds what follows from that.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
+        "outputs-that-suit",
+        CONTRIBUTIONS,
+        "            if digest(made.forth) != receipt.inputs:\n",
+        "            if False:\n",
+        "A replica shows true outputs, and has sent others on.",
         ("test_false_contributions",),
     ),
     Mutation(
@@ -4717,8 +4733,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sums-made-again-without-the-books",
         CONTRIBUTIONS,
-        "shown.back, device.books)",
-        "shown.back)",
+        "came.back, device.books)",
+        "came.back)",
         "On several cores an honest contribution is made again with parts of it lost.",
         ("test_false_contributions",),
     ),

@@ -1,4 +1,5 @@
 """Whether a replica contributed what its microbatches add up to: all of them are computed again, and added.
+What it sent on is compared, too: that no sum of its own shows.
 
 Devices of one kind give the same sum, to the last bit; of others the relative distance of a chunk is
 compared, as of answers (`swarm.audit.answers`).
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.audit.answers import FAR, NOISE, norm
+from swarm.audit.answers import FAR, NOISE, is_far, norm
 from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
 from swarm.model.stage import StageCompute
@@ -42,17 +43,30 @@ class Recount:
         inputs: Sequence[Encoded],
         output_grads: Sequence[Encoded],
         lock: AbstractContextManager[object] = NO_LOCK,
-    ) -> None:
-        """Compute a microbatch and add it. `lock`: held while the sum changes, where several compute.
+    ) -> list[Encoded]:
+        """Compute a microbatch and add it; what its stage sends on. `lock`: held while the sum changes, where
+        several compute.
 
         Raises:
-            As `StageCompute.gradients_of` and `add`.
+            As `StageCompute.forward`, `gradients` and `add`.
         """
-        found = self._compute.gradients_of(Microbatch(self._t, m), inputs, output_grads)
+        compute, mb, outputs = self._compute, Microbatch(self._t, m), list[Encoded]()
+        if compute.stage == compute.run.S - 1:
+            found = compute.loss_gradients(mb, inputs, weights=True)
+        else:
+            fwd = compute.forward(mb, inputs)
+            outputs, found = fwd.outputs, compute.gradients(fwd, output_grads, weights=True)
         with lock:
             before = self._part().clone()
-            self._compute.add(found)
+            compute.add(found)
             self._terms_norm += norm(self._part() - before)
+        return outputs
+
+    def sent_other(
+        self, outputs: Sequence[Encoded], sent: Sequence[Encoded], inputs: Sequence[Encoded]
+    ) -> bool:
+        """Whether what a replica sent on is far from the `outputs` that `add` found of `inputs`."""
+        return is_far(outputs, sent, inputs, FAR[self._compute.run.dtype])
 
     def total(self) -> torch.Tensor:
         """The sum: int64, 1-D, in host memory."""

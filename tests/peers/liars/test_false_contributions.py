@@ -22,7 +22,7 @@ from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
-from swarm.wire.evidence import KeptTensors, ShowEvidence, WrongContribution
+from swarm.wire.evidence import AskKept, Audited, KeptTensors, ShowEvidence, WrongContribution
 from swarm.wire.messages import pack, unpack
 from tests.peers.liars.test_false_answers import TRAINER, accused, audited_run, changed
 from tests.peers.loops import Swarm, swarm
@@ -99,6 +99,68 @@ async def test_a_replica_that_adds_wrongly_is_found_by_each_that_looks(kind: str
     assert all(liar in peer.convictions.convicted for name, peer in s.peers.items() if name != liar)
     said = f"peer {liar} is left out: its signed projected of step"
     assert any(event.text.startswith(said) for event in s.seen(Trouble))
+
+
+def send_on(liar: StagePeer, factor: float) -> None:
+    """Have a peer send other outputs on, and show those; it adds what it computes."""
+    compute: Any = liar.core.compute
+    honest = compute.forward
+
+    def forward(*args: Any, **more: Any) -> Any:
+        fwd = honest(*args, **more)
+        fwd.outputs = changed(fwd.outputs, lambda values: values * factor)
+        return fwd
+
+    compute.forward = forward
+    compute.snapshot = looks_at_nobody
+
+
+def find_nothing_in_answers(s: Swarm) -> None:
+    async def fits(request: Request) -> Answer:
+        return Answer(pack(Audited(fits=True)))
+
+    for peer in s.peers.values():
+        peer.core.transport.serve("audit", fits)
+
+
+@pytest.mark.parametrize(("stage", "factor"), some([(0, 100.0), (1, 100.0), (1, -1.0)], quick=[(0, 100.0)]))
+async def test_a_replica_that_adds_truly_what_follows_from_a_lie_that_it_sent_on_is_found(
+    stage: int, factor: float
+) -> None:
+    """Its sum is true, and so is its answer to who asked: of both the gradient is that of the lie."""
+    liar = f"s{stage}p1"
+
+    def also(s: Swarm) -> None:
+        send_on(s.peers[liar], factor)
+        find_nothing_in_answers(s)
+
+    s = await play(audited_run(steps=12), liar, suspects=(liar,), also=also)
+    assert accused(s) == {liar}
+    assert all(liar in peer.convictions.convicted for name, peer in s.peers.items() if name != liar)
+
+
+async def test_who_shows_other_outputs_than_the_next_stage_got_is_left_out_for_a_while() -> None:
+    def also(s: Swarm) -> None:
+        liar = s.peers["s1p1"]
+        send_on(liar, 100.0)
+        find_nothing_in_answers(s)
+        honest, _ = liar.core.transport.handlers["kept"]  # type: ignore[attr-defined]
+
+        async def as_if_it_were_true(request: Request) -> Answer:
+            answer = await honest(request)
+            if not unpack(request.header, AskKept).made:
+                return answer
+            told = unpack(answer.header, KeptTensors)
+            split = split_tensors((told.forth, told.back), answer.body)
+            assert split is not None
+            forth = changed(split[0], lambda values: values / 100.0)
+            return Answer(answer.header, [buffer for one in (*forth, *split[1]) for buffer in one.buffers])
+
+        liar.core.transport.serve("kept", as_if_it_were_true)
+
+    s = await play(audited_run(steps=6), "s1p1", suspects=("s1p1",), also=also)
+    assert not accused(s)
+    assert "s1p1" in s.peers["s1p0"].coordination.left_out
 
 
 async def test_honest_contributions_are_computed_again_and_accuse_nobody() -> None:
