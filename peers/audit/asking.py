@@ -40,28 +40,25 @@ class AuditCaller:
         self._tasks = TaskKeeper()
         self._screen = AnswerScreen()
 
-    def answered(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone) -> None:
-        """Note an answer, whose receipt was checked; `sent`: the digest of what it answers."""
+    def answered(self, stage: Stage, mb: Microbatch, done: WorkDone) -> None:
+        """Note an answer, whose receipt was checked."""
         strange = self._screen.strange_loss(done.loss)
         if not done.hops:
             return
         toss = Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")
         coin = Coin(self._transport.signer, self._run.id, toss)
         if coin.falls(SHARE) or strange:
-            self._ask(stage, mb, sent, done, strange)
+            self._ask(stage, mb, done, strange)
 
-    def decoded(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone, length: float) -> None:
+    def decoded(self, stage: Stage, mb: Microbatch, done: WorkDone, length: float) -> None:
         """Note the norm of the gradient in an answer."""
         if strange := self._screen.strange_length(length):
-            self._ask(stage, mb, sent, done, strange)
+            self._ask(stage, mb, done, strange)
 
-    def _ask(self, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone, honest: Honest | None) -> None:
-        """Have an answer computed again.
-
-        A peer may have computed with the same microbatch from another caller: then there is nothing to say.
-        """
+    def _ask(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
+        """Have an answer computed again."""
         hop = done.hops[0] if done.hops else None
-        if hop is None or hop.receipt is None or hop.receipt.inputs != sent or len(self._tasks) >= AT_ONCE:
+        if hop is None or hop.receipt is None or len(self._tasks) >= AT_ONCE:
             return
         voice = self._voices.of(stage)
         there = (r.peer for r in self._directory.at(stage) if r.state == "serving")

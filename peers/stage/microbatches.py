@@ -115,16 +115,13 @@ class MicrobatchServer:
         claim, kept = await self._claim(step, work.m)
         if claim is Claim.NEW:
             kept = await self._take(step, work, request)
-        elif kept is not None:
-            pass
-        elif (found := step.kept.get(work.m)) is None:
-            kept = await self._again(step, work, request)
-        elif self._is_fed_otherwise(step, work, request.peer, found):
-            kept = await self._feed_again(step, work, request)
         else:
-            kept = found
-            if work.deepest > self._core.stage:
-                await self._pass_on(step, work, kept)
+            known = step.kept.get(work.m) if kept is None else None
+            kept = kept or known or await self._again(step, work, request)
+            if self._is_fed_otherwise(work, request.peer, kept):
+                kept = await self._feed_again(step, work, request)
+            elif known is not None and work.deepest > self._core.stage:
+                await self._pass_on(step, work, known)
         self.answered += 1
         return Answer(pack(kept.answer), [buffer for grad in kept.grads_in for buffer in grad.buffers])
 
@@ -194,12 +191,12 @@ class MicrobatchServer:
         job = step.jobs.get(work.m)
         return await (self._take(step, work, request) if job is None else asyncio.shield(job.done))
 
-    def _is_fed_otherwise(self, step: OpenStep, work: Work, caller: PeerId, kept: Kept) -> bool:
+    def _is_fed_otherwise(self, work: Work, caller: PeerId, kept: Kept) -> bool:
         """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a
         liar, which its stage does without; what other devices compute differs as well.
         """
         receipt = kept.answer.hops[0].receipt
-        if not self._is_audited or receipt is None or len(step.fed_again) >= self._core.run.M:
+        if not self._is_audited or receipt is None:
             return False
         return not self._receipts.is_fed(caller, work, receipt.inputs)
 
@@ -207,9 +204,15 @@ class MicrobatchServer:
         """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds
         something else afterwards, must not have that counted.
         """
-        name = work.m, request.peer
-        if name not in step.fed_again:
-            step.fed_again[name] = await self._again(step, work, request)
+        name = work.m, work.fed or work.ticket
+        while name not in step.fed_again:
+            if (job := step.jobs.get(work.m)) is not None:
+                await asyncio.wait([job.done])
+                continue
+            kept = await self._take(step, work, request)
+            if len(step.fed_again) >= self._core.run.M:
+                del step.fed_again[next(iter(step.fed_again))]
+            step.fed_again[name] = kept
         return step.fed_again[name]
 
     # -- computing --------------------------------------------------------------------------------
@@ -360,7 +363,7 @@ class MicrobatchServer:
             try:
                 kept = await core.device.run(Rank.COMPUTE, work.t, backward)
                 if self._audits is not None:
-                    self._audits.decoded(core.stage + 1, fwd.mb, sent, done, math.hypot(*lengths))
+                    self._audits.decoded(core.stage + 1, fwd.mb, done, math.hypot(*lengths))
                 return kept
             except Refused as refused:
                 # The gradient was refused before anything was added: its sender is at fault.
@@ -385,9 +388,9 @@ class MicrobatchServer:
             hops = self._core.run.S - self._core.stage - 1
             if len(done.hops) > hops or any(len(hop.peer) > MAX_PEER_ID for hop in done.hops):
                 raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
-            self._receipts.check(peer, fwd.mb, done, answer.body)
+            self._receipts.check(peer, fwd.mb, sent, done, answer.body)
             if self._audits is not None:
-                self._audits.answered(self._core.stage + 1, fwd.mb, sent, done)
+                self._audits.answered(self._core.stage + 1, fwd.mb, done)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(

@@ -13,9 +13,10 @@ import torch
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Ledger, everything
 from swarm.protocol.rounds import Commit, Plan
+from swarm.protocol.statements import Signature
 from swarm.protocol.step import ReplicaStep
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import Audit, Work, WorkDone
+from swarm.wire.messages import Audit, Ticket, Work, WorkDone
 
 
 @dataclass(slots=True)
@@ -61,8 +62,10 @@ class OpenStep(ReplicaStep):
         self.kept: dict[int, Kept] = {}
         self.audit_kept: dict[int, Kept] = {}
         """The same after the step was taken, where answers are audited; it goes with the next one."""
-        self.fed_again: dict[tuple[int, PeerId], Kept] = {}
-        """What was computed anew of a microbatch, since a caller sent other inputs than were kept."""
+        self.fed_again: dict[tuple[int, Signature | Ticket | None], Kept] = {}
+        """What was computed anew of a microbatch, since a caller sent other inputs than were kept: the latest
+        ones, by what that signed of them.
+        """
         self.losses: dict[int, float] = {}
         """Last stage: of microbatches that were handed over, which have nothing kept."""
         self.reduced: torch.Tensor | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from peers.ports import Buffer
-from swarm.audit.answers import digest
+from swarm.audit.answers import digest, is_audited
 from swarm.errors import BadAnswer, Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -20,11 +20,11 @@ NOTHING = tensors_digest((), ())
 
 
 class Receipts:
-    """Nothing in a run that names no trainers."""
+    """Nothing in a run that names no trainers. `stage`: -1 for a trainer."""
 
     def __init__(self, run: Run, stage: Stage, signer: Signer) -> None:
         self._run, self._stage, self._signer = run, stage, signer
-        self._wanted = bool(run.admission.trainers)
+        self._wanted, self._audited = bool(run.admission.trainers), is_audited(run)
 
     def feed(self, work: Work, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
         """`work` for the next stage, with this peer's word for what it computed; and the digest of that."""
@@ -57,8 +57,10 @@ class Receipts:
 
     def is_fed(self, caller: PeerId, work: Work, inputs: bytes) -> bool:
         """Whether a caller signed that these are the inputs. At stage 0 the ticket says so."""
+        if self._stage == 0:
+            return work.ticket is not None and work.ticket.inputs == inputs
         fed = Fed(self._stage, work.t, work.m, inputs)
-        return self._stage == 0 or is_signed(self._signer, caller, self._run.id, fed, work.fed)
+        return is_signed(self._signer, caller, self._run.id, fed, work.fed)
 
     def give(
         self,
@@ -86,8 +88,15 @@ class Receipts:
             ),
         )  # fmt: skip
 
-    def check(self, peer: PeerId, mb: Microbatch, done: WorkDone, body: Sequence[Buffer]) -> None:
-        """Check that the next stage's answer is as it signed it. Raises BadAnswer: it is not."""
+    def check(
+        self, peer: PeerId, mb: Microbatch, sent: bytes, done: WorkDone, body: Sequence[Buffer]
+    ) -> None:
+        """Check that the next stage's answer is as it signed it; and, where answers are audited, that it
+        answers what was `sent`: of other inputs its caller could have nothing computed again.
+
+        Raises:
+            BadAnswer: it is not.
+        """
         if not self._wanted:
             return
         hop = done.hops[0] if done.hops else None
@@ -97,3 +106,5 @@ class Receipts:
             raise BadAnswer(peer, "answered another gradient than its receipt names")
         if not is_receipt(self._signer, peer, self._run.id, hop.stage, mb, done.loss, hop.receipt):
             raise BadAnswer(peer, "answered with a receipt that it did not sign")
+        if self._audited and hop.receipt.inputs != sent:
+            raise BadAnswer(peer, "answered something else than it was sent")

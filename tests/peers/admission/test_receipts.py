@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import Any
 
@@ -98,6 +99,7 @@ def signed(
         ("loss", "answered with a receipt that it did not sign"),
         ("microbatch", "answered with a receipt that it did not sign"),
         ("stage", "answered with a receipt that it did not sign"),
+        ("inputs", "answered something else than it was sent"),
     ],
 )
 async def test_an_answer_that_its_sender_did_not_sign_is_not_taken(lie: str, why: str) -> None:
@@ -126,6 +128,36 @@ async def test_an_answer_that_its_sender_did_not_sign_is_not_taken(lie: str, why
         await s.until_finished()
         s.assert_each_counted_once()
         lost = [event.why for event in s.seen(PeerLost) if event.peer == LIAR]
+        assert lost and all(why in text for text in lost)
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"),
+    [
+        ("bare", "answered without a receipt of its own"),
+        ("forged", "answered with a receipt that it did not sign"),
+        ("inputs", "answered something else than it was sent"),
+    ],
+)
+async def test_a_trainer_takes_no_answer_that_it_could_not_have_computed_again(lie: str, why: str) -> None:
+    liar = "s0z-liar"
+
+    async def work(request: Request) -> Answer:
+        asked = unpack(request.header, Work)
+        await request.accept()
+        said = Answered(0, asked.t, asked.m, NOTHING, NOTHING, NOTHING, NOTHING, 0.0)
+        receipt = give_receipt(SimSigner("s0p0" if lie == "forged" else liar), RUN.id, said)
+        hop = Hop(stage=0, peer=liar, own_s=0.01, compute_s=0.01, receipt=None if lie == "bare" else receipt)
+        return Answer(pack(WorkDone(loss=0.0, tensors=(), hops=(hop,))))
+
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        s.add_stranger(liar).end.transport.serve("work", work, max_body_bytes=1 << 20)
+        s.network.announce(PeerRecord(peer=liar, run=RUN.id, stage=0, state="serving", version=0))
+        s.add_trainer(TRAINER)
+        await s.until_finished()
+        s.assert_each_counted_once()
+        lost = [event.why for event in s.seen(PeerLost) if event.peer == liar]
         assert lost and all(why in text for text in lost)
 
 
@@ -173,3 +205,27 @@ async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those_and_co
         await s.until(lambda: callee.core.undone == 1)
         await feed("s0y", b"\2" * 8)
         assert step.ledger.done == 1 and step.kept[0].is_of("s0y") and not step.kept[0].is_of("s0x")
+        await asyncio.gather(feed("s0x", b"\3" * 8), feed("s0y", b"\4" * 8))
+        for value in range(5, 12):
+            await feed("s0x", bytes([value]) * 8)
+        assert step.ledger.done == 1 and len(step.fed_again) == RUN.M
+
+
+async def test_two_callers_that_feed_a_microbatch_at_once_are_each_answered_what_they_sent() -> None:
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        metas, tokens = input_metas(RUN, 1), bytes(9)
+        feeders = {name: s.add_stranger(name) for name in ("s0x", "s0y", "s0z")}
+        for name in feeders:
+            s.network.announce(PeerRecord(peer=name, run=RUN.id, stage=0, state="serving", version=0))
+
+        async def feed(name: str, hidden: bytes) -> bool:
+            named = tensors_digest(metas, [hidden, tokens])
+            work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
+            done = await feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
+            receipt = done.hops[0].receipt
+            return receipt is not None and receipt.inputs == named
+
+        sent = zip(feeders, (bytes(8), b"\1" * 8, b"\1" * 8), strict=True)
+        assert all(await asyncio.gather(*(feed(*one) for one in sent)))
+        assert s.peers["s1p0"].core.steps[0].ledger.done == 1
