@@ -18,7 +18,7 @@ from swarm.ids import PeerId
 
 SAMPLE = 1 << 12
 """Elements of each chunk that are looked at: the direction is known to 0.02."""
-REMEMBERS = 0.8
+REMEMBERS = 0.6
 """Part of the direction that is known from earlier steps."""
 LEAST_ANGLE = 0.3
 """Of a cosine. A flipped sign is off by twice as much as the honest ones agree."""

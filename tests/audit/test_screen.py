@@ -58,6 +58,11 @@ def test_one_that_begins_to_is_chosen_within_some_steps(factor: float) -> None:
     assert "b" in found[40:46]
 
 
+def test_a_sign_that_flips_is_seen_in_its_first_step() -> None:
+    """A step later each replica has taken it twice, since it is audited before it is left out."""
+    assert chosen({"b": -1.0}, signal=0.5, begins=40).index("b") == 40
+
+
 def test_among_noise_only_the_length_tells() -> None:
     assert not any(chosen({"b": -1.0}, signal=0.02))
     assert chosen({"b": 10.0}, signal=0.02)[0] == "b"
