@@ -6,13 +6,15 @@ do it for stage 0, and stage peers for the stage behind them.
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from peers.ports import Directory, Transport
 from peers.voices import Voices
 from peers.waiting import TaskKeeper
 from swarm.audit.unusual import AnswerScreen, Honest
-from swarm.errors import BadAnswer, PeerFault, SwarmError
+from swarm.errors import BadAnswer, Busy, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Coin, Toss
@@ -26,6 +28,8 @@ AUDIT_S = 20.0
 AT_ONCE = 4
 JUDGES = 2
 """A peer is left alone when so many say that its answer is wrong: one of them may lie."""
+MAX_ASKED, BUSY_S = 8, 0.1
+"""Who audits as much as it can is asked again after the others: strange answers come many at a time."""
 
 
 class AuditCaller:
@@ -69,20 +73,29 @@ class AuditCaller:
         said, signature = hop.receipt.statement(stage, mb, done.loss), hop.receipt.signature
         ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=signature)
         first = coin.below(len(others))
-        judges = [*others[first:], *others[:first]][:JUDGES]
+        judges = [*others[first:], *others[:first]]
         self._tasks.create_task(self._audit(judges, ask, honest))
 
     async def _audit(self, judges: Sequence[PeerId], ask: AuditAnswer, honest: Honest | None) -> None:
-        for judge in judges:
+        against, wanted, left = 0, min(JUDGES, len(judges)), deque(judges)
+        for _ in range(MAX_ASKED):
+            judge = left.popleft()
             try:
                 answer = await self._transport.call(judge, "audit", pack(ask), deadline_s=AUDIT_S)
                 if unpack_answer(judge, answer.header, Audited).fits:
                     if honest:
                         honest()
                     return
+            except Busy:
+                left.append(judge)
+                await asyncio.sleep(BUSY_S)
+                continue
             except SwarmError:
-                return  # the step is over, or the judge is busy
-        self._on_fault(BadAnswer(ask.peer, "its answer was computed again, and is another"))
+                return  # the step is over
+            against += 1
+            if against == wanted:
+                self._on_fault(BadAnswer(ask.peer, "its answer was computed again, and is another"))
+                return
 
     async def close(self) -> None:
         """Ask nothing more."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -235,3 +237,34 @@ async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_onc
         assert all("does not show" in str(answer) for answer in answers)
         with pytest.raises(Refused, match="does not show"):
             await shows("s0p2", accused[1])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+async def test_who_has_no_time_to_judge_is_asked_again_after_the_others(fits: bool) -> None:
+    """A lie in answers makes many strange at once. One judge is always busy, one at first."""
+    async with swarm(RUN, replicas=4) as s:
+        await begun(s)
+        asked = Counter[str]()
+
+        def judge(name: str, busy_times: float) -> None:
+            async def answer(request: Request) -> Answer:
+                asked[name] += 1
+                if asked[name] <= busy_times:
+                    raise Busy("this peer audits as much as it can")
+                return Answer(pack(Audited(fits=fits)))
+
+            s.peers[name].core.transport.serve("audit", answer)
+
+        judge("s1p0", math.inf)
+        judge("s1p2", 2)
+        judge("s1p3", 2 if fits else 0)
+        caller = s.peers["s0p0"]._audits  # pyright: ignore[reportPrivateUsage]
+        assert caller is not None
+        said, signature = answer_of("s1p1")
+        ask = AuditAnswer(run=RUN.id, peer="s1p1", statement=said, signature=signature)
+        honest: list[str] = []
+        judges = ["s1p0", "s1p2", "s1p3"]
+        await caller._audit(judges, ask, lambda: honest.append("it is"))  # pyright: ignore[reportPrivateUsage]
+        assert honest == (["it is"] if fits else [])
+        lost = [event.peer for event in s.seen(PeerLost)]
+        assert lost == ([] if fits else ["s1p1"])
