@@ -43,7 +43,7 @@ from peers.events import Kept, Note, RolledBack, StateFetched, StepDone, Trouble
 from peers.net.identity import Identity
 from scripts.bench.liars import sybils
 from scripts.bench.liars.adversary import ADDED, SUMS, decoder_run
-from scripts.bench.liars.lying_peers import ANSWERED, BEGAN, HOLDING_UP, KEEPER, LIE, LIES
+from scripts.bench.liars.lying_peers import ANSWERED, BEGAN, HOLDING_UP, KEEPER, LIE, LIES, TOOK
 from swarm.errors import short
 from tests.process.forkserver import ForkServer
 from tests.process.swarm_processes import Processes, Program, Swarm
@@ -220,17 +220,24 @@ def told(
                 else:
                     found.falsely.add(f"{accused} by {program.name}: {event.text}")
     for liar in liars:
-        notes = liar.heard(Note)
-        began = next((note.at for note in notes if note.text.startswith(BEGAN)), None)
         at = left_out.get(short(liar.peer_id))
-        if began is None or at is None:
+        answered, taken = (numbers(liar, what) for what in (ANSWERED, TOOK))
+        if not answered or at is None:
             found.not_found += 1
             continue
-        counts = [(note.at, int(note.text.split()[-1])) for note in notes if note.text.startswith(ANSWERED)]
-        first = min(count for _, count in counts)
-        found.found_microbatches.append(max([c for when, c in counts if when <= at], default=first) - first)
-        found.found_steps.append(sum(began < when <= at for when in found.at.values()) + 1)
+        found.found_microbatches.append(until(at, answered) - answered[0][1])
+        found.found_steps.append(until(at, taken) - taken[0][1] + 1)
     return found
+
+
+def numbers(liar: Program, what: str) -> list[tuple[float, int]]:
+    """The numbers that a liar said of something, and when."""
+    return [(note.at, int(note.text.split()[-1])) for note in liar.heard(Note) if note.text.startswith(what)]
+
+
+def until(at: float, told: list[tuple[float, int]]) -> int:
+    """The last number that was told until then, or the first."""
+    return max([number for when, number in told if when <= at], default=told[0][1])
 
 
 def row(lie: str, options: argparse.Namespace, clean: Played) -> dict[str, object]:

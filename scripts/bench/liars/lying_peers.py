@@ -1,8 +1,8 @@
 """Peers that lie, in processes: the fork server of `adversary_processes.py` imports this before it forks.
 
 `SWARM_LIE="sign flip:32"` in the environment of `swarm peer`: from step 32 on it lies so, and prints when it
-began and how many microbatches it has answered. Unset, a peer is as honest as any: the product knows of
-nothing.
+began, how many microbatches it has answered, and each step that it takes. Unset, a peer is as honest as any:
+the product knows of nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swarm.errors import Refused
 from swarm.records import PeerRecord
 
 LIE = "SWARM_LIE"
-BEGAN, ANSWERED = "lies from step", "has answered"
+BEGAN, ANSWERED, TOOK = "lies from step", "has answered", "is at version"
 """How the lines of a liar begin."""
 TRICKLE_BPS = 2_000.0
 """What a tarpit sends: an answer of 32 kB takes two minutes."""
@@ -101,11 +101,12 @@ class MaybeLying(StagePeer):
         else:
             begin(None, self, name)
         self._emit(Note(text=f"{BEGAN} {self.core.version}"))
-        told = -1
+        told: dict[str, int] = {}
         while True:
-            if self.microbatches.answered != told:
-                told = self.microbatches.answered
-                self._emit(Note(text=f"{ANSWERED} {told}"))
+            for what, now in ((ANSWERED, self.microbatches.answered), (TOOK, self.core.version)):
+                if told.get(what) != now:
+                    told[what] = now
+                    self._emit(Note(text=f"{what} {now}"))
             await asyncio.sleep(0.05)
 
 
