@@ -142,6 +142,7 @@ class Trainer:
         self._run, self._batches, self._emit = run, batches, emit
         directory = own_directory(run, directory)
         self._verdicts = Verdicts(run, transport, directory, emit)
+        self._verdicts.serve_hearsay()
         directory = TrustedDirectory(directory, self._verdicts.convicted)
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
@@ -470,7 +471,8 @@ class Trainer:
         )  # fmt: skip
         fault_point("trainer")
         with self._limits.call(peer, map(self._directory.at, range(self._run.S)), t=t) as limit_s:
-            answer = await self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
+            calling = self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
+            answer = await self._verdicts.while_trusted(peer, calling)
         done = unpack_answer(peer, answer.header, WorkDone)
         if ticket is not None:
             self._receipts.check(peer, item.microbatch, ticket.inputs, done, answer.body)

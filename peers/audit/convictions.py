@@ -18,7 +18,7 @@ from peers.transfer.client import download, state_of
 from peers.waiting import for_each
 from swarm.audit.answers import proves_answer
 from swarm.audit.evidence import is_signed_by_accused, proves
-from swarm.errors import Busy, Refused, SwarmError, short
+from swarm.errors import Busy, NotReady, Refused, Stale, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
@@ -44,9 +44,6 @@ PASS_ON_S = 30.0
 MAX_BODIES = 4
 """Evidence with its data that is looked at at once: 256 MiB, one of each peer."""
 SUSPECTS_STEPS = 20
-ASKED_TIMES = 5
-ASK_AGAIN_S = 1.0
-"""Until the second question whether a stage has convicted one of its peers; then twice as long each time."""
 
 
 class Convictions(Verdicts):
@@ -60,7 +57,6 @@ class Convictions(Verdicts):
     ) -> None:
         super().__init__(run, transport, directory, emit)
         self._stage = stage
-        self._asking: set[PeerId] = set()
         self._referee = Referee(run, transport)
         self._passed_on, self._showing = Counter[PeerId](), set[PeerId]()
         self.barred: set[PeerId] = set()
@@ -91,8 +87,8 @@ class Convictions(Verdicts):
 
     def pass_on(self, evidence: Evidence, body: Sequence[Buffer], *, to_all: bool = True) -> None:
         """Show it to the other replicas of this stage. `to_all`: other stages are told of it and ask them,
-        first those around this one, and stage 0, which coordinates the run. Some times of each liar: of a
-        stage of two, others judge by themselves, and the step may be over by then.
+        first those around this one, and stage 0, which coordinates the run; and trainers. Some times of each
+        liar: of a stage of two, others judge by themselves, and the step may be over by then.
         """
         self._passed_on[evidence.accused] += to_all
         if self._passed_on[evidence.accused] > MAX_TRIES:
@@ -104,6 +100,7 @@ class Convictions(Verdicts):
         told: list[tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]] = []
         told += [(peer, body, []) for peer in self._at({self._stage}) if peer != self._transport.peer_id]
         told += [(peer, [], body) for stages in others for peer in self._at(stages)]
+        told += [(trainer, [], []) for trainer in self._run.admission.trainers if to_all]
 
         async def tell(one: tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]) -> None:
             peer, shown, if_asked = one
@@ -145,10 +142,11 @@ class Convictions(Verdicts):
         self, teller: PeerId, evidence: Evidence, body: Sequence[Buffer], between: bool
     ) -> Answer:
         if isinstance(evidence, WrongContribution) and evidence.statement.stage == self._stage:
+            self._tasks.create_task(self._follow(teller, evidence))
             self._note_suspect(teller, evidence)
             return Answer(pack(Heard()))
         if not body and not isinstance(evidence, FalseContribution):
-            shows = await self._stage_says(teller, evidence)
+            shows = await self.stage_says(teller, evidence)
         elif isinstance(evidence, WrongAnswer) and between:
             liar = await self._referee.liar(evidence, body, teller)
             if liar == teller:
@@ -156,7 +154,10 @@ class Convictions(Verdicts):
                 self.leave_out(teller, why)
             shows = liar == evidence.accused
         elif isinstance(evidence, WrongAnswer):
-            shows = await self.judge(evidence, body)
+            try:
+                shows = await self.judge(evidence, body)
+            except (NotReady, Stale):  # of a step that is over: this peer would go on with it alone
+                shows = await self.stage_says(teller, evidence)
         else:
             shows = await asyncio.to_thread(proves, self._transport.signer, self._run, evidence, body)
         if not shows:
@@ -173,9 +174,13 @@ class Convictions(Verdicts):
         self._suspected_by[teller] = said.t
         self.suspect(evidence.accused)
 
-    def _speaks_for(self, stage: Stage, teller: PeerId) -> bool:
-        """Whether it is a replica of a stage, with voice if any has it."""
-        return teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])
+    async def _follow(self, teller: PeerId, evidence: WrongContribution) -> None:
+        """Leave a peer out that most of this stage has: it is in no round any more in which this one could
+        look for itself.
+        """
+        with contextlib.suppress(Refused):
+            if await self.stage_says(teller, evidence):
+                self.convict(evidence)
 
     def _is_between_two(self, teller: PeerId, evidence: Evidence) -> bool:
         """Whether one of two replicas, the only ones of their stage whose word counts, accuses the other one
@@ -187,23 +192,6 @@ class Convictions(Verdicts):
         if isinstance(evidence, WrongAnswer):
             judges = abs(stage - self._stage) == 1 and self._referee.may_judge(accused)
         return judges and {*counted, accused} == {teller, accused}
-
-    async def _stage_says(self, teller: PeerId, evidence: Evidence) -> bool:
-        """Whether most of a stage, by voice, has convicted one of its peers, itself counted among the others;
-        or its founder has, where no third has voice. It may take them a moment: they compute.
-        """
-        accused, stage = evidence.accused, evidence.statement.stage
-        if not self._speaks_for(stage, teller) or accused in self._asking:
-            raise Refused("a replica of that stage has to say it, once")
-        self._asking.add(accused)
-        try:
-            for tried in range(ASKED_TIMES):
-                await asyncio.sleep(ASK_AGAIN_S * 2 ** (tried - 1) if tried else 0.0)
-                if await self.most_have_convicted(stage, accused):
-                    return True
-            return False
-        finally:
-            self._asking.discard(accused)
 
     async def _serve_convicted(self, request: Request) -> Answer:
         ask = unpack(request.header, AskConvicted, self._run.id)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
 from peers import events
 from peers.islands.directory import DirectoryView
-from peers.ports import Directory, Transport
+from peers.ports import Answer, Directory, Request, Transport
 from peers.status_query import ASK_S, MAX_VOICES, ask_all
 from peers.voices import Voices
-from peers.waiting import TaskKeeper
-from swarm.errors import short
+from peers.waiting import TaskKeeper, end_tasks
+from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
-from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted
+from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted, Evidence, Heard, ShowEvidence
+from swarm.wire.messages import pack, unpack
 
+T = TypeVar("T")
+
+ASKED_TIMES = 5
+ASK_AGAIN_S = 1.0
+"""Until the second question whether a stage has convicted one of its peers; then twice as long each time."""
 MAX_TOLD = 64
 """Peers that are told, or asked, at once."""
 
@@ -33,6 +41,9 @@ class Verdicts:
         self._dice = random.Random(transport.peer_id)
         self.convicted: set[PeerId] = set()
         """They are left out of what this peer does."""
+        self._asking: set[PeerId] = set()
+        self._left_out: dict[PeerId, asyncio.Future[None]] = {}
+        """Done for those that are: of all that were called."""
         self.on_conviction: Callable[[PeerId], None] = lambda peer: None
         self._tasks = TaskKeeper()
 
@@ -42,7 +53,26 @@ class Verdicts:
             return
         self.convicted.add(accused)
         self._emit(events.Trouble(text=f"peer {short(accused)} is left out: {why}"))
+        if accused in self._left_out:
+            self._left_out[accused].set_result(None)
         self.on_conviction(accused)
+
+    async def while_trusted(self, peer: PeerId, call: Coroutine[Any, Any, T]) -> T:
+        """What a call to a peer gives, as long as that is not left out: others do without what it computes.
+
+        Raises:
+            PeerGone: it was shown to lie meanwhile.
+        """
+        calling = asyncio.ensure_future(call)
+        left_out = self._left_out.setdefault(peer, asyncio.get_running_loop().create_future())
+        try:
+            await asyncio.wait({calling, left_out}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise PeerGone(peer, "it is left out")
+            return calling.result()
+        finally:
+            if not calling.done():
+                await end_tasks([calling])
 
     def ask_soon(self, about: PeerId = "") -> None:
         """`ask`, or only `about` one peer, in the background."""
@@ -90,6 +120,40 @@ class Verdicts:
             return True
         several = len(agree) > 1 or len(judges) == 1
         return several and 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
+
+    def _speaks_for(self, stage: Stage, teller: PeerId) -> bool:
+        """Whether it is a replica of a stage, with voice if any has it."""
+        return teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])
+
+    async def stage_says(self, teller: PeerId, evidence: Evidence) -> bool:
+        """Whether most of a stage, by voice, has convicted one of its peers, itself counted among the others;
+        or its founder has, where no third has voice. It may take them a moment: they compute.
+
+        Raises:
+            Refused: `teller` is no replica of that stage, or it is asked already.
+        """
+        accused, stage = evidence.accused, evidence.statement.stage
+        if not self._speaks_for(stage, teller) or accused in self._asking:
+            raise Refused("a replica of that stage has to say it, once")
+        self._asking.add(accused)
+        try:
+            for tried in range(ASKED_TIMES):
+                await asyncio.sleep(ASK_AGAIN_S * 2 ** (tried - 1) if tried else 0.0)
+                if await self.most_have_convicted(stage, accused):
+                    return True
+            return False
+        finally:
+            self._asking.discard(accused)
+
+    def serve_hearsay(self) -> None:
+        """Be told which peers their stages convict: by those, as a trainer is shown no evidence."""
+        self._transport.serve("evidence", self._serve_hearsay)
+
+    async def _serve_hearsay(self, request: Request) -> Answer:
+        evidence = unpack(request.header, ShowEvidence, self._run.id).evidence
+        if evidence.accused not in self.convicted and await self.stage_says(request.peer, evidence):
+            self.leave_out(evidence.accused, "its stage has convicted it")
+        return Answer(pack(Heard()))
 
     def _there(self, stage: Stage) -> list[PeerId]:
         there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -29,12 +30,15 @@ class NextStage:
     def __init__(
         self, run: str, stage: Stage, transport: Transport, directory: Directory, router: Router, *,
         stages: int, on_fault: Callable[[PeerFault], None],
+        trusted: Callable[[PeerId, Coroutine[Any, Any, Answer]], Awaitable[Answer]] = lambda _, call: call,
         heard: Callable[[Sequence[PeerId]], Sequence[PeerId]] = lambda peers: peers,
     ) -> None:  # fmt: skip
-        """`stages`: of the run. `heard`: those of some peers of the stage whose word counts."""
+        """`stages`: of the run. `trusted`: makes a call, and ends it when its peer is left out.
+        `heard`: those of some peers of the stage whose word counts.
+        """
         self.stage = stage
         self._run, self._transport, self._directory = run, transport, directory
-        self._router, self._on_fault = router, on_fault
+        self._router, self._on_fault, self._trusted = router, on_fault, trusted
         self._stages, self._heard = stages, heard
         self._limits = CallLimits(router, stage, stages)
         self._seen: Sequence[PeerRecord] | None = None
@@ -82,9 +86,10 @@ class NextStage:
             began, header = now_s(), pack(msgspec.structs.replace(work, route=work.route[1:]))
             try:
                 with self._limits.call(peer, self._serving(), t=work.t) as limit_s:
-                    answer = await self._transport.call(
+                    calling = self._transport.call(
                         peer, "work", header, body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
                     )
+                    answer = await self._trusted(peer, calling)
                 done = unpack_answer(peer, answer.header, WorkDone)
                 check(peer, done, answer)
             except PeerFault as fault:

@@ -95,7 +95,7 @@ class StagePeer:
         if stage < run.S - 1:
             next_stage = NextStage(
                 run.id, stage + 1, transport, directory, Router(backoff, caller=core.me), stages=run.S,
-                on_fault=self._fault,
+                on_fault=self._fault, trusted=self.convictions.while_trusted,
                 heard=lambda peers: heard(peers, core.voices.of(stage + 1, version=core.version)),
             )  # fmt: skip
         self._next_stage = next_stage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,13 @@ import pytest
 from peers.audit.convictions import MAX_BODIES
 from peers.audit.verdicts import MAX_TOLD
 from peers.events import PeerLost
-from peers.ports import Answer, Request
+from peers.ports import Answer, Buffer, Request
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
-from swarm.errors import Busy, Refused
+from swarm.errors import Busy, Refused, Stale
 from swarm.manifest import audit_run
 from swarm.protocol.statements import Statement, sign
-from swarm.protocol.sums import Contribution, Reduced
+from swarm.protocol.sums import Contribution, Projected, Reduced
 from swarm.wire.evidence import (
     AskConvicted,
     AuditAnswer,
@@ -27,6 +28,7 @@ from swarm.wire.evidence import (
     FalseContribution,
     ShowEvidence,
     WrongAnswer,
+    WrongContribution,
 )
 from swarm.wire.messages import pack
 from swarm.wire.receipts import Answered
@@ -237,6 +239,71 @@ async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_onc
         assert all("does not show" in str(answer) for answer in answers)
         with pytest.raises(Refused, match="does not show"):
             await shows("s0p2", accused[1])
+
+
+def added_falsely(name: str, stage: int) -> WrongContribution:
+    """What a replica signed of its contribution to the first step."""
+    said = Projected(stage, 0, "round", (), (), ())
+    return WrongContribution(accused=name, statement=said, signature=signed(name, said))
+
+
+async def never(request: Request) -> Answer:
+    await request.accept()
+    return await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_who_hears_that_a_peer_lied_waits_for_none_of_its_answers_any_more(stage: int) -> None:
+    """Trainers hear of it, too. A call that passes two stages has 10 s."""
+    liar, finders = f"s{stage}p1", (f"s{stage}p0", f"s{stage}p2")
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        s.peers[liar].core.transport.serve("work", never, max_body_bytes=1 << 20)
+        trainer = s.add_trainer(TRAINER)
+        await asyncio.sleep(2.0)  # all else is done
+        for name in finders:
+            s.peers[name].convictions.convict(added_falsely(liar, stage))
+            s.peers[name].convictions.pass_on(added_falsely(liar, stage), [])
+        honest = [peer for name, peer in s.peers.items() if name != liar]
+        await s.until(lambda: all(peer.core.version >= 2 for peer in honest), limit_s=2.0)
+        assert trainer._verdicts.convicted == {liar}  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("what", ["answer", "contribution"])
+async def test_a_replica_that_cannot_look_for_itself_believes_most_of_its_stage(what: str) -> None:
+    """Who was left out is in no round any more, and of a step that is over nobody has the weights."""
+    async with swarm(RUN, replicas=4) as s:
+        await begun(s)
+        late = s.peers["s1p3"].convictions
+
+        async def is_over(evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
+            raise Stale("step 0 is over here", version=2)
+
+        late.judge = is_over
+        said, signature = answer_of("s1p1", t=0)
+        answered = WrongAnswer(
+            accused="s1p1", statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
+            input_grads=(),
+        )  # fmt: skip
+        evidence = added_falsely("s1p1", 1) if what == "contribution" else answered
+        for name, believed in (("s1p0", False), ("s1p2", True)):
+            s.peers[name].convictions.convict(evidence)
+            s.peers[name].convictions.pass_on(evidence, [b"tensors"])
+            await asyncio.sleep(20.0)
+            assert ("s1p1" in late.convicted) == believed
+
+
+async def test_a_trainer_is_told_nothing_by_strangers() -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        await add_liar(s, "stranger", 1, 2)
+        trainer = s.add_trainer(TRAINER[:-1] + "U")
+        show = pack(ShowEvidence(run=RUN.id, evidence=added_falsely("s1p1", 1)))
+        call = s.network.peers["stranger"].transport.call
+        with pytest.raises(Refused, match="a replica of that stage has to say it"):
+            await call(TRAINER[:-1] + "U", "evidence", show, deadline_s=1.0)
+        assert not trainer._verdicts.convicted  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("fits", [True, False])
