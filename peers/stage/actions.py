@@ -14,7 +14,7 @@ Everything here runs on the event loop; sums and ledgers change in jobs of the d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from peers.transfer.catalog import is_keeper
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError
-from swarm.ids import PeerId, Position
+from swarm.ids import Position
 from swarm.model.reductions import vectors_digest
 from swarm.protocol import replica
 from swarm.protocol.ledger import check_bitmap
@@ -102,8 +102,8 @@ class Actions:
                 step.stop("reduce")
                 step.start_round(plan.round, now=now_s())
                 self._start(step, "reduce", lambda: self._reduce(step, plan))
-            case replica.Fetch(round=name, sources=sources):
-                self._start(step, "fetch", lambda: self._fetch(step, name, sources))
+            case replica.Fetch():
+                self._start(step, "fetch", lambda: self._fetch(step, action))
             case replica.Unfreeze():
                 step.stop("reduce")
                 step.stop("fetch")
@@ -227,7 +227,7 @@ class Actions:
         await self._core.device.run(Rank.STEP, step.t, thaw)
         step.open_again()
 
-    async def _fetch(self, step: OpenStep, round_name: str, sources: Sequence[PeerId]) -> None:
+    async def _fetch(self, step: OpenStep, wanted: replica.Fetch) -> None:
         """Take the result of a round from the replicas that hold it."""
         core, began = self._core, now_s()
 
@@ -239,10 +239,12 @@ class Actions:
 
         if core.run.meets_at(step.t):  # replicas have changed the same
             reduced = await self._meeting.difference(step)
-            held = await asyncio.to_thread(_changed, round_name, reduced)
+            held = await asyncio.to_thread(_changed, wanted.round, reduced)
         else:
             try:
-                reduced, held, *_ = await fetch_gradient(core, sources, step.t, round_name, on_fault=failed)
+                reduced, held, *_ = await fetch_gradient(
+                    core, wanted.sources, step.t, wanted.round, digest=wanted.digest, on_fault=failed
+                )
             except DownloadFailed:
                 return  # told again as long as it is lacking
         if not step.over:

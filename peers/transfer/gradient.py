@@ -26,10 +26,12 @@ async def fetch_gradient(
     t: int,
     round_name: str,
     *,
+    digest: str = "",
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
 ) -> tuple[torch.Tensor, Prepared, Commit | None, PeerId]:
     """The reduced gradient of step `t` from replicas that hold it (or applied it: then with its commit), and
-    the one that gave most of it. If one of them has voice, the others are not asked.
+    the one that gave most of it. If one of them has voice, the others are not asked. `digest`: what it has to
+    have, whatever they say now; empty: unknown.
 
     Raises:
         DownloadFailed: none of them gives it.
@@ -40,6 +42,7 @@ async def fetch_gradient(
         # What a replica says of the norm has in it what it got from other stages, or islands.
         if (
             told is None
+            or digest not in ("", told.digest)
             or vectors_digest([gradient], on_device=False) != told.digest
             or (not compute.needs_others(t) and compute.shared.sqnorm(gradient) != told.sqnorm)
         ):

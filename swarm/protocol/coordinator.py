@@ -27,8 +27,8 @@ from swarm.protocol.messages import (
     StepLacking,
 )
 from swarm.protocol.replica import Local, newest_commits
-from swarm.protocol.rounds import Commit, Plan
-from swarm.protocol.voice import heard
+from swarm.protocol.rounds import Commit, Plan, Prepared
+from swarm.protocol.voice import heard, weight
 
 REALIGN_STEPS = 100
 """Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
@@ -98,6 +98,8 @@ class StageCoordinator:
         self.members: dict[PeerId, Member] = {}
         self.voice: Mapping[PeerId, int] = {}
         """Of the replicas, as far as the directory knows them."""
+        self.run_version = 0
+        """Where the run is in the present generation, as the other stages and trainers say."""
         self.losses: dict[int, float] = {}
         """Last stage: the mean loss of each of the last steps."""
         self._plans: dict[int, Plan] = {}
@@ -121,10 +123,23 @@ class StageCoordinator:
         }
 
     def newest_version(self) -> int:
-        """The newest version of the stage. A generation that no replica has entered begins at its start."""
+        """The newest version of the stage. A generation that no replica has entered begins at its start.
+
+        Where commits are proven one replica does not say alone that the stage is further: the run is, the
+        commit that led there is known here, or most have taken it.
+        """
         present = self.present()
-        versions = (present[peer].version for peer in heard(present, self.voice))
-        return max(versions, default=self._agreed.generation.start)
+        versions = {peer: present[peer].version for peer in heard(present, self.voice)}
+        if self._run.admission.named and self._me in present:
+            total, mine = sum(weight(peer, self.voice) for peer in versions), present[self._me].version
+            versions = {
+                peer: version
+                for peer, version in versions.items()
+                if version <= max(mine, self.run_version)
+                or version - 1 in self._agreed.commits
+                or 2 * sum(weight(p, self.voice) for p, v in versions.items() if v >= version) > total
+            } | {self._me: mine}
+        return max(versions.values(), default=self._agreed.generation.start)
 
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
@@ -205,26 +220,26 @@ class StageCoordinator:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
 
-        Where results are signed, it has to take part in one with each other that is heard and has
-        microbatches of the step: those would take no result on one word that may lack what they computed.
+        Where results are signed, another that is heard has to hold the same, or to be about to: no replica
+        takes a result on one word, which may be made up, or lack what it computed.
         """
         prepared = reports[peer].prepared
         if prepared is None:
             return False
         speaking = heard(reports, self.voice)
         others = {other: reports[other] for other in speaking if other != peer}
+        if prepared.signature:
+            plan = self._plans.get(t)
+            members = plan.members if plan is not None and plan.round == prepared.round else ()
+            if members or peer == self._me:
+                others = {other: step for other, step in others.items() if other not in self._resting}
+            confirmed = (_may_confirm(prepared, step, other in members) for other, step in others.items())
+            return peer in speaking and bool(others) and not any(confirmed)
         if any(
             prepared.round in (step.frozen_for, step.failed_round, step.prepared and step.prepared.round)
             for step in others.values()
         ):
             return False
-        if prepared.signature:
-            plan = self._plans.get(t)
-            members: tuple[PeerId, ...] = ()
-            if plan is not None and plan.round == prepared.round:
-                members = (*plan.members, *self._resting)
-            apart = [step for other, step in others.items() if other not in members]
-            return peer in speaking and any(step.done or step.in_progress for step in apart)
         return peer != self._me and not self.knows(t, prepared.round)
 
     def _alone_with_a_result(self, t: int, decision: rounds.Decision) -> set[PeerId]:
@@ -311,6 +326,13 @@ class StageCoordinator:
             version=self.newest_version(), members=len(self.members), steps=tuple(steps),
             commits=newest_commits(commits),
         )  # fmt: skip
+
+
+def _may_confirm(prepared: Prepared, step: rounds.StepReport, is_member: bool) -> bool:
+    """Whether another replica has the same result, or its round goes on there."""
+    if step.prepared is not None:
+        return step.prepared.content == prepared.content
+    return step.failed_round != prepared.round and (is_member or step.frozen_for == prepared.round)
 
 
 def is_untold(directive: Directive, told: Directive | None) -> bool:

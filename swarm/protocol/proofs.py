@@ -8,7 +8,7 @@ trainers or founders sign: in others all words count alike.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from msgspec.structs import replace
 
@@ -84,6 +84,8 @@ class Belief:
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
         self._version = 0
         self._excused: dict[int, set[PeerId]] = {}
+        self._held = set[int]()
+        """The steps whose result this replica holds."""
         self.lacking: dict[int, tuple[PeerId, ...]] = {}
         """The peers whose word was lacking, by step, since this was last emptied."""
 
@@ -94,6 +96,16 @@ class Belief:
     def voice(self, stage: Stage) -> Mapping[PeerId, int]:
         """The peers with voice in a stage, and how much."""
         return self._electorate.of(stage, self._peers.get(stage, ()), version=self._version)
+
+    def holds(self, steps: Iterable[int]) -> set[int]:
+        """Note of which steps this replica holds the result; returns those that are new. Peers that had
+        nothing of them were perhaps asked before there was anything: they are asked again.
+        """
+        held = set(steps)
+        new, self._held = held - self._held, held
+        for t in new:
+            self._excused.pop(t, None)
+        return new
 
     def excuse(self, t: int, peers: Iterable[PeerId]) -> None:
         """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it."""
@@ -112,19 +124,18 @@ class Belief:
             ]
         except Refused:
             return False
-        return self._complete(commit.t, lacking)
+        if lacking:
+            self.lacking[commit.t] = tuple(lacking)
+        return not lacking
 
-    def result(self, fetch: FetchResult, generation: Generation, t: int, *, idle: bool) -> bool:
-        """Whether a result that this replica did not take part in is what its stage found.
-
-        Two peers say so; or one, while this replica is `idle`, and so are the others with voice: they have
-        nothing of the step, and computed nothing that would be missing in it.
+    def result(self, fetch: FetchResult, generation: Generation, t: int) -> bool:
+        """Whether a result that this replica did not find itself is what its stage found: two peers say so,
+        or the only one whose word counts.
         """
         try:
             self._norm(fetch.proofs, generation, self._stage, t)
-            if fetch.proofs[0].prepared.round != fetch.round or not (idle or len(fetch.proofs) >= PROOFS):
-                return False
-            return self._complete(t, self._silent(fetch.proofs, self._stage, t))
+            silent = self._silent(fetch.proofs, self._stage, t, excused=set())
+            return fetch.proofs[0].prepared.round == fetch.round and not silent
         except Refused:
             return False
 
@@ -138,17 +149,15 @@ class Belief:
                     proven.append(step.t)
         return max(proven)
 
-    def _complete(self, t: int, lacking: list[PeerId]) -> bool:
-        if lacking:
-            self.lacking[t] = tuple(lacking)
-        return not lacking
-
     def check_commit(self, commit: Commit, generation: Generation, mine: Prepared | None) -> None:
         """Check the signatures and norms of a commit. Raises Refused: what proves it is false."""
         t = commit.t
         if len(commit.proofs) != self._run.S:
             raise Refused(f"the commit of step {t} has proofs of {len(commit.proofs)} stages")
         norms = [self._norm(proofs, generation, stage, t) for stage, proofs in enumerate(commit.proofs)]
+        peers = [proof.peer for proofs in commit.proofs for proof in proofs]
+        if len(set(peers)) < len(peers):
+            raise Refused(f"the commit of step {t} has proofs of one peer twice: it serves one stage")
         if mine is not None and mine.sqnorm != norms[self._stage]:
             raise Refused(
                 f"the commit of step {t} says that stage {self._stage} has the squared norm "
@@ -165,12 +174,15 @@ class Belief:
         first = proofs[0].prepared
         for proof in proofs:
             _check_signed(self._signer, self._run.id, generation, stage, t, proof.peer, proof.prepared)
-            if proof.prepared.round != first.round or proof.prepared.sqnorm != first.sqnorm:
+            if proof.prepared.content != first.content:
                 raise Refused(f"the proofs of stage {stage} in the commit of step {t} are not of one result")
         return first.sqnorm
 
-    def _silent(self, proofs: Sequence[Proof], stage: Stage, t: int) -> list[PeerId]:
-        """The peers of a stage whose word is lacking: none, if enough have given theirs.
+    def _silent(
+        self, proofs: Sequence[Proof], stage: Stage, t: int, excused: Set[PeerId] | None = None
+    ) -> list[PeerId]:
+        """The peers of a stage whose word is lacking: none, if enough have given theirs. `excused`: whose is
+        not; None: this replica's, and that of those without which commits are believed.
 
         Raises:
             Refused: no peer did whose word counts.
@@ -181,7 +193,9 @@ class Belief:
             raise Refused(f"no peer with voice proves the norm of stage {stage} in the commit of step {t}")
         if len(counting or proofs) >= PROOFS:
             return []
-        said = {proof.peer for proof in proofs} | self._excused.get(t, set()) | {self._signer.peer_id}
+        if excused is None:
+            excused = self._excused.get(t, set()) | {self._signer.peer_id}
+        said = {proof.peer for proof in proofs} | excused
         return [peer for peer in heard((r.peer for r in serving), voice) if peer not in said]
 
     def _vouched(self, proof: Proof, t: int) -> bool:

@@ -127,6 +127,10 @@ class StepProtocol:
             self._moved_s, self._backoff.unclear_rounds = now, 0
             self._rotation.stepped(now=now, alone=local.version == self._local.version + 1)
         self._local, self._peers = local, peers
+        if self.belief.needs_proof:
+            # A commit that was believed before this replica had a result is compared with that.
+            for t in self.belief.holds(t for t, step in local.steps.items() if step.prepared is not None):
+                self._agreed.commits.pop(t, None)
         self.belief.observe(peers, max(local.version, self.run_status.version))
         voice = self.belief.voice(self._stage)
         # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
@@ -270,10 +274,8 @@ class StepProtocol:
             return  # overtaken by a newer one
         if not self._follows(directive.generation, now):
             return
-        if directive.coordinator != self._me:
-            steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation))
-            directive = replace(directive, steps=steps)
-        self.directive = directive
+        steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation))
+        self.directive = directive = replace(directive, steps=steps)
         for step in directive.steps:
             if step.plan is not None:
                 self._coordinator.heard(step.t, step.plan)
@@ -359,6 +361,9 @@ class StepProtocol:
         for peer in gone:
             self.lost(peer)
         stage.members[self._me] = Member(*self._report(), now)
+        known = (self.run_status.position, self.trained)
+        there = [at.version for at in known if at.generation == self._agreed.generation]
+        stage.run_version = max(there, default=0)
         for member in list(stage.members.values()):
             self._learn(member.report.commits, member.report.generation)
         stage.decide(now=now)
@@ -388,8 +393,7 @@ class StepProtocol:
     def _check_behind(self, now: float) -> None:
         """Notice that the run has gone on without this stage: no replica has what the others have taken."""
         newest = self._coordinator.newest_version()
-        known = (self.run_status.position, self.trained)
-        behind = any(at.generation == self._agreed.generation and at.version > newest for at in known)
+        behind = self._coordinator.run_version > newest
         # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
         # is lost.
         follows = self._coordinator.holds(newest) and newest in self._agreed.known(self._local)
@@ -539,10 +543,7 @@ class StepProtocol:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up."""
         if step.fetch is None or not self.belief.needs_proof:
             return True
-        mine = self._local.steps.get(step.t)
-        idle = mine is None or not (mine.ledger.done or mine.ledger.in_progress)
-        heard_of = self._coordinator.knows(step.t, step.fetch.round)
-        return heard_of or self.belief.result(step.fetch, generation, step.t, idle=idle)
+        return self.belief.result(step.fetch, generation, step.t)
 
 
 def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation) -> list[PeerId]:

@@ -55,6 +55,8 @@ class Fetch(msgspec.Struct, frozen=True):
     t: int
     round: str
     sources: tuple[PeerId, ...]
+    digest: str = ""
+    """Of what they signed that they hold; empty: they signed nothing."""
 
 
 class Retract(msgspec.Struct, frozen=True):
@@ -203,7 +205,8 @@ def _follow_step(me: PeerId, step: ReplicaStep, wanted: StepDirective, now: floa
         if step.prepared is None or step.prepared.round != wanted.fetch.round:
             sources = tuple(peer for peer in wanted.fetch.sources if peer != me)
             if sources and not _finishes_itself(step, wanted.fetch.round, now):
-                return Fetch(step.t, wanted.fetch.round, sources)
+                digest = wanted.fetch.proofs[0].prepared.digest if wanted.fetch.proofs else ""
+                return Fetch(step.t, wanted.fetch.round, sources, digest)
     elif step.prepared is not None:
         return None
     elif wanted.plan is not None and me in wanted.plan.members:

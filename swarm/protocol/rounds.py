@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise, product
+from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -37,6 +38,9 @@ ALIKE = 2.0
 longer while each replica's part followed its measurement."""
 
 
+Content: TypeAlias = tuple[str, float, str]
+
+
 class Prepared(msgspec.Struct, frozen=True):
     """A replica holds the complete reduced gradient of a step, not yet applied."""
 
@@ -48,6 +52,11 @@ class Prepared(msgspec.Struct, frozen=True):
     """Of the replica that holds it; see `swarm.protocol.proofs`."""
     voucher: Voucher | None = None
     """What gives that replica voice."""
+
+    @property
+    def content(self) -> Content:
+        """The same of all replicas that hold this result."""
+        return self.round, self.sqnorm, self.digest
 
 
 class Proof(msgspec.Struct, frozen=True, array_like=True):
@@ -204,20 +213,20 @@ def decide(
 def held_by_word(reports: Mapping[PeerId, StepReport], voice: Mapping[PeerId, int]) -> dict[PeerId, Prepared]:
     """The results that replicas hold, as far as a replica that is heard holds the same."""
     held = {peer: report.prepared for peer, report in reports.items() if report.prepared is not None}
-    rounds = {held[peer].round for peer in heard(reports, voice) if peer in held}
-    return {peer: prepared for peer, prepared in held.items() if prepared.round in rounds}
+    known = {held[peer].content for peer in heard(reports, voice) if peer in held}
+    return {peer: prepared for peer, prepared in held.items() if prepared.content in known}
 
 
 def _fetch(
     held: Mapping[PeerId, Prepared], waited_for: Sequence[PeerId], voice: Mapping[PeerId, int]
 ) -> FetchResult:
-    votes: dict[str, list[PeerId]] = {}
+    votes: dict[Content, list[PeerId]] = {}
     for peer in heard(held, voice):
-        votes.setdefault(held[peer].round, []).append(peer)
-    chosen = min(votes, key=lambda name: (-sum(weight(peer, voice) for peer in votes[name]), name))
+        votes.setdefault(held[peer].content, []).append(peer)
+    chosen = min(votes, key=lambda what: (-sum(weight(peer, voice) for peer in votes[what]), what))
     sources = votes[chosen]
     return FetchResult(
-        round=chosen, sources=tuple(sources), ready=set(waited_for) <= set(sources),
+        round=chosen[0], sources=tuple(sources), ready=set(waited_for) <= set(sources),
         sqnorm=held[sources[0]].sqnorm,
         proofs=tuple(Proof(peer, held[peer]) for peer in sources if held[peer].signature)[:PROOFS],
     )  # fmt: skip
@@ -228,7 +237,8 @@ def proven_by(
 ) -> FetchResult:
     """A result with the words of replicas that are left out, too: the run waits for those that have it."""
     held = {peer: step.prepared for peer, step in sorted(others.items()) if step.prepared is not None}
-    same = {p: h for p, h in held.items() if h.round == fetch.round and h.sqnorm == fetch.sqnorm}
+    said = {proof.prepared.content for proof in fetch.proofs}
+    same = {p: h for p, h in held.items() if h.content in said}
     proofs = (Proof(peer, same[peer]) for peer in heard(same, voice) if same[peer].signature)
     return replace(fetch, proofs=(*fetch.proofs, *proofs)[:PROOFS])
 

@@ -483,11 +483,12 @@ def test_one_that_cost_too_much_is_left_out_though_it_does_not_report() -> None:
 
 def test_a_result_is_proven_anew_where_another_took_its_step_by_what_is_not_believed() -> None:
     """Both stages had it, and nobody said so: to its coordinator the stage was past it (seed 902339)."""
-    others = (record("ann", steps=60), record("bob", steps=40))
+    others = (record("ann", steps=60), record("bob", steps=40), record("cid", steps=40))
     this = protocol_of("ann", *others)
     local = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
     this.observe(local, {1: others}, now=NOW)
-    tell(this, "bob", report(1))
+    for peer in ("bob", "cid"):
+        tell(this, peer, report(1))
     this.speak(now=NOW)
     told = this._coordinator.summary({})
     assert told.version == 1 and [(step.t, step.ready) for step in told.steps] == [(0, True)]

@@ -14,7 +14,7 @@ from swarm.ids import Generation, PeerId, Stage
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
-from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, report_of
+from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, follow, report_of
 from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, Proof, StepReport
 from swarm.records import PeerRecord
 from tests.protocol.test_by_voice import NOW, RUN, TRAINER, protocol_of, record, report, tell
@@ -27,10 +27,10 @@ NOT_SIGNED = "did not sign its result of step 0 of stage"
 
 def proof(
     peer: PeerId, stage: Stage, *, norm: float = 1.0, t: int = 0, round: str = "r", by: str = "",
-    generation: Generation = GENERATION, steps: int = 0,
+    generation: Generation = GENERATION, steps: int = 0, digest: str = "d",
 ) -> Proof:  # fmt: skip
     voucher = record(peer, steps=steps).voucher if steps else None
-    said = report(0, StepReport(t=t, prepared=Prepared(round, norm, "d")))
+    said = report(0, StepReport(t=t, prepared=Prepared(round, norm, digest)))
     said = msgspec.structs.replace(said, stage=stage, generation=generation)
     (step,) = signed_report(said, SimSigner(by or peer), voucher).steps
     assert step.prepared is not None
@@ -88,6 +88,8 @@ def test_a_peer_of_which_the_directory_says_nothing_is_heard_by_its_voucher() ->
         (commit([ZOE], [proof("liar", 1), proof("liar2", 1)]), "no peer with voice proves the norm"),
         (commit([ZOE], [ANN, proof("bob", 1, norm=1e30)]), "the proofs of stage 1 .* are not of one result"),
         (commit([ZOE], [ANN, proof("bob", 1, round="s")]), "the proofs of stage 1 .* are not of one result"),
+        (commit([ZOE], [ANN, proof("bob", 1, digest="e")]), "the proofs of stage 1 .* are not of one result"),
+        (commit([proof("bob", 0)], [ANN, BOB]), "has proofs of one peer twice"),
         (commit([ZOE], [ANN, BOB], total=math.inf), "has the norm inf; its proofs add up to 2.0"),
         (commit([ZOE], [ANN, BOB], total=1e30), r"has the norm 1e\+30; its proofs add up to 2.0"),
     ],
@@ -161,6 +163,19 @@ def test_no_peer_ends_or_shrinks_a_step_by_its_word_alone(norm: float) -> None:
     assert actions_of(forged, step) == []
 
 
+def test_who_had_nothing_of_a_step_is_asked_again_once_there_is_a_result() -> None:
+    """At its beginning all have nothing, and a commit was believed on the word of one that made it up."""
+    for norm, acts in ((1.0, [AskAbsent(0, ("cid",))]), (1e30, [])):
+        records = [record("zoe", 0, steps=40), *(record(name, steps=40) for name in ("ann", "bob", "cid"))]
+        this, (directive, step) = protocol_of("bob", *records), told(proof("ann", 1, norm=norm))
+        local = Local(generation=GENERATION, version=0, steps={0: Step(0, Ledger(0, RUN.M))}, commits={})
+        this.belief.excuse(0, ["cid"])
+        for at, acted in ((local, []), (local._replace(steps={0: step}), acts)):
+            this.observe(at, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=NOW)
+            this.hear_directive("ann", directive, now=NOW)
+            assert list(this.ready(now=NOW).actions) == acted
+
+
 def test_a_coordinator_refuses_a_result_that_its_sender_did_not_sign() -> None:
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
     held = report(0, StepReport(t=0, prepared=Prepared("r", 1.0, "d")))
@@ -190,15 +205,14 @@ def fetches(
     *proofs: Proof,
     round: str = "r",
     heard_of: bool = False,
-    idle: bool = False,
     excused: Sequence[PeerId] = (),
+    bobs: int = 40,
+    cids: int = 40,
 ) -> bool:
     """Whether bob fetches a result that ann tells of."""
-    records = [record("ann", steps=60), record("bob", steps=40), record("cid", steps=40)]
+    records = [record("ann", steps=60), record("bob", steps=bobs), record("cid", steps=cids)]
     this = protocol_of("bob", *records)
     step = Step(0, Ledger(0, RUN.M))
-    if not idle:
-        step.ledger.claim(0)
     this.belief.excuse(0, excused)
     local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
     this.observe(local, {1: records}, now=NOW)
@@ -223,14 +237,23 @@ def test_a_result_of_a_round_that_never_was_is_not_fetched_on_one_word() -> None
     assert fetches(ANN, proof("cid", 1))
 
 
-def test_an_idle_replica_takes_a_result_on_one_word_once_the_others_are_idle_as_well() -> None:
-    assert not fetches(ANN, idle=True)
-    assert fetches(ANN, idle=True, excused=["cid"])
-    assert not fetches(ANN, excused=["cid"])
+def test_a_result_is_fetched_on_the_word_of_one_only_where_no_other_has_voice() -> None:
+    """Else one with voice chose the gradient of its stage: at the beginning of a step all others have nothing
+    of it, and of a round that has begun all have heard.
+    """
+    for heard_of in (False, True):
+        assert not fetches(ANN, heard_of=heard_of, excused=["bob", "cid"])
+        assert not fetches(ANN, heard_of=heard_of, bobs=0)
+        assert not fetches(ANN, heard_of=heard_of, cids=0)
+        assert fetches(ANN, heard_of=heard_of, bobs=0, cids=0)
 
 
-def test_a_result_of_a_round_that_the_replica_heard_of_is_fetched_from_one() -> None:
-    assert fetches(ANN, heard_of=True)
+def test_a_result_is_fetched_from_those_that_say_the_same_of_it_and_is_that() -> None:
+    assert not fetches(ANN, proof("cid", 1, digest="e"))
+    fetch = FetchResult("r", ("ann", "cid"), ready=False, sqnorm=1.0, proofs=(ANN, proof("cid", 1)))
+    local = Local(GENERATION, 0, {0: Step(0, Ledger(0, RUN.M))}, {})
+    directive = ann_says(StepDirective(t=0, fetch=fetch))
+    assert follow("bob", local, directive, {}, now=NOW) == [Fetch(0, "r", ("ann", "cid"), digest="d")]
 
 
 def test_a_gradient_is_taken_with_the_commit_that_is_about_it() -> None:
