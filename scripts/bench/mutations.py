@@ -664,6 +664,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_forged_results",),
     ),
     Mutation(
+        "a-run-that-is-further-by-the-word-of-one-stage",
+        COORDINATOR,
+        "            if version <= local.version\n",
+        "            if True\n",
+        "A coordinator that says that its stage is a step further has the run go back to a checkpoint.",
+        ("test_lying_coordinators",),
+    ),
+    Mutation(
         "further-by-the-word-of-one",
         COORDINATOR,
         "                if version <= max(mine, self.run_version)\n",

@@ -376,7 +376,15 @@ class RunCoordinator:
         """
         summaries = self.present()
         versions = [summary.version for summary in summaries.values()]
-        version, oldest = max(versions), min(versions)
+        # If one said alone that the run is further, the others would take their stages for lost.
+        borne_out = (
+            version
+            for version in versions
+            if version <= local.version
+            or version - 1 in self._agreed.commits
+            or 2 * sum(other >= version for other in versions) >= len(versions)
+        )
+        version, oldest = max(borne_out), min(versions)
         for summary in summaries.values():
             for step in summary.steps:
                 if step.loss is not None:

@@ -152,6 +152,23 @@ def test_devices_of_another_kind_are_not_compared_but_where_the_run_realigns() -
     assert directed(this, "a") == ("x", ("a",)) and directed(this, "b") == ("y", ("b", "c"))
 
 
+@pytest.mark.parametrize(
+    ("versions", "taken", "version"),
+    [((4, 5, 4), (), 4), ((4, 5, 4), (4,), 5), ((4, 5, 5), (), 5), ((4, 9), (), 9)],
+)
+def test_one_stage_of_three_says_not_alone_that_the_run_is_further(
+    versions: tuple[int, ...], taken: tuple[int, ...], version: int
+) -> None:
+    """Its coordinator lies, and the others went back to a checkpoint, since their stages seemed lost."""
+    agreed = Agreed(Generation())
+    agreed.commits.update({t: Commit(t, 1.0) for t in taken})
+    this = RunCoordinator(RUN, "me", agreed)
+    for stage, at in enumerate(versions):
+        this.stages[stage] = Summarized(summary(stage=stage, version=at), "p", NOW)
+    local = Local(generation=Generation(), version=4, steps={}, commits={})
+    assert this.decide({}, local).version == version
+
+
 def test_a_step_is_committed_when_all_stages_have_taken_the_one_before() -> None:
     agreed = Agreed(Generation())
     this = RunCoordinator(RUN, "me", agreed)

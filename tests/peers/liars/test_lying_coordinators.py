@@ -79,6 +79,16 @@ def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
     liar._coordinator.summary = summary  # type: ignore[method-assign]
 
 
+def says_that_its_stage_is_further(liar: StepProtocol) -> None:
+    honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
+
+    def summary(*args: Any) -> StageSummary:
+        said = honest(*args)
+        return msgspec.structs.replace(said, version=min(said.version + 1, STEPS), steps=())
+
+    liar._coordinator.summary = summary  # type: ignore[method-assign]
+
+
 def commits_nothing(liar: StepProtocol) -> None:
     honest = liar._run_coordinator.decide  # pyright: ignore[reportPrivateUsage]
 
@@ -90,7 +100,13 @@ def commits_nothing(liar: StepProtocol) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "lie"), [(1, says_nothing), (1, hides_that_its_stage_is_ready), (0, commits_nothing)]
+    ("stage", "lie"),
+    [
+        (1, says_nothing),
+        (1, hides_that_its_stage_is_ready),
+        (1, says_that_its_stage_is_further),
+        (0, commits_nothing),
+    ],
 )
 async def test_a_coordinator_that_ends_no_step_costs_its_budget(
     stage: int, lie: Callable[[StepProtocol], None], honest_s: float
