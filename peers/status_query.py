@@ -86,17 +86,18 @@ async def all_have(
 
 
 async def holders(
-    run: str, transport: Transport, router: Router, stage: Stage, microbatch: Microbatch
-) -> list[PeerId]:
+    run: str, transport: Transport, router: Router, stage: Stage, microbatch: Microbatch, *,
+    heard: Callable[[Sequence[PeerId]], Sequence[PeerId]],
+) -> list[PeerId]:  # fmt: skip
     """Those peers of a stage that have `microbatch` or compute it, without those that their stage leaves out:
-    what they compute is run again.
+    what they compute is run again. `heard`: those of some peers of the stage whose word on that counts.
     """
     now, (t, m) = now_s(), microbatch
     peers = [peer for peer in router.answering(stage) if not router.backoff.in_backoff(peer, now=now)]
     told = await ask_all(
         transport, peers[:MAX_LOCATED], "locate", Locate(run=run, t=t, m=m), Located, deadline_s=LOCATE_S
     )
-    named = named_by_most({p: answer.left_out for p, answer in told.items()})
+    named = named_by_most({peer: told[peer].left_out for peer in heard(list(told))})
     for peer in named:
         router.backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)
     return [peer for peer, answer in told.items() if answer.has and peer not in named]

@@ -325,7 +325,9 @@ class Trainer:
         began, route = now_s(), list[PeerId]()
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                await holders(self._run.id, self._transport, self._router, 0, mb)
+                voice = self._voices.of(0, version=self._version)
+                by_voice = partial(heard, voice=voice)
+                await holders(self._run.id, self._transport, self._router, 0, mb, heard=by_voice)
             route = self._route(mb)
             self._latency.began(route)
             peer = route[0]

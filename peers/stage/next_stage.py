@@ -169,5 +169,7 @@ class NextStage:
     async def _locate(self, work: Work) -> PeerId | None:
         """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""
         microbatch = Microbatch(work.t, work.m)
-        found = await holders(self._run, self._transport, self._router, self.stage, microbatch)
+        found = await holders(
+            self._run, self._transport, self._router, self.stage, microbatch, heard=self._heard
+        )
         return next((peer for peer in found if peer not in self._in_vain(work)), None)

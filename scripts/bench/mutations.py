@@ -5125,6 +5125,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stage misses the commit, goes back as if it were lost, and returns, again and again.",
     ),
     Mutation(
+        "a-crowd-says-who-is-left-out",
+        "peers/status_query.py",
+        "for peer in heard(list(told))",
+        "for peer in told",
+        "Strangers that answered a microbatch each have all callers leave out those that have worked.",
+        ("test_limits",),
+    ),
+    Mutation(
         "call-oneself",
         "peers/status_query.py",
         "[peer for peer in peers if peer != transport.peer_id]",

@@ -18,15 +18,19 @@ from peers.clock import now_s
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
+from peers.status_query import holders
 from swarm.errors import Busy, NotReady, SwarmError
+from swarm.ids import Microbatch
 from swarm.manifest import audit_run
+from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap, everything
 from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, AllReduce
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
-from swarm.wire.messages import pack
+from swarm.wire.messages import Located, pack
 from tests.peers.loops import JOB_S, Swarm, swarm
+from tests.peers.network import CalmNetwork
 from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.peers.tarpits import answer_late, never_answered, trickle
 
@@ -309,3 +313,31 @@ async def test_of_two_with_voice_no_word_is_waited_for_until_a_rest_is_over(rest
         assert s.network.loop.now_s - began_s < 10.0
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+# --- left out by the word of others ---
+
+
+async def test_a_crowd_without_voice_has_no_peer_left_out() -> None:
+    """It answered some work truly, and then named to each caller those that have worked for the run."""
+    network, honest, crowd = CalmNetwork(), ("ann", "bob"), ("x", "y", "z")
+    router, me = Router(), network.join("me")
+    router.set_peers(1, [*honest, *crowd])
+    for peer in (*honest, *crowd):
+        names = crowd[:1] if peer in honest else honest
+
+        async def locate(request: Request, names: Sequence[str] = names) -> Answer:
+            return Answer(pack(Located(has=True, left_out=tuple(names))))
+
+        network.join(peer).transport.serve("locate", locate)
+    found = await holders(
+        "run",
+        me.transport,
+        router,
+        1,
+        Microbatch(0, 0),
+        heard=lambda peers: [p for p in peers if p in honest],
+    )
+    assert [peer for peer in (*honest, *crowd) if router.backoff.rests(peer, now=now_s())] == ["x"]
+    assert set(found) == {"ann", "bob", "y", "z"}
+    await network.close()
