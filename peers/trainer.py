@@ -27,8 +27,8 @@ from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
 from peers.status_query import all_have, holders
 from peers.voices import Voices
+from peers.vouching.answered import check_answer
 from peers.vouching.giver import VoucherGiver
-from peers.vouching.receipts import Receipts
 from peers.waiting import end_tasks, happens
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
@@ -149,7 +149,6 @@ class Trainer:
         self._router = Router(Backoff(probed=True), caller=me)
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
-        self._receipts = Receipts(run, -1, transport.signer)
         self._voices = Voices(run, transport.signer, directory)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._limits = CallLimits(self._router, 0, run.S)
@@ -477,7 +476,8 @@ class Trainer:
             answer = await self._verdicts.while_trusted(peer, calling)
         done = unpack_answer(peer, answer.header, WorkDone)
         if ticket is not None:
-            self._receipts.check(peer, item.microbatch, ticket.inputs, done, answer.body)
+            said = (item.microbatch, ticket.inputs, done, answer.body)
+            check_answer(self._transport.signer, self._run, peer, 0, *said)
             self._vouchers.answered(item.microbatch, ticket.inputs, done)
             self._audits.answered(0, item.microbatch, done)
         return done

@@ -14,7 +14,8 @@ from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
 from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
-from swarm.audit.answers import digest, is_audited, make, proves_answer
+from swarm.audit import is_audited
+from swarm.audit.answers import digest, make, proves_answer
 from swarm.errors import Busy, NotReady, PeerFault, Refused, short
 from swarm.ids import Microbatch, PeerId
 from swarm.protocol.statements import is_signed

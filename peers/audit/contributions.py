@@ -24,7 +24,8 @@ from peers.clock import now_s
 from peers.ports import Device, Rank
 from peers.stage.state import StageCore
 from peers.waiting import for_each
-from swarm.audit.answers import digest, is_audited
+from swarm.audit import is_audited
+from swarm.audit.answers import digest
 from swarm.audit.contributions import Recount
 from swarm.audit.evidence import numbers
 from swarm.audit.screen import Screen

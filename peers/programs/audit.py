@@ -8,7 +8,7 @@ from functools import partial
 from peers.programs.roles import Looping, device_named, kept_stages
 from peers.programs.tool_options import AuditOptions
 from peers.system import usable_cores
-from swarm.audit.answers import is_audited
+from swarm.audit import is_audited
 from swarm.errors import SetupError
 from swarm.manifest import Run
 

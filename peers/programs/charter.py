@@ -49,7 +49,7 @@ def run_init(options: tool_options.InitOptions) -> None:
     from peers.evaluation.data import open_eval
     from peers.programs.manifest_pinning import pinned
     from peers.storage.samples import open_data
-    from swarm.audit.answers import is_audited
+    from swarm.audit import is_audited
 
     folder = options.name
     taken = [name for name in ("owner.key", "run.toml", "charter") if (folder / name).exists()]

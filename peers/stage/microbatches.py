@@ -19,9 +19,10 @@ from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, Kept, OpenStep
 from peers.stage.state import StageCore
 from peers.voices import Membership
+from peers.vouching.answered import check_answer
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
-from swarm.audit.answers import is_audited
+from swarm.audit import is_audited
 from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
@@ -388,7 +389,8 @@ class MicrobatchServer:
             hops = self._core.run.S - self._core.stage - 1
             if len(done.hops) > hops or any(len(hop.peer) > MAX_PEER_ID for hop in done.hops):
                 raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
-            self._receipts.check(peer, fwd.mb, sent, done, answer.body)
+            signer, said = self._transport.signer, (fwd.mb, sent, done, answer.body)
+            check_answer(signer, self._core.run, peer, self._core.stage + 1, *said)
             if self._audits is not None:
                 self._audits.answered(self._core.stage + 1, fwd.mb, done)
 

@@ -54,7 +54,7 @@ from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateServer
 from peers.transfer.spare import Spare, words_of
 from peers.waiting import unless
-from swarm.audit.answers import is_audited
+from swarm.audit import is_audited
 from swarm.errors import PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run

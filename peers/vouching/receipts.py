@@ -6,25 +6,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-from peers.ports import Buffer
-from swarm.audit.answers import digest, is_audited
-from swarm.errors import BadAnswer, Refused
+from swarm.audit.answers import digest
+from swarm.errors import Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer, is_signed, sign
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import Work, WorkDone
-from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, is_receipt, tensors_digest
+from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, tensors_digest
 
 NOTHING = tensors_digest((), ())
 
 
 class Receipts:
-    """Nothing in a run that names no trainers. `stage`: -1 for a trainer."""
+    """Nothing in a run that names no trainers."""
 
     def __init__(self, run: Run, stage: Stage, signer: Signer) -> None:
         self._run, self._stage, self._signer = run, stage, signer
-        self._wanted, self._audited = bool(run.admission.trainers), is_audited(run)
+        self._wanted = bool(run.admission.trainers)
 
     def feed(self, work: Work, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
         """`work` for the next stage, with this peer's word for what it computed; and the digest of that."""
@@ -87,24 +86,3 @@ class Receipts:
                 last.input_grads if last is not None else NOTHING, digest(input_grads), loss,
             ),
         )  # fmt: skip
-
-    def check(
-        self, peer: PeerId, mb: Microbatch, sent: bytes, done: WorkDone, body: Sequence[Buffer]
-    ) -> None:
-        """Check that the next stage's answer is as it signed it; and, where answers are audited, that it
-        answers what was `sent`: of other inputs its caller could have nothing computed again.
-
-        Raises:
-            BadAnswer: it is not.
-        """
-        if not self._wanted:
-            return
-        hop = done.hops[0] if done.hops else None
-        if hop is None or hop.receipt is None or (hop.peer, hop.stage) != (peer, self._stage + 1):
-            raise BadAnswer(peer, "answered without a receipt of its own")
-        if hop.receipt.input_grads != tensors_digest(done.tensors, body):
-            raise BadAnswer(peer, "answered another gradient than its receipt names")
-        if not is_receipt(self._signer, peer, self._run.id, hop.stage, mb, done.loss, hop.receipt):
-            raise BadAnswer(peer, "answered with a receipt that it did not sign")
-        if self._audited and hop.receipt.inputs != sent:
-            raise BadAnswer(peer, "answered something else than it was sent")

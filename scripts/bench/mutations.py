@@ -90,6 +90,7 @@ DIRECT_STREAM = "peers/net/direct/stream.py"
 NODES = "peers/net/dht_protocol.py"
 DIRECTORY = "peers/net/directory.py"
 RECEIPTS = "peers/vouching/receipts.py"
+ANSWERED = "peers/vouching/answered.py"
 RECEIPT = "swarm/wire/receipts.py"
 SUM_CHECK = "peers/audit/sum_check.py"
 SUM_AUDITS = "peers/audit/sums.py"
@@ -204,15 +205,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- work that is counted ---
     Mutation(
         "take-an-answer-without-its-receipt",
-        RECEIPTS,
-        "hop is None or hop.receipt is None or (hop.peer, hop.stage) != (peer, self._stage + 1)",
+        ANSWERED,
+        "hop is None or hop.receipt is None or (hop.peer, hop.stage) != (peer, stage)",
         "hop is None or hop.receipt is None",
         "A peer answers with the receipt of another one.",
         ("test_receipts",),
     ),
     Mutation(
         "take-a-gradient-that-was-not-signed",
-        RECEIPTS,
+        ANSWERED,
         "if hop.receipt.input_grads != tensors_digest(done.tensors, body):",
         "if not hop.receipt.input_grads:",
         "A peer signs one gradient and sends another: its lie cannot be shown.",
@@ -220,8 +221,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "receipts-are-not-verified",
-        RECEIPTS,
-        "if not is_receipt(self._signer, peer, self._run.id, hop.stage, mb, done.loss, hop.receipt):",
+        ANSWERED,
+        "if not is_receipt(signer, peer, run.id, stage, mb, done.loss, hop.receipt):",
         "if not hop.receipt.signature:",
         "A peer gives receipts under another's name, or of another microbatch.",
         ("test_receipts",),
@@ -5219,8 +5220,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "answers-to-other-inputs",
-        RECEIPTS,
-        "if self._audited and hop.receipt.inputs != sent:",
+        ANSWERED,
+        "if is_audited(run) and hop.receipt.inputs != sent:",
         "if False:",
         "A liar whose receipts name other inputs is audited by none that it answers.",
         ("test_receipts",),
@@ -5228,7 +5229,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-check-no-receipt",
         "peers/trainer.py",
-        "            self._receipts.check(peer, item.microbatch, ticket.inputs, done, answer.body)\n",
+        "            check_answer(self._transport.signer, self._run, peer, 0, *said)\n",
         "",
         "A liar of stage 0 that signs nothing, or something else, is audited by no trainer.",
         ("test_receipts",),

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from swarm.audit import is_audited
 from swarm.ids import Microbatch
-from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import Signer, is_signed
 from swarm.wire.buffers import Buffer
@@ -45,12 +45,6 @@ class Made(NamedTuple):
         """Whether these are the bytes that a peer signed."""
         same = (digest(self.outputs), digest(self.input_grads)) == (said.outputs, said.input_grads)
         return same and self.loss in (None, said.loss)
-
-
-def is_audited(run: Run) -> bool:
-    """Whether answers are audited: trainers are named, codecs leave no numbers out, no peer chooses them."""
-    sparse = any("topk" in run.codec.forward_at(boundary) for boundary in range(run.S - 1))
-    return bool(run.admission.trainers) and not sparse and not run.codec.adaptive
 
 
 def make(

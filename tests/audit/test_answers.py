@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from peers.sim.network import SimSigner
-from swarm.audit.answers import FAR, digest, is_audited, is_far, make, proves_answer, split_tensors
+from swarm.audit import is_audited
+from swarm.audit.answers import FAR, digest, is_far, make, proves_answer, split_tensors
 from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.stage import StageCompute

@@ -34,6 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from peers.programs.manifest import EXAMPLE
+from peers.storage import CACHE_ENV
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import NAME, TREE, Index, Shard, Source
 from scripts.bench.common.harness import machine, report
@@ -128,11 +129,12 @@ def timed(times: int, job: Callable[[int], Any]) -> list[float]:
 def measured(folder: Path, run: Run, samples: int) -> dict[str, Any]:
     """The row of one size, by this process."""
     me = psutil.Process()
+    os.environ[CACHE_ENV] = str(folder / "cache")
     before = me.memory_info().rss
     opened: list[Dataset] = []
 
     def open_it(_: int) -> None:
-        opened[:] = [open_dataset(run, [folder], cache_dir=folder / "cache")]
+        opened[:] = [open_dataset(run, [folder])]
 
     first = timed(1, open_it)
     after = me.memory_info().rss
@@ -146,9 +148,9 @@ def measured(folder: Path, run: Run, samples: int) -> dict[str, Any]:
     kept = sum(path.stat().st_size for path in (folder / "cache" / "blocks").rglob("??/*"))
     for m, place in enumerate(places[:20]):
         check_samples(run, 0, m, memoryview(data.batch(place).tobytes()), memoryview(data.prove(run, place)))
-    data = open_dataset(run, [folder], cache_dir=folder / "cache")
+    data = open_dataset(run, [folder])
     read = timed(samples, lambda m: data.batch(places[m]))
-    again = open_dataset(run, [folder], cache_dir=folder / "cache")
+    again = open_dataset(run, [folder])
     return {
         "tokens": run.data.tokens,
         "index_mb": sum((folder / name).stat().st_size for name in (NAME, TREE)) / 1e6,
