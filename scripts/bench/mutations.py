@@ -1787,8 +1787,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "never-feed-the-later-stages-again",
         MICROBATCHES,
-        "            if work.deepest > self._core.stage:\n",
-        "            if False:\n",
+        "            elif known is not None and work.deepest > self._core.stage:\n",
+        "            elif False:\n",
         "A microbatch that a later stage lost never comes there again.",
         ("test_loops",),
     ),
