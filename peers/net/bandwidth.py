@@ -231,10 +231,10 @@ class Line:
         """Of what we send: one for all lines."""
         return self._traffic.limiter
 
-    def limiter_of(self, *, direct: bool, in_memory: bool) -> RateLimiter | None:
-        """That which a link keeps to; to a limit that was found out only where p2pd queues nothing."""
-        found_out = self.limiter.limit_bps == math.inf
-        return None if in_memory or (found_out and not direct) else self.limiter
+    @property
+    def least_round_trip_s(self) -> float:
+        """Of small calls lately; infinite: there was none."""
+        return min(self._round_trips_s, default=math.inf)
 
     def answered(self, took_s: float, sent_bytes: int) -> None:
         """The first sign of the other end, so long after a call of so many bytes."""

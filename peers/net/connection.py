@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from peers.net.bandwidth import Line, Traffic
+from peers.clock import now_s
+from peers.net.bandwidth import OBSERVED_EVERY_S, Line, Traffic
 from peers.net.body_buffers import UNLIMITED, Body, Outbox, Outgoing
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer
@@ -37,10 +38,54 @@ from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind, OtherVersionError, Prefix
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
+LATE_S = 0.1
+"""p2pd and the programs at both ends may be late by so much, without a queue."""
+SMOOTH = 8
+"""p2pd takes bytes in bursts: of what it took, so large a part is told at each observation."""
+_BOTH_HEAR = frozenset({Kind.PING, Kind.PONG})
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
 MAX_WAITING = 4 * frames.MAX_PENDING
 """Frames for a peer that takes no bytes: four for each call that it may have pending."""
+
+
+class Waits:
+    """How long p2pd and the line keep what a stream sends: asked of the other end, which answers at once.
+
+    A `peers.net.bandwidth.Gauge`. What p2pd took has arrived, but for what its buffers hold.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._told_bytes = 0
+        """Of what was sent."""
+        self._asked_at: float | None = None
+        """When, if there is no answer yet."""
+        self._answered_at, self._waited_s, self._least_s = float("-inf"), 0.0, float("inf")
+        """When the last answer came, how long after its question, and the least so long."""
+
+    def asks(self, line: Line, now: float) -> bool:
+        """Whether to ask now, as a body is sent."""
+        if self._asked_at is not None or now - self._answered_at < OBSERVED_EVERY_S:
+            return False
+        self._asked_at, self._least_s = now, min(self._least_s, line.least_round_trip_s)
+        line.limiter.gauges.add(self)
+        return True
+
+    def answered(self, now: float) -> None:
+        """A PONG came. Raises FrameError: it was not asked for."""
+        if self._asked_at is None:
+            raise FrameError("PONG without PING")
+        self._waited_s, self._asked_at, self._answered_at = now - self._asked_at, None, now
+        self._least_s = min(self._least_s, self._waited_s)
+
+    def __call__(self) -> tuple[int, float]:
+        since = (self._outbox.sent_bytes - self._told_bytes) // SMOOTH
+        self._told_bytes += since
+        waited_s = self._waited_s
+        if self._asked_at is not None:
+            waited_s = max(waited_s, now_s() - self._asked_at)
+        return since, max(0.0, waited_s - self._least_s - LATE_S)
 
 
 class Connection(asyncio.Protocol):
@@ -71,6 +116,7 @@ class Connection(asyncio.Protocol):
         self._newest = 0
         """Number of the newest call."""
         self._last_byte_at = self._loop.time()
+        self.waits = Waits(self.outbox)
         self._came = memoryview(b"")
         """What is still to be looked at."""
         self._opened = False
@@ -191,7 +237,12 @@ class Connection(asyncio.Protocol):
             if header is None:
                 return False
             prefix, self._prefix = self._prefix, None
-            self._frame(prefix, bytes(header), self._last_byte_at)
+            if prefix.kind is Kind.PING:
+                self._send(frames.pack_prefix(Kind.PONG, 0))
+            elif prefix.kind is Kind.PONG:
+                self.waits.answered(self._last_byte_at)
+            else:
+                self._frame(prefix, bytes(header), self._last_byte_at)
         elif not self._opened:
             found = read_varint(self._came)
             if found is not None and found[0] > _MAX_OPENING_BYTES:
@@ -210,7 +261,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _begin(self, prefix: Prefix) -> None:
-        if prefix.kind not in self.hears:
+        if prefix.kind not in self.hears and prefix.kind not in _BOTH_HEAR:
             raise FrameError(f"{prefix.kind.name}, which only a {self.role} may send")
         if prefix.kind is not Kind.BODY:
             self._prefix = prefix
@@ -246,7 +297,7 @@ class Connection(asyncio.Protocol):
         transport, outbox = self._transport, self.outbox
         if transport is None or self.over or (outbox.empty and not self._finishing):
             return
-        limiter = self.line.limiter_of(direct=self.direct, in_memory=self.in_memory)
+        limiter = None if self.in_memory else self.line.limiter
         while self._opened and self._paused_since is None:
             before = outbox.sent_bytes
             frame, whole = outbox.next(limiter, self.chunk_bytes, self._loop.time())
@@ -259,6 +310,8 @@ class Connection(asyncio.Protocol):
                     transport.write(part)
             if whole is not None:
                 self._body_sent(whole)
+            if len(frame) > 1 and not self.direct and self.waits.asks(self.line, self._loop.time()):
+                self._send(frames.pack_prefix(Kind.PING, 0))
             self.line.count(sent=outbox.sent_bytes - before, in_memory=self.in_memory)
         if outbox.turn_at is not None and self._turn is None:
             self._turn = self._loop.call_later(max(0.0, outbox.turn_at - self._loop.time()), self._turn_comes)
@@ -315,6 +368,7 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self.outbox.clear()
+        self.line.limiter.gauges.discard(self.waits)
         self._body, self._came = None, memoryview(b"")
         if self._transport is not None:
             self._transport.abort()

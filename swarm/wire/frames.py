@@ -14,6 +14,7 @@ One stream carries the calls of one caller to one callee. Call ids count up from
     ABORT   the caller gave the call up    BODY    the next part of the answer's body
                                            ERROR   the answer is an error
                                            ALIVE   calls are being worked on
+    both: PING, and PONG at once: how long what is sent now waits on the way
 
 At most `WINDOW_BYTES` of a body may be sent before ACCEPT, and `AHEAD_BYTES` beyond that of all bodies of a
 stream. Bodies go in parts of at most `CHUNK_BYTES`, so that a heartbeat never waits behind more than a few
@@ -74,6 +75,11 @@ class Kind(enum.IntEnum):
     RESULT = 5
     ERROR = 6
     ALIVE = 7
+    PING = 8
+    PONG = 9
+
+
+OF_NO_CALL = frozenset({Kind.ALIVE, Kind.PING, Kind.PONG})
 
 
 class Prefix(NamedTuple):
@@ -124,7 +130,7 @@ def unpack_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> Pref
     most = CHUNK_BYTES if kind is Kind.BODY else 0
     if not min(1, most) <= body_bytes <= most:
         raise FrameError(f"{kind.name} with {body_bytes} bytes of body; at most {most} are allowed")
-    if call == 0 and kind is not Kind.ALIVE:
+    if call == 0 and kind not in OF_NO_CALL:
         raise FrameError(f"{kind.name} for call 0; calls count from 1")
     return Prefix(kind, call, header_bytes, body_bytes)
 

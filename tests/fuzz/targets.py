@@ -123,6 +123,8 @@ def _frames() -> list[bytes]:
         frames.pack_result(1, b"answer", [5]),
         frames.pack_error(1, {"code": "busy", "text": "no", "retry_after_s": 0.5}),
         frames.pack_prefix(Kind.ALIVE, 0),
+        frames.pack_prefix(Kind.PING, 0),
+        frames.pack_prefix(Kind.PONG, 0),
         frames.pack_prefix(Kind.ACCEPT, 1),
         frames.pack_prefix(Kind.ABORT, 1),
     ]

@@ -10,8 +10,16 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from peers.net.bandwidth import Traffic
-from peers.net.connection import MAX_WAITING, ClientConnection, Connection, ServedCall, ServerConnection
+from peers.net.bandwidth import OBSERVED_EVERY_S, Traffic
+from peers.net.connection import (
+    LATE_S,
+    MAX_WAITING,
+    SMOOTH,
+    ClientConnection,
+    Connection,
+    ServedCall,
+    ServerConnection,
+)
 from peers.net.timings import NetTimings
 from peers.ports import Answer
 from peers.sim.loop import run_virtual
@@ -253,6 +261,47 @@ async def test_silence_is_noticed_at_both_ends_but_not_our_own_sleep() -> None:
         await call
     with pytest.raises(PeerSilent, match="its body stopped coming"):
         await pair.accepted[pair.called[0]]
+
+
+@pytest.mark.virtual_time
+async def test_how_long_p2pd_and_the_line_keep_a_body_is_found_out() -> None:
+    pair = Pair()
+    pair.call([300_000])
+    await asyncio.sleep(0)
+    gauges = pair.client.line.limiter.gauges
+    assert gauges == {pair.client.waits}
+    pair.carry(1 << 20)
+    pair.carry(1 << 20)
+    await asyncio.sleep(OBSERVED_EVERY_S)
+    told, waited_s = pair.client.waits()
+    assert (told, waited_s) == (pair.client.outbox.sent_bytes // SMOOTH, 0.0), "answered at once"
+    pair.call([300_000])
+    await asyncio.sleep(2.0)
+    assert pair.client.waits()[1] == pytest.approx(2.0 - LATE_S), "not answered yet"
+    pair.carry(1 << 20)
+    pair.carry(1 << 20)
+    await asyncio.sleep(10.0)
+    assert pair.client.waits()[1] == pytest.approx(2.0 - LATE_S), "after so long"
+    pair.client.fail(PeerGone("server", "the end of the test"))
+    assert not gauges
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("kind", ["direct", "in_memory"])
+async def test_where_the_kernel_tells_or_nothing_waits_nobody_is_asked(kind: str) -> None:
+    pair = Pair()
+    setattr(pair.client, kind, True)
+    pair.client.direct = True
+    pair.call([300_000])
+    await asyncio.sleep(0)
+    assert not pair.client.line.limiter.gauges
+
+
+@pytest.mark.virtual_time
+async def test_who_says_that_it_was_asked_and_was_not_breaks_the_protocol() -> None:
+    pair = Pair()
+    feed(pair.client, frames.pack_prefix(frames.Kind.PONG, 0))
+    assert isinstance(pair.client.lost_because, BadAnswer)
 
 
 @pytest.mark.virtual_time
