@@ -97,6 +97,33 @@ async def test_a_ticket_that_was_seen_on_the_line_is_of_no_use_without_the_key()
     assert callee.knock(hello_of(keys)), "the caller can still use it"
 
 
+async def test_a_peer_knocks_at_addresses_of_the_internet_only_and_for_each_caller_at_one() -> None:
+    callee = Callee()
+    callee.paths.port, callee.paths.options = 0, DirectOptions(host=None, outside="44.0.0.1", memory=False)
+    places = list[tuple[str, int]]()
+
+    async def knock(_: object, place: tuple[str, int]) -> None:
+        places.append(place)
+        await asyncio.get_running_loop().create_future()
+
+    callee.paths._knock = knock  # type: ignore[method-assign]
+
+    async def ask(host: str, port: int) -> None:
+        asking = Asking(CALLER, CALLEE.peer_id)
+        await callee.paths.grant(Question(CALLER.peer_id, pack(asking.ask(host, port))))
+        await asyncio.sleep(0.01)
+
+    for host in ("10.0.0.1", "127.0.0.1", "fe80::1", "example.org"):
+        with pytest.raises(Refused, match=f"{host} is no address of the internet"):
+            await ask(host, 80)
+    for port in range(3):
+        await ask("44.0.0.2", port)
+    assert places == [("44.0.0.2", port) for port in range(3)]
+    await asyncio.sleep(0.1)
+    assert len(callee.paths._tasks._tasks) == len(callee.paths._knocking) == 1, "the last one"
+    await callee.paths.close()
+
+
 async def test_a_ticket_is_good_for_a_while() -> None:
     callee = Callee()
     keys = await callee.grant()
