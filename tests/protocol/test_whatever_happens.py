@@ -93,7 +93,7 @@ def settle(world: World) -> None:
 
 
 @given(st.lists(commands(), max_size=40), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=settings.default.max_examples * 3 // 5)
 def test_a_run_ends_with_one_of_each_whatever_happens(commands: list[tuple[Any, ...]], tied: bool) -> None:
     world = make(stages=STAGES, microbatches=MICROBATCHES, steps=STEPS, tied=tied)
     for stage, names in NAMES.items():

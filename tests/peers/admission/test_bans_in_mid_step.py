@@ -130,7 +130,7 @@ async def test_who_is_banned_at_any_point_of_a_step_takes_nothing_along(
     cases(
         [(*how, stage, later) for how, stage, later in product(HOW, (0, 1), (False, True))],
         name="{0}-{1}-{2}-{3}",
-        quick=lambda *case: case in ((False, HEARS_S, 0, False), (True, 0.0, 1, True)),
+        quick=lambda *case: case == (False, HEARS_S, 0, False),
     ),
 )
 async def test_all_with_voice_of_a_stage_are_banned_and_newcomers_go_on(

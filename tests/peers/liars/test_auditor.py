@@ -178,7 +178,7 @@ async def test_who_shows_an_auditor_nothing_is_looked_at_by_its_stage() -> None:
 
 async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_step_is_over() -> None:
     """The other one alone says that: else nobody heard that there was nothing to see."""
-    run = run_of(steps=10)
+    run = run_of(steps=6)
     async with swarm(run, replicas=2) as s:
         await s.until_serving()
         liar = s.network.peers["s1p1"].transport

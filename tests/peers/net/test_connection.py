@@ -148,7 +148,7 @@ async def any_order(data: st.DataObject) -> None:
         assert body.done() and (body.exception() is None or isinstance(body.exception(), PeerGone))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples * 3 // 5, deadline=None)
 @given(data=st.data())
 def test_each_call_gets_its_own_answer_once_whatever_the_order(data: st.DataObject) -> None:
     run_virtual(any_order(data))
@@ -223,7 +223,7 @@ async def any_split(splits: list[int]) -> None:
     assert not server.over
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings.default.max_examples * 2 // 5, deadline=None)
 @given(splits=SPLITS)
 def test_any_split_of_the_bytes_says_the_same(splits: list[int]) -> None:
     run_virtual(any_split(splits))

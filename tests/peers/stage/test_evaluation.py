@@ -201,7 +201,7 @@ async def test_a_mere_record_has_no_stage_behind_evaluate_what_it_made_up(voiced
 
 
 async def test_of_two_routes_that_differ_neither_is_believed_and_that_is_said() -> None:
-    run = admitting(eval_run(steps=3))
+    run = admitting(eval_run(steps=1))
     s = await evaluated(run, liars=("s2p1",), voiced=("s2p0", "s2p1"))
     assert not s.seen(Evaluated)
     assert "the last refusal: routes answered with the losses " in s.seen(Trouble)[0].text
