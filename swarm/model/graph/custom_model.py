@@ -23,14 +23,7 @@ from swarm.data import token_dtype
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.installed import import_module, source_digest
-from swarm.manifest import (
-    BatchSpec,
-    CustomModelSpec,
-    OptimizerSpec,
-    Run,
-    read_cut,
-    write_cut,
-)
+from swarm.manifest import BatchSpec, CustomModelSpec, OptimizerSpec, Run, read_cut, write_cut
 from swarm.model.gpt import weights_dtype
 from swarm.model.graph.builder import CONSTANT, Traced
 from swarm.model.graph.capture import WithLoss
