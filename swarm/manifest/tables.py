@@ -46,6 +46,9 @@ MAX_CODE_WIDTH = 64
 """Of the table of tokens that each stage behind a bottleneck has: as wide as `hidden` it would be the largest
 part of a stage. Part of what a manifest means."""
 
+CODES_BEFORE = 3
+"""Tokens before its own whose codes each position behind a bottleneck has. Part of what a manifest means."""
+
 MODEL_KINDS = ("gpt", "counting", "code", "hf")
 """The first two are built in (`ModelSpec`), the others are custom models (`CustomModelSpec`)."""
 

@@ -1,7 +1,7 @@
 """The decoder and its cut into stages; and the audit model, which counts.
 
 Shapes: B samples, T tokens, H hidden, N heads, K of keys and values, D = H / N, V vocabulary, C channels that
-cross a bottleneck.
+cross a bottleneck, W of the code of a token behind it.
 
 A block is pre-norm: x + attention(norm(x)), then x + mlp(norm(x)), without biases. There is no dropout on the
 attention weights (fused kernels draw it from a generator of their own), only on what enters the residual
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import ModelSpec, Run
+from swarm.manifest.tables import CODES_BEFORE
 from swarm.model.seeded_random import Dropout, initial_normal
 
 NORM_EPS = 1e-5
@@ -149,8 +150,8 @@ class Narrow(nn.Module):
 
 
 class Widen(nn.Module):
-    """The residual stream behind a cut, [B, T, C] -> [B, T, H]: what came, and what the tokens are, from a
-    table that is narrower than the embedding.
+    """The residual stream behind a cut, [B, T, C] -> [B, T, H]: what came, and what this token and some
+    before it are, from a table W wide, which is narrower than the embedding.
     """
 
     def __init__(self, model: ModelSpec) -> None:
@@ -158,10 +159,18 @@ class Widen(nn.Module):
         self.decode = nn.Linear(model.bottleneck, model.hidden, bias=False)
         self.codes = Embedding(model.vocab_size, model.code_width)
         self.lift = nn.Linear(model.code_width, model.hidden, bias=False)
+        self.recall = nn.Linear(CODES_BEFORE * model.code_width, model.hidden, bias=False)
 
-    def forward(self, x_BTC: torch.Tensor, ids_BT: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTC: torch.Tensor, ids_BT: torch.Tensor, eos: int | None) -> torch.Tensor:
+        """`eos`: the token that ends a document, if nothing is to be seen of the one before."""
+        codes_BTW, T = self.codes(ids_BT), ids_BT.shape[1]
+        before = [functional.pad(codes_BTW, (0, 0, n, 0))[:, :T] for n in range(1, CODES_BEFORE + 1)]
+        if eos is not None:
+            places_BT = _places(ids_BT, eos)
+            before = [codes * (places_BT >= n)[..., None] for n, codes in enumerate(before, 1)]
+        known_BTH = self.lift(codes_BTW) + self.recall(torch.cat(before, -1))
         more = self.decode.out_features - self.decode.in_features
-        return functional.pad(x_BTC, (0, more)) + self.decode(x_BTC) + self.lift(self.codes(ids_BT))
+        return functional.pad(x_BTC, (0, more)) + self.decode(x_BTC) + known_BTH
 
 
 class GptStage(nn.Module):
@@ -231,7 +240,8 @@ class GptStage(nn.Module):
         for layer, block in self.layers.items():
             if layer in self.widen:
                 assert ids_BT is not None, "behind a bottleneck the tokens are added again"
-                x = self.widen[layer](self.narrow[layer](x) if layer in self.narrow else x, ids_BT)
+                x = self.narrow[layer](x) if layer in self.narrow else x
+                x = self.widen[layer](x, ids_BT, self._eos)
             if self.recomputes_layers and torch.is_grad_enabled():
                 # What is dropped follows from names: there is no generator to set back.
                 x = checkpoint(block, x, turn, mask, dropout, use_reentrant=False, preserve_rng_state=False)
@@ -300,8 +310,8 @@ def initial_value(run: Run, name: str, shape: torch.Size) -> torch.Tensor:
         return torch.zeros(shape)
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    if name.endswith((".encode.weight", ".decode.weight")):
-        return torch.zeros(shape)  # first the channels that cross as they are carry all
+    if name.endswith((".encode.weight", ".decode.weight", ".recall.weight")):
+        return torch.zeros(shape)  # first the channels that cross as they are, and the token, say all
     depth = math.sqrt(2 * run.built_in.layers) if name.endswith((".out.weight", ".down.weight")) else 1.0
     # What the codes of tokens add behind a cut is as large as what an embedding adds.
     std = 1.0 / math.sqrt(shape[1]) if name.endswith(".lift.weight") else INIT_STD / depth

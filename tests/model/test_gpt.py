@@ -17,6 +17,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import PRESETS, ModelSpec, demo_run
 from swarm.model.evaluate import given_decoder, with_weights
 from swarm.model.gpt import (
+    Widen,
     _rotate,  # pyright: ignore[reportPrivateUsage]
     _rotations,  # pyright: ignore[reportPrivateUsage]
     layer_flops,
@@ -122,6 +123,27 @@ def test_what_crosses_a_bottleneck_is_narrow_and_of_all_stages_comes_one_decoder
         other_BT = ids_BT.roll(1, 0)
         nothing = torch.zeros(2, 9, 4)
         assert not torch.equal(stages[2](nothing, ids_BT=ids_BT), stages[2](nothing, ids_BT=other_BT))
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_behind_a_bottleneck_a_token_sees_those_just_before_it_of_its_document(eos: bool) -> None:
+    run = tiny_run(model={"bottleneck": 4}, data={"eos": 7, "document_mask": True} if eos else {})
+    widen = Widen(run.built_in)
+    for weight in widen.parameters():
+        weight.data = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1))
+    ids_BT = torch.tensor([[1, 2, 7, 3, 4, 5, 6, 8]])
+
+    def told(ids_BT: torch.Tensor) -> torch.Tensor:
+        return widen(torch.zeros(*ids_BT.shape, 4), ids_BT, run.data.eos if eos else None)
+
+    with torch.no_grad():
+        for place in range(8):
+            other_BT = ids_BT.clone()
+            other_BT[0, place] = 7 if place == 2 else 9  # the end of the document stays
+            seen = (told(other_BT) != told(ids_BT)).any(-1)[0].nonzero().flatten().tolist()
+            last = 2 if eos and place <= 2 else 7
+            assert seen == ([] if place == 2 else [*range(place, min(place + 3, last) + 1)])
+        torch.testing.assert_close(told(ids_BT[:, :2]), told(ids_BT)[:, :2])
 
 
 def test_a_run_begins_with_the_first_channels_crossing_as_they_are() -> None:

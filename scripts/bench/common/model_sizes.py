@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarm.manifest import ModelSpec
+from swarm.manifest.tables import CODES_BEFORE
 
 
 def parameter_count(model: ModelSpec, *, sequence_length: int = 0) -> int:
@@ -17,6 +18,7 @@ def parameter_count(model: ModelSpec, *, sequence_length: int = 0) -> int:
     block = attention + feed_forward + 2 * vectors * hidden
     places = sequence_length * hidden if model.positions == "learned" else 0
     tables = (1 if model.head == "tied" else 2) * model.vocab_size * hidden
-    narrow = 2 * hidden * model.bottleneck + (model.vocab_size + hidden) * model.code_width
+    codes = (model.vocab_size + (1 + CODES_BEFORE) * hidden) * model.code_width
+    narrow = 2 * hidden * model.bottleneck + codes
     cuts = (model.stages - 1) * narrow if model.bottleneck else 0
     return tables + places + model.layers * block + vectors * hidden + cuts
