@@ -54,10 +54,13 @@ class AuditCaller:
         if coin.falls(SHARE) or strange:
             self._ask(stage, mb, done, strange)
 
-    def decoded(self, stage: Stage, mb: Microbatch, done: WorkDone, length: float) -> None:
-        """Note the norm of the gradient in an answer."""
-        if strange := self._screen.strange_length(length):
-            self._ask(stage, mb, done, strange)
+    def decoded(
+        self, stage: Stage, mb: Microbatch, done: WorkDone, length: float, turned: Honest | None
+    ) -> None:
+        """Note the norm of the gradient in an answer; `turned`: what follows is unlike the others'."""
+        strange = self._screen.strange_length(length)
+        if turned or strange:
+            self._ask(stage, mb, done, turned or strange)
 
     def _ask(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
         """Have an answer computed again."""

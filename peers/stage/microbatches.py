@@ -23,6 +23,7 @@ from peers.vouching.answered import check_answer
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.audit import is_audited
+from swarm.audit.directions import Directions, sample_of
 from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
@@ -65,6 +66,7 @@ class MicrobatchServer:
     ) -> None:  # fmt: skip
         self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
         self._audits, self._is_audited = audits, is_audited(core.run)
+        self._directions = Directions()
         self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
@@ -323,7 +325,7 @@ class MicrobatchServer:
     async def _middle(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
         core = self._core
         began = now_s()
-        timed, lengths = [0.0, 0.0], list[float]()
+        timed, lengths, samples = [0.0, 0.0], list[float](), list[torch.Tensor]()
         codec = self._codec_for(work)
 
         def forward() -> tuple[Forward, bytes, Work, bytes]:
@@ -349,7 +351,9 @@ class MicrobatchServer:
                 assert mb == fwd.mb
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
-                lengths[:] = [float(norm) for norm in found.arrived] if self._audits else []
+                if self._audits is not None:
+                    lengths[:] = [float(norm) for norm in found.arrived]
+                    samples[:] = [sample_of(found.terms.values())] if found.terms else []
                 grads_in = found.answer
                 receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
                 compute_s = timed[0] + self._took_s()
@@ -364,7 +368,8 @@ class MicrobatchServer:
             try:
                 kept = await core.device.run(Rank.COMPUTE, work.t, backward)
                 if self._audits is not None:
-                    self._audits.decoded(core.stage + 1, fwd.mb, done, math.hypot(*lengths))
+                    turned = self._directions.strange(work.t, peer, samples[0]) if samples else None
+                    self._audits.decoded(core.stage + 1, fwd.mb, done, math.hypot(*lengths), turned)
                 return kept
             except Refused as refused:
                 # The gradient was refused before anything was added: its sender is at fault.

@@ -4860,6 +4860,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_judges",),
     ),
     Mutation(
+        "turned-gradients-are-not-seen",
+        "peers/stage/microbatches.py",
+        "self._directions.strange(work.t, peer, samples[0]) if samples else None",
+        "None",
+        "A peer of the last stage answers gradients of another sign, and only chance finds it.",
+        ("test_false_answers",),
+    ),
+    Mutation(
+        "who-is-not-in-each-step-is-forgotten",
+        "swarm/audit/screen.py",
+        "        self._directions |= directions  #",
+        "        self._directions = directions  #",
+        "A peer that answers in every other step looks each time as if it were new.",
+        ("test_false_contributions",),
+    ),
+    Mutation(
         "a-flip-is-seen-a-step-later",
         "swarm/audit/screen.py",
         "REMEMBERS = 0.6\n",
@@ -5357,8 +5373,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answer-gradients-of-any-length",
         "peers/audit/asking.py",
-        "if strange := self._screen.strange_length(length):",
-        "if (strange := self._screen.strange_length(length)) and False:",
+        "        strange = self._screen.strange_length(length)\n",
+        "        strange = None\n",
         "A gradient a hundred times too long is found by chance alone.",
         ("test_false_answers",),
     ),

@@ -29,10 +29,10 @@ LEAST_LENGTH = 1.0
 class Screen:
     """How strange each member of a stage's rounds looks, as one of them sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, least_length: float = LEAST_LENGTH) -> None:
         self._directions: dict[PeerId, float] = {}
         """Cosine with the sum of the others, on average."""
-        self._angles, self._lengths = Record(LEAST_ANGLE), Record(LEAST_LENGTH)
+        self._angles, self._lengths = Record(LEAST_ANGLE), Record(least_length)
         self._strange: dict[PeerId, list[tuple[float, Honest]]] = {}
 
     def strangest(
@@ -55,7 +55,7 @@ class Screen:
             cosine = (mine @ rest).item() / max(norm(mine) * norm(rest), 1e-30)
             before = self._directions.get(peer, cosine)
             directions[peer] = REMEMBERS * before + (1.0 - REMEMBERS) * cosine
-        self._directions = directions
+        self._directions |= directions  # of one that is not in each step, too
         usual, length = statistics.median(directions.values()), statistics.median(lengths.values())
         turned = self._angles.beyond({peer: usual - directions[peer] for peer in sums})
         longer = self._lengths.beyond({peer: abs(lengths[peer] - length) for peer in sums})

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from swarm.audit.directions import Directions, sample_of
 from swarm.audit.screen import Screen
 from swarm.audit.unusual import AnswerScreen
 
@@ -138,3 +139,32 @@ def test_what_was_computed_again_and_fits_is_usual_from_then_on() -> None:
     assert honest and screen.strange_length(100.0)
     honest()
     assert not screen.strange_length(100.0) and screen.strange_length(1e-2)
+
+
+def turned(signs: dict[str, int], *, begins: int) -> list[int]:
+    """The steps in which an answer of a peer is computed again; one microbatch of each in a step, of which
+    what the caller adds agrees a little. From a step on some peers answer with other signs.
+    """
+    dice = torch.Generator().manual_seed(1)
+    true, screen, found = torch.randn(4096, generator=dice), Directions(), list[int]()
+    for step in range(60):
+        for member in MEMBERS:
+            gradient = true + 1.5 * torch.randn(4096, generator=dice)
+            sign = signs.get(member, 1) if step >= begins else 1
+            if screen.strange(step, member, sample_of([sign * gradient[:64], 1e-6 * sign * gradient])):
+                assert member in signs
+                found.append(step)
+    return found
+
+
+def test_a_peer_whose_answers_turn_what_is_added_is_seen_after_two_steps() -> None:
+    assert turned({"b": -1}, begins=40) == list(range(42, 60))
+    assert not turned({"b": 1}, begins=40)
+
+
+def test_a_peer_that_answers_not_in_each_step_is_known_all_the_same() -> None:
+    screen, ones = Screen(), torch.ones(8)
+    flipped = {"a": ones, "b": ones, "c": -0.2 * ones}
+    assert screen.strangest(flipped, dict.fromkeys(flipped, 1)) == "c"
+    assert screen.strangest({"a": ones, "b": ones}, {"a": 1, "b": 1}) is None
+    assert screen.strangest({"a": ones, "b": ones, "c": ones}, dict.fromkeys(flipped, 1)) == "c"

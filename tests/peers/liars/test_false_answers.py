@@ -362,3 +362,36 @@ async def test_a_trainer_vouches_for_nobody_that_a_stage_has_convicted() -> None
         await s.until(lambda: all(p.core.version >= RENEW_EVERY + 1 for p in honest), limit_s=60.0)
         assert [n for n in s.peers if not s.network.records[n].voucher] == ["s1p1"]
         assert trainer._verdicts.convicted == {"s1p1"}  # pyright: ignore[reportPrivateUsage]
+
+
+class Counting:
+    """Samples in which each token follows from the one before."""
+
+    def __init__(self, run: Run) -> None:
+        self._shape = run.data.sequence_length + 1
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return np.stack([(np.arange(self._shape) + at) % 7 for at in offsets]).astype(np.uint8)
+
+
+async def test_a_peer_whose_gradients_have_another_sign_is_found_by_what_follows_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the last stage: its loss and its sum are true, and its gradients as long as others'. Callers have to
+    know first how alike honest ones are.
+    """
+    audit(monkeypatch, share=0.0)
+    run = demo_run(steps=16, codec="none")
+    run = replace(
+        run,
+        model=replace(run.model, hidden=16, heads=2, ffn_hidden=32),
+        data=replace(run.data, sequence_length=16, tokens=10_000),
+        batch=replace(run.batch, microbatch_size=1, microbatches_per_step=12),
+    )
+    async with swarm(admitting(run, TRAINER), replicas=3, batches=Counting(run)) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(6)
+        lie(s.peers["s2p1"], LIES["sign flip"])
+        await s.until(lambda: accused(s) or s.finished, limit_s=100.0)
+        assert accused(s) == {"s2p1"}
