@@ -16,3 +16,8 @@ def test_a_sum_beyond_the_floats_is_infinite() -> None:
     """Strangers sign norms; one that cannot be added must not end who adds it."""
     assert total_of([1e308, 1e308]) == math.inf
     assert total_of([math.inf, 1.0]) == math.inf
+
+
+def test_infinities_of_both_signs_add_up_to_no_number() -> None:
+    """Strangers tell losses, too."""
+    assert math.isnan(total_of([math.inf, 1.0, -math.inf]))

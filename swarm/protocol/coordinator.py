@@ -5,7 +5,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -181,7 +181,7 @@ class StageCoordinator:
             if isinstance(decision, rounds.FetchResult):
                 blame.prepared(t, decision, steps, now=now)
             if isinstance(decision, (rounds.Reduce, rounds.FetchResult)):
-                self._note_loss(t)
+                self._note_loss(t, steps)
         self._blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
@@ -259,12 +259,12 @@ class StageCoordinator:
         since = self._alone_since[t] = {at: before.get(at, now) for at in alone.items()}
         return {peer for peer, name in alone.items() if name != running or now - since[peer, name] > ALONE_S}
 
-    def _note_loss(self, t: int) -> None:
-        """Note the mean loss of a step whose microbatches are all there."""
+    def _note_loss(self, t: int, steps: Iterable[PeerId]) -> None:
+        """Note the mean loss of a step whose microbatches are all there, with those that count."""
         if self._stage != self._run.S - 1 or t in self.losses:
             return
         by_m: dict[int, float] = {}
-        for member in self.members.values():
+        for member in map(self.members.__getitem__, steps):
             for step, row in zip(member.report.steps, member.losses, strict=False):
                 if step.t == t:
                     by_m.update(zip(members_of(step.done), row, strict=False))
@@ -385,10 +385,10 @@ class RunCoordinator:
             or 2 * sum(other >= version for other in versions) >= len(versions)
         )
         version, oldest = max(borne_out), min(versions)
-        for summary in summaries.values():
-            for step in summary.steps:
-                if step.loss is not None:
-                    losses.setdefault(step.t, step.loss)
+        last = summaries.get(self._run.S - 1)
+        for step in last.steps if last is not None else ():
+            if step.loss is not None:
+                losses.setdefault(step.t, step.loss)
         while len(losses) > LOSSES_KEPT:
             del losses[min(losses)]
         ahead = 1 if self._run.delayed_updates else 0

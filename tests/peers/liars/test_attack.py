@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import struct
 
 import msgspec
 import pytest
@@ -40,6 +41,7 @@ from swarm.wire.messages import (
 )
 from tests.peers.loops import Stranger, Swarm, obey, swarm
 from tests.peers.network import CalmNetwork
+from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.seeds import cases
 
 pytestmark = pytest.mark.virtual_time
@@ -80,6 +82,32 @@ def summary(s: Swarm, stage: int, **changes: object) -> StageSummary:
 async def finishes(s: Swarm) -> None:
     await s.until_finished(limit_s=60.0)
     s.assert_each_counted_once()
+
+
+async def test_losses_that_are_no_numbers_end_no_coordinator_and_are_not_the_runs() -> None:
+    """A mere record at the last stage ended its coordinators, one after the other."""
+    run = admitting(audit_run(stages=2, steps=3, microbatches_per_step=4))
+    async with swarm(run) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        liar, body = await member(s, 1), struct.pack("<4d", math.inf, -math.inf, math.nan, math.inf)
+
+        async def repeat() -> None:
+            while True:
+                t = max(peer.core.version for peer in s.peers.values())
+                steps = (StepReport(t=t, done=Bitmap(0b1111)),) if t < run.steps else ()
+                for name in s.of_stage(1):
+                    with contextlib.suppress(SwarmError):
+                        said = report(s, 1, version=t, steps=steps)
+                        await liar.send(name, "report", said, [body] * len(steps))
+                await asyncio.sleep(0.05)
+
+        lying = asyncio.create_task(repeat())
+        trainer = s.add_trainer(TRAINER)
+        await finishes(s)
+        lying.cancel()
+        # Of the first step it said that it has all before anybody had anything.
+        assert math.isfinite(trainer.step_losses[run.steps - 1])
 
 
 # --- among members ------------------------------------------------------------------------------------------
