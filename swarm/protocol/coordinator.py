@@ -228,6 +228,8 @@ class StageCoordinator:
             return False
         speaking = heard(reports, self.voice)
         others = {other: reports[other] for other in speaking if other != peer}
+        if self._run.meets_at(t):
+            return False  # nothing is taken from it: each replica finds by itself what it has changed
         if prepared.signature:
             plan = self._plans.get(t)
             members = plan.members if plan is not None and plan.round == prepared.round else ()

@@ -541,8 +541,8 @@ class StepProtocol:
 
     def _may_follow(self, step: StepDirective, generation: Generation) -> bool:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up."""
-        if step.fetch is None or not self.belief.needs_proof:
-            return True
+        if step.fetch is None or not self.belief.needs_proof or self._run.meets_at(step.t):
+            return True  # at a meeting nothing is taken from those that have the result
         return self.belief.result(step.fetch, generation, step.t)
 
 

@@ -10,8 +10,9 @@ import pytest
 from peers.sim.network import SimSigner
 from swarm.errors import NotNow
 from swarm.ids import Generation, PeerId, Position, Stage
-from swarm.manifest import AdmissionSpec, audit_run
+from swarm.manifest import AdmissionSpec, IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
+from swarm.protocol.coordinator import Agreed, Member, StageCoordinator
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import signed_report
@@ -406,6 +407,20 @@ def test_a_result_of_one_with_voice_is_none_while_another_has_microbatches_that_
     tell(this, "bob", report(0, step(in_progress=0b1000)))
     told = tell(this, "cid", report(0, step(0b0011, held="made-up")))
     assert told.steps[0].begin_again and told.steps[0].fetch is None
+
+
+@pytest.mark.parametrize(("islands", "made_up"), [(None, True), (IslandsSpec(count=2, local_steps=2), False)])
+def test_a_result_of_a_meeting_is_none_that_others_take(islands: IslandsSpec | None, made_up: bool) -> None:
+    """Each finds by itself what it has changed, and when it comes to it (seed 902257)."""
+    run = replace(RUN, steps=81, islands=islands).island(0) if islands is not None else RUN
+    this = StageCoordinator(run, 1, "ann", 8, Agreed(Generation()), Backoff())
+    this.voice = VOICE
+    held = StepReport(t=2, prepared=Prepared("r", 1.0, "", b"signed"))
+    for peer, said in (("ann", held), ("bob", StepReport(t=2))):
+        this.members[peer] = Member(report(2, said), [], NOW)
+    this.decide(now=NOW)
+    told = this.directive_for("ann", commits={}, behind_s=0.0, run_status=RunStatus()).steps[0]
+    assert told.begin_again is made_up
 
 
 def test_a_round_without_one_that_is_left_out_gives_a_result_whatever_that_one_has() -> None:

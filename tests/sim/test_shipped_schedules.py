@@ -305,6 +305,11 @@ def test_a_newcomer_that_sees_another_run_coordinator_than_the_rest_tells_both()
     assert run_schedule(187).violation == ""
 
 
+def test_a_result_of_a_meeting_that_one_alone_has_is_not_dropped_again_and_again() -> None:
+    """Seed 902257: nothing is taken from it, and the others of its stage had it at other moments."""
+    assert run_schedule(902257).violation == ""
+
+
 def test_a_sum_is_open_only_once_its_ledger_is() -> None:
     """Seed 1819: it was promised anew, and given up again, while an order to open it was under way."""
     assert run_schedule(1819).violation == ""
