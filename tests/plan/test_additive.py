@@ -22,6 +22,7 @@ from scripts.bench.plan.additive_objective import (
 from scripts.bench.plan.additive_search import (
     anneal,
     clustered_grid,
+    drawn,
     megatron_grid,
     random_grid,
     search_additive,
@@ -205,9 +206,18 @@ def test_every_start_is_a_grid_of_all_devices() -> None:
     of = terms(4, 6, 1)
     for shape in shapes(4, 6):
         for bands in (False, True):
-            grid = clustered_grid(of, shape, np.random.default_rng(0), bands=bands, blur=0.1)
+            grid = clustered_grid(of, shape, np.random.default_rng(0), bands=bands)
             assert grid.shape == (4, 6)
             assert sorted(grid.ravel().tolist()) == list(range(24))
+
+
+def test_a_pair_that_is_kept_does_not_change_places() -> None:
+    rng = np.random.default_rng(0)
+    grid = Grid(terms(4, 4, 0), megatron_grid(16, 4))
+    (best,) = drawn(grid, 0.0, None, rng)
+    (other,) = drawn(grid, 0.0, None, rng, [best])
+    changes = grid.changes_s()
+    assert other != best and changes[best] < changes[other]
 
 
 def test_a_descent_never_makes_a_grid_worse() -> None:

@@ -135,6 +135,7 @@ class Grid:
             kind_N = self._twin_of[self._device_N]
             self._twins_NN = np.where(kind_N[:, None] == kind_N, _INF, _ZERO)
         size = len(self._device_N)
+        self._within_exchange_SDD = _blocks(self._exchange_NN, self.replicas)
         self._within_SDD = _blocks(self._power_NN, self.replicas)
         self._across_BDD = _blocks(self._power_NN[:, self.replicas :], self.replicas)
         self._slowest_S = np.empty(self.stages, dtype=np.float32)
@@ -152,17 +153,17 @@ class Grid:
         """[S, D] the device of each stage and pipeline."""
         return self._device_N.reshape(self.stages, self.replicas).copy()
 
-    def _measure(self, stage: int) -> None:
-        """What the stage's exchange costs, and would cost with one member replaced by any other device."""
-        rows = slice(stage * self.replicas, (stage + 1) * self.replicas)
-        exchange_DN = self._exchange_NN[rows]
-        inside_DD = exchange_DN[:, rows]
-        sum_D = inside_DD.sum(axis=1)
-        self._slowest_S[stage] = sum_D.max()
-        without_DD = sum_D[:, None] - inside_DD + self._not_self_DD  # of member k when i is gone
-        joined_DN = (without_DD[:, :, None] + exchange_DN[:, None, :]).max(axis=0)
-        np.maximum(joined_DN, exchange_DN.sum(axis=0) - exchange_DN, out=joined_DN)
-        self._joined_NN[rows] = self._power(joined_DN)
+    def _measure(self, *stages: int) -> None:
+        """What the stages' exchanges cost, and would cost with one member replaced by any other device."""
+        which_n, size = list(stages), self.size
+        exchange_nDN = self._exchange_NN.reshape(self.stages, self.replicas, size)[which_n]
+        inside_nDD = self._within_exchange_SDD[which_n]
+        sum_nD = inside_nDD.sum(axis=2)
+        self._slowest_S[which_n] = sum_nD.max(axis=1)
+        without_nDD = sum_nD[:, :, None] - inside_nDD + self._not_self_DD  # of member k when i is gone
+        joined_nDN = (without_nDD[:, :, :, None] + exchange_nDN[:, :, None, :]).max(axis=1)
+        np.maximum(joined_nDN, exchange_nDN.sum(axis=1, keepdims=True) - exchange_nDN, out=joined_nDN)
+        self._joined_NN.reshape(self.stages, self.replicas, size)[which_n] = self._power(joined_nDN)
 
     def swap(self, i: int, j: int) -> None:
         """The devices at two positions change places."""
@@ -176,8 +177,7 @@ class Grid:
         if a == b:
             _swap_rows(self._joined_NN, i, j)
         else:
-            self._measure(a)
-            self._measure(b)
+            self._measure(a, b)
 
     def swap_all(self, pairs: list[tuple[int, int]]) -> None:
         """One pair of positions after the other."""

@@ -1,4 +1,4 @@
-"""The search for a layout of small additive cost (DT-FM's objective): starts, then an evolution of the best.
+"""The search for a layout of small additive cost (DT-FM's objective): starts, then a race of them.
 
 Deterministic: the seed, and what the caller's clock says, decide everything. Anytime: whenever the clock is
 past the budget the best so far is the answer, and that is never worse than the structured starts that were
@@ -7,8 +7,8 @@ looked at, of which the first two (by pipeline and by stage) always are.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,34 +17,27 @@ from scripts.bench.plan.additive_grid import KNOWN, LOOKED_AT, Grid, Segments
 from scripts.bench.plan.additive_objective import AdditiveCost, AdditiveTerms, additive_cost
 from swarm.plan.search import even_clusters, shapes
 
-POPULATION = 10
-NEWCOMERS = 0.3
-"""Part of the evolution's turns that go to a new start instead of a member."""
+ROUNDS, MAX_RACED = (12, 6, 3, 1), 256
+"""How many of the best layouts are annealed in each round, which all take as long: which start is the best
+shows only in what annealing makes of it. With more devices, whose steps are slow, there is no race."""
 STARTING = 0.5
 """Part of the budget after which no more starts are made; it matters to a thousand devices only."""
-BLURS = (0.05, 0.15, 0.3)
-"""Of distances, for a new start to be another one; see `clustered_grid`."""
-HOPELESS = 1.5
-"""A new start that costs so many times the best is not improved."""
-MIN_HEAT, MAX_HEAT = 0.003, 0.03
-"""Of annealing, in parts of the best cost. Outside nothing was found on DT-FM's layouts (2026-11-22)."""
-HOT, HOTTER = 0.1, 10.0
-"""One turn in ten starts anywhere, ten times as hot: optima of wild prices may resemble no start."""
-MIN_STEPS, FIRST_STEPS, MORE_STEPS, MAX_STEPS = 200, 400, 40, 2500
-"""Of one annealing: the most are `FIRST_STEPS`, and `MORE_STEPS` more each turn. Long ones find more where
-every line differs, but take their time from the others: with 500 to 2500 from the beginning, and fewer
-newcomers, one jittered layout of DT-FM's was 2 to 5 % cheaper after 10 s, another 2 to 3 % dearer
-(2026-11-22)."""
+RACING = 0.9
+"""Part of the budget after which the rounds end. The rest is a cooler annealing of the best."""
+Phase = tuple[int, float, float, float]
+"""Of an annealing: squarings of the norm, heat at first and last in parts of the cost, part of the time."""
+SOFT: tuple[Phase, ...] = ((1, 0.016, 0.008, 0.4), (2, 0.012, 0.003, 0.5), (3, 0.003, 0.001, 0.1))
+HARD: tuple[Phase, ...] = ((2, 0.012, 0.003, 0.6), (3, 0.003, 0.001, 0.4))
+"""Of the rounds: every second start is annealed in one way, the others in the other, so that it is the race
+that decides. With the 2-norm all lines of a boundary count and not its slowest alone: where every line
+differs, a hot grid finds which devices belong together. Elsewhere it finds less (2026-11-28)."""
+COOL: tuple[Phase, ...] = ((2, 0.004, 0.002, 0.5), (3, 0.004, 0.001, 0.5))
+COLD: tuple[Phase, ...] = ((3, 0.0005, 0.0001, 1.0),)
+"""Of the last annealing, after a race and without one: few steps from a start must not go uphill."""
 LAST_HEAT = 0.2
-"""Of the first. 0.1 to 0.3 did alike on DT-FM's layouts (2026-11-22)."""
-DESCENDING, EVOLVING, HOT_ANNEALING = 0.3, 0.5, 0.85
-"""Parts of the budget after which starts are not improved any more, the evolution ends, and the long
-annealing that starts hot. The rest is a cooler one of the best."""
-LONG = ((1, 0.016, 0.008, 0.4), (2, 0.012, 0.003, 0.5), (3, 0.003, 0.001, 0.1))
-LONG_COOL = ((2, 0.004, 0.002, 0.5), (3, 0.004, 0.001, 0.5))
-"""Of these annealings: squarings of the norm, heat at first and at last, part of the time. With the 2-norm
-all lines of a boundary count and not its slowest alone, so that a hot grid still finds which devices belong
-together (2026-11-27)."""
+"""Of the first, in `anneal`. 0.1 to 0.3 did alike on DT-FM's layouts (2026-11-22)."""
+KEPT = 10
+"""Swaps that are not undone at once: when the annealing is cool, half of its steps went back and forth."""
 REMATCHED = 100
 """Swaps after which pipelines are matched and stages ordered anew, as no swap could."""
 
@@ -66,15 +59,15 @@ class Found:
     origin: str
     """Which start the answer descends from."""
     turns: int
-    """Of the evolution."""
+    """How often a layout was annealed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    total_s: float
     cost: AdditiveCost
     shape: tuple[int, int]
     bands: bool
+    phases: Sequence[Phase] = SOFT
 
 
 def search_additive(
@@ -86,42 +79,40 @@ def search_additive(
         spent_s: seconds spent so far, by any clock that starts at 0 and never goes back.
     """
     rng = np.random.default_rng(seed)
-
-    def over() -> bool:
-        return spent_s() >= budget_s
-
-    members: list[_Member] = []
-    for shape, bands in _plans(terms):
-        if len(members) >= 2 and spent_s() >= STARTING * budget_s:
+    begun: dict[float, _Member] = {}
+    for made, (shape, bands) in enumerate(_plans(terms)):
+        if made >= 2 and spent_s() >= STARTING * budget_s:
             break
         cost = additive_cost(terms, clustered_grid(terms, shape, rng, bands=bands))
-        members.append(_Member(cost.total_s, cost, shape, bands))
-    members.sort(key=lambda member: member.total_s)
-    start_s = members[0].total_s
+        begun.setdefault(round(cost.total_s, 9), _Member(cost, shape, bands))
+    members = [begun[total_s] for total_s in sorted(begun)]
+    start_s, turns = members[0].cost.total_s, 0
     segments = Segments(terms.stages, terms.replicas, rng) if terms.stages >= 4 else None
     grid = Grid(terms, members[0].cost.grid, segments)
-    for member in members:
-        if spent_s() >= DESCENDING * budget_s or member.total_s > HOPELESS * start_s:
-            break
-        grid.place(member.cost.grid)
-        better = additive_cost(terms, anneal(grid, steps=grid.size, heat_s=0.0, rng=rng, stop=over))
-        if better.total_s < member.total_s:
-            member.total_s, member.cost = better.total_s, better
-    members = _best_of(members)
-    turns = 0
-    while spent_s() < EVOLVING * budget_s and terms.stages * terms.replicas > 1:
-        turns += 1
-        _evolve(terms, grid, members, rng, over, min(MAX_STEPS, FIRST_STEPS + MORE_STEPS * turns))
-        members = _best_of(members)
-    for until, phases in ((HOT_ANNEALING, LONG), (1.0, LONG_COOL)):
-        if not over() and terms.stages * terms.replicas > 1:
-            begun_s, until_s = spent_s(), until * budget_s
 
-            def share(begun_s: float = begun_s, until_s: float = until_s) -> float:
-                return (spent_s() - begun_s) / max(until_s - begun_s, 1e-9)
+    def improve(member: _Member, until_s: float, phases: Sequence[Phase]) -> None:
+        nonlocal turns
+        begun_s = spent_s()
 
-            better = long_anneal(grid, members[0].cost, rng, share, phases)
-            members[0].cost = min(members[0].cost, better, key=lambda cost: cost.total_s)
+        def share() -> float:
+            return (spent_s() - begun_s) / max(until_s - begun_s, 1e-9)
+
+        if begun_s < until_s and grid.size > 1:
+            turns += 1
+            better = long_anneal(grid, member.cost, rng, share, phases)
+            member.cost = min(member.cost, better, key=lambda cost: cost.total_s)
+
+    for member in members[::2]:
+        member.phases = HARD
+    raced_from_s = spent_s()
+    raced = grid.size <= MAX_RACED
+    each_s = max(0.0, raced * RACING * budget_s - raced_from_s) / len(ROUNDS)
+    for number, count in enumerate(ROUNDS):
+        members = members[:count]
+        for place, member in enumerate(members):
+            improve(member, raced_from_s + each_s * (number + (place + 1) / len(members)), member.phases)
+        members.sort(key=lambda member: member.cost.total_s)
+    improve(members[0], budget_s, COOL if raced else COLD)
     best = members[0]
     origin = f"clusters of {best.shape[0]} stages × {best.shape[1]} pipelines" + ", banded" * best.bands
     return Found(best.cost, start_s, origin, turns)
@@ -136,46 +127,6 @@ def _plans(terms: AdditiveTerms) -> list[tuple[tuple[int, int], bool]]:
         *banded,
         *((shape, False) for shape in all_shapes[2:]),
     ]
-
-
-def _evolve(
-    terms: AdditiveTerms,
-    grid: Grid,
-    members: list[_Member],
-    rng: np.random.Generator,
-    over: Callable[[], bool],
-    most_steps: int,
-) -> None:
-    """One turn: a member is annealed and takes its own place if better, or a new start joins."""
-    best_s = members[0].total_s
-    heat_s = best_s * math.exp(rng.uniform(math.log(MIN_HEAT), math.log(MAX_HEAT)))
-    hot = rng.random() < HOT
-    if hot or rng.random() < NEWCOMERS:
-        like = members[int(len(members) * rng.random() * rng.random())]
-        blur = float(rng.choice(BLURS))
-        if hot:
-            start = additive_cost(terms, random_grid(grid.size, terms.stages, rng))
-            heat_s *= HOTTER
-        else:
-            start = additive_cost(terms, clustered_grid(terms, like.shape, rng, bands=like.bands, blur=blur))
-        if not hot and start.total_s > HOPELESS * best_s:
-            return
-        grid.place(start.grid)
-        found = additive_cost(terms, anneal(grid, steps=MIN_STEPS, heat_s=heat_s, rng=rng, stop=over))
-        found = min(start, found, key=lambda c: c.total_s)
-        if all(abs(found.total_s - member.total_s) > 1e-9 * best_s for member in members):
-            members.append(_Member(found.total_s, found, like.shape, like.bands))
-        return
-    member = members[int(len(members) * rng.random() ** 2)]
-    steps = int(math.exp(rng.uniform(math.log(MIN_STEPS), math.log(most_steps))))
-    grid.place(member.cost.grid)
-    found = additive_cost(terms, anneal(grid, steps=steps, heat_s=heat_s, rng=rng, stop=over))
-    if found.total_s < member.total_s:
-        member.total_s, member.cost = found.total_s, found
-
-
-def _best_of(members: list[_Member]) -> list[_Member]:
-    return sorted(members, key=lambda member: member.total_s)[:POPULATION]
 
 
 # --- layouts made by rule ---
@@ -195,22 +146,16 @@ def random_grid(devices: int, stages: int, rng: np.random.Generator) -> np.ndarr
 
 
 def clustered_grid(
-    terms: AdditiveTerms, shape: tuple[int, int], rng: np.random.Generator, *, bands: bool = False,
-    blur: float = 0.0,
-) -> np.ndarray:  # fmt: skip
+    terms: AdditiveTerms, shape: tuple[int, int], rng: np.random.Generator, *, bands: bool = False
+) -> np.ndarray:
     """[S, D] of clusters that fill blocks of `shape`.
 
     Args:
         bands: put the tightest clusters into the same stages. Else their places are sought on the coarse
             grid, where each cluster is one device.
-        blur: how far (standard deviation of a logarithm) distances are changed by chance before clustering.
     """
     (a, b), replicas = shape, terms.replicas
-    near_NN = terms.transfer_s
-    if blur:
-        factor_NN = np.exp(blur * rng.standard_normal(near_NN.shape))
-        near_NN = near_NN * np.sqrt(factor_NN * factor_NN.T)
-    clusters = even_clusters(near_NN, a * b)
+    clusters = even_clusters(terms.transfer_s, a * b)
     rows, columns = terms.stages // a, replicas // b
     if bands:
         width = np.array([terms.transfer_s[np.ix_(c, c)].max() for c in clusters])
@@ -240,14 +185,7 @@ def _coarse_places(
     return additive_cost(coarse, grid.grid).grid.ravel()
 
 
-def anneal(
-    grid: Grid,
-    *,
-    steps: int,
-    heat_s: float,
-    rng: np.random.Generator,
-    stop: Callable[[], bool] = lambda: False,
-) -> np.ndarray:
+def anneal(grid: Grid, *, steps: int, heat_s: float, rng: np.random.Generator) -> np.ndarray:
     """Swap `steps` times, each time the best of all swaps after a draw of chance has been taken off each.
 
     With Gumbel draws times `heat_s` this is a draw from all swaps by exp(-change / heat): annealing without a
@@ -261,9 +199,7 @@ def anneal(
     draws = _gumbel(rng, size) if heat_s else None
     smooth_s = grid.smooth_s()
     for step in range(steps):
-        if stop():
-            break
-        pairs = _drawn(grid, heat_s * LAST_HEAT ** (step / steps), draws, rng)
+        pairs = drawn(grid, heat_s * LAST_HEAT ** (step / steps), draws, rng)
         if not pairs:
             break
         grid.swap_all(pairs)
@@ -282,10 +218,11 @@ def anneal(
 
 def long_anneal(
     grid: Grid, start: AdditiveCost, rng: np.random.Generator, share: Callable[[], float],
-    phases: Sequence[tuple[int, float, float, float]],
+    phases: Sequence[Phase],
 ) -> AdditiveCost:  # fmt: skip
-    """The best layout of one annealing in phases such as `LONG` that lasts until `share` of its time is 1."""
+    """The best layout of one annealing in phases that lasts until `share` of its time is 1."""
     terms, best, step, begun = grid.terms, start, 0, 0.0
+    kept: deque[tuple[int, int]] = deque(maxlen=min(KEPT, grid.size // 4))
     grid.place(start.grid)
     draws = _gumbel(rng, grid.size)
     for squarings, first, last, part in phases:
@@ -296,9 +233,10 @@ def long_anneal(
         least_s, least_SD = grid.cost_s(), grid.grid
         while (done := (share() - begun) / part) < 1.0:
             step += 1
-            pairs = _drawn(grid, start.total_s * first * (last / first) ** done, draws, rng)
+            pairs = drawn(grid, start.total_s * first * (last / first) ** done, draws, rng, kept)
             if not pairs:
                 break
+            kept.append(pairs[0])
             grid.swap_all(pairs)
             cost_s = grid.cost_s()
             if cost_s < least_s:
@@ -315,11 +253,17 @@ def long_anneal(
     return best
 
 
-def _drawn(
-    grid: Grid, heat_s: float, draws: np.ndarray | None, rng: np.random.Generator
-) -> list[tuple[int, int]]:
-    """The positions that change places in one step: two, or those of two segments. None: all are twins."""
+def drawn(
+    grid: Grid, heat_s: float, draws: np.ndarray | None, rng: np.random.Generator,
+    kept: Iterable[tuple[int, int]] = (),
+) -> list[tuple[int, int]]:  # fmt: skip
+    """The positions that change places in one step: two, or those of two segments. None: all are twins.
+
+    `kept`: pairs that do not.
+    """
     change_NN, size = grid.changes_s(), grid.size
+    for pair in kept:
+        change_NN[pair] = np.inf
     if draws is not None:
         offset = int(rng.integers(0, len(draws) - size * size + 1))
         change_NN += np.float32(heat_s) * draws[offset : offset + size * size].reshape(size, size)
