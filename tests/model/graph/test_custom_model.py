@@ -218,7 +218,7 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
             of("classifier"),
             r"input image is float32\[3, 6\], and tokens are integers \[3, 6\]: take data\.source",
         ),
-        (of("bag", stages=9), r"weights, too few for 9 stages"),
+        (of("bag", stages=9), r"2 operators with weights: too few for 9 stages\. .* into fewer stages"),
         (of("moody"), r"begins with other weights each time .* by torch's own generator"),
         (of("dice"), r"draws random numbers by numpy, and each microbatch .*apply_spec_augment = false"),
         (of("scalar", data=SAMPLES), r"an input of the model is a single number"),

@@ -259,7 +259,7 @@ def test_a_name_that_no_index_can_hold_and_a_folder_that_cannot_be_are_refused(
         assert "is not UTF-8, as an index has to be: rename it" in said
     (tmp_path / "é.txt").write_text("ab")
     said = made(capsys, tmp_path / "é.txt" / "out", tmp_path / "é.txt", ends=cli.Exit.SETUP)
-    assert re.search(r"cannot make the tokens in .*/é\.txt/out: Not a directory\. .* choose --out", said)
+    assert re.search(r"--out .*/é\.txt is a file: give a folder", said)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_refused(
