@@ -35,21 +35,15 @@ EVIL = "<img src=x onerror=document.title='me'>"
 @contextlib.contextmanager
 def shown(path: Path, complaints: int | None = None) -> Iterator[str]:
     """A dashboard that plays a history, as a process: NiceGUI has one app for each."""
-    words = [
-        sys.executable,
-        "-m",
-        "peers.cli",
-        "dashboard",
-        "--replay",
-        str(path),
-        "--speed",
-        "1e6",
-        "--web",
-        ":0",
-    ]
+    replay = ["dashboard", "--replay", str(path), "--speed", "1e6", "--web", ":0"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=complaints, text=True, env=env, cwd=path.parent
+        [sys.executable, "-m", "peers", *replay],
+        stdout=subprocess.PIPE,
+        stderr=complaints,
+        text=True,
+        env=env,
+        cwd=path.parent,
     ) as program:
         try:
             assert program.stdout is not None

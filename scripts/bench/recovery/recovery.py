@@ -156,7 +156,7 @@ class _Telling:
     """A transport that prints when a microbatch is done."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner, self.peer_id, self.signer = inner, inner.peer_id, inner.signer
+        self._inner, self.peer_id, self.signer, self.serve = inner, inner.peer_id, inner.signer, inner.serve
 
     async def call(self, peer: str, method: str, header: bytes, *rest: Any, **named: Any) -> Any:
         from swarm.wire.messages import Work, WorkDone, unpack, unpack_answer
