@@ -611,7 +611,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "fetch-on-one-word",
         PROTOCOL,
-        "return self.belief.result(step.fetch, generation, step.t)",
+        "return heard_of or self.belief.result(step.fetch, generation, step.t)",
         "return True",
         "The vector of one peer is the gradient of all.",
         ("test_attack",),

@@ -220,8 +220,8 @@ class StageCoordinator:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
 
-        Where results are signed, another that is heard has to hold the same, or to be about to: no replica
-        takes a result on one word, which may be made up, or lack what it computed.
+        Where results are signed, another that is heard has to hold the same, or to have had a part in its
+        round: no other takes a result on one word, which may be made up, or lack what it computed.
         """
         prepared = reports[peer].prepared
         if prepared is None:
@@ -331,10 +331,10 @@ class StageCoordinator:
 
 
 def _may_confirm(prepared: Prepared, step: rounds.StepReport, is_member: bool) -> bool:
-    """Whether another replica has the same result, or its round goes on there."""
+    """Whether another replica has the same result, or had a part in its round, so that it may take it."""
     if step.prepared is not None:
         return step.prepared.content == prepared.content
-    return step.failed_round != prepared.round and (is_member or step.frozen_for == prepared.round)
+    return is_member or prepared.round in (step.frozen_for, step.failed_round)
 
 
 def is_untold(directive: Directive, told: Directive | None) -> bool:

@@ -200,32 +200,6 @@ def reports_of(s: Swarm, name: str, change: Callable[[StepReport], StepReport]) 
     this._report = lie  # type: ignore[method-assign]
 
 
-async def test_one_that_withholds_its_part_does_not_have_the_result_of_the_round() -> None:
-    """All had heard of that round, and took from it what it said that this had found."""
-    async with swarm(run_of(), replicas=2) as s:
-        liar = s.add_peer(LIAR, 1)
-        give_voice(s, *s.peers)
-        await s.until_serving()
-        s.add_trainer(TRAINER)
-        await s.until_version(2)
-
-        async def never(*_: object) -> Any:
-            await asyncio.get_running_loop().create_future()
-
-        asked, began = give_out(s, LIAR, liar), s.network.loop.now_s
-        liar.all_reduce.run = never  # type: ignore[method-assign]
-        s.network.peers[LIAR].transport.serve("part", never, max_body_bytes=1 << 24)
-
-        def change(step: StepReport) -> StepReport:
-            frozen = step.frozen_for
-            return msgspec.structs.replace(step, prepared=made_up(liar, frozen).prepared) if frozen else step
-
-        reports_of(s, LIAR, change)
-        await ends(s)
-        assert not asked
-        assert s.network.loop.now_s - began < BUDGET_S
-
-
 @pytest.mark.parametrize("liar", ["a", LIAR])
 async def test_one_that_says_another_norm_of_the_round_is_not_waited_for(liar: str) -> None:
     """Of a stage whose first two words did not agree no commit was ever proven."""
