@@ -33,5 +33,5 @@ def check_answer(
         raise BadAnswer(peer, "answered another gradient than its receipt names")
     if not is_receipt(signer, peer, run.id, stage, mb, done.loss, hop.receipt):
         raise BadAnswer(peer, "answered with a receipt that it did not sign")
-    if is_audited(run) and hop.receipt.inputs != sent:
+    if hop.receipt.inputs != sent and is_audited(run):
         raise BadAnswer(peer, "answered something else than it was sent")

@@ -5292,7 +5292,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answers-to-other-inputs",
         ANSWERED,
-        "if is_audited(run) and hop.receipt.inputs != sent:",
+        "if hop.receipt.inputs != sent and is_audited(run):",
         "if False:",
         "A liar whose receipts name other inputs is audited by none that it answers.",
         ("test_receipts",),
