@@ -23,7 +23,7 @@ from swarm.wire.messages import Hop, Work, WorkDone, pack, unpack
 from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, is_receipt, tensors_digest
 from swarm.wire.tensor_meta import TensorMeta
 from tests.peers.admitted import TRAINER, admitting
-from tests.peers.loops import swarm
+from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
 
@@ -177,23 +177,37 @@ async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
             await feeder.ask("s1p0", "work", work, WorkDone, [hidden, tokens])
 
 
+class Feeders:
+    """Peers of stage 0 that feed microbatch (0, 0) to stage 1."""
+
+    def __init__(self, s: Swarm, *names: str) -> None:
+        self._feeders = {name: s.add_stranger(name) for name in names}
+        for name in names:
+            s.network.announce(PeerRecord(peer=name, run=RUN.id, stage=0, state="serving", version=0))
+
+    async def feed(self, name: str, hidden: bytes) -> bytes:
+        """Feed these bytes, which have to be what is answered; their digest."""
+        metas, tokens = input_metas(RUN, 1), bytes(9)
+        named = tensors_digest(metas, [hidden, tokens])
+        work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
+        done = await self._feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
+        receipt = done.hops[0].receipt
+        assert receipt is not None and receipt.inputs == named
+        return named
+
+
 async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those_and_counts_the_first() -> None:
     """The first may have been a liar's: honest callers got the gradients of its inputs, which no sum had room
     for, and the run stood still. The second may be: then what a caller feeds after its answer is not counted.
     """
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        metas, tokens, callee = input_metas(RUN, 1), bytes(9), s.peers["s1p0"]
-        step, feeders = callee.core.steps[0], {name: s.add_stranger(name) for name in ("s0x", "s0y")}
-        for name in feeders:
-            s.network.announce(PeerRecord(peer=name, run=RUN.id, stage=0, state="serving", version=0))
+        callee, feeders = s.peers["s1p0"], Feeders(s, "s0x", "s0y")
+        step = callee.core.steps[0]
 
         async def feed(name: str, hidden: bytes) -> bytes:
-            named = tensors_digest(metas, [hidden, tokens])
-            work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
-            done = await feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
-            receipt = done.hops[0].receipt
-            assert receipt is not None and receipt.inputs == named and step.ledger.done == 1
+            named = await feeders.feed(name, hidden)
+            assert step.ledger.done == 1
             return named
 
         first, other = await feed("s0x", bytes(8)), await feed("s0y", b"\1" * 8)
@@ -214,18 +228,7 @@ async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those_and_co
 async def test_two_callers_that_feed_a_microbatch_at_once_are_each_answered_what_they_sent() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
-        metas, tokens = input_metas(RUN, 1), bytes(9)
-        feeders = {name: s.add_stranger(name) for name in ("s0x", "s0y", "s0z")}
-        for name in feeders:
-            s.network.announce(PeerRecord(peer=name, run=RUN.id, stage=0, state="serving", version=0))
-
-        async def feed(name: str, hidden: bytes) -> bool:
-            named = tensors_digest(metas, [hidden, tokens])
-            work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
-            done = await feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
-            receipt = done.hops[0].receipt
-            return receipt is not None and receipt.inputs == named
-
-        sent = zip(feeders, (bytes(8), b"\1" * 8, b"\1" * 8), strict=True)
-        assert all(await asyncio.gather(*(feed(*one) for one in sent)))
+        feeders = Feeders(s, "s0x", "s0y", "s0z")
+        sent = (("s0x", bytes(8)), ("s0y", b"\1" * 8), ("s0z", b"\1" * 8))
+        await asyncio.gather(*(feeders.feed(*one) for one in sent))
         assert s.peers["s1p0"].core.steps[0].ledger.done == 1

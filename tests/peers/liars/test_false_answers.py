@@ -48,6 +48,17 @@ def audited_run(*, stages: int = 3, steps: int = 4, microbatches: int = 8) -> Ru
     return admitting(replace(run, dtype="float32"), TRAINER)
 
 
+def decoder_run(*, steps: int) -> Run:
+    """A small decoder that computes gradients of samples."""
+    run = demo_run(steps=steps, codec="none")
+    return replace(
+        run,
+        model=replace(run.model, hidden=16, heads=2, ffn_hidden=32),
+        data=replace(run.data, sequence_length=16, tokens=10_000),
+        batch=replace(run.batch, microbatch_size=1, microbatches_per_step=12),
+    )
+
+
 def changed(tensors: Sequence[Encoded], change: Change) -> list[Encoded]:
     """Tensors of floats, with other values."""
     found = []
@@ -179,13 +190,7 @@ async def test_nothing_stays_in_an_open_step_of_the_gradients_that_a_liar_answer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     audit(monkeypatch, share=1.0)
-    run = demo_run(steps=2, codec="none")
-    run = replace(
-        run,
-        model=replace(run.model, hidden=16, heads=2, ffn_hidden=32),
-        data=replace(run.data, sequence_length=16, tokens=10_000),
-        batch=replace(run.batch, microbatch_size=1, microbatches_per_step=12),
-    )
+    run = decoder_run(steps=2)
 
     async def trained(liar: str) -> dict[str, dict[str, torch.Tensor]]:
         async with swarm(admitting(run, TRAINER), replicas=3, batches=Noise(run)) as s:
@@ -381,13 +386,7 @@ async def test_a_peer_whose_gradients_have_another_sign_is_found_by_what_follows
     know first how alike honest ones are.
     """
     audit(monkeypatch, share=0.0)
-    run = demo_run(steps=16, codec="none")
-    run = replace(
-        run,
-        model=replace(run.model, hidden=16, heads=2, ffn_hidden=32),
-        data=replace(run.data, sequence_length=16, tokens=10_000),
-        batch=replace(run.batch, microbatch_size=1, microbatches_per_step=12),
-    )
+    run = decoder_run(steps=16)
     async with swarm(admitting(run, TRAINER), replicas=3, batches=Counting(run)) as s:
         await s.until_serving()
         s.add_trainer(TRAINER)
