@@ -6,6 +6,7 @@ No IO, but that hashes and products take a while: `commit` and `project` are run
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -64,13 +65,20 @@ class SumCheck:
         self.reduced: dict[int, tuple[Reduced, bytes]] = {}
         """What the owners signed."""
         self._seals: dict[PeerId, bytes] = {}
-        """Of the nonces: one for each member, in all that the owners signed."""
+        """Of the nonces: one for each member, in all that the owners signed; empty before all have."""
         self.nonces: dict[PeerId, bytes] = {}
         self.unsealed = asyncio.Event()
         """All nonces are here."""
-        self.projected: asyncio.Future[Projecting] = asyncio.get_running_loop().create_future()
+        self.projected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """This member has said its products."""
         self._said: dict[int, Projecting] = {}
         """What the members signed of their products."""
+        self.heard = asyncio.Event()
+        """All products are here."""
+        self.limit_s = math.inf
+        """For whatever another member has to say."""
+        self.unchecked: torch.Tensor | None = None
+        """All that the owners answered: from when this member says its products until it has compared."""
 
     def contributes(self, place: int) -> bool:
         """Whether the ledger of a member is not empty."""
@@ -195,6 +203,8 @@ class SumCheck:
                     # A member that began the round again has another nonce, and is no liar; nor is an owner.
                     raise Refused(f"{contribution.member} sealed two nonces in this round")
         self._seals = seals
+        self.nonces = {m: nonce for m, nonce in self.nonces.items() if self._is_sealed(m, nonce)}
+        self._count_nonces()
 
     def forged(self) -> tuple[int, int] | None:
         """An owner that names a contribution which this member did not sign, and the place of it there."""
@@ -205,27 +215,28 @@ class SumCheck:
 
     # -- nonces and products ------------------------------------------------------------------------
 
-    def reveal(self) -> bytes:
-        """This member's nonce: all results are here."""
-        self.unseal(self._signer.peer_id, self._nonce)
-        return self._nonce
+    def reveal(self) -> None:
+        """Unseal this member's nonce: all results are here."""
+        me = self._signer.peer_id
+        self.unseal(self._signer.peer_id, [self._nonce if m == me else b"" for m in self.plan.members])
 
-    def unseal(self, member: PeerId, nonce: bytes) -> None:
-        """Note a nonce. It is checked when all are here."""
-        self.nonces.setdefault(member, nonce)
-        if len(self.nonces) == len(self.plan.members):
+    def unseal(self, by: PeerId, nonces: Sequence[bytes]) -> None:
+        """Note the nonces that a member knows. Before the seals are here it tells only its own."""
+        for member, nonce in zip(self.plan.members, nonces, strict=False):
+            if self._is_sealed(member, nonce) if self._seals else member == by:
+                self.nonces.setdefault(member, nonce)
+        self._count_nonces()
+
+    def _is_sealed(self, member: PeerId, nonce: bytes) -> bool:
+        return digest_of(nonce) == self._seals[member]
+
+    def _count_nonces(self) -> None:
+        if self._seals and len(self.nonces) == len(self.plan.members):
             self.unsealed.set()
 
-    def ordered_nonces(self) -> tuple[bytes, ...]:
-        """All nonces, in the order of the members.
-
-        Raises:
-            BadAnswer: one does not fit its seal.
-        """
-        for member, nonce in self.nonces.items():
-            if digest_of(nonce) != self._seals.get(member):
-                raise BadAnswer(member, "revealed another nonce than it had sealed")
-        return tuple(self.nonces[member] for member in self.plan.members)
+    def known_nonces(self) -> tuple[bytes, ...]:
+        """The nonces that are here, in the order of the members; empty: it is not."""
+        return tuple(self.nonces.get(member, b"") for member in self.plan.members)
 
     def project(self, nonces: tuple[bytes, ...]) -> Projecting:
         """This member's products: 2.5 ms for each million weights. In any thread."""
@@ -240,27 +251,38 @@ class SumCheck:
         contributions = tuple(digest_of(digests) for digests in self.digests)
         unsigned = Projecting(contributions=contributions, nonces=nonces, sums=tuple(sums), signature=b"")
         signature = sign(self._signer, self._run, self._statement(unsigned))
-        told = self._said[self._me] = replace(unsigned, signature=signature)
-        return told
+        return replace(unsigned, signature=signature)
 
-    def hear(self, member: PeerId, told: Projecting, nonces: tuple[bytes, ...]) -> None:
-        """Note what a member says of its products.
+    def hear(self, member: PeerId, told: Projecting, nonces: tuple[bytes, ...], by: PeerId) -> None:
+        """Note what a member says of its products, as `by` shows it.
 
         Raises:
-            BadAnswer: it did not sign that, or does not fit what the owners say that it contributed.
+            BadAnswer: it did not sign that, or does not fit what this owner took of it.
+            Refused: it does not fit what another owner says that it contributed. One of them lies.
         """
         place = self.plan.members.index(member)
         if not is_signed(self._signer, member, self._run, self._statement(told), told.signature):
-            raise BadAnswer(member, "signed its products with another key")
+            raise BadAnswer(by, "signed its products with another key")
         if told.nonces != nonces:
-            raise BadAnswer(member, "says that other nonces were revealed")
+            raise BadAnswer(by, "says that other nonces were revealed")
         due = [len(part) * SUM_BYTES if self.contributes(place) else 0 for part in self.parts]
         if [len(sums) for sums in told.sums] != due or len(told.contributions) != len(self.parts):
-            raise BadAnswer(member, "answered products of other chunks")
+            raise BadAnswer(by, "answered products of other chunks")
         for owner, (reduced, _) in self.reduced.items():
             if reduced.contributions[place].chunks != told.contributions[owner]:
-                raise BadAnswer(member, f"says that it sent another sum to {self.plan.members[owner]}")
-        self._said[place] = told
+                text = f"says that it sent another sum to {self.plan.members[owner]}"
+                raise BadAnswer(by, text) if owner == self._me else Refused(f"{member} {text}")
+        self.note(member, told)
+
+    def note(self, member: PeerId, told: Projecting) -> None:
+        """Note what a member, or this one, says of its products."""
+        self._said[self.plan.members.index(member)] = told
+        if len(self._said) == len(self.plan.members):
+            self.heard.set()
+
+    def lacking(self) -> tuple[PeerId, ...]:
+        """The members whose products are not here."""
+        return tuple(m for place, m in enumerate(self.plan.members) if place not in self._said)
 
     def mismatch(self, reduced: torch.Tensor) -> tuple[int, int] | None:
         """Owner and chunk of the first result that is not the sum of the contributions. In any thread."""

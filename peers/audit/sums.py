@@ -15,11 +15,12 @@ import torch
 
 from peers.audit.convictions import Convictions
 from peers.audit.sum_check import Chunks, SumCheck, any_chunk
+from peers.clock import now_s
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import happens, pulse
 from swarm.audit.evidence import numbers, proves
 from swarm.digest import digest_of
-from swarm.errors import BadAnswer, NotReady, PeerFault, PeerSilent, Refused
+from swarm.errors import BadAnswer, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.rounds import Plan
@@ -33,6 +34,7 @@ from swarm.wire.evidence import (
     Products,
     Projecting,
     Reveal,
+    Revealed,
     ShowChunk,
     ShownChunk,
     WrongProduct,
@@ -40,14 +42,30 @@ from swarm.wire.evidence import (
 )
 from swarm.wire.messages import pack, say, unpack, unpack_answer
 
-REVEAL_S = 60.0
-"""Limit for the exchange of nonces: members end their parts within moments of each other, or fail."""
+SHOW_S = 60.0
+"""Limit for an answer to a question about a round that is over."""
+ASK_AGAIN_S = 1.0
+"""A member that does not know yet what is asked for says so after this, and is asked again."""
+MAX_SHOWN_BYTES = 48 << 10
+"""Of products in one answer, whose header has its limit; what is lacking then is asked for again."""
 OPENS_S = 5.0
 """A member may have all results before another has heard of the round."""
 SPOT_CHECKS = 0.02
 """Share of the rounds in which a member computes one chunk again though it fits: lies within the rounding of
 results are found by nothing else."""
 KEPT_ROUNDS = 3
+
+
+class Withheld(SwarmError):
+    """Members did not say in time what the check of a round needs."""
+
+    def __init__(self, check: SumCheck) -> None:
+        self.nonces = [member for member in check.plan.members if member not in check.nonces]
+        """Those whose nonce nobody has shown: they lack results, perhaps."""
+        self.products = [] if self.nonces else [*check.lacking()]
+        """Those that do not say their products, though they know all nonces."""
+        lacking = ", ".join(map(short, self.nonces or self.products))
+        super().__init__(f"the {'nonces' if self.nonces else 'products'} of {lacking} did not come in time")
 
 
 class SumAudits:
@@ -66,6 +84,11 @@ class SumAudits:
         transport.serve("show", self._serve_show)
         transport.serve("products", self._serve_products)
 
+    @property
+    def checks_sums(self) -> bool:
+        """Whether sums of this run are checked. Between peers that trust each other that would be a waste."""
+        return bool(self._run.adds_exactly and self._run.admission.trainers)
+
     # -- one round (peers.stage.all_reduce) ---------------------------------------------------------
 
     def open(self, plan: Plan, t: int, parts: Sequence[Chunks], total: torch.Tensor) -> SumCheck | None:
@@ -77,8 +100,8 @@ class SumAudits:
         liars = self._convictions.barred.intersection(plan.members)
         if liars:
             raise Refused(f"{min(liars)}, a member of this round, was shown to lie")
-        if not (self._run.adds_exactly and self._run.admission.trainers):
-            return None  # those who trust each other save a round trip a step
+        if not self.checks_sums:
+            return None
         check = SumCheck(self._run.id, self._stage, self._transport.signer, plan, t, parts, total)
         self._checks.pop(plan.round, None)
         self._checks[plan.round] = check
@@ -93,32 +116,109 @@ class SumAudits:
             check.projected.set_exception(NotReady("the round is void here", version=check.t))
             check.projected.exception()
 
-    async def verify(self, check: SumCheck, reduced: torch.Tensor) -> None:
-        """Return if `reduced` is the sum of what all members contributed.
+    async def verify(
+        self, check: SumCheck, reduced: torch.Tensor, limit_s: float, gave_all: Callable[[], None]
+    ) -> None:
+        """Return if `reduced` is the sum of what all members contributed. `gave_all` is called before this
+        member says its products: without them no other has the result.
 
         Raises:
-            SwarmError: it is not, or a member did not take part in the check. Who was shown to lie is left
-            out from now on.
+            Withheld: a member did not say within `limit_s` what it has to.
+            SwarmError: `reduced` is not that. Who was shown to lie is left out from now on.
         """
+        check.limit_s = limit_s
         check.agree()
         forged = check.forged()
         if forged is not None:
             raise self._accuse_forger(check, *forged)
-        nonce = check.reveal()
-        others = [member for member in check.plan.members if member != self._transport.peer_id]
-        tasks = [asyncio.ensure_future(self._exchange(check, other, nonce)) for other in others]
-        own = asyncio.ensure_future(self._project(check))
+        check.reveal()
+        tasks = [asyncio.ensure_future(self._ask_until_heard(check, other)) for other in self._others(check)]
+        tasks.append(asyncio.ensure_future(self._project(check, reduced, gave_all)))
         try:
-            nonces, *told = await asyncio.gather(own, *tasks)
+            done, late = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if late:
+                raise Withheld(check)
         finally:
-            for task in (own, *tasks):
+            for task in tasks:
                 task.cancel()
-        for member, products in zip(others, told, strict=True):
-            check.hear(member, products, nonces)
+        await self._compare(check, reduced)
+
+    async def finish(self, round_name: str, sources: Sequence[PeerId]) -> torch.Tensor:
+        """The result of a round that failed here after this member had said its products, once `sources`,
+        which say that they have it, have shown what the other members signed, and that fits.
+
+        Raises:
+            PeerFault: one of them did not show it. If it answered, the round is forgotten.
+            SwarmError: the result is not true, or cannot be checked here any more: it is forgotten.
+        """
+        check = self._checks.get(round_name)
+        if check is None or check.unchecked is None:
+            raise NotReady(f"nothing is left of round {round_name[:8]!r} here", version=-1)
+        reduced = check.unchecked
+        try:
+            for source in [peer for peer in sources if peer in check.plan.members]:
+                await self._ask_source(check, source)
+            if check.lacking():
+                raise NotReady("no member of the round has its result", version=-1)
+            await self._compare(check, reduced)
+        except SwarmError as error:
+            if not (isinstance(error, PeerFault) and error.silent):
+                check.unchecked = None
+            raise
+        return reduced
+
+    async def _ask_source(self, check: SumCheck, source: PeerId) -> None:
+        """Take what all members signed of their products from one that says that it has the result.
+
+        Raises:
+            PeerFault: it does not show that.
+        """
+        try:
+            while lacking := check.lacking():
+                await self._ask(check, source)
+                if check.lacking() == lacking:
+                    raise BadAnswer(source, "does not show how it has the result")
+        except NotReady as not_ready:
+            raise BadAnswer(source, f"does not show how it has the result: {not_ready.text}") from None
+
+    async def _ask_until_heard(self, check: SumCheck, member: PeerId) -> None:
+        """Exchange nonces and products with a member until all are here: from it, or from others."""
+        while not check.heard.is_set():
+            began = now_s()
+            try:
+                await self._ask(check, member)
+            except NotReady as not_ready:
+                if not_ready.version >= 0:  # if that is a lie, the others shall not lack this one's products
+                    await asyncio.wait([check.projected])
+                    raise BadAnswer(member, f"says that {not_ready.text}") from None
+            except PeerFault:
+                pass  # others may know what it signed
+            await happens(check.heard, began + ASK_AGAIN_S - now_s())
+
+    async def _ask(self, check: SumCheck, member: PeerId) -> None:
+        lacking = tuple(other for other in check.lacking() if other not in (member, self._transport.peer_id))
+        reveal = Reveal(
+            run=self._run.id, round=check.plan.round, nonces=check.known_nonces(),
+            lacking=lacking if check.unsealed.is_set() else (),
+        )  # fmt: skip
+        answer = await self._transport.call(member, "reveal", pack(reveal), deadline_s=check.limit_s)
+        told = unpack_answer(member, answer.header, Revealed)
+        check.unseal(member, told.nonces)
+        if check.unsealed.is_set():
+            nonces = check.known_nonces()
+            for other, said in told.said.items():
+                if other in check.lacking():
+                    check.hear(other, said, nonces, by=member)
+
+    async def _compare(self, check: SumCheck, reduced: torch.Tensor) -> None:
+        """Return if `reduced` fits all products, which were heard."""
         self._told_t = check.t
         pulse(self._told)
         wrong = await asyncio.to_thread(check.mismatch, reduced)
         if wrong is not None:
+            check.unchecked = None
             await self._dispute(check, reduced, *wrong)
             owner = check.plan.members[wrong[0]]
             raise Refused(f"the part of {owner} is not the sum of what its members say that they sent")
@@ -128,6 +228,10 @@ class SumAudits:
             raise Refused("a chunk is not the sum of what its members sent")
         if self.consider is not None:
             await self.consider(check)
+        check.unchecked = None
+
+    def _others(self, check: SumCheck) -> list[PeerId]:
+        return [member for member in check.plan.members if member != self._transport.peer_id]
 
     async def _spot_check(self, check: SumCheck, reduced: torch.Tensor, coin: Coin) -> bool:
         """Compute any chunk again; whether a peer was shown to lie."""
@@ -138,21 +242,15 @@ class SumAudits:
         except PeerFault:
             return False  # of a member that is gone nothing is needed: the result fits
 
-    async def _project(self, check: SumCheck) -> tuple[bytes, ...]:
-        """Tell this member's products once all nonces are here; returns those."""
-        if not await happens(check.unsealed, REVEAL_S):
-            silent = min(set(check.plan.members) - check.nonces.keys())
-            raise PeerSilent(silent, "did not reveal its nonce")
-        nonces = check.ordered_nonces()
-        told = await asyncio.to_thread(check.project, nonces)
+    async def _project(self, check: SumCheck, reduced: torch.Tensor, gave_all: Callable[[], None]) -> None:
+        """Say this member's products once all nonces are here."""
+        await check.unsealed.wait()
+        told = await asyncio.to_thread(check.project, check.known_nonces())
         if not check.projected.done():
-            check.projected.set_result(told)
-        return nonces
-
-    async def _exchange(self, check: SumCheck, member: PeerId, nonce: bytes) -> Projecting:
-        reveal = Reveal(run=self._run.id, round=check.plan.round, nonce=nonce)
-        answer = await self._transport.call(member, "reveal", pack(reveal), deadline_s=REVEAL_S)
-        return unpack_answer(member, answer.header, Projecting)
+            check.unchecked = reduced
+            gave_all()
+            check.note(self._transport.peer_id, told)
+            check.projected.set_result(None)
 
     async def _serve_reveal(self, request: Request) -> Answer:
         reveal = unpack(request.header, Reveal, self._run.id)
@@ -161,8 +259,16 @@ class SumAudits:
         check = self._checks.get(reveal.round)
         if check is None or request.peer not in check.plan.members:
             raise NotReady(f"round {reveal.round[:8]!r} is not open here", version=-1)
-        check.unseal(request.peer, reveal.nonce)
-        return Answer(pack(await asyncio.shield(check.projected)))
+        check.unseal(request.peer, reveal.nonces)
+        await asyncio.wait([check.projected], timeout=ASK_AGAIN_S)
+        if check.projected.done():
+            check.projected.result()  # or it is void here
+        said, room = dict[PeerId, Projecting](), MAX_SHOWN_BYTES
+        for member in (self._transport.peer_id, *reveal.lacking):
+            told = check.told_of(member)
+            if told is not None and (room := room - len(pack(told))) >= 0:
+                said[member] = told
+        return Answer(pack(Revealed(nonces=check.known_nonces(), said=said)))
 
     # -- disputes -----------------------------------------------------------------------------------
 
@@ -211,7 +317,7 @@ class SumAudits:
             ask = ShowChunk(run=self._run.id, round=check.plan.round, place=place, index=index)
             most = 8 * check.parts[place][index][1]
             answer = await self._transport.call(
-                name, "show", pack(ask), max_answer_bytes=most, deadline_s=REVEAL_S
+                name, "show", pack(ask), max_answer_bytes=most, deadline_s=min(SHOW_S, check.limit_s)
             )
             digests, body = unpack_answer(name, answer.header, ShownChunk).digests, list(answer.body)
         chunk = numbers(body[0]) if len(body) == 1 else None

@@ -14,6 +14,7 @@ Everything here runs on the event loop; sums and ledgers change in jobs of the d
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -35,7 +36,7 @@ from peers.storage.checkpoint_store import CheckpointStore, CheckpointWriter
 from peers.transfer.catalog import is_keeper
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
-from swarm.errors import PeerFault, Refused, SetupError, SwarmError
+from swarm.errors import PeerFault, PeerSilent, Refused, SetupError, SwarmError
 from swarm.ids import Position
 from swarm.model.reductions import vectors_digest
 from swarm.protocol import replica
@@ -199,7 +200,8 @@ class Actions:
                 reduced = await self._meeting.difference(step)
                 held = await asyncio.to_thread(_changed, plan.round, reduced)
             else:
-                reduced, held = await self._all_reduce.run(plan, step.t, *frozen)
+                gave_all = functools.partial(step.give_all, plan.round)
+                reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
                 step.audited = audit(plan, m)
                 await self._tied_weights.hold(step, reduced, held)
@@ -231,15 +233,27 @@ class Actions:
         """Take the result of a round from the replicas that hold it."""
         core, began = self._core, now_s()
 
-        def failed(fault: PeerFault) -> None:
+        def failed(fault: PeerFault, *, costs: bool = False) -> None:
             core.backoff.failed(fault.peer, now=now_s())
-            if fault.silent:  # it says that it has the result, and gives none: as good as a round that failed
+            if fault.silent or costs:  # it says that it has the result: as good as a round that failed
                 core.backoff.charge(fault.peer, t=step.t, since_s=began, now=now_s(), rounds=1)
             core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.why))
 
         if core.run.meets_at(step.t):  # replicas have changed the same
             reduced = await self._meeting.difference(step)
             held = await asyncio.to_thread(_changed, wanted.round, reduced)
+        elif self._all_reduce.is_checked and step.gave_all == wanted.round:
+            value = await core.device.run(Rank.STEP, step.t, core.compute.sums.value_of_answer)
+            try:
+                reduced, held = await self._all_reduce.finish(wanted.round, wanted.sources, value)
+            except SwarmError as error:
+                if not isinstance(error, PeerSilent):
+                    step.give_all("")  # from now on a result is taken on the word of two
+                    step.stop("reduce")
+                    step.end_round(wanted.round, failed=True)
+                if isinstance(error, PeerFault):
+                    failed(error, costs=True)
+                return
         else:
             try:
                 reduced, held, *_ = await fetch_gradient(

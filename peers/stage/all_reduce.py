@@ -18,12 +18,12 @@ from itertools import accumulate
 import torch
 
 from peers.audit.sum_check import SumCheck
-from peers.audit.sums import SumAudits
+from peers.audit.sums import SumAudits, Withheld
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import for_each, happens, pulse, unless
-from swarm.errors import BadAnswer, NotReady, Refused, SwarmError, short
+from swarm.errors import BadAnswer, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.timeouts import AdaptiveTimeout, is_too_slow, most_s
@@ -184,8 +184,10 @@ class AllReduce:
     async def run(
         self, plan: Plan, t: int, total: torch.Tensor,
         value: Callable[[torch.Tensor], torch.Tensor] = lambda answers: answers,
+        gave_all: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
         """Reduce `total` (flat, in host memory unless this replica is alone) with the replicas of `plan`.
+        `gave_all` is called before this replica gives the last of what others need to have the result.
 
         Returns:
             The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.
@@ -211,7 +213,9 @@ class AllReduce:
         pulse(self._started)
         work: list[asyncio.Task[None]] = []
         try:
-            if check is not None:
+            if check is None:
+                gave_all()
+            else:
                 await asyncio.to_thread(check.commit)
             for start in chunks:
                 self._contribute(this, start, self._me, self._own(this, start))
@@ -228,20 +232,51 @@ class AllReduce:
             self._measured(this.sent_bytes, now_s() - began)
             self._note_usual(this)
             if self._audits is not None and check is not None:
-                await self._audits.verify(check, this.reduced)
+                limit_s = max(self._first.limit_s, TIMES_USUAL * (now_s() - this.began_s))
+                await self._audits.verify(check, this.reduced, limit_s, gave_all)
         except RoundAborted:
             raise
         except SwarmError as error:  # whatever a replica answered
             # Another that waited for the same replica may have been quicker to say so.
-            raise RoundAborted(error.text, this.stalled_by(NEARLY * self._first.limit_s)) from None
+            by = this.stalled_by(NEARLY * self._first.limit_s)
+            owns_all = plan.parts[mine] == total.numel()  # so each member had all that it needs
+            match error:
+                case Withheld(nonces=nonces, products=products):
+                    by = products + nonces * owns_all
+                case PeerFault() if owns_all:
+                    by = [error.peer]
+                case _:
+                    pass
+            raise RoundAborted(error.text, by) from None
         finally:
             for task in work:
                 task.cancel()
             self._void(plan.round, "the round ended")
             if self._audits is not None and check is not None:
                 self._audits.close(check)
-        reduced = await asyncio.to_thread(value, this.reduced)
-        return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
+        return await self._held(plan.round, this.reduced, value)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether replicas check what others say is the result of a round: then they `finish` it."""
+        return self._audits is not None and self._audits.checks_sums
+
+    async def finish(
+        self, round_name: str, sources: Sequence[PeerId], value: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, Prepared]:
+        """The result of a round that failed here after this replica had given all, as `run` returns it.
+
+        Raises:
+            SwarmError: see `SumAudits.finish`.
+        """
+        assert self._audits is not None
+        return await self._held(round_name, await self._audits.finish(round_name, sources), value)
+
+    async def _held(
+        self, round_name: str, answers: torch.Tensor, value: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, Prepared]:
+        reduced = await asyncio.to_thread(value, answers)
+        return reduced, await asyncio.to_thread(holds, round_name, reduced, self._sqnorm)
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""

@@ -220,8 +220,8 @@ class StageCoordinator:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
 
-        Where results are signed, another that is heard has to hold the same, or to have had a part in its
-        round: no other takes a result on one word, which may be made up, or lack what it computed.
+        Where results are signed, another that is heard has to hold the same, or to have given all to its
+        round, or still to do so: no other takes it on one word, since it may be made up, or lack something.
         """
         prepared = reports[peer].prepared
         if prepared is None:
@@ -331,10 +331,13 @@ class StageCoordinator:
 
 
 def _may_confirm(prepared: Prepared, step: rounds.StepReport, is_member: bool) -> bool:
-    """Whether another replica has the same result, or had a part in its round, so that it may take it."""
+    """Whether another replica has the same result, or may find it: not if its round failed there before it
+    had given all.
+    """
     if step.prepared is not None:
         return step.prepared.content == prepared.content
-    return is_member or prepared.round in (step.frozen_for, step.failed_round)
+    takes_part = is_member or step.frozen_for == prepared.round
+    return step.gave_all == prepared.round or (takes_part and step.failed_round != prepared.round)
 
 
 def is_untold(directive: Directive, told: Directive | None) -> bool:

@@ -542,13 +542,13 @@ class StepProtocol:
     def _may_follow(self, step: StepDirective, generation: Generation) -> bool:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up.
 
-        Of a round that this peer has heard of one word is enough: else one that failed here alone would be
-        made again, with all of its microbatches, which stood runs still whose members were slow.
+        Of a round to which this replica gave all it finds out by itself whether a result is true.
         """
         if step.fetch is None or not self.belief.needs_proof or self._run.meets_at(step.t):
             return True  # at a meeting nothing is taken from those that have the result
-        heard_of = self._coordinator.knows(step.t, step.fetch.round)
-        return heard_of or self.belief.result(step.fetch, generation, step.t)
+        mine = self._local.steps.get(step.t)
+        gave_all = mine is not None and mine.gave_all == step.fetch.round
+        return gave_all or self.belief.result(step.fetch, generation, step.t)
 
 
 def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation) -> list[PeerId]:

@@ -144,6 +144,7 @@ def step_report(step: ReplicaStep) -> StepReport:
         frozen_for=step.ledger.frozen_for or "",
         prepared=step.prepared,
         failed_round=step.failed_round,
+        gave_all=step.gave_all,
     )
 
 

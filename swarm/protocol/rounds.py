@@ -98,6 +98,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result that it holds."""
     failed_round: str = ""
     """The last round that failed at this replica."""
+    gave_all: str = ""
+    """The last round to which it gave all that others need to have the result."""
     inherited: Bitmap = NOTHING
     """The part of `done` that cannot be retracted: it was handed over by a replica that left."""
 

@@ -84,6 +84,8 @@ class ReplicaStep:
         """None while no reduce of this step runs here."""
         self.failed_round = ""
         """The last round that failed here."""
+        self.gave_all = ""
+        """The last round to which this replica gave all that others need to have the result."""
         self.prepared: Prepared | None = None
         """The description of the result, in PREPARED and TAKEN."""
         self._state = StepState.OPEN
@@ -112,6 +114,10 @@ class ReplicaStep:
         """Start the exchange of sums: the ledger is frozen."""
         if self._is_at(name):
             self._go(StepState.REDUCING)
+
+    def give_all(self, name: str) -> None:
+        """Note that others may have the result of a round from now on; of none if `name` is empty."""
+        self.gave_all = name
 
     def refuse_round(self, name: str) -> None:
         """Stay out of a round: the sum was not frozen."""

@@ -14,7 +14,7 @@ from swarm.digest import Digest, digest_of
 from swarm.ids import PeerId
 from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Signature, Statement
-from swarm.protocol.sums import Projected, Reduced
+from swarm.protocol.sums import Nonce, Projected, Reduced
 from swarm.wire.messages import Hop, RunMessage, Work
 from swarm.wire.receipts import Answered
 from swarm.wire.tensor_meta import TensorMeta
@@ -167,10 +167,13 @@ class Convicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reveal(RunMessage, frozen=True, kw_only=True):
-    """A nonce, from a member that has all results of a round; answered with `Projecting`."""
+    """The nonces that a member knows which has all results of a round; answered with `Revealed`."""
 
     round: str
-    nonce: bytes
+    nonces: tuple[Nonce, ...]
+    """Of all members, in their order; empty: unknown."""
+    lacking: tuple[PeerId, ...] = ()
+    """Members whose products it still lacks."""
 
 
 class Projecting(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +181,14 @@ class Projecting(msgspec.Struct, frozen=True, kw_only=True):
     nonces: tuple[bytes, ...]
     sums: tuple[bytes, ...]
     signature: Signature
+
+
+class Revealed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member knows of a round so far."""
+
+    nonces: tuple[Nonce, ...]
+    said: dict[PeerId, Projecting] = {}
+    """Its products, and those of the lacking members: as far as they are known here."""
 
 
 class AskProducts(RunMessage, frozen=True, kw_only=True):

@@ -11,11 +11,11 @@ import pytest
 from peers.sim.network import SimSigner
 from swarm.errors import Refused
 from swarm.ids import Generation, PeerId, Stage
-from swarm.protocol.ledger import Bitmap, Ledger
+from swarm.protocol.ledger import Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
 from swarm.protocol.replica import ApplyStep, AskAbsent, Fetch, Local, follow, report_of
-from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, Proof, StepReport
+from swarm.protocol.rounds import Commit, FetchResult, Prepared, Proof, StepReport
 from swarm.records import PeerRecord
 from tests.protocol.test_by_voice import NOW, RUN, TRAINER, protocol_of, record, report, tell
 from tests.protocol.world import Step
@@ -204,7 +204,7 @@ def test_a_report_leaves_out_the_commits_that_its_coordinator_knows() -> None:
 def fetches(
     *proofs: Proof,
     round: str = "r",
-    heard_of: bool = False,
+    gave_all: str = "",
     excused: Sequence[PeerId] = (),
     bobs: int = 40,
     cids: int = 40,
@@ -213,12 +213,10 @@ def fetches(
     records = [record("ann", steps=60), record("bob", steps=bobs), record("cid", steps=cids)]
     this = protocol_of("bob", *records)
     step = Step(0, Ledger(0, RUN.M))
+    step.give_all(gave_all)
     this.belief.excuse(0, excused)
     local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
     this.observe(local, {1: records}, now=NOW)
-    if heard_of:
-        plan = Plan(round, 0, ("ann", "bob"), (Bitmap(1), Bitmap(14)), (4, 4))
-        this.directive_came(ann_says(StepDirective(t=0, plan=plan)), now=NOW)
     fetch = FetchResult(round, ("ann",), ready=False, sqnorm=1.0, proofs=proofs)
     this.directive_came(ann_says(StepDirective(t=0, fetch=fetch)), now=NOW)
     return any(isinstance(action, Fetch) for action in this.ready(now=NOW).actions)
@@ -247,8 +245,9 @@ def test_a_result_is_fetched_on_the_word_of_one_only_where_no_other_has_voice() 
     assert fetches(ANN, bobs=0, cids=0)
 
 
-def test_a_result_of_a_round_that_the_replica_heard_of_is_fetched_from_one() -> None:
-    assert fetches(ANN, heard_of=True)
+def test_of_a_round_to_which_a_replica_gave_all_it_finishes_the_result_of_one() -> None:
+    assert fetches(ANN, gave_all="r")
+    assert not fetches(ANN, gave_all="s")
 
 
 def test_a_result_is_fetched_from_those_that_say_the_same_of_it_and_is_that() -> None:

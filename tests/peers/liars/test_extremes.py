@@ -90,7 +90,7 @@ def honest(kind: type[msgspec.Struct], run: str) -> msgspec.Struct:
     fields: dict[str, Any] = {
         "run": run, "stage": 1, "t": 0, "m": 1, "version": 0, "members": 1, "coordinator": "s1p0", "start": 0,
         "numel": 1, "round": "r", "done": Bitmap(1), "lease": "l", "index": 0, "revision": 0, "e": 0,
-        "loss": 1.0, "peer": "s1p1", "member": "s1p1", "made": True, "nonce": bytes(32), "place": 0,
+        "loss": 1.0, "peer": "s1p1", "member": "s1p1", "made": True, "nonces": (bytes(16),) * 3, "place": 0,
         "since": 0, "until": 1, "statement": ANSWERED, "signature": b"", "evidence": EVIDENCE,
         "voucher": Voucher(TRAINER, 20, 20, bytes(64)),
     }  # fmt: skip

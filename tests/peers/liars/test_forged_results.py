@@ -8,19 +8,21 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
 
+from peers.audit.sum_check import SumCheck
 from peers.ports import Answer, Request
 from peers.sim.network import SimSigner
 from peers.stage.server import StagePeer
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
 from peers.transfer.leases import Leases, Snapshot
-from swarm.errors import SwarmError
+from swarm.errors import NotReady, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import Run, audit_run
 from swarm.model.reductions import vectors_digest
@@ -29,6 +31,7 @@ from swarm.protocol.proofs import HoldsResult, signed_report
 from swarm.protocol.rounds import Commit, Prepared, Proof, StepReport
 from swarm.protocol.statements import sign
 from swarm.records import PeerRecord
+from swarm.wire.evidence import Projecting, Reveal, Revealed
 from swarm.wire.messages import AskStatus, OpenHeld, PeerStatus, pack, unpack
 from tests.peers.loops import Stranger, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice, voucher
@@ -36,6 +39,7 @@ from tests.peers.sybils import TRAINER, admitting, give_voice, voucher
 pytestmark = pytest.mark.virtual_time
 
 LIAR, STEPS, BUDGET_S = "z", 4, 30.0
+SAYS_NOTHING = Projecting(contributions=(), nonces=(), sums=(), signature=b"")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,8 @@ def one_thread() -> None:
 
 
 def run_of(stages: int = 2, *, steps: int = STEPS) -> Run:
-    return admitting(audit_run(stages=stages, steps=steps, microbatches_per_step=6))
+    run = audit_run(stages=stages, steps=steps, microbatches_per_step=8)
+    return admitting(replace(run, dtype="float32"))
 
 
 async def add_liar(s: Swarm, stage: int) -> Stranger:
@@ -200,6 +205,159 @@ def reports_of(s: Swarm, name: str, change: Callable[[StepReport], StepReport]) 
     this._report = lie  # type: ignore[method-assign]
 
 
+async def test_one_that_withholds_its_part_does_not_have_the_result_of_the_round() -> None:
+    """All had heard of that round, and took from it what it said that this had found."""
+    async with swarm(run_of(), replicas=2) as s:
+        liar = s.add_peer(LIAR, 1)
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(2)
+
+        async def never(*_: object) -> Any:
+            await asyncio.get_running_loop().create_future()
+
+        asked, began = give_out(s, LIAR, liar), s.network.loop.now_s
+        liar.all_reduce.run = never  # type: ignore[method-assign]
+        s.network.peers[LIAR].transport.serve("part", never, max_body_bytes=1 << 24)
+
+        def change(step: StepReport) -> StepReport:
+            frozen = step.frozen_for
+            return msgspec.structs.replace(step, prepared=made_up(liar, frozen).prepared) if frozen else step
+
+        reports_of(s, LIAR, change)
+        await ends(s)
+        assert not asked
+        assert s.network.loop.now_s - began < BUDGET_S, s.story()
+
+
+@pytest.mark.parametrize("shows", ["nothing", "another result"])
+async def test_one_that_withholds_its_products_does_not_have_the_result_of_the_round(shows: str) -> None:
+    """Without them none of the others can have found that the sums fit."""
+    async with swarm(run_of(), replicas=2) as s:
+        liar = s.add_peer(LIAR, 1)
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(2)
+
+        async def never(*_: object) -> Any:
+            await asyncio.get_running_loop().create_future()
+
+        async def lies(request: Request) -> Answer:
+            ask, said = (
+                unpack(request.header, Reveal),
+                Projecting(contributions=(), nonces=(), sums=(), signature=b""),
+            )
+            return Answer(pack(Revealed(nonces=ask.nonces, said={LIAR: said})))
+
+        asked, began = give_out(s, LIAR, liar), s.network.loop.now_s
+        transport = s.network.peers[LIAR].transport
+        transport.serve("reveal", never if shows == "nothing" else lies)
+
+        def change(step: StepReport) -> StepReport:
+            frozen = step.frozen_for
+            return msgspec.structs.replace(step, prepared=made_up(liar, frozen).prepared) if frozen else step
+
+        reports_of(s, LIAR, change)
+        await ends(s)
+        assert not asked
+        assert s.network.loop.now_s - began < BUDGET_S, s.story()
+
+
+async def test_a_round_that_a_slow_member_voids_for_one_is_finished_by_what_another_heard() -> None:
+    """One of two replicas with voice did not hear what the slow one signed: both made the step again."""
+    async with swarm(run_of(), replicas=2) as s:
+        s.add_peer(LIAR, 1)
+        give_voice(s, "s0p0", "s0p1", "s1p0", "s1p1")
+        await s.until_serving()
+        slow = s.network.peers[LIAR].transport
+        serve, _ = slow.handlers["reveal"]
+
+        async def reveal(request: Request) -> Answer:
+            answer = await serve(request)
+            if request.peer == "s1p0":
+                await asyncio.sleep(3600.0)
+            return answer
+
+        slow.serve("reveal", reveal)
+        s.add_trainer(TRAINER)
+        await ends(s)
+        assert not s.voids()
+
+
+async def test_a_result_is_finished_with_what_a_member_of_its_round_shows() -> None:
+    async with swarm(run_of(), replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await ends(s)
+        this = s.peers["s1p0"]
+        audits, check = this.all_reduce._audits, checks_of(this)[-1]  # pyright: ignore[reportPrivateUsage]
+        assert audits is not None
+        reduced = torch.zeros(this.core.compute.numel)
+        with pytest.raises(NotReady, match="nothing is left of round"):
+            await audits.finish(check.plan.round, ["s1p1"])
+        check.unchecked = reduced
+        del check._said[check.plan.members.index("s1p1")]  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(NotReady, match="no member of the round has its result"):
+            await audits.finish(check.plan.round, ["s0p1"])
+        check.unchecked = reduced
+        with pytest.raises(SwarmError):
+            await audits.finish(check.plan.round, ["s1p1"])
+        assert not check.lacking()
+
+
+@pytest.mark.parametrize("voice", [False, True])
+@pytest.mark.parametrize("withholds", ["nonce", "products", "all", "the truth", "the round"])
+@pytest.mark.parametrize("liar", ["a", LIAR])
+async def test_one_that_withholds_what_a_check_needs_costs_its_budget(
+    liar: str, withholds: str, voice: bool
+) -> None:
+    """Each round with it was void after a minute."""
+    async with swarm(run_of(), replicas=2) as s:
+        this = s.add_peer(liar, 1)
+        give_voice(s, *s.peers, steps={} if voice else {liar: 0})
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(2)
+        began, transport = s.network.loop.now_s, s.network.peers[liar].transport
+        (serve, _), call = transport.handlers["reveal"], transport.call
+
+        def hide(nonces: tuple[bytes, ...]) -> tuple[bytes, ...]:
+            (check, *_) = (c for c in checks_of(this) if len(c.plan.members) == len(nonces))
+            mine = check.plan.members.index(liar)
+            return tuple(b"" if n == mine else nonce for n, nonce in enumerate(nonces))
+
+        async def ask(peer: str, method: str, header: bytes, *args: Any, **limits: Any) -> Answer:
+            if method == "reveal" and withholds == "nonce":
+                told = unpack(header, Reveal)
+                header = pack(msgspec.structs.replace(told, nonces=hide(told.nonces)))
+            return await call(peer, method, header, *args, **limits)
+
+        async def answer(request: Request) -> Answer:
+            if withholds == "all":
+                await asyncio.get_running_loop().create_future()
+            if withholds == "the round":
+                raise NotReady("the round is void here", version=2)
+            told = unpack((await serve(request)).header, Revealed)
+            nonces = hide(told.nonces) if withholds == "nonce" else told.nonces
+            said = {liar: SAYS_NOTHING} if withholds == "the truth" else {}
+            return Answer(pack(Revealed(nonces=nonces, said=said)))
+
+        transport.call = ask  # type: ignore[method-assign]
+        transport.serve("reveal", answer)
+        honest = [peer for name, peer in s.peers.items() if name != liar]
+        await s.until(lambda: all(peer.core.version >= STEPS for peer in honest), limit_s=300.0)
+        assert s.network.loop.now_s - began < BUDGET_S, s.story()
+
+
+def checks_of(peer: StagePeer) -> list[SumCheck]:
+    """Of its last rounds."""
+    audits = peer.all_reduce._audits  # pyright: ignore[reportPrivateUsage]
+    assert audits is not None
+    return [*audits._checks.values()]  # pyright: ignore[reportPrivateUsage]
+
+
 @pytest.mark.parametrize("liar", ["a", LIAR])
 async def test_one_that_says_another_norm_of_the_round_is_not_waited_for(liar: str) -> None:
     """Of a stage whose first two words did not agree no commit was ever proven."""
@@ -259,4 +417,4 @@ async def test_one_with_voice_that_says_that_it_is_further_holds_nothing_up() ->
         began = s.network.loop.now_s
         async with again_and_again(lie):
             await ends(s)
-        assert s.network.loop.now_s - began < BUDGET_S
+        assert s.network.loop.now_s - began < BUDGET_S, s.story()
