@@ -44,7 +44,8 @@ class VoucherGiver:
         return ticket_for(self._signer, self._run, mb, body) if self._named else None
 
     def answered(self, mb: Microbatch, inputs: bytes, done: WorkDone) -> None:
-        """Count what an answer shows: `inputs` is the digest of what stage 0 was sent.
+        """Count what an answer shows that passed `check_answer`: `inputs` is the digest of what stage 0 was
+        sent.
 
         The chain begins with that. A peer whose receipt names other inputs than the stage before sent
         computed something else, and a receipt that does not verify is nobody's: they count nothing. Of the
@@ -57,7 +58,7 @@ class VoucherGiver:
                 return
             if receipt.inputs == came and self._count.wants(hop.peer, mb):
                 said = (hop.peer, self._run.id, stage, mb, done.loss, receipt)
-                if is_receipt(self._signer, *said):
+                if stage == 0 or is_receipt(self._signer, *said):  # that of stage 0 was checked
                     self._count.answered(hop.peer, mb)
             came = receipt.outputs
 

@@ -235,7 +235,7 @@ def answer(t: int, m: int, **lies: Any) -> WorkDone:
     hops = []
     for stage, peer in enumerate(("a", "b")):
         came = lies.get("came", b"x") if stage else b"in"
-        said = Answered(stage, t, m, came, b"x", b"", b"", lies.get("signed_loss", 1.0))
+        said = Answered(stage, t, m, came, b"x", b"", b"", lies.get("signed_loss", 1.0) if stage else 1.0)
         receipt = give_receipt(SimSigner(lies.get("signer", peer) if stage else peer), RUN.id, said)
         hop = Hop(stage=stage, peer=peer, own_s=0.1, compute_s=0.1, receipt=receipt)
         hops.append(msgspec.structs.replace(hop, stage=9) if stage and "stage" in lies else hop)
@@ -272,11 +272,24 @@ async def test_what_receipts_show_is_vouched_for() -> None:
     ("lie", "left"),
     [
         ({"signer": "c"}, {"a"}), ({"came": b"other"}, {"a"}), ({"stage": 9}, {"a"}),
-        ({"signed_loss": 2.0}, set()),
+        ({"signed_loss": 2.0}, {"a"}),
     ],
 )  # fmt: skip
 async def test_a_receipt_that_does_not_hold_counts_nothing(lie: dict[str, Any], left: set[str]) -> None:
     assert await vouched(**lie) == left
+
+
+async def test_the_receipt_of_stage_0_is_not_verified_again() -> None:
+    line, verified = Line(TRAINER), list[str]()
+
+    def verify(peer: str, data: bytes, signature: bytes) -> bool:
+        verified.append(peer)
+        return READER.verify(peer, data, signature)
+
+    line.signer.verify = verify  # type: ignore[method-assign]
+    giver = VoucherGiver(RUN, line, Records())  # type: ignore[arg-type]
+    giver.answered(Microbatch(0, 0), b"in", answer(0, 0))
+    assert verified == ["b"]
 
 
 async def test_an_answer_to_something_else_than_was_sent_counts_nothing_for_stage_0() -> None:
