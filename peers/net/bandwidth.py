@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from peers.ports import PROBE_BYTES, NetworkPath
 from swarm.ids import PeerId
@@ -281,8 +281,9 @@ class Line:
         self._traffic.held_bytes += more_bytes
 
 
-class Traffic:
-    """What all streams share: the lines to peers, one limiter, and room for bodies.
+class Traffic(Mapping[PeerId, NetworkPath]):
+    """What all streams share: the lines to peers, one limiter, and room for bodies; read as what is known of
+    each line.
 
     A peer whose streams ended is remembered: a new one is no new allowance.
     """
@@ -300,3 +301,12 @@ class Traffic:
         if len(self.lines) > self._most_peers:
             del self.lines[next(iter(self.lines))]
         return line
+
+    def __getitem__(self, peer: PeerId) -> NetworkPath:
+        return self.lines[peer].path()
+
+    def __iter__(self) -> Iterator[PeerId]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)

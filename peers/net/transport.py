@@ -22,7 +22,7 @@ from peers.net.identity import CIRCUIT, AddressBook, Identity, place_of
 from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
-from peers.ports import Answer, Buffer, Handler, NetworkPath
+from peers.ports import Answer, Buffer, Handler
 from peers.waiting import TaskKeeper, happens, within
 from swarm.errors import (
     BadAnswer,
@@ -259,7 +259,9 @@ class NetTransport:
         self.invited: Callable[[PeerId], bool] = lambda _: False
         """See `peers.ports.Transport`."""
         self._timings = timings
-        self._traffic, self._tasks = Traffic(most_peers=MAX_LINKS), TaskKeeper()
+        self.lines = self._traffic = Traffic(most_peers=MAX_LINKS)
+        """See `peers.ports.Transport`."""
+        self._tasks = TaskKeeper()
         self._most_links = min(MAX_LINKS, most_connections())
         self._dialer = Dialer(control, timings, self._traffic, self._tasks)
         self.addresses = self._dialer.addresses
@@ -444,9 +446,3 @@ class NetTransport:
             link.answer_error(served, Refused(f"internal error: {type(bug).__name__}: {bug}"[:500]))
         finally:
             link.line.handling -= 1
-
-    # -- diagnostics ----------------------------------------------------------------------------
-
-    @property
-    def lines(self) -> dict[PeerId, NetworkPath]:
-        return {peer: line.path() for peer, line in self._traffic.lines.items()}
