@@ -76,6 +76,11 @@ class Recorder:
 
     async def record(self, *, all_of_it: bool = False) -> None:
         """Write what is due: full trails, and the last one of the run; or `all_of_it`."""
+        while await self._record(all_of_it):
+            pass  # there may be more of a fast run
+
+    async def _record(self, all_of_it: bool) -> bool:
+        """Ask each stage once, and write what it says; whether there was anything of its steps."""
         try:
             await asyncio.to_thread(self._file.append)
             each = await asyncio.gather(*(self._stage(stage, all_of_it) for stage in range(self._run.S)))
@@ -87,12 +92,12 @@ class Recorder:
             if sealed != self._file.charter:
                 found.insert(0, CharterSeen(owner, sealed))
             await asyncio.to_thread(self._file.append, found)
-            if any(each):  # there may be more of a fast run
-                await self.record(all_of_it=all_of_it)
+            return any(each)
         except SetupError as error:
             if error.text != self._said:
                 self._said = error.text
                 self._emit(events.Trouble(text=error.text))
+            return False
 
     async def _stage(self, stage: Stage, all_of_it: bool) -> list[Took]:
         """What is due of one stage."""
