@@ -14,6 +14,7 @@ from peers.clock import unix_s
 from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
 from peers.programs.stage_choice import check_stages
+from peers.programs.tool_options import check_text
 from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program
 from peers.storage import atomic_file, charters_folder
 from swarm import charter as rules
@@ -59,6 +60,7 @@ def run_init(options: tool_options.InitOptions) -> None:
     if options.manifest is not None:
         run = load_run(options.manifest)
     elif options.data:
+        check_text(options.data)
         run = replace(run, data=replace(run.data, source="files"))
     if run.admission.owner:
         raise SetupError("the manifest has an owner already (admission.owner): leave it out, a key is made")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from peers.events import Emit, Event, Note, StepDone, count, to_text
 from peers.programs.fleet import check_folder, check_size
-from peers.programs.tool_options import DemoOptions, UpOptions
+from peers.programs.tool_options import DemoOptions, UpOptions, check_text
 from peers.start_line import program
 from peers.watch.terminal import clock, curve, sparkline
 from swarm import manifest
@@ -89,7 +89,7 @@ def run_demo(options: DemoOptions) -> int:
     """Run it all; 0, or 5 if a number is not what it must be."""
     terms = _manifest_of(options)
     check_size(terms.cells, options.peers, options.yes)
-    _check_text(options.data)
+    check_text(options.data)
     sizes = f"{sizes_of(terms)} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
     lines = Lines(f"swarm demo: {sizes}", shown)
@@ -260,15 +260,6 @@ def _manifest_of(options: DemoOptions) -> manifest.Run:
     if options.data and run.data.source != "code":
         run = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, root="", mixture=""))
     return run
-
-
-def _check_text(files: Sequence[Path]) -> None:
-    """Raises SetupError: a file is no text, though bytes could be trained on."""
-    for path in files:
-        if path.is_file():
-            with path.open("rb") as file:
-                if b"\0" in file.read(4096):
-                    raise SetupError(f"--data {path} is not text: it has null bytes; give a text file")
 
 
 def summary(result: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from peers import options as arg
@@ -24,6 +25,7 @@ from peers.options import (
 )
 from swarm.charter import MAX_LIFE_DAYS, MAX_WORK_BITS, Door, Role
 from swarm.codecs import KNOWN, parse_codec
+from swarm.errors import SetupError
 
 MINE = "which peers (default: all that you run on this machine)"
 FACES, HISTORY = "faces, besides the terminal", "history"
@@ -102,6 +104,15 @@ class ManifestOptions(Options):
 
 
 # --- an owner's ---
+
+
+def check_text(files: Sequence[Path | str]) -> None:
+    """Raises SetupError: a file is no text, though bytes could be trained on."""
+    for path in files:
+        if isinstance(path, Path) and path.is_file():
+            with path.open("rb") as file:
+                if b"\0" in file.read(4096):
+                    raise SetupError(f"--data {path} is not text: it has null bytes; give a text file")
 
 
 class InitOptions(Options):
@@ -216,6 +227,12 @@ class AuditOptions(MemberOptions, NetworkOptions):
     swarm audit @join.txt --identity myrun/auditor.key
     """
 
+    identity: Path | None = optional(
+        arg.NEEDED_FILE,
+        "key file of the owner, or of a trainer that the manifest names",
+        group=arg.NETWORK,
+        variable="SWARM_IDENTITY",
+    )
     stages: tuple[int, ...] = several(arg.NUMBER, "audit these only (default: all, in turn)")
     start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
     device: str = option(arg.DEVICE, "default: CUDA if there is, else CPU", "auto")

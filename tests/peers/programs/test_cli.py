@@ -364,6 +364,12 @@ sys.exit(main(sys.argv[1:]))
             "99 stages of 99 peers are 9803 processes with torch, on",
         ),
         (["demo", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text file"),
+        (["init", "x", "--data", sys.executable], Exit.SETUP, "is not text: it has null bytes; give a text"),
+        (
+            ["audit", *NEEDED["audit"], "--identity", "typo.key"],
+            Exit.SETUP,
+            "--identity typo.key cannot be read: there is no such file",
+        ),
         (
             ["eval", "--model", "nowhere.safetensors"],
             Exit.SETUP,
