@@ -7,12 +7,15 @@ checkpoint is fetched from the peers of a run first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 import shlex
+import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +33,7 @@ from peers.programs.manifest_pinning import import_handed
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
 from peers.start_line import program
-from peers.storage import RESULTS_ENV, model_file, results_folder, weights
+from peers.storage import RESULTS_ENV, atomic_file, model_file, results_folder, weights
 from peers.storage.dataset import Dataset
 from peers.storage.model_file import ModelConfig
 from peers.storage.samples import Samples, open_data
@@ -56,7 +59,11 @@ def run_export(options: ExportOptions) -> None:
         raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
     if options.out is not None and options.model is not None:
         raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
-    options, run = fetched(options)
+    with fetched(options) as (found, run):
+        _export(found, run)
+
+
+def _export(options: ExportOptions, run: Run) -> None:
     if (folder := options.hf or options.adapter) is not None:
         export_folder(options, run, folder)
         return
@@ -90,7 +97,7 @@ async def collect(
     """
     from peers.transfer.keeper import POLL_S, CheckpointKeeper, KeepingSettings
 
-    chosen_by = RESULTS_ENV if folder == results_folder() else "TMPDIR"
+    chosen_by = RESULTS_ENV if results_folder() in (folder, folder.parent) else "TMPDIR"
     settings = KeepingSettings(folder=folder, remedy=f"set {chosen_by} to another folder")
 
     def hear(event: Event) -> None:
@@ -123,9 +130,10 @@ async def collect(
         await asyncio.sleep(POLL_S)
 
 
-def fetched(options: Options) -> tuple[Options, Run]:
+@contextlib.contextmanager
+def fetched(options: Options) -> Iterator[tuple[Options, Run]]:
     """These options, and the run that the weights are of, whose code was imported. Where they name a peer of
-    it, its newest version is on this machine then.
+    it, its newest version is on this machine for as long as the block runs.
 
     Raises:
         SetupError: no peer answers, or none can give a version of some stage; says which. The options do not
@@ -134,22 +142,35 @@ def fetched(options: Options) -> tuple[Options, Run]:
     if not options.join:
         run = find_weights(options)
         import_handed(run, options.allow_code)
-        return options, run
+        yield options, run
+        return
     if options.run is None:
         raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
     from peers.net.node import Node
     from peers.programs.roles import manifest
 
-    called, folder = options.run, results_folder() or Path(tempfile.mkdtemp(prefix="swarm-"))
+    called, results = options.run, results_folder()
+    if results is not None:
+        results.mkdir(parents=True, exist_ok=True)
 
-    async def fetch() -> tuple[Run, int]:
+    async def fetch(folder: Path) -> tuple[Run, int]:
         async with Node(join=options.join, run_id=called) as node:
             run = await manifest(node, options.allow_code)
+            if results is not None:
+                _take_over(results / run.id, folder / run.id)
             network = node.transport, node.directory
             return run, await collect(run, *network, folder, lambda event: say(event.words()))
 
-    run, step = asyncio.run(fetch())
-    return replace(options, join=(), checkpoint_dir=folder, run=run.id, step=step), run
+    with tempfile.TemporaryDirectory(prefix="swarm-", dir=results) as name:
+        run, step = asyncio.run(fetch(Path(name)))
+        yield replace(options, join=(), checkpoint_dir=Path(name), run=run.id, step=step), run
+
+
+def _take_over(saved: Path, folder: Path) -> None:
+    """Have what a peer of this machine saved in a folder of its own, too: it need not come again."""
+    unfinished = shutil.ignore_patterns(f"{atomic_file.TEMPORARY}*")
+    with contextlib.suppress(OSError):
+        shutil.copytree(saved, folder, copy_function=os.link, ignore=unfinished)
 
 
 def export_folder(options: ExportOptions, run: Run, folder: Path) -> None:
@@ -220,14 +241,15 @@ def run_generate(options: GenerateOptions) -> None:
     model = _model(options)
     tokenizer = open_tokenizer(model.run, options.tokenizer)
     prompt = tokenizer.encode(options.prompt)
-    more = generate(
-        model.run, model.by_name, prompt, options.tokens, options.temperature, options.seed, device
-    )
+    how = options.tokens, options.temperature, options.seed, device
+    with Bar("generating", options.tokens, unit="tokens") as bar:
+        more = generate(model.run, model.by_name, prompt, *how, progress=bar)
     print(options.prompt + tokenizer.decode(more))
 
 
 def _model(options: ModelOptions) -> Weights:
-    return load_weights(fetched(options)[0])
+    with fetched(options) as (found, _):
+        return load_weights(found)
 
 
 def run_eval(options: EvalOptions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,12 +21,12 @@ with two on two cores at a load of 11 more than 100 s (2026-11-24)."""
 def generate(
     run: Run, weights: Mapping[str, torch.Tensor], prompt_tokens: Sequence[int], n: int,
     temperature: float = 1.0, seed: int = 0, device: str | torch.device = "cpu", *,
-    one_thread_below: int = FOR_ONE_THREAD,
+    one_thread_below: int = FOR_ONE_THREAD, progress: Callable[[int], object] = lambda tokens: None,
 ) -> list[int]:  # fmt: skip
     """`n` tokens that continue the prompt, drawn at `temperature` (0: always the likeliest).
 
     `weights`: those of all stages by full name; with fewer numbers than `one_thread_below` one thread
-    computes. The model sees the last `data.sequence_length` tokens.
+    computes. The model sees the last `data.sequence_length` tokens. `progress`: told of each token.
 
     Raises:
         SetupError: weights are missing or have another shape, an empty prompt, or tokens that the model
@@ -55,4 +55,5 @@ def generate(
                 tokens.append(int(torch.multinomial(chances, 1, generator=generator).item()))
             else:
                 tokens.append(int(logits.argmax().item()))
+            progress(1)
     return tokens[len(prompt_tokens) :]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from peers.cli import Exit, main
 from peers.options import WeightsOptions
-from peers.storage import checkpoint
+from peers.storage import RESULTS_ENV, checkpoint
 from peers.storage.weights import find_run, load_weights
 from swarm.errors import SetupError
 from swarm.manifest import Run, demo_run, pin
@@ -75,6 +80,47 @@ def test_the_command_prints_the_prompt_and_what_follows(
     assert len(first) > len("Hello you\n")
     assert main(argv) == Exit.OK
     assert capsys.readouterr().out == first
+
+
+def test_how_far_a_passage_is_stands_on_standard_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["generate", "--checkpoint-dir", str(folder), "--tokens", "7", "Hello"]) == Exit.OK
+    said = capsys.readouterr()
+    assert "generating [##" in said.err and "1 of 7 tokens" in said.err
+    assert said.out.startswith("Hello") and "generating" not in said.out
+
+
+def test_what_is_fetched_from_peers_is_not_left_among_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer of this machine saved stage 0 there: that is used, and stays."""
+    results, there = tmp_path / "results", list[bool]()
+    save(results, RUN, 0)
+    before = {path: path.stat().st_ino for path in results.rglob("*") if path.is_file()}
+
+    async def collect(run: Run, _: Any, __: Any, folder: Path, emit: Any) -> int:
+        there.append(checkpoint.Checkpoint(folder, run, 0, 4).is_whole())
+        save(folder, run, 1)
+        return 4
+
+    async def manifest(*_: Any) -> Run:
+        return RUN
+
+    @contextlib.asynccontextmanager
+    async def node(**_: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(transport=None, directory=None)
+
+    monkeypatch.setenv(RESULTS_ENV, str(results))
+    monkeypatch.setattr("peers.programs.trained.collect", collect)
+    monkeypatch.setattr("peers.programs.roles.manifest", manifest)
+    monkeypatch.setattr("peers.net.node.Node", node)
+    out, address = tmp_path / "model.safetensors", f"/ip4/127.0.0.1/tcp/1/p2p/12D3KooW{'A' * 44}"
+    assert main(["export", "--run", RUN.id, "--join", address, "--out", str(out)]) == Exit.OK
+    assert load_weights(WeightsOptions(model=out)).step == 4 and there == [True]
+    assert {path: path.stat().st_ino for path in results.rglob("*") if path.is_file()} == before
+    assert [path.name for path in results.iterdir()] == [RUN.id]
 
 
 def test_a_stage_that_is_missing_is_said(tmp_path: Path) -> None:
