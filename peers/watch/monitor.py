@@ -77,26 +77,15 @@ async def ask_one(
         raise BadAnswer(record.peer, f"answered with {refused.text}") from None
 
 
-async def ask_or_why(
-    run: Run, transport: Transport, record: PeerRecord, *, deadline_s: float, directory: Directory | None,
-    after: int = -1,
-) -> PeerStatus | str | None:  # fmt: skip
-    """As `ask_one`; why it has no answer, instead of an error."""
-    try:
-        return await ask_one(run, transport, record, deadline_s=deadline_s, directory=directory, after=after)
-    except SwarmError as error:
-        return clean(error.text.removeprefix(f"peer {short(record.peer)}: "))
-
-
 class Monitor:
-    """Observes until `run` is cancelled."""
+    """Observes until `run` is cancelled, or `once`."""
 
     def __init__(
         self,
         run: Run,
         transport: Transport,
         directory: Directory,
-        take: Callable[[Observation], None],
+        take: Callable[[Observation], None] = lambda observation: None,
         *,
         refused: Callable[[], Mapping[str, int]] = dict,
         observe_every_s: float = OBSERVE_EVERY_S,
@@ -104,7 +93,9 @@ class Monitor:
         silent_every_s: float = SILENT_EVERY_S,
         ask_s: float = ASK_S,
     ) -> None:
-        """`take` gets each observation; `refused` tells how many records the directory refused, by reason."""
+        """`take` gets each observation of `run`; `refused` tells how many records the directory refused, by
+        reason.
+        """
         self._run, self._transport, self._directory = run, transport, directory
         self._take, self._refused = take, refused
         self._observe_every_s, self._ask_s = observe_every_s, ask_s
@@ -134,6 +125,18 @@ class Monitor:
         finally:
             await end_tasks(self._asked.values())
 
+    async def once(self, *, calls: bool = True) -> Observation:
+        """The run by all of its records and, unless no `calls` are wanted, by each peer's own answer; all are
+        asked at once.
+        """
+        await self._directory.lookup_all()
+        if calls:
+            await asyncio.gather(*map(self._ask, self._askable().values()))
+        return self._observe()
+
+    def _askable(self) -> dict[PeerId, PeerRecord]:
+        return {r.peer: r for r in self._directory.peers() if r.state not in ("left", "feeding")}
+
     def _observe(self) -> Observation:
         """What is new since the last observation."""
         listed = self._directory.peers()
@@ -160,7 +163,7 @@ class Monitor:
     def _ask_some(self) -> None:
         """Ask the peers that have waited longest."""
         now = time.monotonic()
-        records = {r.peer: r for r in self._directory.peers() if r.state not in ("left", "feeding")}
+        records = self._askable()
         self._ask_at = {peer: self._ask_at.get(peer, 0.0) for peer in records}
         self._told = {peer: version for peer, version in self._told.items() if peer in records}
         due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]
@@ -172,16 +175,16 @@ class Monitor:
         peer, again_s = record.peer, self._peer_every_s
         began = time.monotonic()
         try:
-            answer = await ask_or_why(
+            status = await ask_one(
                 self._run, self._transport, record, deadline_s=self._ask_s, directory=self._directory,
                 after=self._told.get(peer, 0),
             )  # fmt: skip
-            if isinstance(answer, str):
-                self._silent[peer] = answer
-                again_s = self._silent_every_s
-            elif answer is not None:
-                self._statuses.append(answer)
-                self._told[peer] = max((step.version for step in answer.past), default=answer.version)
+            if status is not None:
+                self._statuses.append(status)
+                self._told[peer] = max((step.version for step in status.past), default=status.version)
+        except SwarmError as error:
+            self._silent[peer] = clean(error.text.removeprefix(f"peer {short(peer)}: "))
+            again_s = self._silent_every_s
         finally:
             self._ask_at[peer] = began + again_s
-            del self._asked[peer]
+            self._asked.pop(peer, None)

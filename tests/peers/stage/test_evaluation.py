@@ -15,11 +15,12 @@ from prometheus_client import generate_latest
 from peers.evaluation.data import open_eval, pinned_eval
 from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
-from peers.programs.status import ask, picture
+from peers.programs.status import picture
 from peers.programs.trained import evaluate
 from peers.storage.dataset import open_dataset
 from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of
+from peers.watch.monitor import Monitor
 from peers.watch.terminal import _loss
 from swarm.errors import NotReady, Refused, SetupError, Stale
 from swarm.evaluation import eval_data, eval_offsets, is_due, mean_loss, microbatches, version_of
@@ -101,8 +102,8 @@ async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_
                 assert torch.equal(weight, reference[name]), name
         (first,) = [peer for _, peer in s.live() if peer.stage == 0]
         assert first.evaluations.newest == (5, losses[5])
-        records = [*s.network.records.values()]
-        seen = picture(run, await ask(run, s.network.join("monitor").transport, records, now=0.0))
+        looker = s.network.join("monitor")
+        seen = picture(run, await Monitor(run, looker.transport, looker.directory).once())
         assert seen.evaluations == ((5, losses[5]),)
         assert f"held out {losses[5]:.4f} at step 5" in str(_loss(seen, 100))
         assert f"swarm_run_eval_loss {losses[5]!r}" in generate_latest(registry_of(lambda: seen)).decode()

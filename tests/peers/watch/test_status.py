@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from peers.ports import Answer, Request
-from peers.programs.status import ask, join_line, picture, run_status, table, to_json
+from peers.programs.status import join_line, picture, run_status, table, to_json
 from peers.programs.tool_options import StatusOptions
+from peers.watch.monitor import Monitor
 from swarm.errors import Refused, SetupError
 from swarm.ids import Generation
 from swarm.manifest import CodecSpec, demo_run
@@ -21,6 +22,7 @@ from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
 from swarm.wire.messages import AskStatus, Audit, LinkStatus, PastStep, PeerStatus, pack, unpack
+from tests.peers.alone import Line, Records
 from tests.peers.network import CalmNetwork
 
 RUN = demo_run(stages=2, steps=40)
@@ -70,8 +72,9 @@ async def network() -> AsyncIterator[CalmNetwork]:
 
 
 async def look(network: CalmNetwork) -> SwarmHealth:
-    records = network.peers["viewer"].directory.peers()
-    return picture(RUN, await ask(RUN, network.join("looker").transport, records, now=1090.0, ask_s=1.0))
+    looker = network.join("looker")
+    seen = await Monitor(RUN, looker.transport, looker.directory, ask_s=1.0).once()
+    return picture(RUN, msgspec.structs.replace(seen, at=1090.0))
 
 
 def drawn(view: SwarmHealth) -> str:
@@ -185,16 +188,20 @@ async def test_a_peer_that_answers_nonsense_is_named(network: CalmNetwork) -> No
     async def nonsense(request: Request) -> Answer:
         return Answer(b"\xff")
 
-    network.join("peer-d").transport.serve("status", nonsense)
-    await network.join("peer-e").directory.announce(record("peer-d", 1))
-    view = await ask(RUN, network.join("looker").transport, [record("peer-d", 1)], now=0.0, ask_s=1.0)
+    liar, looker = network.join("peer-d"), network.join("looker")
+    liar.transport.serve("status", nonsense)
+    await liar.directory.announce(record("peer-d", 1))
+    view = await Monitor(RUN, looker.transport, looker.directory, ask_s=1.0).once()
     assert "malformed PeerStatus header" in view.silent["peer-d"]
 
 
-async def test_records_alone_need_no_call_and_the_dead_stay_away() -> None:
-    records = [record("b", 1), record("a", 0), record("c", 0, state="left"), record("d", 1, state="joining")]
-    view = await ask(RUN, None, records, now=1000.0)
+async def test_records_alone_need_no_call_and_the_dead_and_trainers_stay_away() -> None:
+    line, records = Line(), Records()
+    records.known = [record("b", 1), record("a", 0), record("d", 1, state="joining")]
+    records.known += [record("c", 0, state="left"), record("e", NO_STAGE, state="feeding")]
+    view = await Monitor(RUN, line, records).once(calls=False)  # type: ignore[arg-type]
     shown = picture(RUN, view)
+    assert not line.calls and not shown.keepers
     assert [peer.peer for peer in shown.peers] == ["a", "b", "d"]
     assert (shown.version, shown.loss, shown.stages[1].serving) == (3, None, 1)
 
