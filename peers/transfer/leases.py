@@ -115,12 +115,12 @@ class Leases:
         """The open leases of some pools."""
         return [lease for lease in self._leases.values() if lease.pool in pools]
 
-    def require_no_rest(self, peer: PeerId, *, version: int) -> None:
+    def require_no_rest(self, peer: PeerId) -> None:
         """Return if `peer` may have a place. Raises NotReady: it had one a moment ago."""
         now = now_s()
         self._rests = {other: rest for other, rest in self._rests.items() if now < rest[0]}
         if peer in self._rests:
-            raise NotReady(f"{self._rests[peer][1]}: try again later", version=version, retry_after_s=1.0)
+            raise NotReady(f"{self._rests[peer][1]}: try again later", version=-1, retry_after_s=1.0)
 
     def make_room(self, pool: str, most: int, *, version: int) -> None:
         """Make room for one more copy: those without a live reader go.

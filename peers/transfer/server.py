@@ -85,13 +85,13 @@ class StateLeases(Leases):
         wanted = unpack(request.header, OpenState)
         common = wanted.version == START or (wanted.version >= 0 and self._run.is_common(wanted.version))
         check_run(wanted.run, *self._runs[: None if common else 1])
-        self.require_no_rest(reader := request.peer, version=-1)
+        self.require_no_rest(reader := request.peer)
         first, waits_s = self._comes_first(reader), 0.0
         if first:
             self._first[reader] = math.inf
         try:  # one at a time: two that want the same version at the same moment get the same copy
             async with self._opening:
-                self.require_no_rest(reader, version=-1)
+                self.require_no_rest(reader)
                 self._first = {peer: until for peer, until in self._first.items() if now_s() < until}
                 if self._first and not first:
                     text = "peers that have worked for the run, or were invited, wait for a place"

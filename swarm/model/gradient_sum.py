@@ -206,21 +206,13 @@ class SharedWeights:
             raise Refused(f"stage {other} shares no weights with stage {self._stage}")
         return sum(self._layout.terms[name].shape.numel() for name in names)
 
-    def part(
-        self, reduced: torch.Tensor, other: Stage, start: int = 0, end: int | None = None
-    ) -> torch.Tensor:
-        """What `other` needs of the value of this stage's sum: 1-D, in the order of `names[other]`; of that
-        the numbers from `start` to `end`, and no others are copied. Raises as `numel`.
+    def part(self, reduced: torch.Tensor, other: Stage) -> torch.Tensor:
+        """What `other` needs of the value of this stage's sum: a copy, 1-D, in the order of `names[other]`.
+        Raises as `numel`.
         """
-        end, at = self.numel(other) if end is None else end, 0
-        parts: list[torch.Tensor] = []
-        for name in self.names[other]:
-            span = self._layout.terms[name]
-            first, last = max(start - at, 0), min(end - at, span.end - span.start)
-            if first < last:
-                parts.append(reduced[span.start + first : span.start + last])
-            at += span.end - span.start
-        return torch.cat(parts)
+        self.numel(other)
+        spans = (self._layout.terms[name] for name in self.names[other])
+        return torch.cat([reduced[span.start : span.end] for span in spans])
 
     def complete(self, reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
         """The value of this stage's sum, with what the other stages found of the weights that they share.

@@ -106,16 +106,16 @@ def pack_prefix(
     return _PREFIX.pack(MAGIC, kind, version, call, header_bytes, body_bytes)
 
 
-def unpack_prefix(data: bytes | bytearray | memoryview, offset: int = 0) -> Prefix:
-    """The prefix at `offset`, checked.
+def unpack_prefix(data: bytes | bytearray | memoryview) -> Prefix:
+    """The prefix that some bytes begin with, checked.
 
     Raises:
         OtherVersionError: a frame of another version of the protocol.
         FrameError: not a frame of ours, an unknown kind, or a length over its limit.
     """
-    magic, kind_number, version, call, header_bytes, body_bytes = _PREFIX.unpack_from(data, offset)
+    magic, kind_number, version, call, header_bytes, body_bytes = _PREFIX.unpack_from(data)
     if magic != MAGIC:
-        raise FrameError(f"not a frame: it starts with {bytes(data[offset : offset + 4])!r}")
+        raise FrameError(f"not a frame: it starts with {bytes(data[:4])!r}")
     if version != PROTOCOL_VERSION:
         raise OtherVersionError(version, call)
     try:
