@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,12 @@ from swarm.plan.islands import check_cells
 from swarm.plan.measured_network import Machine, Pair, estimate
 from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
 from swarm.plan.overlapped import IDLE, Overlap
-from swarm.plan.search import Plan, baselines, repaired, search_overlapped
+from swarm.plan.search import Plan, search_overlapped
 from swarm.plan.topk_ratios import boundary_bandwidths, boundary_codecs
 from swarm.records import NO_STAGE
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of them that are tried where a manifest leaves that open."""
-RANDOM_LAYOUTS = 10
-"""Of which the mean is what a random layout takes."""
 HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
 """How much of the slowest stage's time for a microbatch its transfer may take: AdaTopK tries these."""
 MAX_MACHINES_SHOWN = 16
@@ -51,11 +49,8 @@ WORTH = 0.02
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
     plan: Plan
-    random_s: float
-    """Mean of `RANDOM_LAYOUTS`."""
-    megatron_s: float
-    """Devices in the order of the file, so many to each stage."""
-    cpu_s: float
+    in_flight: np.ndarray
+    """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
     now_s: float | None = None
     """As the peers of a run are now; None for machines that are only described."""
     measured: str = ""
@@ -68,8 +63,6 @@ class Answer:
     """The region whose loss makes a step longest, and how long; None: a stage would have no device."""
     islands: str = ""
     """What islands would gain, in words; empty: little."""
-    in_flight: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
 
 
 async def run_plan(options: PlanOptions) -> None:
@@ -203,22 +196,13 @@ def measured(run: Run, seen: Observation | Network, job: Job) -> tuple[Network, 
 
 
 def plan(network: Network, job: Job, *, seed: int, budget_s: float, survive: bool = False) -> Answer:
-    """The search's plan and the baselines; seconds are those of this process's CPU time."""
+    """The search's plan; the budget is of this process's CPU time."""
     began_s = time.process_time()
     found = search_overlapped(
         network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s,
         survive=survive,
     )  # fmt: skip
-    cpu_s = time.process_time() - began_s
-    overlap, rng = Overlap(network, job), np.random.default_rng(seed)
-    chance_s = [
-        overlap.predict(repaired(overlap, dict(baselines(network, job, rng))["random"])).total_s
-        for _ in range(RANDOM_LAYOUTS)
-    ]
-    return Answer(
-        found, float(np.mean(chance_s)), found.starts["megatron"], cpu_s,
-        in_flight=overlap.in_flight(found.stage_of),
-    )  # fmt: skip
+    return Answer(found, Overlap(network, job).in_flight(found.stage_of))
 
 
 def with_codecs(
@@ -242,7 +226,6 @@ def with_codecs(
     for _ in range(SEARCHES - 1):
         sending = job_of(replace(run, codec=sends))
         again = plan(network, sending, seed=seed, budget_s=budget_s, survive=survive)
-        answer = replace(answer, cpu_s=answer.cpu_s + again.cpu_s)
         found, found_s = plan_codecs(run, network, job, again.plan.stage_of, least)
         if found_s < step_s:
             codecs, step_s = found, found_s
@@ -337,10 +320,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
         "machines": machines(network, answer.plan.stage_of),
         "worst_lost_region": answer.without_s and answer.without_s[0],
         "step_without_it_s": answer.without_s and answer.without_s[1],
-        "random_s": answer.random_s,
-        "megatron_s": answer.megatron_s,
         "starts_s": answer.plan.starts,
-        "cpu_s": answer.cpu_s,
         "codec_forward": answer.codecs and answer.codecs.forward,
         "codec_backward": answer.codecs and answer.codecs.backward,
         "codec_step_s": answer.codecs_step_s,
@@ -367,9 +347,6 @@ def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
         *_in_memory(network, stage_of),
         *_in_flight(answer, network, job),
         *_losses(answer, network),
-        f"a random layout: {answer.random_s:.3g} s ({answer.random_s / step.total_s:.2f} times as long); "
-        f"devices in the file's order, as Megatron has it: {answer.megatron_s:.3g} s "
-        f"({answer.megatron_s / step.total_s:.2f} times)",
     ]
     lines += as_now(answer.now_s, step.total_s, answer.measured, "a stage has none: no step is taken")
     if answer.codecs and answer.codecs.forward:

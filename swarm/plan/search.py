@@ -91,17 +91,11 @@ def search_overlapped(
     return Plan(best, overlap.predict(best), starts)
 
 
-def baselines(network: Network, job: Job, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    """Layouts to compare with: index order (Megatron's), and a random one."""
-    count = len(network)
-    even = np.arange(count) * job.stages // count
-    yield "megatron", even
-    yield "random", rng.permutation(even)
-
-
 def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     network, job = overlap.network, overlap.job
-    yield from baselines(network, job, rng)
+    even = np.arange(len(network)) * job.stages // len(network)
+    yield "megatron", even  # in the order of the file
+    yield "random", rng.permutation(even)
     row = fenced_row(network)
     fenced = cut_row(network, job, row)
     yield "fence", fenced

@@ -49,7 +49,7 @@ def planned(files: tuple[Path, Path], *more: str) -> int:
     return main(["plan", "--manifest", str(files[0]), "--devices", str(files[1]), "--budget", "0", *more])
 
 
-def test_a_plan_names_every_device_once_and_compares_itself(
+def test_a_plan_names_every_device_once_and_is_no_worse_than_any_rule(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert planned(files, "--json") == Exit.OK
@@ -58,21 +58,19 @@ def test_a_plan_names_every_device_once_and_compares_itself(
     assert sorted(names) == sorted([f"v100-{i}" for i in range(8)] + ["laptop-0", "laptop-1"])
     assert len(said["stages"]) == 3 and all(said["stages"])
     assert said["step_s"] <= min(said["starts_s"].values())
-    assert said["step_s"] <= said["megatron_s"]
     assert said["tokens_per_s"] == pytest.approx(16 * 8 * 256 / said["step_s"])
     assert said["limit"]
     assert sorted(said["in_flight"]) == sorted(set(names) - set(said["idle"]))
 
 
-def test_a_plan_for_people_says_the_layout_the_limit_and_the_comparison(
+def test_a_plan_for_people_says_the_layout_and_the_limit(
     files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert planned(files) == Exit.OK
     said = capsys.readouterr().out
     assert "example: 3 stages, 16 microbatches a step, 10 devices in 2 regions" in said
     assert all(f"\nstage {stage}: " in said for stage in range(3))
-    for words in ("a step takes about", "what limits it: ", "a random layout: ", "as Megatron has it: "):
-        assert words in said
+    assert "a step takes about" in said and "what limits it: " in said
 
 
 def test_a_plan_says_what_it_needs_in_flight_and_which_memory_cannot_hold_it(
@@ -174,7 +172,7 @@ def test_without_a_budget_the_plan_is_a_function_of_the_seed(
     found = []
     for _ in range(2):
         assert planned(files, "--json", "--seed", "3") == Exit.OK
-        found.append({**json.loads(capsys.readouterr().out), "cpu_s": 0})
+        found.append(json.loads(capsys.readouterr().out))
     assert found[0] == found[1]
 
 
