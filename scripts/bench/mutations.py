@@ -5069,6 +5069,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_false_answers",),
     ),
     Mutation(
+        "what-passes-is-not-compared",
+        ANSWERS,
+        "[said[place]]) for place in passes):",
+        "[said[place]]) for place in ()):",
+        "A peer of a brought model sends on other labels than came, and is found by no audit.",
+        ("test_false_answers",),
+    ),
+    Mutation(
         "coordinate-for-ever",
         PROTOCOL,
         "for peer in self._rotation.in_turn(ranked) if",

@@ -66,7 +66,8 @@ class Recount:
         self, outputs: Sequence[Encoded], sent: Sequence[Encoded], inputs: Sequence[Encoded]
     ) -> bool:
         """Whether what a replica sent on is far from the `outputs` that `add` found of `inputs`."""
-        return is_far(outputs, sent, inputs, FAR[self._compute.run.dtype])
+        compute = self._compute
+        return is_far(outputs, sent, inputs, FAR[compute.run.dtype], compute.passes)
 
     def total(self) -> torch.Tensor:
         """The sum: int64, 1-D, in host memory."""

@@ -23,7 +23,7 @@ lie in memory and however many cores there are: see `swarm.model.same_bits`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -127,6 +127,11 @@ class StageCompute:
     def version(self) -> int:
         """Newest weight version held."""
         return self.state.version
+
+    @property
+    def passes(self) -> Collection[int]:
+        """The places of outputs that are inputs, unchanged: tokens, labels, masks."""
+        return self._function.passes
 
     # --- microbatches -----------------------------------------------------------------------------------
 

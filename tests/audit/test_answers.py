@@ -101,6 +101,20 @@ def test_a_wrong_answer_is_evidence_if_its_peer_signed_it(stage: int) -> None:
     assert not proves_answer(StageCompute(run_of(), 0), SIGNER, signed, lie)  # of another stage
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_only_passes_is_compared_to_the_bit(stage: int) -> None:
+    """Another label in what a stage sends on: no device rounds it so."""
+    compute, evidence, body = evidence_of(run_of(), stage)
+    place = len(body) - len(evidence.input_grads) - 1
+    lie = [*body[:place], b"\0" + bytes(body[place])[1:], *body[place + 1 :]]
+    split = split_tensors(evidence.tensors, lie)
+    assert split is not None
+    assert split[2][1].meta.dtype != "float32" and lie != body
+    said = msgspec.structs.replace(evidence.statement, outputs=digest(split[2]))
+    signed = msgspec.structs.replace(evidence, statement=said, signature=sign(SIGNER, compute.run.id, said))
+    assert proves_answer(compute, SIGNER, signed, lie)
+
+
 def test_which_runs_are_audited() -> None:
     assert is_audited(run_of())
     assert not is_audited(audit_run())

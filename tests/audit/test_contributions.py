@@ -105,3 +105,15 @@ def test_a_snapshot_is_of_one_step_and_changes_nothing() -> None:
     assert torch.equal(snapshot.state.weights(0), StageCompute(chain.run, 1).state.weights(0))
     with pytest.raises(Stale):
         stage.snapshot(0)
+
+
+def test_tokens_that_were_sent_on_are_compared_to_the_bit() -> None:
+    """Labels that are off in one place are no rounding of any device."""
+    chain = Chain(exact_run())
+    m, inputs, grads = step_of(chain, 0, 0, range(1))[0]
+    recount = Recount(chain.stages[0].snapshot(0), 0, CHUNK)
+    hidden, tokens = recount.add(m, inputs, grads)
+    off = bytearray(memoryview(tokens.buffers[0]).cast("B"))
+    off[0] ^= 1
+    assert not recount.sent_other([hidden, tokens], [hidden, tokens], inputs)
+    assert recount.sent_other([hidden, tokens], [hidden, Encoded(tokens.meta, [off])], inputs)
