@@ -67,6 +67,8 @@ class Convictions(Verdicts):
         """What convicted each; of very many, the first and those with voice."""
         self._suspected_by: dict[PeerId, int] = {}
         """The last step of which each replica said so."""
+        self.last_added: Callable[[PeerId], int | None] = lambda peer: None
+        """The last step that a replica of this stage contributed to."""
         self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]]
         """Whether an answer is wrong: of a peer that has the weights. To be set, as `on_conviction`."""
         transport.serve("evidence", self._serve_evidence, max_body_bytes=MAX_EVIDENCE_BYTES)
@@ -198,8 +200,9 @@ class Convictions(Verdicts):
         evidence = self._shown.get(ask.peer) if ask.show else None
         signature = b"" if evidence is None else sign(self._transport.signer, self._run.id, judged(evidence))
         others = tuple(self._in_order(self.convicted)[:MAX_TOLD])
-        yes = ask.peer in self.convicted
-        return Answer(*say(Convicted(yes=yes, others=others, evidence=evidence, signature=signature)))
+        yes, added = ask.peer in self.convicted, self.last_added(ask.peer)
+        told = Convicted(yes=yes, others=others, evidence=evidence, signature=signature, added=added)
+        return Answer(*say(told))
 
 
 MAX_TRIES = 3

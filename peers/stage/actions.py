@@ -204,6 +204,7 @@ class Actions:
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
                 step.audited = audit(plan, m)
+                core.contributed.added_up(dict(zip(plan.members, plan.ledgers, strict=True)), step.t)
                 await self._tied_weights.hold(step, reduced, held)
                 fault_point("prepared")
         except RoundAborted as aborted:

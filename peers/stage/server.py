@@ -125,6 +125,7 @@ class StagePeer:
                 self.store.pin(version, tensors)  # all stages saved it: perhaps the run goes back to it
         self.coordination = StepCoordination(core, all_reduce, since_s=settings.joined_at)
         self.coordination.word_overdue = self.convictions.ask_about
+        self.convictions.last_added = lambda peer: core.contributed.last(peer, version=core.version)
         meeting = IslandMeeting(core, islands)
         tied_weights = TiedWeights(core, meeting)
         recovery = self._recovery = Recovery(core, self.coordination, islands, self.store, tied_weights)

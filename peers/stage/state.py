@@ -26,6 +26,7 @@ from swarm.protocol.coordinator import realigns
 from swarm.protocol.ledger import Ledger, members_of
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit
+from swarm.protocol.voice import Contributed
 from swarm.wire.messages import Audit
 
 AUDITS_S = 1.0
@@ -86,6 +87,7 @@ class StageCore:
         """The last meeting that this replica was at, kept for islands that come to it later."""
         self._digest = (-1, "")
         self.trail = OwnTrail()
+        self.contributed = Contributed()
         self.audit = Audit()
         self.undone = 0
         self.computed = 0

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from peers.ports import Buffer, Directory, Transport
+from peers.status_query import MAX_VOICES, ask_all
+from peers.voices import Voices
 from peers.vouching.tickets import ticket_for
 from peers.waiting import TaskKeeper, for_each
 from swarm.errors import SwarmError
-from swarm.ids import Microbatch
+from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
-from swarm.protocol.voice import WorkCount, Worked, renewal, voice_of, vouch
+from swarm.protocol.voice import MIN_STEPS, WorkCount, Worked, renewal, voice_of, vouch, weight
 from swarm.records import PeerRecord
+from swarm.wire.evidence import AskConvicted, Convicted
 from swarm.wire.messages import GiveVoucher, Ticket, WorkDone, pack
 from swarm.wire.receipts import is_receipt
 
@@ -36,6 +40,7 @@ class VoucherGiver:
         self._run, self._transport, self._directory = run, transport, directory
         self._signer = transport.signer
         self._named = transport.peer_id in run.admission.trainers
+        self._voices, self._dice = Voices(run, transport.signer, directory), random.Random(transport.peer_id)
         self._count = WorkCount()
         self._giving = TaskKeeper()
 
@@ -59,7 +64,7 @@ class VoucherGiver:
             if receipt.inputs == came and self._count.wants(hop.peer, mb):
                 said = (hop.peer, self._run.id, stage, mb, done.loss, receipt)
                 if stage == 0 or is_receipt(self._signer, *said):  # that of stage 0 was checked
-                    self._count.answered(hop.peer, mb)
+                    self._count.answered(hop.peer, mb, stage)
             came = receipt.outputs
 
     def saw(self, records: Sequence[PeerRecord]) -> None:
@@ -73,20 +78,40 @@ class VoucherGiver:
         """Give vouchers to all that are due, if the run has come to where they are."""
         if not self._named or not renewal(before, version):
             return
-        self._giving.create_task(self._give_all(self._count.renew(version)))
+        due = {worked: self._count.stage_of(worked.peer) for worked in self._count.renew(version)}
+        self._giving.create_task(self._give_all(due, version))
 
     async def close(self) -> None:
         await self._giving.close()
 
-    async def _give_all(self, due: Sequence[Worked]) -> None:
+    async def _give_all(self, due: Mapping[Worked, Stage], version: int) -> None:
         if self._ask is not None:
             await self._ask()
 
         async def give(worked: Worked) -> None:
             if self._directory.find(worked.peer) is None:
                 return  # it is gone, or never was
+            if not await self._contributes(worked, due[worked], version):
+                return
             message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
             with contextlib.suppress(SwarmError):
                 await self._transport.call(worked.peer, "voucher", pack(message), deadline_s=GIVE_S)
 
         await for_each(due, give, AT_ONCE)
+
+    async def _contributes(self, worked: Worked, stage: Stage, version: int) -> bool:
+        """Whether a stage adds what a peer says that it computes there, by the word of some others of it.
+
+        A peer of the stage before may show the work of one as that of others, which sign it and do nothing:
+        of these nothing is in any sum.
+        """
+        voice = self._voices.of(stage, version=version)
+        others = [peer for peer in self._voices.counted(stage, version=version) if peer != worked.peer]
+        asked = self._dice.sample(others, min(MAX_VOICES, len(others)))
+        question = AskConvicted(run=self._run.id, peer=worked.peer)
+        told = await ask_all(
+            self._transport, asked, "convicted", question, Convicted, deadline_s=GIVE_S
+        )  # fmt: skip
+        last = {peer: one.added for peer, one in told.items() if one.added is not None}
+        idle = [peer for peer, t in last.items() if t < worked.t - MIN_STEPS]
+        return 2 * sum(weight(p, voice) for p in idle) <= sum(weight(p, voice) for p in last)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.ledger import Bitmap
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
 from swarm.records import PeerRecord, Voucher
 
@@ -122,6 +123,8 @@ class Electorate:
 class _Work:
     steps: int = 0
     microbatches: int = 0
+    stage: Stage = 0
+    """At which it answered last."""
     newest: int = -1
     """The last step that counts."""
     of_newest: int = 0
@@ -150,9 +153,10 @@ class WorkCount:
         few = work.microbatches < MIN_MICROBATCHES
         return few and mb.t == work.newest and not work.of_newest >> mb.m & 1
 
-    def answered(self, peer: PeerId, mb: Microbatch) -> None:
-        """Count an answer, once, however often it is told."""
+    def answered(self, peer: PeerId, mb: Microbatch, stage: Stage = 0) -> None:
+        """Count an answer of a stage, once, however often it is told."""
         work = self._of.setdefault(peer, _Work())
+        work.stage = stage
         if mb.t > work.newest:
             work.steps, work.newest, work.of_newest = work.steps + 1, mb.t, 0
         if mb.t == work.newest and not work.of_newest >> mb.m & 1:
@@ -171,6 +175,10 @@ class WorkCount:
             work.newest, work.of_newest = voucher.t, 0
         work.vouched = max(work.vouched, voucher.t)
 
+    def stage_of(self, peer: PeerId) -> Stage:
+        """At which a peer answered what was counted last."""
+        return self._of[peer].stage
+
     def renew(self, version: int) -> list[Worked]:
         """What to vouch for at `version`: peers with work enough that worked since the last time."""
         self._of = {peer: work for peer, work in self._of.items() if version - work.newest <= VALID_STEPS}
@@ -185,6 +193,29 @@ class WorkCount:
             work = self._of[worked.peer]
             work.vouched, work.said = worked.t, worked.steps
         return due
+
+
+class Contributed:
+    """To which steps the replicas of a stage contributed lately, as one of them saw it."""
+
+    def __init__(self) -> None:
+        self._last: dict[PeerId, int] = {}
+        self._since: int | None = None
+        """The first step that this replica added up."""
+
+    def added_up(self, ledgers: Mapping[PeerId, Bitmap], t: int) -> None:
+        """Note whose sums are in the result of step `t`. `ledgers`: of its round."""
+        self._since = t if self._since is None else min(self._since, t)
+        self._last |= {peer: t for peer, done in ledgers.items() if done}
+        self._last = {peer: last for peer, last in self._last.items() if t - last <= VALID_STEPS}
+
+    def last(self, peer: PeerId, *, version: int) -> int | None:
+        """The last step that a peer contributed to, or the first that is known. None: this replica has added
+        up nothing lately.
+        """
+        if max(self._last.values(), default=-1) < version - MIN_STEPS:
+            return None
+        return self._last.get(peer, self._since)
 
 
 def renewal(before: int, version: int) -> bool:

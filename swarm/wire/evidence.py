@@ -164,6 +164,8 @@ class Convicted(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence | None = None
     signature: Signature = b""
     """Of `Judged`."""
+    added: int | None = None
+    """The last step of the signer's stage to which that peer contributed; None: not known."""
 
 
 class Reveal(RunMessage, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from swarm.protocol.voice import (
     MIN_STEPS,
     RENEW_EVERY,
     VALID_STEPS,
+    Contributed,
     WorkCount,
     Worked,
     renewal,
@@ -104,3 +105,21 @@ def test_only_answers_that_change_something_are_looked_at() -> None:
 def test_vouchers_are_renewed_when_the_run_passes_each_twentieth_step() -> None:
     assert [v for v in range(1, 61) if renewal(v - 1, v)] == [20, 40, 60]
     assert renewal(19, 23) and renewal(10, 90) and not renewal(20, 39) and not renewal(45, 20)
+
+
+def test_a_count_knows_at_which_stage_a_peer_answered_last() -> None:
+    count = worked(3)
+    count.answered(PEER, Microbatch(3, 0), 2)
+    assert count.stage_of(PEER) == 2
+
+
+def test_a_replica_knows_who_contributed_lately_as_long_as_it_adds_up_itself() -> None:
+    seen = Contributed()
+    assert seen.last("a", version=0) is None is seen.last("a", version=50)
+    for t in range(30, 40):
+        seen.added_up({"a": 0b10 if t < 33 else 0, "b": 1, "c": 0}, t)
+    assert [seen.last(peer, version=40) for peer in "abcd"] == [32, 39, 30, 30]
+    assert seen.last("b", version=39 + MIN_STEPS) == 39
+    assert seen.last("b", version=40 + MIN_STEPS) is None, "it was in no round since"
+    seen.added_up({"b": 1}, 33 + VALID_STEPS)
+    assert seen.last("a", version=240) == 30, "that is forgotten"

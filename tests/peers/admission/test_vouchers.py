@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from peers.ports import Answer, Request
 from peers.sim.directory import LAG_S
 from peers.sim.network import SimSigner
 from peers.vouching.giver import VoucherGiver
@@ -19,11 +21,13 @@ from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.protocol.voice import MIN_STEPS, Worked, voice_of, vouch
 from swarm.records import PeerRecord, Voucher
-from swarm.wire.messages import Ack, GiveVoucher, Hop, WorkDone, pack, unpack
+from swarm.wire.evidence import Convicted
+from swarm.wire.messages import Ack, GiveVoucher, Hop, Work, WorkDone, pack, unpack
 from swarm.wire.receipts import Answered, give_receipt
 from tests.peers.admitted import OTHER, TRAINER, admitting
 from tests.peers.alone import Line, Records
 from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import add_liar
 
 pytestmark = pytest.mark.virtual_time
 
@@ -242,10 +246,19 @@ def answer(t: int, m: int, **lies: Any) -> WorkDone:
     return WorkDone(loss=1.0, hops=tuple(hops))
 
 
-async def vouched(*, by: str = TRAINER, inputs: bytes = b"in", **lies: Any) -> set[str]:
-    """The peers that get vouchers after 20 steps of four answers."""
+async def vouched(
+    *, by: str = TRAINER, inputs: bytes = b"in", added: Sequence[int | None] = (), **lies: Any
+) -> set[str]:
+    """The peers that get vouchers after 20 steps of four answers. `added`: what others of stage 0 say when
+    each contributed last.
+    """
     line, records = Line(by), Records()
-    records.known = [PeerRecord(peer=p, run=RUN.id, stage=0, state="serving", version=0) for p in ("a", "b")]
+    others = {f"c{number}": last for number, last in enumerate(added)}
+    records.known = [
+        PeerRecord(peer=peer, run=RUN.id, stage=int(peer == "b"), state="serving", version=0)
+        for peer in ("a", "b", *others)
+    ]
+    line.answers["convicted"] = lambda peer, _: Convicted(yes=False, added=others.get(peer, 19))
     got: dict[str, Voucher] = {}
 
     def take(peer: str, header: bytes) -> Ack:
@@ -266,6 +279,20 @@ async def vouched(*, by: str = TRAINER, inputs: bytes = b"in", **lies: Any) -> s
 
 async def test_what_receipts_show_is_vouched_for() -> None:
     assert await vouched() == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("added", "left"),
+    [
+        ((9, 19), {"a", "b"}), ((8,), {"b"}), ((8, 9), {"a", "b"}), ((8, 8, 19), {"b"}),
+        ((8, 19, 9), {"a", "b"}), ((None, None, 8), {"b"}), ((None,), {"a", "b"}),
+    ],
+)  # fmt: skip
+async def test_who_adds_nothing_to_the_sums_of_its_stage_gets_none(
+    added: Sequence[int | None], left: set[str]
+) -> None:
+    """So say most of some others of that stage, which add them up; b is of another one."""
+    assert await vouched(added=added) == left
 
 
 @pytest.mark.parametrize(
@@ -298,3 +325,46 @@ async def test_an_answer_to_something_else_than_was_sent_counts_nothing_for_stag
 
 async def test_a_trainer_that_is_not_named_vouches_for_nobody() -> None:
     assert await vouched(by="stranger") == set()
+
+
+# --- whose work it is ---------------------------------------------------------------------------------------
+
+
+def show_as_work_of(s: Swarm, liar: str, accomplices: Sequence[str]) -> None:
+    """What the next stage answered to a peer it shows as answers of accomplices, in turn, who sign that."""
+    server = s.peers[liar].microbatches
+
+    async def serve(request: Request) -> Answer:
+        work = unpack(request.header, Work)
+        answer = await server._serve_work(request)  # pyright: ignore[reportPrivateUsage]
+        done = unpack(answer.header, WorkDone)
+        own, true = done.hops
+        assert true.receipt is not None
+        peer = accomplices[work.m % len(accomplices)]
+        said = true.receipt.statement(1, Microbatch(work.t, work.m), done.loss)
+        false = msgspec.structs.replace(
+            true, peer=peer, receipt=give_receipt(SimSigner(peer), s.run.id, said)
+        )
+        return Answer(pack(msgspec.structs.replace(done, hops=(own, false))), answer.body)
+
+    s.network.peers[liar].transport.serve("work", serve, max_body_bytes=1 << 20)
+
+
+async def test_who_signs_the_work_of_another_gets_no_voucher_for_it() -> None:
+    """A peer of stage 0 has accomplices sign what honest peers of stage 1 computed: each would have voice."""
+    run, given = admitting(audit_run(stages=2, steps=45, microbatches_per_step=8)), list[Voucher]()
+
+    async def take(request: Request) -> Answer:
+        given.append(unpack(request.header, GiveVoucher).voucher)
+        return Answer(pack(Ack()))
+
+    async with swarm(run) as s:
+        await s.until_serving()
+        for name in ("idle0", "idle1"):
+            await add_liar(s, name, 1, 0)
+            s.network.peers[name].transport.serve("voucher", take)
+        show_as_work_of(s, "s0p1", ["idle0", "idle1"])
+        s.add_trainer(TRAINER)
+        await s.until_version(43)
+        assert all(voice(s, name, 43) for name in s.peers)
+        assert not given
