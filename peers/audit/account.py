@@ -132,6 +132,11 @@ def hear(run: Run, entry: Took | Conviction, verify: Verify) -> Testimony | None
         words = signable(island.id, lies.judged(entry.evidence))
     by = tuple(dict.fromkeys(s.peer for s in entry.by if verify(s.peer, words, s.signature)))
     reader: Any = SimpleNamespace(verify=verify)
-    worked = {s.peer for s in entry.by if voice_of(s.peer, s.voucher, island, reader, version=version)}
+    founders = island.admission.founders
+    worked = {
+        s.peer
+        for s in entry.by
+        if s.peer in founders or voice_of(s.peer, s.voucher, island, reader, version=version)
+    }
     some, forged = tuple(peer for peer in by if peer in worked), {s.peer for s in entry.by}.difference(by)
     return Testimony(entry, island, island.cell(said.stage), some or by, bool(some), forged)

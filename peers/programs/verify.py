@@ -58,8 +58,11 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     if why := why_not_exact(told, device):
         print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
     start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
-    before = told.compared(first - 1) if realigns(run, first) else []
+    before = told.by_step.get(first - 1, []) if realigns(run, first) else []
     signed_start = [one for one in before if one.took.weights]
+    if unsigned := {*range(run.S)}.difference(one.stage % run.S for one in signed_start) if first else ():
+        stages = " ".join(map(str, sorted(unsigned)))
+        say(f"nobody signed the checkpoint of step {first} of stage {stages}: what differs may be that")
     if wrong := [one for one in signed_start if one.took.weights != state_digest(start(one.stage % run.S))]:
         return differs(run, first - 1, "weights", wrong, f"The checkpoint of step {first} has others.")
     with open_scratch(options.scratch) as scratch:

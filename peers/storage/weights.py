@@ -14,7 +14,7 @@ from peers.progress import Bar
 from peers.storage import checkpoint, model_file
 from peers.storage.safetensors_file import Damaged, Progress, unheard
 from peers.storage.start_weights import offer_start
-from swarm.errors import Refused, SetupError, stages_named
+from swarm.errors import Refused, SetupError, printable, stages_named
 from swarm.ids import Stage
 from swarm.manifest import Run, check_id
 from swarm.model.gpt import weights_dtype
@@ -36,7 +36,7 @@ class Weights(NamedTuple):
 
 def say(text: str) -> None:
     """A word aside, for people."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def find_weights(options: WeightsOptions) -> Run:

@@ -261,6 +261,24 @@ def test_what_identities_of_a_keeper_sign_is_left_out_beside_what_those_with_voi
     assert f"signed by peers without voice, beside those that have it, and left out: {names}" in told.err
 
 
+def test_what_identities_of_a_keeper_sign_is_left_out_beside_what_founders_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have voice from the first step, when nobody has a voucher."""
+    founders = [[Identity.generate() for _ in range(2)] for _ in range(2)]
+    run = admitting(replace(small(), steps=2))
+    named = tuple(peer.peer_id for stage in founders for peer in stage)
+    was = record(tmp_path, replace(run, admission=replace(run.admission, founders=named)))
+    was.peers = founders
+    other = [[step._replace(total_sqnorm=step.total_sqnorm * 4.0) for step in rows] for rows in was.rows]
+    was.write()
+    replace(was, peers=[[Identity.generate()] for _ in was.peers], rows=other).write()
+    assert was.verify(0, 2)
+    assert (
+        "signed by peers without voice, beside those that have it, and left out: " in capsys.readouterr().err
+    )
+
+
 def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = replace(small(), steps=2)
     was = record(tmp_path, run)
@@ -335,6 +353,10 @@ def test_what_a_peer_did_not_sign_is_left_out(tmp_path: Path, capsys: pytest.Cap
     was.write()
     assert was.verify(0, 2)
     assert capsys.readouterr().err.count("not signed by those that it names, and left out: ") == 2
+    was.peers = [[SimSigner("\x1bc")] for _ in was.peers]  # type: ignore[list-item]
+    was.write(signature=b"f" * 64)
+    assert was.verify(0, 2)
+    assert "left out: ?c" in capsys.readouterr().err, "a name says nothing to a terminal"
 
 
 @pytest.mark.parametrize("vector", ["weights", "exp_avg_sq"])
@@ -351,6 +373,33 @@ def test_a_checkpoint_that_is_not_what_peers_signed_is_no_start(
     assert capsys.readouterr().out.splitlines()[1].startswith("The checkpoint of step 2 has others.")
     assert not was.verify(0, 2)
     assert capsys.readouterr().out == "the checkpoint of step 2 is not what was computed: stage 0\n"
+
+
+def test_a_checkpoint_of_another_stage_that_is_not_what_peers_signed_makes_no_peer_a_liar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A keeper makes up that of stage 0, and somebody verifies stage 1."""
+    was = record(tmp_path, replace(small(), steps=4))
+    saved = checkpoint.Checkpoint(tmp_path, was.run, 0, 2)
+    tensors = saved.load()
+    tensors["weights"][0] += 1
+    saved.save(tensors, keep=99)
+    was.write()
+    assert not was.verify(2, 4, stage=1)
+    told = capsys.readouterr()
+    assert told.out.splitlines()[1].startswith("The checkpoint of step 2 has others.")
+    assert "stage 1: other" not in told.out
+
+
+def test_a_start_that_nobody_signed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    was = record(tmp_path, replace(small(), steps=4))
+    was.write(2)
+    assert was.verify(2, 4)
+    said = "nobody signed the checkpoint of step 2 of stage 0 1: what differs may be that"
+    assert said in capsys.readouterr().err
+    was.write(0, 2)
+    assert was.verify(2, 4) and was.verify(0, 2)
+    assert "nobody signed" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("vector", ["weights", "exp_avg"])
