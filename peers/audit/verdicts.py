@@ -94,7 +94,7 @@ class Verdicts:
         stages = {record.stage}
         for one in (await self._convicted_by(tellers, accused, show=True)).values():
             lie = one.evidence
-            if lie and is_signed(self._transport.signer, accused, self._run.id, lie.statement, lie.signature):
+            if lie and lie.accused == accused and self._is_signed(lie):
                 stages.add(lie.statement.stage)
         for stage in sorted(stages):
             if await self.most_have_convicted(stage, accused):
@@ -151,9 +151,15 @@ class Verdicts:
 
     async def _serve_hearsay(self, request: Request) -> Answer:
         evidence = unpack(request.header, ShowEvidence, self._run.id).evidence
+        if not self._is_signed(evidence):
+            raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
         if evidence.accused not in self.convicted and await self.stage_says(request.peer, evidence):
             self.leave_out(evidence.accused, "its stage has convicted it")
         return Answer(pack(Heard()))
+
+    def _is_signed(self, lie: Evidence) -> bool:
+        """By the accused: else most of any stage convict the peers of all others."""
+        return is_signed(self._transport.signer, lie.accused, self._run.id, lie.statement, lie.signature)
 
     def _there(self, stage: Stage) -> list[PeerId]:
         there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]

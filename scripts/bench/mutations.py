@@ -5133,6 +5133,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_verify",),
     ),
     Mutation(
+        "trainers-believe-what-the-accused-did-not-sign",
+        VERDICTS,
+        "if not self._is_signed(evidence):",
+        "if False:",
+        "Two with voice, most of one stage, take all peers of the other stages from all trainers.",
+        ("test_moved_liars",),
+    ),
+    Mutation(
         "coordinate-for-ever",
         PROTOCOL,
         "for peer in self._rotation.in_turn(ranked) if",
@@ -5758,7 +5766,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "any-stage-convicts-anybody",
         VERDICTS,
-        "if lie and is_signed(self._transport.signer, accused, self._run.id, lie.statement, lie.signature):",
+        "if lie and lie.accused == accused and self._is_signed(lie):",
         "if lie:",
         "Most of any stage have any peer of the run left out.",
         ("test_moved_liars",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import msgspec
@@ -10,9 +11,11 @@ import pytest
 from peers.audit.convictions import Convictions
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
+from swarm.errors import Refused
 from swarm.manifest import audit_run
 from swarm.protocol.statements import sign
-from swarm.wire.evidence import WrongAnswer
+from swarm.wire.evidence import ShowEvidence, WrongAnswer
+from swarm.wire.messages import pack
 from swarm.wire.receipts import Answered
 from tests.peers.liars.test_false_sums import convicted, one_more, value
 from tests.peers.loops import Swarm, swarm
@@ -115,6 +118,23 @@ async def test_what_a_peer_did_not_sign_has_no_stage_asked_about_it() -> None:
             convictions_of(s, name).convict(accusation("s3p2"))
         await asks.ask_about("s3p2", ["s0p0"])
         assert asks.convicted == {"s3p2"}
+
+
+async def test_trainers_ask_no_stage_about_what_a_peer_did_not_sign() -> None:
+    """Else most of one stage take all peers of the others from them."""
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        trainer = s.add_trainer(TRAINER)
+        for name in ("s1p0", "s1p2"):
+            convictions_of(s, name).convicted |= {"s3p1", LIAR}
+        false = msgspec.structs.replace(accusation("s3p1"), signature=b"none")
+        for evidence in (false, accusation(LIAR)):
+            header = pack(ShowEvidence(run=RUN.id, evidence=evidence))
+            transport = s.network.peers["s1p0"].transport
+            with contextlib.suppress(Refused):
+                await transport.call(TRAINER, "evidence", header, deadline_s=30.0)
+        assert trainer._verdicts.convicted == {LIAR}  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_what_nobody_has_to_be_believed_for_convicts_one_of_two_in_all_stages() -> None:
