@@ -29,6 +29,7 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, Wanted, download
 from peers.transfer.leases import Leases, Snapshot
+from swarm.audit import is_audited
 from swarm.errors import NotNow, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import PeerId
 from swarm.protocol.ledger import Bitmap, check_bitmap, members_of
@@ -235,8 +236,11 @@ class Handoff:
 
         Raises:
             NotNow: the peer is no replica.
-            Refused: it has no voice, and nobody saw that it computed what it gives.
+            Refused: nobody could see later what the sum was made of; or its peer has no voice, and nobody saw
+                that it computed what it gives.
         """
+        if is_audited(self._core.run) and self._core.run.adds_exactly:
+            raise Refused("a sum that another peer made is not taken where contributions are audited")
         await self._core.membership.require(request.peer, self._core.stage)
         if (voice := self._core.voice()) and request.peer not in voice:
             raise Refused("the sum of a peer without voice is not taken: no trainer has vouched for it yet")

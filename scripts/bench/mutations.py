@@ -5141,6 +5141,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_moved_liars",),
     ),
     Mutation(
+        "a-sum-that-nobody-can-audit-is-taken",
+        HANDOFF,
+        "if is_audited(self._core.run) and self._core.run.adds_exactly:",
+        "if False:",
+        "A peer with voice hands off what it made up, others sign that as theirs, and no audit finds it.",
+        ("test_believing",),
+    ),
+    Mutation(
         "coordinate-for-ever",
         PROTOCOL,
         "for peer in self._rotation.in_turn(ranked) if",

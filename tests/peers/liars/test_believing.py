@@ -409,8 +409,8 @@ async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
     """What became of the offer, the gift and the taking of a sum that nobody computed: 1 for each refused."""
     done, refused = Bitmap(0b11), []
     end = s.network.peers["liar"]
-    leases = Leases(RUN, end.transport)
-    vector = torch.full((s.peers[f"s{stage}p0"].core.compute.numel,), 7, dtype=torch.float64)
+    leases, compute = Leases(s.run, end.transport), s.peers[f"s{stage}p0"].core.compute
+    vector = torch.full((compute.numel,), 7, dtype=compute.sums.dtype)
 
     async def give(request: Request) -> Answer:
         return await leases.lend(
@@ -419,11 +419,11 @@ async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
 
     end.transport.serve("sum", give)
     generation = Generation()
-    body = [bytes(16)] if stage == RUN.S - 1 else []
+    body = [bytes(16)] if stage == s.run.S - 1 else []
     for method, message, sent in (
-        ("offer", HandedSum(run=RUN.id, generation=generation, t=0, done=done), []),
-        ("give", HandedSum(run=RUN.id, t=0, done=done), []),
-        ("take", HandedSum(run=RUN.id, generation=generation, t=0, done=done), body),
+        ("offer", HandedSum(run=s.run.id, generation=generation, t=0, done=done), []),
+        ("give", HandedSum(run=s.run.id, t=0, done=done), []),
+        ("take", HandedSum(run=s.run.id, generation=generation, t=0, done=done), body),
     ):
         try:
             await end.transport.call(f"s{stage}p0", method, pack(message), sent)
@@ -444,6 +444,19 @@ async def test_a_sum_that_a_stranger_hands_off_is_not_taken() -> None:
         s.add_trainer(TRAINER)
         await s.until_finished(limit_s=120.0)
         s.assert_each_counted_once()
+
+
+async def test_where_contributions_are_audited_no_sum_is_taken_whoever_hands_it_off() -> None:
+    """Who takes it signs it as its own, and has nothing to show of what it was made of: a peer with voice
+    that leaves, or that only says so in each step, would add what it likes, and be looked at by nobody."""
+    for run, refused in ((RUN, 0), (replace(RUN, dtype="float32"), 1)):
+        assert run.adds_exactly == bool(refused)
+        async with swarm(run, replicas=2) as s:
+            give_voice(s, *PEERS, "liar")
+            await s.until_serving()
+            await add_liar(s, "liar", 0, 0)
+            assert await made_up_sum(s, stage=0) == [refused] * 3
+            assert bool(s.done("s0p0")) != bool(refused)
 
 
 async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again() -> None:
