@@ -1,13 +1,16 @@
 """Weights that lie on several stages: their gradients are added up before a step is taken.
 
 Only a replica that has the sums of all of those stages is prepared. Any complete sum of a stage is the sum,
-so it does not matter which replica is asked: docs/design.md, *The path of a step*.
+so it does not matter which honest replica is asked, and several are where one may lie: docs/design.md, *The
+path of a step*.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -28,7 +31,15 @@ from swarm.wire.messages import OpenHeld
 RETRY_S = 0.1
 """A peer that is asked holds the request while its own reduce runs, so this is for peers that are gone."""
 ASKED_AT_ONCE = 4
-"""Replicas of another stage that are asked, one after the other, before a pause."""
+"""Replicas of a stage that are asked before a pause: at once where words count by voice, else one after the
+other."""
+GATHER_S = 2.5
+"""Replicas that have the result answer at once; others hold the question for 2 s."""
+FEWEST_OF_MANY = 3
+"""Of two that contradict each other nobody knows who lies."""
+ALONE_S = 20.0
+"""From its first answer on. Replicas of a stage have its result within moments of each other, but for those
+that are left out, or come back."""
 
 
 class TiedWeights:
@@ -82,22 +93,29 @@ class TiedWeights:
             step.end_round(held.round, failed=False)
 
     async def _part(self, step: OpenStep, other: Stage) -> None:
-        """Get the part of `other`: from one of its replicas, or from a replica of this stage that has it."""
-        core = self._core
-        numel = core.compute.shared.numel(other)
+        """Get the part of `other`: from its replicas, or if none can be reached from those of this stage that
+        have it.
+
+        Where words count by voice, of three or more one does not say it alone for `ALONE_S`: the others may
+        not have their result yet.
+        """
+        core, named = self._core, self._core.run.admission.named
+        numel, alone_until = core.compute.shared.numel(other), math.inf
         while not step.over and other not in step.shared:
-            theirs, ours = (
-                others_to_ask(core, stage, core.directory, core.voices) for stage in (other, core.stage)
-            )
-            asks = [(peer, core.stage, -1) for peer in theirs[:ASKED_AT_ONCE]]
-            asks += [(peer, -1, other) for peer in ours[:ASKED_AT_ONCE]]
-            for peer, shared_with, shared_of in asks:
-                question = OpenHeld(run=core.run.id, t=step.t, shared_with=shared_with, shared_of=shared_of)
-                wanted = wanted_of(core, question, numel)
+            stage, question = other, OpenHeld(run=core.run.id, t=step.t, shared_with=core.stage)
+            sources = others_to_ask(core, stage, core.directory, core.voices)
+            if not sources:
+                stage, question = core.stage, OpenHeld(run=core.run.id, t=step.t, shared_of=other)
+                sources = others_to_ask(core, stage, core.directory, core.voices)
+            sources, voice = sources[:ASKED_AT_ONCE], core.voices.of(stage, version=core.version)
+            wanted = replace(wanted_of(core, question, numel), gather_s=GATHER_S * named)
+            for some in [sources] if named else [[source] for source in sources]:
                 with contextlib.suppress(DownloadFailed):
-                    found = await download(core.transport, wanted, [peer], on_fault=core.failed)
-                    step.shared[other] = found.tensors["gradient"]
-                    return
+                    found = await download(core.transport, wanted, some, voice=voice, on_fault=core.failed)
+                    alone_until = min(alone_until, now_s() + ALONE_S)
+                    if len(found.agreed) > 1 or len(some) < FEWEST_OF_MANY or now_s() >= alone_until:
+                        step.shared[other] = found.tensors["gradient"]
+                        return
             await asyncio.sleep(RETRY_S)
         if step.over:
             raise NotReady(f"step {step.t} ended before all that it shares was here", version=core.version)

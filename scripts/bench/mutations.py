@@ -5149,6 +5149,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_believing",),
     ),
     Mutation(
+        "one-says-first-what-its-stage-found-of-a-tied-weight",
+        TIED_WEIGHTS,
+        "if len(found.agreed) > 1 or len(some)",
+        "if True or len(some)",
+        "A peer with voice that answers before its stage has a result gives another one false gradients.",
+        ("test_tied_weights",),
+    ),
+    Mutation(
+        "one-says-what-its-stage-found-of-a-tied-weight",
+        TIED_WEIGHTS,
+        "for some in [sources] if named else",
+        "for some in [sources] if False else",
+        "A peer with voice whose key has it asked first gives all of another stage false gradients.",
+        ("test_tied_weights",),
+    ),
+    Mutation(
         "coordinate-for-ever",
         PROTOCOL,
         "for peer in self._rotation.in_turn(ranked) if",
