@@ -346,11 +346,12 @@ class StepCoordination:
         return tuple(sorted(peer for peer, at in self._watchers.items() if at > since))
 
     async def _serve_watch(self, request: Request) -> Answer:
-        watch = unpack(request.header, Watch, self._run.id)
-        if request.peer in self._run.admission.trainers:
+        watch, named = unpack(request.header, Watch, self._run.id), self._run.admission.trainers
+        if request.peer in named:
             self._trained[request.peer] = watch.position
-        self._watchers.pop(request.peer, None)
-        self._watchers[request.peer] = now_s()
+        if request.peer in named or not named:
+            self._watchers.pop(request.peer, None)
+            self._watchers[request.peer] = now_s()
         lately = [self._trained[trainer] for trainer in self.trainers if trainer in self._trained]
         self.protocol.trained = max(lately, default=Position())
         if len(self._watchers) > MAX_WATCHERS:

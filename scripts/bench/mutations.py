@@ -5165,6 +5165,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_tied_weights",),
     ),
     Mutation(
+        "each-who-watches-is-a-trainer",
+        COORDINATION,
+        "if request.peer in named or not named:",
+        "if True:",
+        "A stranger that watches has a complete run go back, and a crowd hides what trainers know.",
+        ("test_council",),
+    ),
+    Mutation(
         "coordinate-for-ever",
         PROTOCOL,
         "for peer in self._rotation.in_turn(ranked) if",

@@ -523,3 +523,17 @@ async def test_those_who_watch_are_forgotten_and_never_many() -> None:
         assert coordination.trainers == tuple(sorted(names[2:]))
         await asyncio.sleep(WATCHED_S + 0.1)
         assert coordination.trainers == ()
+
+
+async def test_in_a_run_that_names_trainers_no_other_is_taken_for_one() -> None:
+    """A crowd that watches has a complete run go back to a checkpoint, and hides what trainers know."""
+    run = admitting(RUN)
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        coordination = s.peers["s0p0"].coordination
+        trainer = s.add_stranger(TRAINER)
+        await trainer.ask("s0p0", "watch", Watch(run=run.id, version=2), Watched)
+        for number in range(MAX_WATCHERS):
+            await s.add_stranger(f"stranger {number:02d}").ask("s0p0", "watch", Watch(run=run.id), Watched)
+        assert coordination.trainers == (TRAINER,)
+        assert coordination.protocol.trained.version == 2
