@@ -44,8 +44,12 @@ async def ask(core: StageCore, records: Sequence[PeerRecord]) -> dict[PeerId, Pe
 
 
 async def keep_stage(core: StageCore, *, going: Collection[PeerId] = ()) -> bool:
-    """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too."""
-    told = await ask(core, [replica for replica in announced(core) if replica.peer not in going])
+    """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too.
+
+    Where this stage has voice, this peer's included, one without it does not say so.
+    """
+    voice, staying = core.voice(), [one for one in announced(core) if one.peer not in going]
+    told = await ask(core, [one for one in staying if one.peer in voice or not voice])
     return any(
         replica.state == "serving"
         and replica.generation == core.generation

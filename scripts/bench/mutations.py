@@ -5173,6 +5173,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_council",),
     ),
     Mutation(
+        "a-stranger-says-that-it-keeps-the-stage",
+        MEMBERSHIP,
+        "[one for one in staying if one.peer in voice or not voice]",
+        "staying",
+        "Strangers have the last replica of a stage move away with its state, and the run goes back.",
+        ("test_believing",),
+    ),
+    Mutation(
         "coordinate-for-ever",
         PROTOCOL,
         "for peer in self._rotation.in_turn(ranked) if",

@@ -20,6 +20,7 @@ from peers.clock import now_s
 from peers.events import HandedOver, Note, Trouble
 from peers.ports import Answer, Handler, Request
 from peers.stage.joining import VOICED_S
+from peers.stage.membership import keep_stage
 from peers.status_query import all_have
 from peers.storage import checkpoint
 from peers.transfer.leases import Leases, Snapshot
@@ -444,6 +445,25 @@ async def test_a_sum_that_a_stranger_hands_off_is_not_taken() -> None:
         s.add_trainer(TRAINER)
         await s.until_finished(limit_s=120.0)
         s.assert_each_counted_once()
+
+
+async def test_a_stranger_that_says_it_has_a_stage_has_its_last_replica_not_move_away() -> None:
+    """It would take the stage's state along, and the run would go back to a checkpoint."""
+    async with swarm(RUN, replicas=1) as s:
+        s.add_peer("s1p1", 1)
+        give_voice(s, "s0p0", "s1p0", "s1p1")
+        await s.until_serving()
+        await add_liar(s, "liar", 1, 0)
+        alone = s.peers["s1p0"]
+        assert await keep_stage(alone.core)
+        s.kill_and_forget("s1p1")
+        await s.until(lambda: "liar" in {r.peer for r in alone.core.directory.at(1)})
+        assert not await keep_stage(alone.core)
+        await alone.moving.move(0, why="others are slower", going=())
+        assert s.network.records["s1p0"].stage == 1
+    async with swarm(RUN, replicas=2) as s:
+        await s.until_serving()
+        assert await keep_stage(s.peers["s1p0"].core), "where nobody has voice the word of each counts"
 
 
 async def test_where_contributions_are_audited_no_sum_is_taken_whoever_hands_it_off() -> None:
