@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from peers.clock import now_s
 from peers.ports import Transport
-from swarm.errors import PeerFault, SwarmError
+from swarm.errors import PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import BUDGET_ROUNDS
@@ -26,6 +26,9 @@ LOCATE_S = 1.0
 """How long to ask which peer has a microbatch before it is recomputed."""
 MAX_LOCATED = 16
 """Peers asked where a microbatch is. Missing a holder costs an undo, not correctness."""
+MAX_REFUSALS = 3
+"""So many peers that refuse the same microbatch, or all there are, are not all wrong about it: a trainer ends
+by it, since the run diverged, or does not admit it."""
 
 T = TypeVar("T")
 
@@ -66,6 +69,30 @@ async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) ->
         transport, peers, "status", AskStatus(run=run.id), PeerStatus, deadline_s=ASK_S,
         check=lambda _, said: check_position(said.generation, said.version, run, what="a status"),
     )  # fmt: skip
+
+
+async def refusing(
+    run: str,
+    transport: Transport,
+    stage: Stage,
+    refusals: Mapping[PeerId, Refused],
+    counted: Collection[PeerId],
+) -> set[PeerId]:
+    """The peers of a stage that refuse a microbatch, if they are enough to end a trainer; else none.
+
+    `counted`: those of the stage whose word counts. If they seem enough they are asked where they serve: one
+    that has moved refuses what comes to it by its old record. By the charter it refuses at each stage.
+    """
+
+    def enough(by: set[PeerId]) -> bool:
+        return len(by) >= MAX_REFUSALS or by.issuperset(counted)
+
+    by = set(refusals).intersection(counted)
+    if enough(by):
+        asked = sorted(peer for peer in by if not refusals[peer].by_charter)
+        told = await ask_all(transport, asked, "status", AskStatus(run=run), PeerStatus, deadline_s=ASK_S)
+        by -= {peer for peer in asked if peer not in told or told[peer].stage != stage}
+    return by if enough(by) else set()
 
 
 async def all_have(

@@ -25,7 +25,7 @@ from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
-from peers.status_query import all_have, holders
+from peers.status_query import all_have, holders, refusing
 from peers.voices import Voices
 from peers.vouching.answered import check_answer
 from peers.vouching.giver import VoucherGiver
@@ -76,9 +76,6 @@ more are dead, and others came back from older checkpoints. One peer that lags b
 then."""
 MAX_PAUSE_S = 1.0
 """However long a peer says that it wants to be left alone."""
-MAX_REFUSALS = 3
-"""A microbatch that so many peers refuse, or all there are, stops the trainer: the run diverged, or does not
-admit it."""
 
 
 class Batches(Protocol):
@@ -178,7 +175,7 @@ class Trainer:
         self._changed = asyncio.Event()
         self._leaving = False
         self._attempts: dict[Microbatch, int] = {}
-        self._refusals: dict[Microbatch | None, set[PeerId]] = {}
+        self._refusals: dict[Microbatch | None, dict[PeerId, Refused]] = {}
         """By whom a microbatch is refused; None: this trainer, by the charter that they know."""
         self._past: dict[PeerId, int] = {}
         """Peers of stage 0 that say that a step is over, and the newest such step."""
@@ -357,13 +354,12 @@ class Trainer:
             assert peer is not None
             self._router.failed(peer, now=now_s())
             # The charter that holds ends this program by itself, whichever the others know.
-            by = self._refusals.setdefault(None if refused.by_charter else mb, set())
-            by.add(peer)
-            counted = self._counted(0)
-            if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):
+            refusals = self._refusals.setdefault(None if refused.by_charter else mb, {})
+            refusals[peer] = refused
+            if await refusing(self._run.id, self._transport, 0, refusals, self._counted(0)):
                 failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
                 if refused.by_charter:
-                    by.clear()
+                    refusals.clear()
                     self._emit(events.Trouble(text=failure.text))
                 else:
                     self._failure = failure

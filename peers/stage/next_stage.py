@@ -10,7 +10,7 @@ import msgspec
 
 from peers.clock import now_s
 from peers.ports import Answer, Buffer, Directory, Transport
-from peers.status_query import holders
+from peers.status_query import holders, refusing
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.router import NoPeerForStage, Router
@@ -20,8 +20,6 @@ from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latenc
 
 MAX_PAUSE_S = 1.0
 """However long a peer says that it wants to be left alone."""
-MAX_REFUSALS = 3
-"""So many peers that refuse the same microbatch are not all wrong about it: a trainer may end by it."""
 
 
 class NextStage:
@@ -109,8 +107,7 @@ class NextStage:
                 counted = self._heard(self._router.peers(self.stage))
                 if peer not in counted:
                     self._router.failed(peer, now=now_s())
-                by = set(refusals).intersection(counted)
-                if len(by) >= MAX_REFUSALS or by.issuperset(counted):
+                if by := await refusing(self._run, self._transport, self.stage, refusals, counted):
                     refused = next((refusals[one] for one in sorted(by) if refusals[one].by_charter), refused)
                     refused.text = f"stage {self.stage} refuses {work.t, work.m}: {refused.text}"
                     raise refused from None

@@ -52,6 +52,7 @@ MICROBATCHES = "peers/stage/microbatches.py"
 CLIENT = "peers/transfer/client.py"
 LEASES = "peers/transfer/server.py"
 NEXT_STAGE = "peers/stage/next_stage.py"
+STATUS_QUERY = "peers/status_query.py"
 RECOVERY = "peers/stage/recovery.py"
 TIED_WEIGHTS = "peers/stage/tied_weights.py"
 PAUSE = "peers/stage/pause.py"
@@ -2179,8 +2180,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-refusal-ends-a-trainer",
         TRAINER,
-        "if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):",
-        "if by:",
+        "if await refusing(self._run.id, self._transport, 0, refusals, self._counted(0)):",
+        "if refusals:",
         "A record of a peer that serves nothing ends every trainer.",
         ("test_attack",),
     ),
@@ -2217,7 +2218,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refused-without-end",
         TRAINER,
-        "            if len(by.intersection(counted)) >= MAX_REFUSALS or by.issuperset(counted):\n",
+        "            if await refusing(self._run.id, self._transport, 0, refusals, self._counted(0)):\n",
         "            if False:\n",
         "A trainer that the run does not admit tries for ever.",
         ("test_work",),
@@ -4196,7 +4197,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "silence-bears-a-step-out",
-        "peers/status_query.py",
+        STATUS_QUERY,
         " or not (reached or silent):",
         ":",
         "Cut off from the other stages, a replica takes a step on a stranger's word.",
@@ -5392,7 +5393,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-crowd-says-who-is-left-out",
-        "peers/status_query.py",
+        STATUS_QUERY,
         "for peer in heard(list(told))",
         "for peer in told",
         "Strangers that answered a microbatch each have all callers leave out those that have worked.",
@@ -5400,7 +5401,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "call-oneself",
-        "peers/status_query.py",
+        STATUS_QUERY,
         "[peer for peer in peers if peer != transport.peer_id]",
         "[*peers]",
         "A newcomer of stage 0 that has been there before never hears who lied.",
@@ -6617,8 +6618,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "count-what-an-old-charter-refuses",
         TRAINER,
-        "self._refusals.setdefault(None if refused.by_charter else mb, set())",
-        "self._refusals.setdefault(mb, set())",
+        "self._refusals.setdefault(None if refused.by_charter else mb, {})",
+        "self._refusals.setdefault(mb, {})",
         "One liar ends a trainer while two others have not heard that it is admitted.",
         ("test_refusals",),
     ),
@@ -6632,11 +6633,19 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "two-of-a-later-stage-end-a-trainer",
-        NEXT_STAGE,
-        "if len(by) >= MAX_REFUSALS or by.issuperset(counted):",
-        "if len(by) >= 2 or by.issuperset(counted):",
+        STATUS_QUERY,
+        "return len(by) >= MAX_REFUSALS or by.issuperset(counted)",
+        "return len(by) >= 2 or by.issuperset(counted)",
         "Two peers with voice that refuse everything end a trainer.",
         ("test_refusals",),
+    ),
+    Mutation(
+        "believe-refusals-of-those-that-moved",
+        STATUS_QUERY,
+        "peer for peer in asked if peer not in told or told[peer].stage != stage",
+        "peer for peer in asked if peer not in told",
+        "A peer with voice that moves ends the trainer whose microbatch comes to it by its old record.",
+        ("test_guards",),
     ),
     Mutation(
         "refuse-without-saying-that-it-is-the-charter",

@@ -315,6 +315,11 @@ def test_a_sum_is_open_only_once_its_ledger_is() -> None:
     assert run_schedule(1819).violation == ""
 
 
+def test_a_peer_that_has_moved_ends_no_trainer_by_refusing_what_is_for_its_old_stage() -> None:
+    """Seed 9410236: it alone had voice at its old stage, where its old record was still believed."""
+    assert run_schedule(9410236).violation == ""
+
+
 @pytest.mark.parametrize("seed", [1262, 1672])
 def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> None:
     assert run_schedule(seed).violation == ""

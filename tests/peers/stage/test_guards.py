@@ -25,8 +25,9 @@ from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Kept, OpenStep
 from peers.stage.pause import serve
+from peers.status_query import refusing
 from peers.transfer.client import Download
-from swarm.errors import Leaving, NotNow, NotReady, PeerGone, Refused, Stale, SwarmError
+from swarm.errors import Leaving, NotAdmitted, NotNow, NotReady, PeerGone, Refused, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import audit_run
 from swarm.model.layout import initial_state
@@ -268,6 +269,31 @@ async def test_what_is_over_for_one_peer_of_a_stage_goes_to_another_and_is_over_
     with pytest.raises(Stale, match="step 0 is over"):
         await call()
     assert sorted(asked) == ["a", "b", "c"]
+
+
+async def test_a_peer_that_refuses_since_it_has_moved_is_not_one_that_refuses() -> None:
+    """Seed 9410236: at stage 0 it admitted a peer of stage 0 as no trainer, and that ended the trainer."""
+    line, at = Line(), dict.fromkeys("abc", 1)
+    no, old = Refused("the loss is not finite"), NotAdmitted("the charter names other trainers")
+
+    def say(peer: str, _: bytes) -> PeerStatus:
+        if peer not in at:
+            raise PeerGone(peer, "cannot be reached")
+        return PeerStatus(peer=peer, stage=at[peer], state="serving", device="cpu", version=0, since=0.0)
+
+    async def refuse(peers: str, *, counted: str, error: Refused = no) -> set[str]:
+        return await refusing(TWO.id, line, 1, dict.fromkeys(peers, error), counted)
+
+    line.answers["status"] = say
+    assert await refuse("ab", counted="abcd") == set() and not line.calls, "these are too few: none is asked"
+    assert await refuse("abc", counted="abcd") == set("abc")
+    assert await refuse("abz", counted="ab") == set("ab")
+    at["a"] = 0
+    assert await refuse("a", counted="a") == set() == await refuse("abc", counted="abc")
+    assert await refuse("ab", counted="b") == {"b"}
+    del at["b"]
+    assert await refuse("b", counted="b") == set(), "who says nothing does not say where it serves"
+    assert await refuse("ab", counted="ab", error=old) == set("ab"), "the charter holds at all stages"
 
 
 async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
