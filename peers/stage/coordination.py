@@ -279,9 +279,9 @@ class StepCoordination:
             if method == "report":
                 directive = unpack_answer(peer, answer.header, Directive, answer.body)
                 came = partial(self.protocol.directive_came, directive)
-            elif method == "summary":
+            elif isinstance(message.body, StageSummary):
                 status = unpack_answer(peer, answer.header, RunStatus, answer.body)
-                came = partial(self.protocol.run_status_came, peer, status)
+                came = partial(self.protocol.run_status_came, peer, status, told=message.body)
         except PeerFault as fault:
             if method == "directive":
                 self.lost(peer)

@@ -6703,4 +6703,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One that lies of where the run is keeps a replica that is behind from the others of its stage.",
         ("test_guards",),
     ),
+    Mutation(
+        "give-up-a-result-that-the-run-may-rely-on",
+        COORDINATOR,
+        "begin_again=found or t in self.unready)",
+        "begin_again=True)",
+        "A step is committed with a result that its stage has given up: the run goes back to a checkpoint.",
+    ),
+    Mutation(
+        "unready-though-it-was-ready-since",
+        COORDINATOR,
+        "                self.unready.discard(t)\n",
+        "                pass\n",
+        "A result is given up though the run coordinator may have heard of it since.",
+    ),
+    Mutation(
+        "unready-in-another-generation",
+        PROTOCOL,
+        "if told is not None and commits and told.generation == self._agreed.generation:",
+        "if told is not None and commits:",
+        "What the run coordinator heard in another generation has a stage give up a result.",
+    ),
 )

@@ -113,6 +113,9 @@ class StageCoordinator:
         self._doubled: dict[int, dict[PeerId, int]] = {}
         """Replicas without voice that are not counted before they have retracted these microbatches."""
         self._resting: tuple[PeerId, ...] = ()
+        self.unready = set[int]()
+        """Steps that the stage is not ready for, as the run coordinator knows. Of others it may have heard
+        that it is, and commit them, with results that this peer does not believe."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -182,6 +185,8 @@ class StageCoordinator:
                 blame.prepared(t, decision, steps, now=now)
             if isinstance(decision, (rounds.Reduce, rounds.FetchResult)):
                 self._note_loss(t, steps)
+            if isinstance(decision, rounds.FetchResult) and decision.ready:
+                self.unready.discard(t)
         self._blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
@@ -300,7 +305,8 @@ class StageCoordinator:
 
     def _step_directive(self, t: int, decision: rounds.Decision, peer: PeerId) -> StepDirective:
         if peer in self._left_out[t]:
-            return StepDirective(t=t, begin_again=True)
+            found = isinstance(decision, rounds.FetchResult)
+            return StepDirective(t=t, begin_again=found or t in self.unready)
         doubled = self._doubled[t].get(peer)
         if doubled and not isinstance(decision, rounds.FetchResult):
             return StepDirective(t=t, retract=Bitmap(doubled))
@@ -312,6 +318,11 @@ class StageCoordinator:
             case rounds.Undo(by=by):
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
+
+    def summary_heard(self, summary: StageSummary) -> bool:
+        """Note that the run coordinator has it. Returns whether a replica is to begin again by that."""
+        before, self.unready = self.unready, {step.t for step in summary.steps if not step.ready}
+        return any(self._left_out.get(t) for t in self.unready - before)
 
     def summary(self, commits: Mapping[int, Commit]) -> StageSummary:
         """What the run coordinator needs to know of the stage."""

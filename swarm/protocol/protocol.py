@@ -212,6 +212,7 @@ class StepProtocol:
             self._lead(now)
         elif coordinator is not None:
             self._coordinator.members.pop(self._me, None)
+            self._coordinator.unready.clear()
             last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version if coordinator in last.sources else 0  # it knows the commits before
@@ -373,6 +374,7 @@ class StepProtocol:
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
             self._update_run_status(now)
+            stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
         for peer in sorted(self._to_tell(0, coordinator, told, more, now)):
             self._messages.append(Message(peer, summary))
@@ -468,9 +470,17 @@ class StepProtocol:
         if sender in able and sender == status.run_coordinator:
             self.run_status_came(sender, status, now=now)
 
-    def run_status_came(self, sender: PeerId, status: RunStatus, *, now: float) -> None:
-        """Take in the run coordinator's status of the run; of others only commits that are proven."""
+    def run_status_came(
+        self, sender: PeerId, status: RunStatus, *, now: float, told: StageSummary | None = None
+    ) -> None:
+        """Take in the run coordinator's status of the run; of others only commits that are proven.
+
+        `told`: the summary that it answers.
+        """
         known = self._agreed.known(self._local)
+        commits = self.belief.needs_proof or sender == status.run_coordinator
+        if told is not None and commits and told.generation == self._agreed.generation:
+            self._soon |= self._coordinator.summary_heard(told)
         self._learn(status.commits, status.generation)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
         if leads and self._follows(status.generation, now):
@@ -523,6 +533,7 @@ class StepProtocol:
     def _enter(self, generation: Generation, now: float) -> None:
         """Decide in another generation: an earlier one's commits would let one stage run ahead."""
         self._agreed.enter(generation)
+        self._coordinator.unready.clear()
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:

@@ -65,7 +65,11 @@ def report(version: int = 0, *steps: StepReport, digest: str = "") -> ReplicaRep
 
 
 def tell(this: StepProtocol, peer: PeerId, said: ReplicaReport) -> Directive:
-    return this.report(peer, signed_report(said, SimSigner(peer), None), [], now=NOW)
+    """What `peer` does by its report, once the run coordinator has heard what the stage makes of it."""
+    signed = signed_report(said, SimSigner(peer), None)
+    this.report(peer, signed, [], now=NOW)
+    this._coordinator.summary_heard(this._coordinator.summary({}))
+    return this.report(peer, signed, [], now=NOW)
 
 
 def decided(voice: dict[PeerId, int], /, current: object = None, **reports: StepReport) -> object:
@@ -419,6 +423,7 @@ def test_a_result_of_a_meeting_is_none_that_others_take(islands: IslandsSpec | N
     for peer, said in (("ann", held), ("bob", StepReport(t=2))):
         this.members[peer] = Member(report(2, said), [], NOW)
     this.decide(now=NOW)
+    this.summary_heard(this.summary({}))
     told = this.directive_for("ann", commits={}, behind_s=0.0, run_status=RunStatus()).steps[0]
     assert told.begin_again is made_up
 
@@ -474,6 +479,51 @@ def test_one_that_is_left_out_gives_its_word_on_the_result_all_the_same(
     this.speak(now=NOW)
     told = this._coordinator.summary({})
     assert [proof.peer for proof in told.steps[0].proofs] == proven_by
+
+
+def test_a_result_is_given_up_once_the_run_coordinator_knows_that_the_stage_is_not_ready() -> None:
+    """It had heard before that the stage was, and committed the step: the run began anew (seed 9500258)."""
+    others = record("bob", steps=40), record("dan"), record("zoe", stage=0)
+    this = protocol_of("ann", record("ann", steps=60), *others)
+    alone = signed_report(report(0, step(0b0011, held="r")), SimSigner("dan"), None)
+    status = RunStatus(run=RUN.id, run_coordinator="zoe")
+
+    def begins_again() -> bool:
+        return this.report("dan", alone, [], now=NOW).steps[0].begin_again
+
+    def speaks_at_once() -> bool:
+        return this.ready(now=NOW).wake_at <= NOW
+
+    this.report("bob", signed_report(report(0, step(0b1100)), SimSigner("bob"), None), [], now=NOW)
+    this.speak(now=NOW)
+    assert not begins_again()
+    told = [message.body for message in this.ready(now=NOW).messages if message.to == "zoe"][-1]
+    assert isinstance(told, StageSummary)
+    this.run_status_came("zoe", status, now=NOW)
+    assert not begins_again() and not speaks_at_once(), "that answers nothing"
+    this.run_status_came("zoe", status, now=NOW, told=told)
+    assert speaks_at_once() and begins_again()
+    this.run_status_came("zoe", status, now=NOW, told=told)
+    assert not speaks_at_once(), "all has been said"
+    this.report("bob", signed_report(report(0, step(0b1100, held="r")), SimSigner("bob"), None), [], now=NOW)
+    assert not this._coordinator.unready, "it was ready since"
+
+
+@pytest.mark.parametrize("ends", ["generation", "coordinator"])
+def test_what_the_run_coordinator_knows_of_a_stage_ends_with_what_it_was_told_in(ends: str) -> None:
+    records = record("ann", steps=60), record("dan"), record("zoe", stage=0)
+    this = protocol_of("ann", *records)
+    told = StageSummary(run=RUN.id, stage=1, version=0, members=1, steps=(StepSummary(t=0),))
+    status = RunStatus(run=RUN.id, run_coordinator="zoe")
+    this.run_status_came("zoe", status, now=NOW, told=told)
+    assert this._coordinator.unready == {0}
+    if ends == "generation":
+        this._enter(Generation(1, 0, 0, 0), NOW)
+        this.run_status_came("zoe", status, now=NOW, told=told)
+    else:
+        this.observe(this._local, {0: records[2:], 1: (*records[:2], record("eve", steps=100))}, now=NOW)
+        this.speak(now=NOW)
+    assert not this._coordinator.unready
 
 
 def test_one_that_is_left_out_gives_up_what_is_run_again() -> None:

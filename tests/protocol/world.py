@@ -306,7 +306,7 @@ class World:
             if isinstance(answer, Directive):
                 giver.protocol.directive_came(answer, now=self.now)
             else:
-                giver.protocol.run_status_came(message.to, answer, now=self.now)
+                giver.protocol.run_status_came(message.to, answer, now=self.now, told=message.body)
             self._drain(giver)
 
     # -- what actions do --------------------------------------------------------------------------

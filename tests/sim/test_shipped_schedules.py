@@ -320,6 +320,13 @@ def test_a_peer_that_has_moved_ends_no_trainer_by_refusing_what_is_for_its_old_s
     assert run_schedule(9410236).violation == ""
 
 
+@pytest.mark.parametrize("seed", [9500258, 9500356])
+def test_no_step_is_committed_with_a_result_that_its_stage_has_given_up(seed: int) -> None:
+    """A newcomer did not believe what one replica alone had, which the run had heard of: all began anew."""
+    outcome = run_schedule(seed)
+    assert outcome.violation == "" and outcome.generations == 0
+
+
 @pytest.mark.parametrize("seed", [1262, 1672])
 def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> None:
     assert run_schedule(seed).violation == ""
