@@ -6402,9 +6402,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "go-past-a-meeting-with-one-island",
         ISLAND_MEETING,
-        "self._islands.others)) > self._count - 1:",
-        "self._islands.others)) > 0:",
+        "if past > too_few:",
+        "if past:",
         "One peer that is a cell says what a meeting left, by giving the others nothing.",
+        ("test_false_changes",),
+    ),
+    Mutation(
+        "go-past-no-meeting-with-one-island-of-friends",
+        ISLAND_MEETING,
+        " // 2 if core.run.admission.named else 0",
+        " // 2",
+        "Of three islands two wait for ever for what the third changed before its power failed.",
         ("test_false_changes",),
     ),
     Mutation(

@@ -327,6 +327,11 @@ def test_no_step_is_committed_with_a_result_that_its_stage_has_given_up(seed: in
     assert outcome.violation == "" and outcome.generations == 0
 
 
+def test_islands_that_lost_what_one_of_them_changed_go_on_from_what_it_saved_after_the_meeting() -> None:
+    """Seed 9501665: of three two had begun anew, and each waited for more than the third to be past it."""
+    assert run_schedule(9501665).violation == ""
+
+
 @pytest.mark.parametrize("seed", [1262, 1672])
 def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> None:
     assert run_schedule(seed).violation == ""

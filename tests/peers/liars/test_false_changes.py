@@ -82,6 +82,21 @@ def change_falsely(s: Swarm, lie: Lie, name: str = LIAR) -> None:
     leases.lend = lend
 
 
+def give_nothing(s: Swarm) -> None:
+    """Have a peer give nothing of what its island has changed by the first meeting."""
+    leases: Any = s.peers[LIAR]._states
+    honest = leases.lend
+
+    async def lend(reader: str, pool: str, what: Any, content: Snapshot, lent: torch.Tensor) -> Answer:
+        core = s.peers[LIAR].core
+        known = [one for one in (*core.steps.values(), core.met) if one is not None]
+        if pool == "held" and any(lent is one.reduced for one in known if one.t == FIRST_MEETING):
+            raise NotReady("not yet", version=FIRST_MEETING)
+        return await honest(reader, pool, what, content, lent)
+
+    leases.lend = lend
+
+
 def train(s: Swarm) -> None:
     for number, name in enumerate(TRAINERS):
         s.add_trainer(name, island=number)
@@ -145,15 +160,7 @@ async def test_what_one_island_alone_says_a_meeting_left_is_not_taken(strangers:
         for number in range(3 * strangers):
             give_voice(s, f"s{number}p0", run=run.island(number))
         await s.until_serving()
-        leases: Any = s.peers[LIAR]._states
-        honest = leases.lend
-
-        async def lend(reader: str, pool: str, *lent: Any) -> Answer:
-            if pool == "held":
-                raise NotReady("not yet", version=FIRST_MEETING)
-            return await honest(reader, pool, *lent)
-
-        leases.lend = lend
+        give_nothing(s)
         train(s)
         await s.until(lambda: s.peers[LIAR].core.version > FIRST_MEETING)
         for second in range(60):
@@ -162,6 +169,17 @@ async def test_what_one_island_alone_says_a_meeting_left_is_not_taken(strangers:
             await asyncio.sleep(1.0)
         assert others_wait(s)
         await replaced(s, run)
+
+
+async def test_among_friends_what_one_island_alone_says_a_meeting_left_is_taken() -> None:
+    """It came back from its disk, and nobody had what it had changed: two others waited (seed 9501665)."""
+    run = replace(lone_cells(), admission=AdmissionSpec())
+    async with swarm(run, replicas=1, batches=Text(batch)) as s:
+        await s.until_serving()
+        give_nothing(s)
+        train(s)
+        await s.until_finished(limit_s=60.0)
+        assert_bits(s, trained_alone(run, batch))
 
 
 async def says_it_is_past(s: Swarm, cell: int) -> None:
