@@ -6719,6 +6719,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A step is committed with a result that its stage has given up: the run goes back to a checkpoint.",
     ),
     Mutation(
+        "make-a-result-again-that-is-not-believed",
+        COORDINATOR,
+        "            self._forget_plan(t)\n",
+        "",
+        "A newcomer has a replica begin its step again and again: the run stands still.",
+    ),
+    Mutation(
         "unready-though-it-was-ready-since",
         COORDINATOR,
         "                self.unready.discard(t)\n",

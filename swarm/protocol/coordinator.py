@@ -158,6 +158,7 @@ class StageCoordinator:
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
             steps, believable = self._steps(t, now), self._believable(t)
+            self._forget_plan(t)
             # What those hold that are left out is run again: while they do, no result without it is believed.
             rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
             self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
@@ -211,6 +212,15 @@ class StageCoordinator:
         believable = self._believable(t)
         self._left_out[t] = self._reported(t).keys() - believable.keys()
         return {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
+
+    def _forget_plan(self, t: int) -> None:
+        """Plan anew if the result of the plan is not believed: those that came since have no part in it, and
+        it would be made again, and again not be believed.
+        """
+        reports, plan = self._reported(t), self._plans.get(t)
+        held = [reports[peer].prepared for peer in self._left_out[t]]
+        if plan is not None and plan.round in [one.round for one in held if one is not None]:
+            del self._plans[t]
 
     def _believable(self, t: int) -> dict[PeerId, rounds.StepReport]:
         """The reports on step `t`, by replica; without those of a result that may be made up."""

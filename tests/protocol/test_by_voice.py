@@ -440,6 +440,19 @@ def test_a_round_without_one_that_is_left_out_gives_a_result_whatever_that_one_h
     assert tell(this, "bob", report(0, step(ALL, held="made-up"))).steps[0].begin_again
 
 
+def test_a_result_that_is_not_believed_is_not_made_again_by_the_same_plan() -> None:
+    """A newcomer had no part in it, and the only member began its step again and again (seed 9501405)."""
+    this = protocol_of("ann", record("ann"), record("bob", since=3.0))
+    tell(this, "bob", report(0, step(ALL)))
+    plan = tell(this, "bob", report(0, step(ALL))).steps[0].plan
+    assert plan is not None and plan.members == ("bob",)
+    came = StepReport(t=0)
+    assert tell(this, "cid", report(0, came)).steps[0].plan == plan, "it has added nothing"
+    assert tell(this, "bob", report(0, step(ALL, held=plan.round))).steps[0].begin_again
+    again = tell(this, "bob", report(0, step(ALL))).steps[0].plan
+    assert again is not None and again.members == ("bob", "cid")
+
+
 def commit_of(norm: float, *, by: PeerId = "ann") -> tuple[object, ...]:
     """What zoe, who coordinates the run, commits when both stages say that they are prepared."""
     records = [record("zoe", 0, steps=40), record("ann", steps=60)]

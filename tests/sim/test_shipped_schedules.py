@@ -332,6 +332,12 @@ def test_islands_that_lost_what_one_of_them_changed_go_on_from_what_it_saved_aft
     assert run_schedule(9501665).violation == ""
 
 
+def test_a_newcomer_does_not_have_the_same_round_made_again_and_again() -> None:
+    """Seed 9501405: it had no part in that, whose result was not believed, until another coordinated."""
+    outcome = run_schedule(9501405)
+    assert outcome.violation == "" and outcome.ended_s < 30.0
+
+
 @pytest.mark.parametrize("seed", [1262, 1672])
 def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> None:
     assert run_schedule(seed).violation == ""
