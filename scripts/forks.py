@@ -1,7 +1,8 @@
 """Tests in forks of one process that has imported and collected them: `pytest -p scripts.forks --forks 3`.
 
-Workers of pytest-xdist import and collect everything, each for itself. A fork has it all, and takes one file
-after the other of what is left; the parent prints what their tests report.
+Each worker of pytest-xdist would import and collect all of them, and have a second file wait behind a long
+one. A fork has imported all, and takes one file after the other of what is left; the parent prints what their
+tests report.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 LONGEST_FIRST = (
-    *("test_shipped_schedules.py", "test_hangs.py", "test_chaos.py", "test_nat.py", "test_charter.py"),
+    *("test_hangs.py", "test_chaos.py", "test_nat.py", "test_charter.py"),
     *("test_local_swarm.py", "test_health.py", "test_refusals.py", "test_dashboard.py"),
     *("test_brought.py", "test_islands.py", "test_behind_nat.py", "test_docs_run.py", "test_up.py"),
     *("test_exact.py", "test_fleet.py", "test_custom_model.py", "test_node.py", "test_keeper.py"),

@@ -24,23 +24,6 @@ from peers.sim.setting import Setting, setting_of, usual
 from peers.sim.world import Outcome, World, run_schedule
 from tests.seeds import some
 
-SCHEDULES = 2_000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_two_thousand_schedules_of_faults_change_no_weight() -> None:
-    command = [sys.executable, "-m", "peers.sim", "--schedules", str(SCHEDULES), "--jobs", "2"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stdout
-    row = json.loads(told.stdout.splitlines()[-1])["rows"][0]
-    # A calm world would prove little.
-    assert all(row["faults"][kind] > SCHEDULES / 100 for kind in KINDS), row["faults"]
-    assert row["undone"] > SCHEDULES / 40 and row["replayed"] > SCHEDULES / 2
-    assert row["generations"] > SCHEDULES / 200
-    assert all(row["checked"][name] > SCHEDULES for name in ("I1", "I2", "I3", "I4", "I5", "shared"))
-    assert row["checked"]["disk"] > SCHEDULES / 20
-
 
 @pytest.mark.process
 def test_workers_end_with_the_program_that_is_killed() -> None:
