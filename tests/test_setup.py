@@ -97,6 +97,13 @@ def test_more_arguments_for_pip_are_passed_on(tree: Path) -> None:
     assert "--index-url https://example.invalid/cpu --no-cache-dir" in (tree / "log").read_text()
 
 
+@pytest.mark.parametrize(("forbidden", "compile"), [("", "--no-compile"), ("1", "--compile")])
+def test_what_is_imported_is_compiled_once(tree: Path, forbidden: str, compile: str) -> None:
+    """By Python, when it is first imported; by pip, where Python may write nothing down."""
+    setup(tree, PYTHONDONTWRITEBYTECODE=forbidden)
+    assert f" {compile} " in (tree / "log").read_text()
+
+
 def test_a_person_sees_how_far_it_is_and_a_log_does_not(tree: Path) -> None:
     setup(tree)
     assert "--quiet" in (tree / "log").read_text()
