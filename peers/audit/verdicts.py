@@ -113,7 +113,7 @@ class Verdicts:
             voice = self._voices.of_all(around)
         me = self._transport.peer_id
         weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there if peer != me}
-        judges = set(heard(there, voice)) - {accused}
+        judges = [peer for peer in heard(there, voice) if peer != accused]
         said = await self._convicted_by(judges, accused)
         agree = {peer for peer, one in said.items() if one.yes}
         if accused not in founders and agree & founders:

@@ -252,7 +252,7 @@ class StepCoordination:
         if self._lacking[0] != t:
             self._lacking = t, now_s()
         elif now_s() - self._lacking[1] > OVERDUE_S:
-            await asyncio.gather(*map(self.word_overdue, able))
+            await asyncio.gather(*map(self.word_overdue, sorted(able)))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
     async def _ask_witnesses(self) -> None:

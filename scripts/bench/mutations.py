@@ -5926,7 +5926,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-a-liar",
         COORDINATION,
-        "            await asyncio.gather(*map(self.word_overdue, able))\n",
+        "            await asyncio.gather(*map(self.word_overdue, sorted(able)))\n",
         "            pass\n",
         "A replica waits for the word of one that all others have left out.",
         ("test_two_replicas",),
