@@ -204,10 +204,12 @@ class Tree:
     def prove(self, start: int, end: int) -> bytes:
         """What `holds` wants to see for the bytes from `start` to `end`."""
         first, last = _edges(self.size, start, end)
-        nodes = (self._at(level, index) for level, index, _ in _beside(self.size, start, end))
+        # Of the parts in which a sample begins and ends.
+        part_levels = lru_cache(maxsize=2)(self._part_levels)
+        nodes = (self._at(level, index, part_levels) for level, index, _ in _beside(self.size, start, end))
         return self._read(first, start) + self._read(end, last) + b"".join(nodes)
 
-    def _at(self, level: int, index: int) -> bytes:
+    def _at(self, level: int, index: int, part_levels: Callable[[int], list[bytes]]) -> bytes:
         if level >= BLOCK_LEVEL:
             at = self._ends[level - BLOCK_LEVEL] + NODE_BYTES * index
             return self._upper(at, at + NODE_BYTES)
@@ -216,6 +218,9 @@ class Tree:
         if level == above:
             block, within = divmod(part, 1 << (BLOCK_LEVEL - level))
             return _of(self._inside(block)[level - PART_LEVEL], within)
+        return _of(part_levels(part)[level], index - (part << (PART_LEVEL - level)))
+
+    def _part_levels(self, part: int) -> list[bytes]:
+        """All levels over the leaves of a part, up to its own node."""
         at = part * PART_BYTES
-        levels = _levels(self._read(at, min(self.size, at + PART_BYTES)), PART_LEVEL)
-        return _of(levels[level], index - (part << (PART_LEVEL - level)))
+        return _levels(self._read(at, min(self.size, at + PART_BYTES)), PART_LEVEL)

@@ -12,11 +12,11 @@ from peers.sim.directory import SimDirectory
 from peers.sim.disks import Disk
 from peers.sim.loop import Process
 from peers.sim.network import SimTransport
+from peers.sim.setting import tree_of_zeros
 from peers.stage.server import StagePeer
 from swarm.data import prove_samples, token_dtype
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.merkle import Tree
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import StageCompute
 
@@ -32,12 +32,7 @@ class Zeros:
         return self._batch
 
     def prove(self, run: Run, offsets: list[int]) -> bytes:
-        return prove_samples(run, tree_of_zeros(run), offsets)
-
-
-def tree_of_zeros(run: Run) -> Tree:
-    """Over all tokens of a run whose tokens are zeros."""
-    return Tree.over(lambda start, end: bytes(end - start), run.data.tokens)
+        return prove_samples(run, tree_of_zeros(run.data.tokens), offsets)
 
 
 class AuditCompute(StageCompute):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from peers.islands.directory import split_cell
 from peers.sim.lines import Lines
@@ -19,6 +20,12 @@ from swarm.sim.dice import Dice
 def dice_of(seed: int, purpose: str) -> Dice:
     """Chance for one purpose: what is drawn for it changes nothing of the others."""
     return Dice(int.from_bytes(hashlib.sha256(f"{seed} {purpose}".encode()).digest()[:8], "big"))
+
+
+@lru_cache(maxsize=8)
+def tree_of_zeros(size: int) -> Tree:
+    """Over `size` bytes, each of them zero: the tokens that simulated trainers have."""
+    return Tree.over(lambda start, end: bytes(end - start), size)
 
 
 CROWDS, UNLEVEL, STORED = 0.03, 0.02, 0.12
@@ -120,7 +127,7 @@ def usual(seed: int, admitting: float = ADMITTING) -> Setting:
         checkpoint_every=dice.pick((0, 1, 1, 2)),
     )
     if dice_of(seed, "admission").chance(admitting):
-        root = Tree.over(lambda start, end: bytes(end - start), run.data.tokens).root.hex()
+        root = tree_of_zeros(run.data.tokens).root.hex()
         run = replace(run, admission=AdmissionSpec(trainers=TRAINERS), data=replace(run.data, root=root))
         if dice_of(seed, "checked sums").chance(CHECKED):
             # Means of two or four whole numbers are exact in float32, too.

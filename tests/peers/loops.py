@@ -23,7 +23,7 @@ from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
 from peers.sim.device import SimDevice
 from peers.sim.loop import PROCESS, Killed
-from peers.sim.members import tree_of_zeros
+from peers.sim.setting import tree_of_zeros
 from peers.stage import pause as paused
 from peers.stage.open_step import OpenStep
 from peers.stage.pause import PausedPeer
@@ -61,7 +61,7 @@ class Zeros:
         return np.zeros((len(offsets), self._shape), dtype=self._dtype)
 
     def prove(self, run: Run, offsets: list[int]) -> bytes:
-        return prove_samples(run, tree_of_zeros(run), offsets)
+        return prove_samples(run, tree_of_zeros(run.data.tokens), offsets)
 
 
 When = Callable[[str], bool]

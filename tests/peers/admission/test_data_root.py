@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from peers.programs.manifest_pinning import pinned
-from peers.sim.members import tree_of_zeros
+from peers.sim.setting import tree_of_zeros
 from peers.storage.dataset import Dataset, open_dataset
 from peers.trainer import entering
 from swarm.data import check_samples, most_proof_bytes, proof_bytes, sample_offsets
@@ -24,7 +24,7 @@ from tests.peers.loops import swarm
 
 def rooted(run: Run) -> Run:
     """With the root of zeros, and named trainers."""
-    return admitting(replace(run, data=replace(run.data, root=tree_of_zeros(run).root.hex())))
+    return admitting(replace(run, data=replace(run.data, root=tree_of_zeros(run.data.tokens).root.hex())))
 
 
 RUN = rooted(audit_run(stages=2, steps=3, microbatches_per_step=8))
@@ -34,7 +34,7 @@ class Chosen:
     """The data of a trainer that would rather train on something else, and proves what it should send."""
 
     def __init__(self, run: Run) -> None:
-        self._tree = tree_of_zeros(run)
+        self._tree = tree_of_zeros(run.data.tokens)
 
     def batch(self, offsets: list[int]) -> np.ndarray:
         return np.ones((len(offsets), 9), dtype=np.uint8)
