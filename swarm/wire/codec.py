@@ -267,6 +267,7 @@ def _codec_of(meta: TensorMeta) -> Codec:
     return codec
 
 
+@functools.cache
 def _encodable(dtype: torch.dtype, values: str) -> float | None:
     """The largest magnitude that can be carried; None for whole numbers, which need no check."""
     if not dtype.is_floating_point:
