@@ -190,7 +190,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
             self.close()
 
     def run(self, until: Callable[[], bool], *, limit_s: float) -> bool:
-        """Run until a callback made `until` true; False if not before `limit_s`, or time stands still."""
+        """Run until `until` is true at an instant's end; False if not by `limit_s`, or time stands still."""
         while not until():
             if not self._run_due(limit_s):
                 return False
@@ -213,25 +213,26 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
                 if due_s > self.now_s:
                     self.now_s, self._callbacks_before = due_s, self.callbacks
                 due.append(handle)
-        if self.callbacks - self._callbacks_before > MAX_AT_ONCE:
-            self.bugs.append(f"time stands still at {self.now_s:.3f} s")
-            return False
-        for _ in range(len(due)):
-            handle = due.popleft()
-            if handle.cancelled:
-                continue
-            process = handle.context.get(PROCESS)
-            if process is not None and process.halted:
-                if process.alive:
-                    process.held.append(handle)
-                continue
-            self.callbacks += 1
-            try:
-                handle.context.run(handle.callback, *handle.args)
-            except Killed:
-                pass
-            except Exception as error:  # noqa: BLE001  a bug, which is told
-                self.bug("a callback failed", error)
+        while due and not self._stopping:  # type: ignore[attr-defined]
+            if self.callbacks - self._callbacks_before > MAX_AT_ONCE:
+                self.bugs.append(f"time stands still at {self.now_s:.3f} s")
+                return False
+            for _ in range(len(due)):
+                handle = due.popleft()
+                if handle.cancelled:
+                    continue
+                process = handle.context.get(PROCESS)
+                if process is not None and process.halted:
+                    if process.alive:
+                        process.held.append(handle)
+                    continue
+                self.callbacks += 1
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except Killed:
+                    pass
+                except Exception as error:  # noqa: BLE001  a bug, which is told
+                    self.bug("a callback failed", error)
         return True
 
     def bug(self, what: str, error: BaseException) -> None:

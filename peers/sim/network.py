@@ -238,7 +238,7 @@ class Network:
             handler, max_body_bytes = call.callee.handlers.get(call.method, (None, 0))
             if handler is None:
                 raise Refused(f"no such method: {call.method!r}")
-            size = sum(part.nbytes for part in call.body)
+            size = _size(call.body)
             if size > max_body_bytes:
                 raise Refused(f"a body of {size} bytes; {call.method!r} takes {max_body_bytes}")
             answer = await handler(_Request(self, call))
@@ -352,4 +352,4 @@ def _in_other(peer: PeerId, side: frozenset[PeerId], other: frozenset[PeerId] | 
 
 
 def _size(body: Sequence[Buffer]) -> int:
-    return sum(memoryview(part).nbytes for part in body)
+    return sum(memoryview(part).nbytes for part in body) if body else 0
