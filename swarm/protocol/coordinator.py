@@ -157,7 +157,10 @@ class StageCoordinator:
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
-            steps, believable = self._steps(t, now), self._believable(t)
+            believable = self._believable(t)
+            self._left_out[t] = self._reported(t).keys() - believable.keys()
+            # Those that cost too much do not count.
+            steps = {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
             self._forget_plan(t)
             # What those hold that are left out is run again: while they do, no result without it is believed.
             rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
@@ -206,12 +209,6 @@ class StageCoordinator:
     def knows(self, t: int, round_name: str) -> bool:
         """Whether this peer has heard of a round before there was a result."""
         return round_name in self._rounds.get(t, ())
-
-    def _steps(self, t: int, now: float) -> dict[PeerId, rounds.StepReport]:
-        """The reports on step `t` that count, by replica: not those of replicas that cost too much."""
-        believable = self._believable(t)
-        self._left_out[t] = self._reported(t).keys() - believable.keys()
-        return {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
 
     def _forget_plan(self, t: int) -> None:
         """Plan anew if the result of the plan is not believed: those that came since have no part in it, and

@@ -164,9 +164,10 @@ class StepProtocol:
     def coordinator(self, stage: Stage, *, now: float) -> PeerId | None:
         """The live serving peer of `stage` that coordinates it, as far as this peer can see."""
         records, gone = self._peers.get(stage, ()), self._timings.is_gone
-        since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
+        since_s = {r.peer: r.since or math.inf for r in records}
+        since_s[self._me] = self._since_s
         serving = {r.peer for r in records if r.state == "serving"}
-        reporting = set[PeerId]()
+        reporting: set[PeerId] = set()
         if stage == self._stage:
             reporting = {p for p, m in self._coordinator.members.items() if not gone(m.seen_s, now=now)}
             serving |= reporting
