@@ -30,8 +30,10 @@ def tracing_server() -> Iterator[ForkServer]:
 
 
 @pytest.fixture(scope="package", autouse=True)
-def forked(fork_server: ForkServer) -> Iterator[None]:
-    Processes.fork_server = fork_server
+def forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs of swarms are forked; nothing is imported for that if no test that was chosen starts one."""
+    if any(test.get_closest_marker("process") for test in request.session.items):
+        Processes.fork_server = request.getfixturevalue("fork_server")
     yield
     Processes.fork_server = None
 
