@@ -60,12 +60,14 @@ class Withheld(SwarmError):
     """Members did not say in time what the check of a round needs."""
 
     def __init__(self, check: SumCheck) -> None:
-        self.nonces = [member for member in check.plan.members if member not in check.nonces]
-        """Those whose nonce nobody has shown: they lack results, perhaps."""
-        self.products = [] if self.nonces else [*check.lacking()]
-        """Those that do not say their products, though they know all nonces."""
-        lacking = ", ".join(map(short, self.nonces or self.products))
-        super().__init__(f"the {'nonces' if self.nonces else 'products'} of {lacking} did not come in time")
+        unknown = [member for member in check.plan.members if member not in check.nonces]
+        lacking = [] if unknown else [*check.lacking()]
+        self.nonces = unknown if len(unknown) < max(2, len(check.plan.members) - 1) else []
+        """Those that keep their nonce, though they have all results; not all, which perhaps lack some."""
+        self.products = lacking
+        """Those that know all nonces, and do not say their products."""
+        names = ", ".join(map(short, unknown or lacking))
+        super().__init__(f"the {'nonces' if unknown else 'products'} of {names} did not come in time")
 
 
 class SumAudits:

@@ -243,12 +243,9 @@ class StepCoordination:
     async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
         """Ask peers whose word is lacking: those that are away, or have nothing of the step, give none."""
         told = await ask_status(self._run, self._transport, peers)
-        able = {
-            peer
-            for peer, status in told.items()
-            if status.state == "serving" and status.version == t and (status.done or status.inflight)
-        }
-        self.protocol.belief.excuse(t, set(peers) - able)
+        there = {p: s for p, s in told.items() if s.state == "serving" and s.version == t}
+        able = {peer for peer, status in there.items() if status.done or status.inflight}
+        self.protocol.belief.excuse(t, set(peers) - able, there.keys() - able, able)
         if self._lacking[0] != t:
             self._lacking = t, now_s()
         elif now_s() - self._lacking[1] > OVERDUE_S:

@@ -73,6 +73,9 @@ def _check_signed(
         raise Refused(f"peer {short(peer)} did not sign its result of step {t} of stage {stage}")
 
 
+NOBODY: Set[PeerId] = frozenset()
+
+
 class Belief:
     """What a replica of `stage` believes of results and commits, from what it sees of the directory."""
 
@@ -84,6 +87,8 @@ class Belief:
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
         self._version = 0
         self._excused: dict[int, set[PeerId]] = {}
+        self._idle: dict[int, set[PeerId]] = {}
+        """Those of them that are there, and could take part in the step."""
         self._held = set[int]()
         """The steps whose result this replica holds."""
         self.lacking: dict[int, tuple[PeerId, ...]] = {}
@@ -107,11 +112,24 @@ class Belief:
             self._excused.pop(t, None)
         return new
 
-    def excuse(self, t: int, peers: Iterable[PeerId]) -> None:
-        """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it."""
-        self._excused.setdefault(t, set()).update(peers)
-        for old in [old for old in self._excused if old < t - KEPT_STEPS]:
-            del self._excused[old]
+    def excuse(
+        self,
+        t: int,
+        peers: Iterable[PeerId],
+        idle: Set[PeerId] = NOBODY,
+        able: Set[PeerId] = NOBODY,
+    ) -> None:
+        """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it. Not
+        without that of those that are `able`, which have something.
+
+        `idle`: of those that were asked last, the ones that are there, and that far. Two of a stage are not
+        done without: else one that coordinates, and has them retract all, takes the step alone.
+        """
+        self._excused[t] = self._excused.get(t, set()).union(peers) - able
+        self._idle[t] = {*idle}
+        for known in (self._excused, self._idle):
+            for old in [old for old in known if old < t - KEPT_STEPS]:
+                del known[old]
 
     def commit(self, commit: Commit, generation: Generation, mine: Prepared | None) -> bool:
         """Whether a commit is proven. `mine`: the result that this replica holds of its step."""
@@ -193,10 +211,13 @@ class Belief:
             raise Refused(f"no peer with voice proves the norm of stage {stage} in the commit of step {t}")
         if len(counting or proofs) >= PROOFS:
             return []
+        there = [record.peer for record in serving]
         if excused is None:
-            excused = self._excused.get(t, set()) | {self._signer.peer_id}
+            idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]
+            away = self._excused.get(t, set()).difference(idle if len(idle) >= PROOFS else ())
+            excused = away | {self._signer.peer_id}
         said = {proof.peer for proof in proofs} | excused
-        return [peer for peer in heard((r.peer for r in serving), voice) if peer not in said]
+        return [peer for peer in heard(there, voice) if peer not in said]
 
     def _vouched(self, proof: Proof, t: int) -> bool:
         voucher = proof.prepared.voucher

@@ -66,6 +66,20 @@ def test_the_word_of_two_peers_of_each_stage_proves_a_commit_or_of_the_only_one(
     assert lacking(commit([ZOE], [ANN]), *THERE[:2], record("cid")) == (), "cid has no voice"
 
 
+def test_one_takes_no_step_alone_while_two_others_could_take_part_in_it() -> None:
+    """A coordinator that had all others retract what they had took the step, and kept the weights."""
+    away = [record("dan", steps=40), record("eve", steps=40)]
+    this, alone = belief(*THERE, *away), commit([ZOE], [BOB])
+    this.excuse(0, ["dan", "eve"], idle={"dan"})
+    assert this.commit(alone, GENERATION, None), "one that says it has nothing holds no step up"
+    this.excuse(0, ["dan", "eve"], idle={"dan", "eve"})
+    assert not this.commit(alone, GENERATION, None) and this.lacking[0] == ("dan", "eve")
+    this.excuse(0, ["eve"], able={"dan"})
+    assert not this.commit(alone, GENERATION, None) and this.lacking[0] == ("dan",)
+    this.excuse(0, ["dan", "eve"])
+    assert this.commit(alone, GENERATION, None)
+
+
 def test_where_none_has_voice_two_of_all_are_heard() -> None:
     assert lacking(commit([ZOE], [BOB]), record("bob"), record("cid")) == ("cid",)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from peers.audit.sum_check import SumCheck
+from peers.audit.sums import Withheld
 from peers.sim.network import SimSigner
 from swarm.errors import BadAnswer
 from swarm.protocol.ledger import Bitmap
@@ -80,3 +81,14 @@ async def test_products_that_are_passed_on_are_those_that_their_member_signed() 
     assert ann.lacking() == ("cid",) and not ann.heard.is_set()
     ann.hear("cid", said["cid"], nonces, by="bob")
     assert ann.heard.is_set()
+
+
+async def test_a_member_that_hears_no_nonce_of_any_other_blames_none() -> None:
+    """Perhaps it is the one that is slow, and they lack what it has to give."""
+    ann, bob, cid = summed()
+    assert Withheld(ann).nonces == [] and str(Withheld(ann)) == "the nonces of bob, cid did not come in time"
+    ann.unseal("bob", bob.known_nonces())
+    assert Withheld(ann).nonces == ["cid"] and Withheld(ann).products == []
+    ann.unseal("cid", cid.known_nonces())
+    ann.note("ann", ann.project(ann.known_nonces()))
+    assert Withheld(ann).products == ["bob", "cid"]
