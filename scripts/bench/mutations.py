@@ -5389,8 +5389,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-one-that-is-past-the-step",
         "peers/stage/coordination.py",
-        "status.version == t and (",
-        "status.version >= t and (",
+        'if s.state == "serving" and s.version == t}',
+        'if s.state == "serving" and s.version >= t}',
         "Where one has taken a step on another's word, a stage that was not told is left behind for ever.",
         ("test_council",),
     ),
