@@ -25,7 +25,7 @@ from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Coin, Toss
-from swarm.protocol.sums import nth_digest
+from swarm.protocol.sums import are_checked, nth_digest
 from swarm.wire.codec import bytes_of, chunk_digest
 from swarm.wire.evidence import (
     AskProducts,
@@ -44,8 +44,10 @@ from swarm.wire.messages import pack, say, unpack, unpack_answer
 
 SHOW_S = 60.0
 """Limit for an answer to a question about a round that is over."""
-ASK_AGAIN_S = 1.0
-"""A member that does not know yet what is asked for says so after this, and is asked again."""
+HOLDS_S = 1.0
+"""A member that has not said its products yet answers after this what it knows, and is asked again."""
+PAUSE_S = 0.25
+"""Between an answer and the next question to a member, while something is lacking."""
 MAX_SHOWN_BYTES = 48 << 10
 """Of products in one answer, whose header has its limit; what is lacking then is asked for again."""
 OPENS_S = 5.0
@@ -86,11 +88,6 @@ class SumAudits:
         transport.serve("show", self._serve_show)
         transport.serve("products", self._serve_products)
 
-    @property
-    def checks_sums(self) -> bool:
-        """Whether sums of this run are checked. Between peers that trust each other that would be a waste."""
-        return bool(self._run.adds_exactly and self._run.admission.trainers)
-
     # -- one round (peers.stage.all_reduce) ---------------------------------------------------------
 
     def open(self, plan: Plan, t: int, parts: Sequence[Chunks], total: torch.Tensor) -> SumCheck | None:
@@ -102,7 +99,7 @@ class SumAudits:
         liars = self._convictions.barred.intersection(plan.members)
         if liars:
             raise Refused(f"{min(liars)}, a member of this round, was shown to lie")
-        if not self.checks_sums:
+        if not are_checked(self._run):
             return None
         check = SumCheck(self._run.id, self._stage, self._transport.signer, plan, t, parts, total)
         self._checks.pop(plan.round, None)
@@ -134,14 +131,18 @@ class SumAudits:
         if forged is not None:
             raise self._accuse_forger(check, *forged)
         check.reveal()
-        tasks = [asyncio.ensure_future(self._ask_until_heard(check, other)) for other in self._others(check)]
-        tasks.append(asyncio.ensure_future(self._project(check, reduced, gave_all)))
+        work = [self._ask_until_heard(check, other) for other in self._others(check)]
+        work += [self._project(check, reduced, gave_all), happens(check.heard, limit_s)]
+        tasks, until_s = [asyncio.ensure_future(one) for one in work], now_s() + limit_s
+        running = set(tasks)
         try:
-            done, late = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            if late:
-                raise Withheld(check)
+            while not check.heard.is_set():
+                left_s = max(0.0, until_s - now_s())
+                done, running = await asyncio.wait(running, timeout=left_s, return_when="FIRST_COMPLETED")
+                for task in done:
+                    task.result()
+                if now_s() >= until_s and not check.heard.is_set():
+                    raise Withheld(check)
         finally:
             for task in tasks:
                 task.cancel()
@@ -188,7 +189,6 @@ class SumAudits:
     async def _ask_until_heard(self, check: SumCheck, member: PeerId) -> None:
         """Exchange nonces and products with a member until all are here: from it, or from others."""
         while not check.heard.is_set():
-            began = now_s()
             try:
                 await self._ask(check, member)
             except NotReady as not_ready:
@@ -197,7 +197,7 @@ class SumAudits:
                     raise BadAnswer(member, f"says that {not_ready.text}") from None
             except PeerFault:
                 pass  # others may know what it signed
-            await happens(check.heard, began + ASK_AGAIN_S - now_s())
+            await happens(check.heard, PAUSE_S)
 
     async def _ask(self, check: SumCheck, member: PeerId) -> None:
         lacking = tuple(other for other in check.lacking() if other not in (member, self._transport.peer_id))
@@ -262,7 +262,7 @@ class SumAudits:
         if check is None or request.peer not in check.plan.members:
             raise NotReady(f"round {reveal.round[:8]!r} is not open here", version=-1)
         check.unseal(request.peer, reveal.nonces)
-        await asyncio.wait([check.projected], timeout=ASK_AGAIN_S)
+        await asyncio.wait([check.projected], timeout=HOLDS_S)
         if check.projected.done():
             check.projected.result()  # or it is void here
         said, room = dict[PeerId, Projecting](), MAX_SHOWN_BYTES

@@ -45,6 +45,7 @@ from swarm.protocol.messages import Directive
 from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
 from swarm.protocol.step import StepState
+from swarm.protocol.sums import are_checked
 from swarm.records import NO_STAGE
 from swarm.wire.codec import to_host
 
@@ -243,7 +244,7 @@ class Actions:
         if core.run.meets_at(step.t):  # replicas have changed the same
             reduced = await self._meeting.difference(step)
             held = await asyncio.to_thread(_changed, wanted.round, reduced)
-        elif self._all_reduce.is_checked and step.gave_all == wanted.round:
+        elif are_checked(core.run) and step.gave_all == wanted.round:
             value = await core.device.run(Rank.STEP, step.t, core.compute.sums.value_of_answer)
             try:
                 reduced, held = await self._all_reduce.finish(wanted.round, wanted.sources, value)

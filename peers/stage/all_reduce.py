@@ -187,7 +187,8 @@ class AllReduce:
         gave_all: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
         """Reduce `total` (flat, in host memory unless this replica is alone) with the replicas of `plan`.
-        `gave_all` is called before this replica gives the last of what others need to have the result.
+        Where sums are checked, `gave_all` is called before this replica gives the last of what others need to
+        have the result.
 
         Returns:
             The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.
@@ -213,9 +214,7 @@ class AllReduce:
         pulse(self._started)
         work: list[asyncio.Task[None]] = []
         try:
-            if check is None:
-                gave_all()
-            else:
+            if check is not None:
                 await asyncio.to_thread(check.commit)
             for start in chunks:
                 self._contribute(this, start, self._me, self._own(this, start))
@@ -255,11 +254,6 @@ class AllReduce:
             if self._audits is not None and check is not None:
                 self._audits.close(check)
         return await self._held(plan.round, this.reduced, value)
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether replicas check what others say is the result of a round: then they `finish` it."""
-        return self._audits is not None and self._audits.checks_sums
 
     async def finish(
         self, round_name: str, sources: Sequence[PeerId], value: Callable[[torch.Tensor], torch.Tensor]

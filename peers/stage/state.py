@@ -94,6 +94,7 @@ class StageCore:
         self.report_trigger = ReportTrigger()
         self._moved = asyncio.Event()
         self._hashing: asyncio.Task[None] | None = None
+        self._loading = asyncio.Lock()
         self.joined = False
         """Serving: the weights are the stage's."""
         self.leaving = False
@@ -316,20 +317,24 @@ class StageCore:
         return self.compute.state.digest(whole=realigns(self.run, version))
 
     async def load(self, position: Position, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the state by a replica's or a checkpoint's; all sums here are dropped."""
-        version = position.version
-        closed = list(self.steps.values())
-        for step in closed:
-            step.close()
-        self.steps.clear()
-        for step in closed:
-            await step.stopped()
-        await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
-        self.applied, self.commits, self.generation = None, {}, position.generation
-        self.trail.begin(version)
-        self.taken_at.clear()
-        await self.open_steps()
-        await self.refresh_digest()
+        """Replace the state by a replica's or a checkpoint's; all sums here are dropped.
+
+        One at a time: what one has opened is not to lose its sum by the other.
+        """
+        async with self._loading:
+            version = position.version
+            closed = list(self.steps.values())
+            for step in closed:
+                step.close()
+            self.steps.clear()
+            for step in closed:
+                await step.stopped()
+            await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
+            self.applied, self.commits, self.generation = None, {}, position.generation
+            self.trail.begin(version)
+            self.taken_at.clear()
+            await self.open_steps()
+            await self.refresh_digest()
 
     def enter(self, generation: Generation) -> None:
         """Be in another generation; the version that is held is the same state in each."""

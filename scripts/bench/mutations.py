@@ -636,7 +636,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "take-a-result-without-what-its-members-signed",
         ACTIONS,
-        "elif self._all_reduce.is_checked and step.gave_all == wanted.round:",
+        "elif are_checked(core.run) and step.gave_all == wanted.round:",
         "elif False:",
         "One that withholds its products chooses the gradient of its stage.",
         ("test_forged_results",),
@@ -657,6 +657,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "lacking=lacking if check.unsealed.is_set() else (),",
         "lacking=(),",
         "A slow member voids a round for one replica, though another has its result.",
+        ("test_forged_results",),
+    ),
+    Mutation(
+        "wait-for-an-answer-that-is-not-needed",
+        SUM_AUDITS,
+        "while not check.heard.is_set():\n                left_s",
+        "while running:\n                left_s",
+        "A slow member holds each round up, though others have told what it signed.",
         ("test_forged_results",),
     ),
     Mutation(
@@ -1777,8 +1785,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "state-replaced-under-open-steps",
         STATE,
-        "        closed = list(self.steps.values())\n        for step in closed:\n            step.close()\n",
-        "        closed = list(self.steps.values())\n",
+        "                step.close()\n            self.steps.clear()\n",
+        "                pass\n            self.steps.clear()\n",
         "What began with the state before enters the sum of the one after it.",
         ("test_guards", "test_stage_lost", "test_loops"),
     ),

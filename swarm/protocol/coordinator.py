@@ -28,6 +28,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.replica import Local, newest_commits
 from swarm.protocol.rounds import Commit, Plan, Prepared
+from swarm.protocol.sums import are_checked
 from swarm.protocol.voice import heard, weight
 
 REALIGN_STEPS = 100
@@ -247,7 +248,8 @@ class StageCoordinator:
             members = plan.members if plan is not None and plan.round == prepared.round else ()
             if members or peer == self._me:
                 others = {other: step for other, step in others.items() if other not in self._resting}
-            confirmed = (_may_confirm(prepared, step, other in members) for other, step in others.items())
+            checked = are_checked(self._run)
+            confirmed = (_may_confirm(prepared, s, other in members, checked) for other, s in others.items())
             return peer in speaking and bool(others) and not any(confirmed)
         if any(
             prepared.round in (step.frozen_for, step.failed_round, step.prepared and step.prepared.round)
@@ -348,13 +350,15 @@ class StageCoordinator:
         )  # fmt: skip
 
 
-def _may_confirm(prepared: Prepared, step: rounds.StepReport, is_member: bool) -> bool:
-    """Whether another replica has the same result, or may find it: not if its round failed there before it
-    had given all.
+def _may_confirm(prepared: Prepared, step: rounds.StepReport, is_member: bool, checked: bool) -> bool:
+    """Whether another replica has the same result, or may find it: where sums are checked, not if its round
+    failed there before it had given all.
     """
     if step.prepared is not None:
         return step.prepared.content == prepared.content
     takes_part = is_member or step.frozen_for == prepared.round
+    if not checked:
+        return takes_part or step.failed_round == prepared.round
     return step.gave_all == prepared.round or (takes_part and step.failed_round != prepared.round)
 
 

@@ -38,6 +38,7 @@ from swarm.protocol.replica import Local
 from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, elect
 from swarm.protocol.statements import Signer
+from swarm.protocol.sums import are_checked
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
@@ -554,12 +555,17 @@ class StepProtocol:
     def _may_follow(self, step: StepDirective, generation: Generation) -> bool:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up.
 
-        Of a round to which this replica gave all it finds out by itself whether a result is true.
+        Of a round to which this replica gave all it finds out by itself whether a result is true. Where sums
+        are not checked, one word is enough of a round that it has heard of: else one that failed here alone
+        would be made again, with all of its microbatches.
         """
         if step.fetch is None or not self.belief.needs_proof or self._run.meets_at(step.t):
             return True  # at a meeting nothing is taken from those that have the result
-        mine = self._local.steps.get(step.t)
-        gave_all = mine is not None and mine.gave_all == step.fetch.round
+        if are_checked(self._run):
+            mine = self._local.steps.get(step.t)
+            gave_all = mine is not None and mine.gave_all == step.fetch.round
+        else:
+            gave_all = self._coordinator.knows(step.t, step.fetch.round)
         return gave_all or self.belief.result(step.fetch, generation, step.t)
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from swarm.digest import DIGEST_BYTES, Digest, digest_of
 from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
 from swarm.protocol.statements import Signature, Statement
 
 NONCE_BYTES = 16
@@ -73,6 +74,11 @@ class Projected(Statement, frozen=True, array_like=True):
     """`Contributed.chunks`, owner by owner."""
     sums: tuple[bytes, ...]
     """Owner by owner, the products of the chunks, little-endian, modulo 2^64; of an empty ledger none."""
+
+
+def are_checked(run: Run) -> bool:
+    """Whether sums of a run are checked as they are added: a waste between peers that trust each other."""
+    return bool(run.adds_exactly and run.admission.trainers)
 
 
 def seed_of(nonces: Iterable[bytes]) -> bytes:

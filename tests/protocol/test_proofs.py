@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from peers.sim.network import SimSigner
 from swarm.errors import Refused
 from swarm.ids import Generation, PeerId, Stage
+from swarm.manifest import Run
 from swarm.protocol.ledger import Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.proofs import Belief, proves, signed_report
@@ -22,6 +24,8 @@ from tests.protocol.world import Step
 
 GENERATION = Generation()
 THERE = [record("zoe", 0, steps=40), record("ann", steps=40), record("bob", steps=40)]
+CHECKED = replace(RUN, dtype="float32")
+"""Sums are checked."""
 NOT_SIGNED = "did not sign its result of step 0 of stage"
 
 
@@ -219,6 +223,7 @@ def fetches(
     *proofs: Proof,
     round: str = "r",
     gave_all: str = "",
+    run: Run = CHECKED,
     excused: Sequence[PeerId] = (),
     bobs: int = 40,
     cids: int = 40,
@@ -226,6 +231,7 @@ def fetches(
     """Whether bob fetches a result that ann tells of."""
     records = [record("ann", steps=60), record("bob", steps=bobs), record("cid", steps=cids)]
     this = protocol_of("bob", *records)
+    this._run = run  # pyright: ignore[reportPrivateUsage]
     step = Step(0, Ledger(0, RUN.M))
     step.give_all(gave_all)
     this.belief.excuse(0, excused)
@@ -262,6 +268,7 @@ def test_a_result_is_fetched_on_the_word_of_one_only_where_no_other_has_voice() 
 def test_of_a_round_to_which_a_replica_gave_all_it_finishes_the_result_of_one() -> None:
     assert fetches(ANN, gave_all="r")
     assert not fetches(ANN, gave_all="s")
+    assert not fetches(ANN, gave_all="r", run=RUN), "of a run whose sums are not checked"
 
 
 def test_a_result_is_fetched_from_those_that_say_the_same_of_it_and_is_that() -> None:

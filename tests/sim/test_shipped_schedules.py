@@ -327,6 +327,11 @@ def test_a_newcomer_does_not_have_the_same_round_made_again_and_again() -> None:
     assert outcome.violation == "" and outcome.ended_s < 30.0
 
 
+def test_a_state_that_is_loaded_twice_leaves_its_steps_their_sums() -> None:
+    """Seed 336: the second load dropped the sum of a step that the first had opened, and no round ended."""
+    assert run_schedule(336).violation == ""
+
+
 @pytest.mark.parametrize("seed", [1262, 1672])
 def test_an_all_reduce_that_is_given_up_leaves_no_error_unheard(seed: int) -> None:
     assert run_schedule(seed).violation == ""

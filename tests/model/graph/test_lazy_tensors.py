@@ -152,7 +152,7 @@ def test_a_model_takes_no_memory_but_that_of_what_is_asked_for() -> None:
     assert sum(one.nbytes for one in model.traced.parameters.values()) > 700 * MILLION
     assert most_bytes() - begun < 60 * MILLION
     held = max(value.nbytes for _, value in drawn(run, 1))
-    assert most_bytes() - begun < 60 * MILLION + 2 * held
+    assert most_bytes() - begun < 120 * MILLION + 2 * held  # in a fork more than in a new process
 
 
 def most_bytes() -> int:
