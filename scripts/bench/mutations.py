@@ -4270,7 +4270,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sign-steps-of-other-weights",
         STATE,
-        "        self.trail.begin(version)\n",
+        "            self.trail.begin(version)\n",
         "",
         "A replica whose weights were replaced signs those that it gave up.",
         ("test_transcript",),
