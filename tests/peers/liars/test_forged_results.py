@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 
 from peers.audit.sum_check import SumCheck
 from peers.ports import Answer, Request
-from peers.sim.network import SimSigner
+from peers.sim.network import SimSigner, SimTransport
 from peers.stage.server import StagePeer
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
@@ -205,21 +205,23 @@ def reports_of(s: Swarm, name: str, change: Callable[[StepReport], StepReport]) 
     this._report = lie  # type: ignore[method-assign]
 
 
-async def test_one_that_withholds_its_part_does_not_have_the_result_of_the_round() -> None:
-    """All had heard of that round, and took from it what it said that this had found."""
+async def never(*_: object) -> Any:
+    await asyncio.get_running_loop().create_future()
+
+
+@contextlib.asynccontextmanager
+async def claiming() -> AsyncIterator[tuple[StagePeer, SimTransport]]:
+    """Two steps are taken by three replicas of stage 1; then one makes up a result of each round it is in. The
+    others end the run, without asking for that, and within its budget.
+    """
     async with swarm(run_of(), replicas=2) as s:
         liar = s.add_peer(LIAR, 1)
         give_voice(s, *s.peers)
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(2)
-
-        async def never(*_: object) -> Any:
-            await asyncio.get_running_loop().create_future()
-
         asked, began = give_out(s, LIAR, liar), s.network.loop.now_s
-        liar.all_reduce.run = never  # type: ignore[method-assign]
-        s.network.peers[LIAR].transport.serve("part", never, max_body_bytes=1 << 24)
+        yield liar, s.network.peers[LIAR].transport
 
         def change(step: StepReport) -> StepReport:
             frozen = step.frozen_for
@@ -229,40 +231,25 @@ async def test_one_that_withholds_its_part_does_not_have_the_result_of_the_round
         await ends(s)
         assert not asked
         assert s.network.loop.now_s - began < BUDGET_S, s.story()
+
+
+async def test_one_that_withholds_its_part_does_not_have_the_result_of_the_round() -> None:
+    """All had heard of that round, and took from it what it said that this had found."""
+    async with claiming() as (liar, transport):
+        liar.all_reduce.run = never  # type: ignore[method-assign]
+        transport.serve("part", never, max_body_bytes=1 << 24)
 
 
 @pytest.mark.parametrize("shows", ["nothing", "another result"])
 async def test_one_that_withholds_its_products_does_not_have_the_result_of_the_round(shows: str) -> None:
     """Without them none of the others can have found that the sums fit."""
-    async with swarm(run_of(), replicas=2) as s:
-        liar = s.add_peer(LIAR, 1)
-        give_voice(s, *s.peers)
-        await s.until_serving()
-        s.add_trainer(TRAINER)
-        await s.until_version(2)
 
-        async def never(*_: object) -> Any:
-            await asyncio.get_running_loop().create_future()
+    async def lies(request: Request) -> Answer:
+        ask = unpack(request.header, Reveal)
+        return Answer(pack(Revealed(nonces=ask.nonces, said={LIAR: SAYS_NOTHING})))
 
-        async def lies(request: Request) -> Answer:
-            ask, said = (
-                unpack(request.header, Reveal),
-                Projecting(contributions=(), nonces=(), sums=(), signature=b""),
-            )
-            return Answer(pack(Revealed(nonces=ask.nonces, said={LIAR: said})))
-
-        asked, began = give_out(s, LIAR, liar), s.network.loop.now_s
-        transport = s.network.peers[LIAR].transport
+    async with claiming() as (_, transport):
         transport.serve("reveal", never if shows == "nothing" else lies)
-
-        def change(step: StepReport) -> StepReport:
-            frozen = step.frozen_for
-            return msgspec.structs.replace(step, prepared=made_up(liar, frozen).prepared) if frozen else step
-
-        reports_of(s, LIAR, change)
-        await ends(s)
-        assert not asked
-        assert s.network.loop.now_s - began < BUDGET_S, s.story()
 
 
 async def test_a_round_that_a_slow_member_voids_for_one_is_finished_by_what_another_heard() -> None:
