@@ -211,7 +211,7 @@ async def never(*_: object) -> Any:
 
 @contextlib.asynccontextmanager
 async def claiming() -> AsyncIterator[tuple[StagePeer, SimTransport]]:
-    """Two steps are taken by three replicas of stage 1; then one makes up a result of each round it is in. The
+    """Two steps are taken by three replicas of stage 1; then one makes up a result of each round. The
     others end the run, without asking for that, and within its budget.
     """
     async with swarm(run_of(), replicas=2) as s:
