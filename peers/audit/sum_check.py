@@ -218,7 +218,7 @@ class SumCheck:
     def reveal(self) -> None:
         """Unseal this member's nonce: all results are here."""
         me = self._signer.peer_id
-        self.unseal(self._signer.peer_id, [self._nonce if m == me else b"" for m in self.plan.members])
+        self.unseal(me, [self._nonce if m == me else b"" for m in self.plan.members])
 
     def unseal(self, by: PeerId, nonces: Sequence[bytes]) -> None:
         """Note the nonces that a member knows. Before the seals are here it tells only its own."""

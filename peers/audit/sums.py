@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import torch
 
 from peers.audit.convictions import Convictions
 from peers.audit.sum_check import Chunks, SumCheck, any_chunk
-from peers.clock import now_s
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import happens, pulse
 from swarm.audit.evidence import numbers, proves
@@ -131,20 +131,20 @@ class SumAudits:
         if forged is not None:
             raise self._accuse_forger(check, *forged)
         check.reveal()
+        heard = asyncio.ensure_future(happens(check.heard, limit_s))
         work = [self._ask_until_heard(check, other) for other in self._others(check)]
-        work += [self._project(check, reduced, gave_all), happens(check.heard, limit_s)]
-        tasks, until_s = [asyncio.ensure_future(one) for one in work], now_s() + limit_s
-        running = set(tasks)
+        work.append(self._project(check, reduced, gave_all))
+        tasks = [asyncio.ensure_future(one) for one in work]
+        running: set[asyncio.Future[Any]] = {heard, *tasks}
         try:
-            while not check.heard.is_set():
-                left_s = max(0.0, until_s - now_s())
-                done, running = await asyncio.wait(running, timeout=left_s, return_when="FIRST_COMPLETED")
+            while not heard.done():
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                if now_s() >= until_s and not check.heard.is_set():
-                    raise Withheld(check)
+            if not heard.result():
+                raise Withheld(check)
         finally:
-            for task in tasks:
+            for task in (heard, *tasks):
                 task.cancel()
         await self._compare(check, reduced)
 

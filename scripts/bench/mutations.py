@@ -662,8 +662,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-an-answer-that-is-not-needed",
         SUM_AUDITS,
-        "while not check.heard.is_set():\n                left_s",
-        "while running:\n                left_s",
+        "while not heard.done():",
+        "while running:",
         "A slow member holds each round up, though others have told what it signed.",
         ("test_forged_results",),
     ),
