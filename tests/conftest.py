@@ -90,6 +90,16 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     return True
 
 
+@pytest.fixture(autouse=True)
+def heeds_signals() -> Iterator[None]:
+    """A program that a test runs in this process ignores signals at its end; the next test may need them."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage() -> None:
     """Garbage is looked for in what a file's tests make, not in what was there: a pause collects it."""
