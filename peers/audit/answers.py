@@ -10,14 +10,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from peers.audit.asking import AuditCaller
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
 from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit import is_audited
-from swarm.audit.answers import digest, make, proves_answer
-from swarm.errors import Busy, NotReady, PeerFault, Refused, short
+from swarm.audit.answers import digest, make, proves_answer, split_tensors
+from swarm.errors import BadAnswer, Busy, NotReady, PeerFault, Refused, Stale, short
 from swarm.ids import Microbatch, PeerId
+from swarm.model.stage_io import allowed_inputs, body_bytes
 from swarm.protocol.statements import is_signed
 from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
 from swarm.wire.messages import pack, unpack
@@ -45,13 +47,16 @@ def evidence_of(
 class AnswerAudits:
     """This replica's part in the audits of its stage."""
 
-    def __init__(self, core: StageCore, convictions: Convictions, kept: KeptWork) -> None:
-        self._core, self._convictions, self._kept = core, convictions, kept
+    def __init__(
+        self, core: StageCore, convictions: Convictions, kept: KeptWork, callers: AuditCaller | None
+    ) -> None:
+        self._core, self._convictions, self._kept, self._callers = core, convictions, kept, callers
         self._running = 0
         self.audited = 0
         """Answers that were computed again."""
         convictions.judge = self.judge
-        core.transport.serve("audit", self._serve_audit)
+        most = max(map(body_bytes, allowed_inputs(core.run, core.stage + 1))) if not core.is_last else 0
+        core.transport.serve("audit", self._serve_audit, max_body_bytes=most)
 
     # -- the judge ----------------------------------------------------------------------------------
 
@@ -62,8 +67,9 @@ class AnswerAudits:
         if not is_audited(core.run) or said.stage != core.stage or ask.peer == core.me:
             raise Refused(f"this peer does not audit {short(ask.peer)} at stage {said.stage}")
         caller, trainers = request.peer, core.run.admission.trainers
-        if not (self._kept.counts(caller, core.stage - 1) if core.stage else caller in trainers):
-            raise Refused(f"peer {short(caller)} has no voice among those that this stage answers")
+        asks_at = core.stage + (1 if said.is_half else -1)
+        if not (caller in trainers if asks_at < 0 else self._kept.counts(caller, asks_at)):
+            raise Refused(f"peer {short(caller)} has no voice among those that got it")
         if not is_signed(core.transport.signer, ask.peer, core.run.id, said, ask.signature):
             raise Refused(f"peer {short(ask.peer)} did not sign that answer")
         if said.t not in core.steps:
@@ -72,30 +78,74 @@ class AnswerAudits:
             raise Busy("this peer audits as much as it can")
         self._running += 1
         try:
-            return Answer(pack(Audited(fits=await self._audit(ask))))
+            return Answer(pack(await self._audit(ask, await request.accept())))
         finally:
             self._running -= 1
 
-    async def _audit(self, ask: AuditAnswer) -> bool:
-        core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)
+    async def _audit(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Audited:
+        core, said = self._core, ask.statement
         try:
-            came = await self._kept.of(ask.peer, mb, made=False)
-            inputs, output_grads = came.forth, came.back
-            if (digest(inputs), digest(output_grads)) != (said.inputs, said.output_grads):
-                return False
-            made = await self._compute(mb.t, lambda: make(core.compute, mb, inputs, output_grads))
+            came = await self._what_came(ask)
+            made = await self._compute(said.t, lambda: make(core.compute, said, came.forth, came.back))
             self.audited += 1
             if made.is_of(said):
-                return True
-            made_there = await self._kept.of(ask.peer, mb, made=True)
+                return Audited(fits=True)
+            if said.is_half and not sent:
+                return Audited(fits=False, asks=True)
+            there = await self._what_it_made(ask, came, sent)
         except PeerFault:
-            return False
-        evidence, body = evidence_of(ask.peer, said, ask.signature, came, made_there)
+            return Audited(fits=False)
+        except Stale:
+            if not said.is_half or core.version > said.t:
+                raise
+            return Audited(fits=False)  # it cannot be past a step that its stage has not taken
+        evidence, body = evidence_of(ask.peer, said, ask.signature, came, there)
         if not await self.judge(evidence, body):
-            return True
+            return Audited(fits=True)
         self._convictions.convict(evidence)
         self._convictions.pass_on(evidence, body)
-        return False
+        return Audited(fits=False)
+
+    async def _what_came(self, ask: AuditAnswer) -> Shown:
+        """What an answer was made of, or half of one, as its peer shows it.
+
+        Raises:
+            PeerFault: it shows nothing, or something else than it signed, or than its neighbour did.
+            Stale: its step is over.
+        """
+        said, mb = ask.statement, Microbatch(ask.statement.t, ask.statement.m)
+        try:
+            came = await self._kept.of(ask.peer, mb, made=False, inputs=said.inputs)
+            fed_by = self._kept.fed_by(mb, came) if said.is_half else []
+        except Refused as refused:
+            raise BadAnswer(ask.peer, refused.text) from None
+        if said.is_half:
+            came = came._replace(back=[])
+        elif digest(came.back) != said.output_grads:
+            raise BadAnswer(ask.peer, "shows other gradients than it signed")
+        if digest(came.forth) != said.inputs:
+            raise BadAnswer(ask.peer, "shows other inputs than it signed")
+        work = came.told.work
+        for peer, stage in fed_by:  # by a stranger, who may be the audited peer itself
+            if self._callers and work and work.fed and not self._kept.counts(peer, stage):
+                self._callers.of_stranger(stage, mb, peer, work.fed, came.forth)
+        return came
+
+    async def _what_it_made(self, ask: AuditAnswer, came: Shown, sent: Sequence[Buffer]) -> Shown:
+        """What a peer made of that: of half an answer the peer that got it shows that.
+
+        Raises:
+            Refused: that shows something else.
+            PeerFault, Stale: as `_what_came`.
+        """
+        said = ask.statement
+        if not said.is_half:
+            mb = Microbatch(said.t, said.m)
+            return await self._kept.of(ask.peer, mb, made=True, inputs=said.inputs)
+        tensors = split_tensors([ask.sent], sent)
+        if tensors is None or digest(tensors[0]) != said.outputs:
+            raise Refused(f"that is not what peer {short(ask.peer)} sent on")
+        return Shown(came.told, tensors[0], [])
 
     async def judge(self, evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
         """Whether an answer is wrong.

@@ -1,7 +1,8 @@
-"""A caller has some of the answers that it got computed again, by another replica of the stage.
+"""A peer has some of what it got computed again, by another replica of the stage that sent it.
 
-The coin falls when the answer, and the receipt for it, are here: nothing in the work tells an audit. Trainers
-do it for stage 0, and stage peers for the stage behind them.
+Answers, by trainers of stage 0, by stage peers of the stage behind them; and what was sent on, by those to
+which it came: their sums count it, whatever the sender says to its caller. The coin falls when the receipt
+is here: nothing in the work tells an audit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from peers.ports import Directory, Transport
+from peers.ports import Buffer, Directory, Transport
 from peers.voices import Voices
 from peers.waiting import TaskKeeper
 from swarm.audit.unusual import AnswerScreen, Honest
@@ -18,11 +19,15 @@ from swarm.errors import BadAnswer, Busy, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Coin, Toss
+from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AuditAnswer, Audited
 from swarm.wire.messages import WorkDone, pack, unpack_answer
+from swarm.wire.receipts import Answered, Receipt
 
 SHARE = 0.015
 """Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""
+SENT_ON_SHARE = 0.0075
+"""Of what was sent on: that takes a third of the work, and what counts in one's own sum is answered, too."""
 AUDIT_S = 20.0
 """Limit for one audit; its step may be over much sooner."""
 AT_ONCE = 4
@@ -33,26 +38,30 @@ MAX_ASKED, BUSY_S = 8, 0.1
 
 
 class AuditCaller:
-    """Args: on_fault: told of a peer whose answer did not fit, which is to be left alone for a while."""
+    """Args: on_fault: told of a peer of a stage that is to be left alone for a while, as its answer did not
+    fit; or what it sent on, as two judges say.
+    """
 
     def __init__(
-        self, run: Run, transport: Transport, directory: Directory, on_fault: Callable[[PeerFault], None]
+        self,
+        run: Run,
+        transport: Transport,
+        directory: Directory,
+        on_fault: Callable[[Stage, PeerFault], None],
     ) -> None:
         self._run, self._transport, self._directory = run, transport, directory
         self._voices = Voices(run, transport.signer, directory)
         self._on_fault = on_fault
         self._tasks = TaskKeeper()
-        self._screen = AnswerScreen()
+        self._screen, self._sent_on = AnswerScreen(), AnswerScreen()
 
     def answered(self, stage: Stage, mb: Microbatch, done: WorkDone) -> None:
         """Note an answer, whose receipt was checked."""
         strange = self._screen.strange_loss(done.loss)
         if not done.hops:
             return
-        toss = Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")
-        coin = Coin(self._transport.signer, self._run.id, toss)
-        if coin.falls(SHARE) or strange:
-            self._ask(stage, mb, done, strange)
+        if self._falls(SHARE, Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")) or strange:
+            self._ask_again(stage, mb, done, strange)
 
     def decoded(
         self, stage: Stage, mb: Microbatch, done: WorkDone, length: float, turned: Honest | None
@@ -60,32 +69,64 @@ class AuditCaller:
         """Note the norm of the gradient in an answer; `turned`: what follows is unlike the others'."""
         strange = self._screen.strange_length(length)
         if turned or strange:
-            self._ask(stage, mb, done, turned or strange)
+            self._ask_again(stage, mb, done, turned or strange)
 
-    def _ask(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
-        """Have an answer computed again."""
+    def sent_on(
+        self, stage: Stage, mb: Microbatch, peer: PeerId, half: Receipt, tensors: Sequence[Encoded],
+        loss: float, turned: Honest | None,
+    ) -> None:  # fmt: skip
+        """Note what a peer of a stage sent on to this one, with its receipt, and which loss followed."""
+        strange = self._sent_on.strange_loss(loss)
+        if turned or strange or self._falls(SENT_ON_SHARE, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):
+            said = half.statement(stage, mb, 0.0)
+            self._ask(peer, said, half.signature, turned or strange, tensors)
+
+    def of_stranger(
+        self, stage: Stage, mb: Microbatch, peer: PeerId, half: Receipt, tensors: Sequence[Encoded]
+    ) -> None:
+        """Have what a peer without voice sent on to one that is audited computed again."""
+        self._ask(peer, half.statement(stage, mb, 0.0), half.signature, None, tensors)
+
+    def _falls(self, share: float, toss: Toss) -> bool:
+        return Coin(self._transport.signer, self._run.id, toss).falls(share)
+
+    def _ask_again(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
         hop = done.hops[0] if done.hops else None
-        if hop is None or hop.receipt is None or len(self._tasks) >= AT_ONCE:
+        if hop is not None and hop.receipt is not None:
+            said = hop.receipt.statement(stage, mb, done.loss)
+            self._ask(hop.peer, said, hop.receipt.signature, honest)
+
+    def _ask(
+        self, accused: PeerId, said: Answered, signature: bytes, honest: Honest | None,
+        sent: Sequence[Encoded] = (),
+    ) -> None:  # fmt: skip
+        """Have an answer computed again, or what was `sent` on."""
+        if len(self._tasks) >= AT_ONCE:
             return
+        stage = said.stage
         voice = self._voices.of(stage)
         there = (r.peer for r in self._directory.at(stage) if r.state == "serving")
-        others = sorted(peer for peer in there if peer != hop.peer and (peer in voice or not voice))
+        others = sorted(peer for peer in there if peer != accused and (peer in voice or not voice))
         if not others:
             return
-        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, mb.t, str(mb.m)))
-        said, signature = hop.receipt.statement(stage, mb, done.loss), hop.receipt.signature
-        ask = AuditAnswer(run=self._run.id, peer=hop.peer, statement=said, signature=signature)
+        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, said.t, str(said.m)))
+        metas = tuple(one.meta for one in sent)
+        ask = AuditAnswer(run=self._run.id, peer=accused, statement=said, signature=signature, sent=metas)
         first = coin.below(len(others))
         judges = [*others[first:], *others[:first]]
-        self._tasks.create_task(self._audit(judges, ask, honest))
+        self._tasks.create_task(self._audit(judges, ask, honest, sent))
 
-    async def _audit(self, judges: Sequence[PeerId], ask: AuditAnswer, honest: Honest | None) -> None:
+    async def _audit(
+        self, judges: Sequence[PeerId], ask: AuditAnswer, honest: Honest | None, sent: Sequence[Encoded]
+    ) -> None:
         against, wanted, left = 0, min(JUDGES, len(judges)), deque(judges)
         for _ in range(MAX_ASKED):
             judge = left.popleft()
             try:
-                answer = await self._transport.call(judge, "audit", pack(ask), deadline_s=AUDIT_S)
-                if unpack_answer(judge, answer.header, Audited).fits:
+                found = await self._judged(judge, ask, [])
+                if found.asks and sent:
+                    found = await self._judged(judge, ask, [buffer for one in sent for buffer in one.buffers])
+                if found.fits:
                     if honest:
                         honest()
                     return
@@ -97,8 +138,15 @@ class AuditCaller:
                 return  # the step is over
             against += 1
             if against == wanted:
-                self._on_fault(BadAnswer(ask.peer, "its answer was computed again, and is another"))
+                if wanted == JUDGES or not sent:
+                    what = "what it sent on" if sent else "its answer"
+                    fault = BadAnswer(ask.peer, f"{what} was computed again, and is another")
+                    self._on_fault(ask.statement.stage, fault)
                 return
+
+    async def _judged(self, judge: PeerId, ask: AuditAnswer, body: Sequence[Buffer]) -> Audited:
+        answer = await self._transport.call(judge, "audit", pack(ask), body, deadline_s=AUDIT_S)
+        return unpack_answer(judge, answer.header, Audited)
 
     async def close(self) -> None:
         """Ask nothing more."""

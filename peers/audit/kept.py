@@ -8,17 +8,18 @@ from typing import NamedTuple
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.state import StageCore
 from peers.voices import Membership, Voices
+from peers.vouching.receipts import was_fed
 from peers.vouching.tickets import check_ticket
 from swarm.audit.answers import digest, split_tensors
+from swarm.digest import Digest
 from swarm.errors import BadAnswer, Refused, Stale
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
-from swarm.protocol.statements import is_signed
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AskKept, KeptTensors
 from swarm.wire.messages import pack, unpack, unpack_answer
-from swarm.wire.receipts import Fed, is_receipt
+from swarm.wire.receipts import is_receipt
 
 KEPT_S = 10.0
 """Limit for what another replica shows of a microbatch."""
@@ -51,13 +52,14 @@ class KeptWork:
             most += max(map(body_bytes, allowed_gradients(run, stage)))
         self._most_bytes = 2 * most
 
-    async def of(self, peer: PeerId, mb: Microbatch, *, made: bool) -> Shown:
-        """What `peer` keeps of a microbatch: what came in, or what it made of that.
+    async def of(self, peer: PeerId, mb: Microbatch, *, made: bool, inputs: Digest = b"") -> Shown:
+        """What `peer` keeps of a microbatch: what came in, or what it made of that. `inputs`: their digest,
+        where others may have come, too; what counts may be of those.
 
         Raises:
             SwarmError: it shows nothing, or what cannot be that.
         """
-        ask = AskKept(run=self._run.id, t=mb.t, m=mb.m, made=made)
+        ask = AskKept(run=self._run.id, t=mb.t, m=mb.m, made=made, inputs=inputs)
         answer = await self._transport.call(
             peer, "kept", pack(ask), max_answer_bytes=self._most_bytes, deadline_s=KEPT_S
         )
@@ -70,6 +72,21 @@ class KeptWork:
             raise BadAnswer(peer, "keeps buffers that do not fit their tensors")
         return Shown(told, split[0], split[1])
 
+    def fed_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
+        """The peer that signed what went in; at stage 0 a trainer's ticket names that instead.
+
+        Raises:
+            Refused: it does not, or nobody signed it.
+        """
+        run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
+        work = told.work
+        if work is None or (work.t, work.m) != mb:
+            raise Refused(f"nobody asked for {mb}")
+        check_ticket(signer, run, work)
+        if not was_fed(signer, run, stage, told.caller, work, digest(shown.forth)):
+            raise Refused(f"nobody sent these inputs of {mb}")
+        return [(told.caller, stage - 1)] if stage else []
+
     def signed_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
         """The neighbours that signed what came in: a replica cannot choose that later, to suit its sum.
 
@@ -77,18 +94,8 @@ class KeptWork:
             Refused: nobody signed it.
         """
         run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
-        work, hop, found, is_last = told.work, told.next, list[tuple[PeerId, Stage]](), stage == run.S - 1
-        named, back = digest(shown.forth), digest(shown.back)
-        if work is None or (work.t, work.m) != mb:
-            raise Refused(f"nobody asked for {mb}")
-        if stage == 0:
-            check_ticket(signer, run, work)
-            if work.ticket is None or work.ticket.inputs != named:
-                raise Refused(f"the ticket for {mb} names other inputs")
-        elif is_signed(signer, told.caller, run.id, Fed(stage, *mb, named), work.fed):
-            found.append((told.caller, stage - 1))
-        else:
-            raise Refused(f"nobody sent these inputs of {mb}")
+        hop, is_last, back = told.next, stage == run.S - 1, digest(shown.back)
+        found = self.fed_by(mb, shown)
         if is_last and not shown.back:
             return found
         receipt = None if hop is None else hop.receipt
@@ -119,9 +126,9 @@ def serve_kept(core: StageCore) -> None:
         elif once in shown.get(ask.t, ()):
             raise Refused(f"microbatch ({ask.t}, {ask.m}) was shown to this peer before")
         step = core.steps.get(ask.t)
-        kept = None if step is None else step.kept.get(ask.m)
-        if kept is None and core.applied is not None and core.applied.t == ask.t:
-            kept = core.applied.audit_kept.get(ask.m)
+        if step is None and core.applied is not None and core.applied.t == ask.t:
+            step = core.applied
+        kept = None if step is None else step.shown(ask.m, ask.inputs)
         if kept is None:
             raise Stale(f"microbatch ({ask.t}, {ask.m}) is not kept here", version=core.version)
         if audits:

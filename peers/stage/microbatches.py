@@ -66,7 +66,8 @@ class MicrobatchServer:
     ) -> None:  # fmt: skip
         self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
         self._audits, self._is_audited = audits, is_audited(core.run)
-        self._directions = Directions()
+        self._directions, self._fed_directions = Directions(), Directions()
+        """Of the peers that answer, and of those that send on to this one."""
         self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
@@ -160,6 +161,9 @@ class MicrobatchServer:
         if self._core.leaving:
             raise Leaving("this peer is leaving")
         check_ticket(self._transport.signer, core.run, work)
+        if core.stage > 0 and core.backoff.rests(request.peer, now=now_s()):
+            text = "this peer takes nothing of its caller for a while: what that sent on was judged false"
+            raise NotReady(text, version=core.version, retry_after_s=0.5)
         if core.me in self._left_out():
             text = "this peer's stage leaves it out for a while: it held the others up"
             raise NotReady(text, version=core.version, retry_after_s=0.5)
@@ -291,13 +295,15 @@ class MicrobatchServer:
         job.done.exception()  # perhaps no caller waits any more
 
     async def _last(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
-        began = now_s()
+        began, samples = now_s(), list[torch.Tensor]()
 
         def compute() -> Kept:
             mb = self._alive(step, work)
             fault_point("backward")
             named = self._receipts.came(caller, work, inputs)
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
+            if self._audits is not None:
+                samples[:] = [sample_of(found.terms.values())] if found.terms else []
             grads_in = found.answer
             receipt = self._receipts.give(mb, named, grads_in, found.loss)
             compute_s = self._took_s()
@@ -306,7 +312,20 @@ class MicrobatchServer:
             asked = (caller, work) if self._is_audited else None
             return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked))
 
-        return await self._core.device.run(Rank.COMPUTE, work.t, compute)
+        kept = await self._core.device.run(Rank.COMPUTE, work.t, compute)
+        self._observe_inputs(caller, work, kept, samples)
+        return kept
+
+    def _observe_inputs(
+        self, caller: PeerId, work: Work, kept: Kept, samples: Sequence[torch.Tensor]
+    ) -> None:
+        """Have what a peer of the stage before sent on computed again, by chance, or since it looks strange.
+        `samples`: of what follows from it.
+        """
+        if self._audits is not None and work.fed is not None:
+            turned = self._fed_directions.strange(work.t, caller, samples[0]) if samples else None
+            mb, loss = Microbatch(work.t, work.m), kept.answer.loss
+            self._audits.sent_on(self._core.stage - 1, mb, caller, work.fed, kept.inputs, loss, turned)
 
     def _codec_for(self, work: Work) -> str | None:
         """The codec for the line to the next peer, of those that the manifest allows; None: its first."""
@@ -332,7 +351,10 @@ class MicrobatchServer:
             mb = self._alive(step, work)
             came = self._receipts.came(caller, work, inputs)
             fwd = core.compute.forward(mb, inputs, codec=codec)
-            onward, sent = self._receipts.feed(work, fwd.outputs)
+            onward, sent = self._receipts.feed(work, came, fwd.outputs)
+            if self._is_audited:
+                sent_on = Kept(inputs, (), _done(0.0, ()), (), asked=(caller, work))
+                step.send_on(work.m, came, sent_on, most=2 * core.run.M)
             timed[0] = self._took_s()
             return fwd, came, onward, sent
 
@@ -370,6 +392,7 @@ class MicrobatchServer:
                 if self._audits is not None:
                     turned = self._directions.strange(work.t, peer, samples[0]) if samples else None
                     self._audits.decoded(core.stage + 1, fwd.mb, done, math.hypot(*lengths), turned)
+                self._observe_inputs(caller, work, kept, samples)
                 return kept
             except Refused as refused:
                 # The gradient was refused before anything was added: its sender is at fault.
@@ -426,7 +449,7 @@ class MicrobatchServer:
 
             def again() -> tuple[Forward, Work, bytes]:
                 fwd = core.compute.forward(self._alive(step, work), kept.inputs, grad=False)
-                return fwd, *self._receipts.feed(work, fwd.outputs)
+                return fwd, *self._receipts.feed(work, kept.inputs_digest, fwd.outputs)
 
             fwd, onward, sent = await core.device.run(Rank.COMPUTE, work.t, again)
             await self._call_next(step, onward, fwd, sent)

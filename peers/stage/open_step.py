@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from swarm.digest import Digest
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Ledger, everything
 from swarm.protocol.rounds import Commit, Plan
-from swarm.protocol.statements import Signature
 from swarm.protocol.step import ReplicaStep
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import Audit, Ticket, Work, WorkDone
+from swarm.wire.receipts import Receipt
 
 
 @dataclass(slots=True)
@@ -37,6 +38,12 @@ class Kept:
     asked: tuple[PeerId, Work] | None = None
     """Who sent the inputs, and what it signed; None: answers are not audited. Else it may be asked for when
     its step is over."""
+
+    @property
+    def inputs_digest(self) -> Digest:
+        """As its receipt has it; empty: there is none."""
+        receipt = self.answer.hops[0].receipt
+        return b"" if receipt is None else receipt.inputs
 
     def is_of(self, peer: PeerId) -> bool:
         """Whether a peer sent the inputs, or computed a gradient of them at this stage or a later one."""
@@ -62,10 +69,12 @@ class OpenStep(ReplicaStep):
         self.kept: dict[int, Kept] = {}
         self.audit_kept: dict[int, Kept] = {}
         """The same after the step was taken, where answers are audited; it goes with the next one."""
-        self.fed_again: dict[tuple[int, Signature | Ticket | None], Kept] = {}
+        self.fed_again: dict[tuple[int, Receipt | Ticket | None], Kept] = {}
         """What was computed anew of a microbatch, since a caller sent other inputs than were kept: the latest
         ones, by what that signed of them.
         """
+        self.sent_on: dict[tuple[int, Digest], Kept] = {}
+        """Where answers are audited: what went into those that were sent on, answered or not. The latest."""
         self.losses: dict[int, float] = {}
         """Last stage: of microbatches that were handed over, which have nothing kept."""
         self.reduced: torch.Tensor | None = None
@@ -89,6 +98,21 @@ class OpenStep(ReplicaStep):
         self.ending: set[asyncio.Task[Any]] = set()
         """Tasks that were told to stop and may not have noticed yet."""
 
+    def send_on(self, m: int, inputs: Digest, kept: Kept, *, most: int) -> None:
+        """Keep what goes into a microbatch that is sent on."""
+        if len(self.sent_on) >= most:
+            del self.sent_on[next(iter(self.sent_on))]
+        self.sent_on[m, inputs] = kept
+
+    def shown(self, m: int, inputs: Digest) -> Kept | None:
+        """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""
+        kept = self.kept.get(m) or self.audit_kept.get(m)
+        if not inputs:
+            return kept
+        again = (other for (number, _), other in self.fed_again.items() if number == m)
+        made = (one for one in (kept, *again) if one is not None and one.inputs_digest == inputs)
+        return next(made, self.sent_on.get((m, inputs)))
+
     def loss_of(self, m: int) -> float:
         """Last stage: the loss of a microbatch in the sum. Its sum may be lost at any moment: then 0."""
         kept = self.kept.get(m)
@@ -105,7 +129,6 @@ class OpenStep(ReplicaStep):
         self.commit, self.whole = commit, None
         self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
         self.kept.clear()
-        self.fed_again.clear()
         self.losses.clear()
 
     def stop(self, kind: str) -> None:

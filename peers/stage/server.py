@@ -55,11 +55,11 @@ from peers.transfer.server import StateServer
 from peers.transfer.spare import Spare, words_of
 from peers.waiting import unless
 from swarm.audit import is_audited
-from swarm.errors import PeerFault, SetupError
+from swarm.errors import PeerFault, SetupError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
-from swarm.policy.backoff import Backoff
+from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
 from swarm.policy.router import Router
 from swarm.policy.spares import Verdict
 from swarm.protocol.messages import MAX_LEFT_OUT
@@ -100,7 +100,7 @@ class StagePeer:
             )  # fmt: skip
         self._next_stage = next_stage
         audits = None
-        if next_stage is not None and is_audited(run):
+        if run.S > 1 and is_audited(run):
             audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._audits = audits
         self.microbatches = MicrobatchServer(
@@ -110,7 +110,7 @@ class StagePeer:
         self.evaluations = EvaluationServer(core)
         serve_kept(core)
         kept_work = KeptWork(run, stage, transport, directory, lambda: core.version)
-        self.answer_audits = AnswerAudits(core, self.convictions, kept_work)
+        self.answer_audits = AnswerAudits(core, self.convictions, kept_work, audits)
         sums = SumAudits(run, stage, transport, self.convictions)
         self.contribution_audits = ContributionAudits(core, self.convictions, kept_work, sums)
         all_reduce = self.all_reduce = AllReduce(
@@ -361,9 +361,14 @@ class StagePeer:
         self.peer_gone(liar)
         self.actions.spawn(self.core.forget_work_of(liar))
 
-    def _answered_wrongly(self, fault: PeerFault) -> None:
-        assert self._next_stage is not None
-        self._next_stage.fault(fault)
+    def _answered_wrongly(self, stage: Stage, fault: PeerFault) -> None:
+        if stage > self.stage:
+            assert self._next_stage is not None
+            self._next_stage.fault(fault)
+        else:  # it sent that on to this peer
+            core, now = self.core, now_s()
+            core.backoff.charge(fault.peer, t=core.version, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+            self._emit(events.Trouble(text=f"peer {short(fault.peer)} is refused for a while: {fault.why}"))
         self.actions.spawn(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:

@@ -10,10 +10,10 @@ from swarm.audit.answers import digest
 from swarm.errors import Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.statements import Signer, is_signed, sign
+from swarm.protocol.statements import Signer
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import Work, WorkDone
-from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, tensors_digest
+from swarm.wire.receipts import Answered, Receipt, give_receipt, half_receipt, is_sent_on, tensors_digest
 
 NOTHING = tensors_digest((), ())
 
@@ -25,14 +25,16 @@ class Receipts:
         self._run, self._stage, self._signer = run, stage, signer
         self._wanted = bool(run.admission.trainers)
 
-    def feed(self, work: Work, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
-        """`work` for the next stage, with this peer's word for what it computed; and the digest of that."""
-        onward = msgspec.structs.replace(work, tensors=tuple(output.meta for output in outputs), fed=b"")
+    def feed(self, work: Work, inputs: bytes, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
+        """`work` for the next stage, with this peer's word for what it computed, of `inputs` by their digest;
+        and the digest of that.
+        """
+        onward = msgspec.structs.replace(work, tensors=tuple(output.meta for output in outputs), fed=None)
         if not self._wanted:
             return onward, b""
-        named = digest(outputs)
-        fed = Fed(self._stage + 1, work.t, work.m, named)
-        return msgspec.structs.replace(onward, fed=sign(self._signer, self._run.id, fed)), named
+        named, mb = digest(outputs), Microbatch(work.t, work.m)
+        half = half_receipt(self._signer, self._run.id, self._stage, mb, inputs, named)
+        return msgspec.structs.replace(onward, fed=half), named
 
     def came(self, caller: PeerId, work: Work, inputs: Sequence[Encoded]) -> bytes:
         """The digest of what came for a microbatch; of stage 0 the ticket names it, at the others its caller.
@@ -56,10 +58,7 @@ class Receipts:
 
     def is_fed(self, caller: PeerId, work: Work, inputs: bytes) -> bool:
         """Whether a caller signed that these are the inputs. At stage 0 the ticket says so."""
-        if self._stage == 0:
-            return work.ticket is not None and work.ticket.inputs == inputs
-        fed = Fed(self._stage, work.t, work.m, inputs)
-        return is_signed(self._signer, caller, self._run.id, fed, work.fed)
+        return was_fed(self._signer, self._run, self._stage, caller, work, inputs)
 
     def give(
         self,
@@ -86,3 +85,15 @@ class Receipts:
                 last.input_grads if last is not None else NOTHING, digest(input_grads), loss,
             ),
         )  # fmt: skip
+
+
+def was_fed(signer: Signer, run: Run, stage: Stage, caller: PeerId, work: Work, inputs: bytes) -> bool:
+    """Whether what went into a microbatch at a stage is signed: at stage 0 by a trainer, with its ticket;
+    else by `caller`, a peer of the stage before. At stage 1 the ticket names what that made it of.
+    """
+    if stage == 0:
+        return work.ticket is not None and work.ticket.inputs == inputs
+    if work.fed is None or (stage == 1 and (work.ticket is None or work.fed.inputs != work.ticket.inputs)):
+        return False
+    mb = Microbatch(work.t, work.m)
+    return is_sent_on(signer, caller, run.id, stage - 1, mb, inputs, work.fed)

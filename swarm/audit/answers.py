@@ -43,14 +43,23 @@ class Made(NamedTuple):
 
     def is_of(self, said: Answered) -> bool:
         """Whether these are the bytes that a peer signed."""
+        if said.is_half:
+            return digest(self.outputs) == said.outputs
         same = (digest(self.outputs), digest(self.input_grads)) == (said.outputs, said.input_grads)
         return same and self.loss in (None, said.loss)
 
 
 def make(
-    compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
+    compute: StageCompute, said: Answered, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
 ) -> Made:
-    """Compute a microbatch; no sum changes. In a job of the device. Raises as `StageCompute.forward`."""
+    """Compute what a peer said that it computed; no sum changes. In a job of the device.
+
+    Raises:
+        As `StageCompute.forward`.
+    """
+    mb = Microbatch(said.t, said.m)
+    if said.is_half:
+        return Made(compute.forward(mb, inputs, grad=False).outputs, [])
     if compute.stage == compute.run.S - 1:
         found = compute.loss_gradients(mb, inputs, weights=False)
         return Made([], list(found.answer), found.loss)
@@ -119,9 +128,10 @@ def proves_answer(
         return False
     inputs, output_grads, outputs, input_grads = split
     signed = (said.inputs, said.output_grads, said.outputs, said.input_grads)
-    if tuple(map(digest, split)) != signed:
+    nothing = b"" if said.is_half else digest([])
+    if tuple(digest(tensors) if tensors else nothing for tensors in split) != signed:
         return False
-    made = make(compute, Microbatch(said.t, said.m), inputs, output_grads)
+    made = make(compute, said, inputs, output_grads)
     far = share * FAR[run.dtype]
     if made.loss is not None and abs(made.loss - said.loss) > far * max(1.0, abs(made.loss)):
         return True

@@ -130,6 +130,8 @@ def is_false(said: Answered, true: Answered, *, is_last: bool) -> bool | None:
         return None
     if said.outputs != true.outputs:
         return True
+    if said.is_half:
+        return False
     if said.output_grads != true.output_grads:
         return None
     return said.input_grads != true.input_grads or (is_last and said.loss != true.loss)

@@ -115,16 +115,22 @@ class Heard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditAnswer(RunMessage, frozen=True, kw_only=True):
-    """A request to compute an answer of `peer` again, from what it keeps."""
+    """A request to compute an answer of `peer` again, from what it keeps; or half of one, which it sent on.
+
+    Body, if that was asked for: the tensors that it sent on.
+    """
 
     peer: PeerId
     statement: Answered
     signature: Signature
+    sent: tuple[TensorMeta, ...] = ()
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):
     fits: bool
     """Or it could not be computed now."""
+    asks: bool = False
+    """What was sent on has other bits: for those tensors."""
 
 
 class AskKept(RunMessage, frozen=True, kw_only=True):
@@ -133,6 +139,8 @@ class AskKept(RunMessage, frozen=True, kw_only=True):
     t: int
     m: int
     made: bool
+    inputs: Digest = b""
+    """What went into the microbatch, whether that counts or not; empty: what counts."""
 
 
 class KeptTensors(msgspec.Struct, frozen=True, kw_only=True):

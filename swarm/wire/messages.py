@@ -100,8 +100,8 @@ class Work(RunMessage, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...] = ()
     ticket: Ticket | None = None
     """In a run that names trainers."""
-    fed: Signature = b""
-    """The caller's, of `Fed`: in such a run, from a stage peer."""
+    fed: Receipt | None = None
+    """The caller's, for what it sends on: in such a run, from a stage peer."""
 
 
 class Evaluate(RunMessage, frozen=True, kw_only=True):

@@ -19,7 +19,10 @@ from swarm.wire.tensor_meta import TensorMeta
 
 
 class Answered(Statement, frozen=True, array_like=True):
-    """That the signer computed a microbatch at a stage, from which bytes to which."""
+    """That the signer computed a microbatch at a stage, from which bytes to which.
+
+    Its first half goes on with what it sends on (`is_half`): there is no answer to that yet.
+    """
 
     stage: Stage
     t: int
@@ -33,19 +36,15 @@ class Answered(Statement, frozen=True, array_like=True):
     """What it answers; of nothing at stage 0."""
     loss: float
 
+    @property
+    def is_half(self) -> bool:
+        """Whether it says nothing of gradients and loss."""
+        return not self.input_grads
+
 
 class Asked(Statement, frozen=True, array_like=True):
     """That the signer, a trainer, has a microbatch computed from these inputs of stage 0."""
 
-    t: int
-    m: int
-    inputs: Digest
-
-
-class Fed(Statement, frozen=True, array_like=True):
-    """That the signer, a peer of the stage before, computed these inputs of a stage for a microbatch."""
-
-    stage: Stage
     t: int
     m: int
     inputs: Digest
@@ -74,8 +73,24 @@ def give_receipt(signer: Signer, run: str, answered: Answered) -> Receipt:
     return Receipt(a.inputs, a.outputs, a.output_grads, a.input_grads, sign(signer, run, answered))
 
 
+def half_receipt(
+    signer: Signer, run: str, stage: Stage, mb: Microbatch, inputs: Digest, outputs: Digest
+) -> Receipt:
+    """The receipt for what a peer sends on, before that is answered."""
+    return give_receipt(signer, run, Answered(stage, *mb, inputs, outputs, b"", b"", 0.0))
+
+
 def is_receipt(
     signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, loss: float, receipt: Receipt
 ) -> bool:
-    """Whether `peer` signed it for this microbatch at this stage, with this loss."""
-    return is_signed(signer, peer, run, receipt.statement(stage, mb, loss), receipt.signature)
+    """Whether `peer` signed it for this microbatch at this stage, with this loss; a half is none."""
+    said = receipt.statement(stage, mb, loss)
+    return not said.is_half and is_signed(signer, peer, run, said, receipt.signature)
+
+
+def is_sent_on(
+    signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, outputs: Digest, half: Receipt
+) -> bool:
+    """Whether `peer` signed that it computed these outputs of a stage."""
+    said = half.statement(stage, mb, 0.0)
+    return said.is_half and half.outputs == outputs and is_signed(signer, peer, run, said, half.signature)

@@ -7,7 +7,14 @@ import pytest
 
 from peers.sim.network import SimSigner
 from swarm.ids import Microbatch
-from swarm.wire.receipts import Answered, give_receipt, is_receipt, tensors_digest
+from swarm.wire.receipts import (
+    Answered,
+    give_receipt,
+    half_receipt,
+    is_receipt,
+    is_sent_on,
+    tensors_digest,
+)
 from swarm.wire.tensor_meta import TensorMeta
 
 META = TensorMeta((2, 3), "float32", "none")
@@ -37,3 +44,14 @@ def test_a_signature_covers_all_that_came_and_went(name: str) -> None:
     assert is_receipt(*of, receipt)
     assert not is_receipt(*of, msgspec.structs.replace(receipt, **{name: b"e" * 32}))
     assert len(msgspec.msgpack.encode(receipt)) < 210
+
+
+def test_half_a_receipt_is_of_what_is_sent_on_and_none_of_an_answer() -> None:
+    signer, mb = SimSigner("me"), Microbatch(7, 3)
+    half = half_receipt(signer, "run", 1, mb, b"a" * 32, b"b" * 32)
+    of = (signer, "me", "run", 1, mb)
+    assert is_sent_on(*of, b"b" * 32, half) and not is_receipt(*of, 0.0, half)
+    assert not is_sent_on(*of, b"c" * 32, half)
+    assert not is_sent_on(signer, "me", "run", 2, mb, b"b" * 32, half)
+    assert not is_sent_on(*of, b"b" * 32, msgspec.structs.replace(half, inputs=b"c" * 32))
+    assert not is_sent_on(*of, b"b" * 32, give_receipt(signer, "run", ANSWERED))

@@ -17,10 +17,9 @@ from swarm.errors import Refused
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.model.stage_io import input_metas
-from swarm.protocol.statements import sign
 from swarm.records import PeerRecord
 from swarm.wire.messages import Hop, Work, WorkDone, pack, unpack
-from swarm.wire.receipts import Answered, Fed, Receipt, give_receipt, is_receipt, tensors_digest
+from swarm.wire.receipts import Answered, Receipt, give_receipt, half_receipt, is_receipt, tensors_digest
 from swarm.wire.tensor_meta import TensorMeta
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
@@ -161,7 +160,7 @@ async def test_a_trainer_takes_no_answer_that_it_could_not_have_computed_again(l
         assert lost and all(why in text for text in lost)
 
 
-@pytest.mark.parametrize("lie", ["nobody's", "another's", "other bytes"])
+@pytest.mark.parametrize("lie", ["nobody's", "another's", "other bytes", "of other inputs"])
 async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
     """So that an audit is shown what came, and nothing that suits."""
     async with swarm(RUN, replicas=1) as s:
@@ -171,10 +170,19 @@ async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
         hidden, tokens = bytes(8), bytes(9)
         metas = input_metas(RUN, 1)
         named = tensors_digest(metas, [bytes(len(hidden)) if lie != "other bytes" else b"\1" * 8, tokens])
-        fed = sign(SimSigner("s0p0" if lie == "another's" else "s0x"), RUN.id, Fed(1, 0, 0, named))
-        work = work_of(RUN, tensors=metas, fed=b"" if lie == "nobody's" else fed)
+        fed = fed_by("s0p0" if lie == "another's" else "s0x", named)
+        if lie == "of other inputs":
+            fed = half_receipt(SimSigner("s0x"), RUN.id, 0, Microbatch(0, 0), NOTHING, named)
+        work = work_of(RUN, tensors=metas, fed=None if lie == "nobody's" else fed)
         with pytest.raises(Refused, match="takes what a peer of stage 0 signed"):
             await feeder.ask("s1p0", "work", work, WorkDone, [hidden, tokens])
+
+
+def fed_by(name: str, outputs: bytes) -> Receipt:
+    """What a peer of stage 0 signs of what it sends on of microbatch (0, 0)."""
+    ticket = work_of(RUN).ticket
+    assert ticket is not None
+    return half_receipt(SimSigner(name), RUN.id, 0, Microbatch(0, 0), ticket.inputs, outputs)
 
 
 class Feeders:
@@ -189,7 +197,7 @@ class Feeders:
         """Feed these bytes, which have to be what is answered; their digest."""
         metas, tokens = input_metas(RUN, 1), bytes(9)
         named = tensors_digest(metas, [hidden, tokens])
-        work = work_of(RUN, tensors=metas, fed=sign(SimSigner(name), RUN.id, Fed(1, 0, 0, named)))
+        work = work_of(RUN, tensors=metas, fed=fed_by(name, named))
         done = await self._feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
         receipt = done.hops[0].receipt
         assert receipt is not None and receipt.inputs == named
@@ -220,9 +228,9 @@ async def test_who_is_fed_a_microbatch_with_other_inputs_answers_to_those_and_co
         await feed("s0y", b"\2" * 8)
         assert step.ledger.done == 1 and step.kept[0].is_of("s0y") and not step.kept[0].is_of("s0x")
         await asyncio.gather(feed("s0x", b"\3" * 8), feed("s0y", b"\4" * 8))
-        for value in range(5, 12):
+        for value in range(5, 13):
             await feed("s0x", bytes([value]) * 8)
-        assert step.ledger.done == 1 and len(step.fed_again) == RUN.M
+        assert step.ledger.done == 1 and (len(step.fed_again), len(step.sent_on)) == (RUN.M, 2 * RUN.M)
 
 
 async def test_two_callers_that_feed_a_microbatch_at_once_are_each_answered_what_they_sent() -> None:

@@ -239,7 +239,7 @@ def answer(t: int, m: int, **lies: Any) -> WorkDone:
     hops = []
     for stage, peer in enumerate(("a", "b")):
         came = lies.get("came", b"x") if stage else b"in"
-        said = Answered(stage, t, m, came, b"x", b"", b"", lies.get("signed_loss", 1.0) if stage else 1.0)
+        said = Answered(stage, t, m, came, b"x", b"g", b"g", lies.get("signed_loss", 1.0) if stage else 1.0)
         receipt = give_receipt(SimSigner(lies.get("signer", peer) if stage else peer), RUN.id, said)
         hop = Hop(stage=stage, peer=peer, own_s=0.1, compute_s=0.1, receipt=receipt)
         hops.append(msgspec.structs.replace(hop, stage=9) if stage and "stage" in lies else hop)

@@ -355,7 +355,7 @@ async def test_where_no_third_has_voice_the_founder_is_believed(monkeypatch: pyt
 
 async def test_a_trainer_vouches_for_nobody_that_a_stage_has_convicted() -> None:
     """It is shown no evidence, and asks. One replica of three that says so convicts nobody."""
-    async with swarm(audited_run(steps=RENEW_EVERY + 1, microbatches=4), replicas=3) as s:
+    async with swarm(audited_run(steps=RENEW_EVERY + 1, microbatches=9), replicas=3) as s:
         await s.until_serving()
         trainer = s.add_trainer(TRAINER)
         await s.until_version(RENEW_EVERY - 2)

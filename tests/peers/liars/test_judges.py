@@ -331,7 +331,8 @@ async def test_who_has_no_time_to_judge_is_asked_again_after_the_others(fits: bo
         ask = AuditAnswer(run=RUN.id, peer="s1p1", statement=said, signature=signature)
         honest: list[str] = []
         judges = ["s1p0", "s1p2", "s1p3"]
-        await caller._audit(judges, ask, lambda: honest.append("it is"))  # pyright: ignore[reportPrivateUsage]
+        said_so = lambda: honest.append("it is")  # noqa: E731
+        await caller._audit(judges, ask, said_so, [])  # pyright: ignore[reportPrivateUsage]
         assert honest == (["it is"] if fits else [])
         lost = [event.peer for event in s.seen(PeerLost)]
         assert lost == ([] if fits else ["s1p1"])

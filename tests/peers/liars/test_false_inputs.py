@@ -1,0 +1,171 @@
+"""Attack 18, in what is sent on: a peer feeds the next stage falsely first, then truly, and answers truly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from peers.events import Trouble
+from peers.sim.network import SimSigner
+from peers.stage.open_step import Kept
+from peers.stage.server import StagePeer
+from swarm.audit.answers import digest
+from swarm.ids import Microbatch
+from swarm.wire.codec import Encoded
+from swarm.wire.receipts import half_receipt
+from tests.peers import sybils
+from tests.peers.admitted import TRAINER, admitting
+from tests.peers.liars.test_false_answers import (
+    LIES,
+    Change,
+    Counting,
+    accused,
+    audited_run,
+    changed,
+    decoder_run,
+)
+from tests.peers.loops import Swarm, swarm
+
+pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
+
+RUN = audited_run(steps=6)
+Made = tuple[bytes, list[Encoded]]
+MakeUp = Callable[[StagePeer, Any, Any, Any, Change], Made]
+"""What a liar sends on of a microbatch, and of which inputs it says that it made that, by their digest."""
+
+
+def other_outputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Change) -> Made:
+    return work.fed.inputs, changed(fwd.outputs, change)
+
+
+def of_no_inputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Change) -> Made:
+    return bytes(len(work.fed.inputs)), changed(fwd.outputs, change)
+
+
+def of_other_inputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Change) -> Made:
+    """Truly computed of inputs that nobody sent it; it shows those."""
+    came = step.sent_on[work.m, work.fed.inputs]
+    inputs = changed(came.inputs, change)
+    named = digest(inputs)
+    step.sent_on[work.m, named] = Kept(inputs, (), came.answer, (), asked=came.asked)
+    made = liar.core.compute.forward(Microbatch(work.t, work.m), inputs, grad=False)
+    return named, made.outputs
+
+
+def feed_falsely(liar: StagePeer, change: Change, make_up: MakeUp = other_outputs) -> set[bytes]:
+    """Have a peer send on each microbatch falsely, and then truly; the digests of what is false."""
+    server: Any = liar.microbatches
+    call, false = server._call_next, set[bytes]()
+
+    async def twice(step: Any, work: Any, fwd: Any, sent: bytes) -> Any:
+        other = copy.copy(fwd)
+        made_of, other.outputs = make_up(liar, step, work, fwd, change)
+        named, mb = digest(other.outputs), Microbatch(work.t, work.m)
+        false.add(named)
+        half = half_receipt(SimSigner(liar.core.me), liar.core.run.id, liar.stage, mb, made_of, named)
+        await call(step, msgspec.structs.replace(work, fed=half), other, named)
+        return await call(step, work, fwd, sent)
+
+    server._call_next = twice
+    return false
+
+
+def refused(s: Swarm) -> set[str]:
+    """By those that they send on to, for a while."""
+    said = [event.text for event in s.events if isinstance(event, Trouble)]
+    return {text.split()[1] for text in said if " is refused for a while: what it sent on was " in text}
+
+
+def audit_what_is_sent_on(s: Swarm, *peers: str) -> None:
+    """Have those, or all, audit all of that, and no answers by chance."""
+    for name, peer in s.peers.items():
+        audits: Any = peer._audits  # pyright: ignore[reportPrivateUsage]
+        audits._falls = lambda _, toss, name=name: toss.purpose == "sent on" and (not peers or name in peers)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("what", LIES)
+async def test_a_peer_that_feeds_the_next_stage_falsely_first_is_found_and_left_out(
+    stage: int, what: str
+) -> None:
+    async with swarm(RUN, replicas=3) as s:
+        await s.until_serving()
+        audit_what_is_sent_on(s)
+        liar = f"s{stage}p1"
+        false = feed_falsely(s.peers[liar], LIES[what])
+        s.add_trainer(TRAINER)
+        honest = [peer for name, peer in s.peers.items() if name != liar]
+        await s.until(lambda: all(liar in p.convictions.convicted for p in honest), limit_s=100.0)
+        assert false and accused(s) == {liar} and refused(s) <= {liar}
+        await s.until(lambda: all(p.core.version == RUN.steps for p in honest), limit_s=100.0)
+
+
+@pytest.mark.parametrize("make_up", [of_no_inputs, of_other_inputs])
+async def test_who_names_inputs_that_it_never_got_is_refused_by_those_that_it_feeds(make_up: MakeUp) -> None:
+    """It proves nothing to others. At stage 0 the ticket names the inputs, so it is refused at once."""
+    async with swarm(RUN, replicas=3) as s:
+        await s.until_serving()
+        audit_what_is_sent_on(s)
+        feed_falsely(s.peers["s1p1"], LIES["sign flip"], make_up)
+        s.add_trainer(TRAINER)
+        fed = [peer for peer in s.peers.values() if peer.stage == 2]
+        await s.until(lambda: s.finished, limit_s=100.0)
+        assert refused(s) == {"s1p1"} and accused(s) == set()
+        applied = [peer.core.applied for peer in fed]
+        last = [kept for step in applied if step is not None for kept in step.audit_kept.values()]
+        assert len(last) == RUN.M and not any(kept.is_of("s1p1") for kept in last)
+
+
+async def test_of_two_replicas_one_has_none_refused_that_it_judges_alone() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await s.until_serving()
+        audit_what_is_sent_on(s)
+        feed_falsely(s.peers["s1p1"], LIES["sign flip"], of_no_inputs)
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.finished, limit_s=100.0)
+        assert refused(s) == set()
+
+
+async def test_honest_peers_are_never_refused_for_what_they_sent_on() -> None:
+    """Though calls break, and microbatches are sent on a second time."""
+    async with swarm(RUN, replicas=3) as s:
+        await s.until_serving()
+        audit_what_is_sent_on(s)
+        s.add_trainer(TRAINER)
+        await s.until_version(2)
+        s.kill("s2p1")
+        await s.until_version(4)
+        s.kill("s1p0")
+        await s.until(lambda: s.finished, limit_s=100.0)
+        assert accused(s) == set() == refused(s)
+
+
+async def test_of_whom_strangers_fed_what_those_sent_on_is_computed_again() -> None:
+    """Else a peer could sign what suits by another name of its own, and have it called its inputs."""
+    known = [f"s{stage}p{n}" for stage in range(3) for n in range(3) if (stage, n) != (0, 1)]
+    async with swarm(sybils.admitting(RUN), replicas=3) as s:
+        sybils.give_voice(s, *known)
+        await s.until_serving()
+        audit_what_is_sent_on(s, "s2p0", "s2p1", "s2p2")
+        for replica in range(3):
+            blind: Any = s.peers[f"s1p{replica}"].microbatches
+            blind._observe_inputs = lambda *_: None
+        feed_falsely(s.peers["s0p1"], LIES["sign flip"])
+        s.add_trainer(sybils.TRAINER)
+        await s.until(lambda: accused(s) == {"s0p1"}, limit_s=100.0)
+
+
+async def test_who_sends_on_what_turns_others_sums_around_is_found_by_what_follows() -> None:
+    run = decoder_run(steps=16)
+    async with swarm(admitting(run, TRAINER), replicas=3, batches=Counting(run)) as s:
+        await s.until_serving()
+        audit_what_is_sent_on(s, "nobody")
+        s.add_trainer(TRAINER)
+        await s.until_version(6)
+        feed_falsely(s.peers["s1p1"], LIES["sign flip"])
+        await s.until(lambda: accused(s) or s.finished, limit_s=100.0)
+        assert accused(s) == {"s1p1"}
