@@ -59,7 +59,7 @@ from swarm.errors import PeerFault, SetupError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
-from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
+from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
 from swarm.policy.spares import Verdict
 from swarm.protocol.messages import MAX_LEFT_OUT
@@ -367,8 +367,10 @@ class StagePeer:
             self._next_stage.fault(fault)
         else:  # it sent that on to this peer
             core, now = self.core, now_s()
-            core.backoff.charge(fault.peer, t=core.version, since_s=now, now=now, rounds=BUDGET_ROUNDS)
-            self._emit(events.Trouble(text=f"peer {short(fault.peer)} is refused for a while: {fault.why}"))
+            core.backoff.charge(fault.peer, t=core.version, since_s=now, now=now, rounds=1)
+            if core.backoff.rests(fault.peer, now=now):
+                text = f"peer {short(fault.peer)} is refused for a while: {fault.why}"
+                self._emit(events.Trouble(text=text))
         self.actions.spawn(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:
