@@ -89,8 +89,12 @@ class Belief:
         self._excused: dict[int, set[PeerId]] = {}
         self._idle: dict[int, set[PeerId]] = {}
         """Those of them that are there, and could take part in the step."""
-        self._held = set[int]()
-        """The steps whose result this replica holds."""
+        self._served: dict[int, set[tuple[Stage, PeerId]]] = {}
+        """By step whose result this replica holds: who served which stage when it had that, or the one
+        before. The step was done without those that came later.
+        """
+        self._served_last = set[tuple[Stage, PeerId]]()
+        """When this replica last had a result."""
         self.lacking: dict[int, tuple[PeerId, ...]] = {}
         """The peers whose word was lacking, by step, since this was last emptied."""
 
@@ -107,10 +111,16 @@ class Belief:
         nothing of them were perhaps asked before there was anything: they are asked again.
         """
         held = set(steps)
-        new, self._held = held - self._held, held
+        new = held - self._served.keys()
+        self._served = {t: served for t, served in self._served.items() if t in held}
         for t in new:
             self._excused.pop(t, None)
+            served = {(stage, peer) for stage in self._peers for peer in self._serving(stage)}
+            self._served[t], self._served_last = served | self._served_last, served
         return new
+
+    def _serving(self, stage: Stage) -> list[PeerId]:
+        return [record.peer for record in self._peers.get(stage, ()) if record.state == "serving"]
 
     def excuse(
         self,
@@ -131,14 +141,22 @@ class Belief:
             for old in [old for old in known if old < t - KEPT_STEPS]:
                 del known[old]
 
-    def commit(self, commit: Commit, generation: Generation, mine: Prepared | None) -> bool:
-        """Whether a commit is proven. `mine`: the result that this replica holds of its step."""
+    def commit(
+        self, commit: Commit, generation: Generation, mine: Prepared | None, *, is_told: bool = True
+    ) -> bool:
+        """Whether a commit is proven. `mine`: the result that this replica holds of its step. `is_told`: some
+        have perhaps taken the step by it; else this replica finds it, and by what is true now.
+        """
         try:
             self.check_commit(commit, generation, mine)
+            own = is_told and mine is not None and proves(commit, self._stage, mine)
+            served = self._served.get(commit.t) if is_told else None
             lacking = [
                 peer
                 for stage, proofs in enumerate(commit.proofs)
-                for peer in self._silent(proofs, stage, commit.t)
+                for peer in self._silent(
+                    proofs, stage, commit.t, own=own and stage == self._stage, served=served
+                )
             ]
         except Refused:
             return False
@@ -197,21 +215,27 @@ class Belief:
         return first.sqnorm
 
     def _silent(
-        self, proofs: Sequence[Proof], stage: Stage, t: int, excused: Set[PeerId] | None = None
-    ) -> list[PeerId]:
+        self, proofs: Sequence[Proof], stage: Stage, t: int, excused: Set[PeerId] | None = None, *,
+        own: bool = False, served: Set[tuple[Stage, PeerId]] | None = None,
+    ) -> list[PeerId]:  # fmt: skip
         """The peers of a stage whose word is lacking: none, if enough have given theirs. `excused`: whose is
-        not; None: this replica's, and that of those without which commits are believed.
+        not; None: this replica's, and that of those without which commits are believed. `own`: this replica,
+        of that stage, has found the same. `served`: who could have been heard; None: who serves now.
 
         Raises:
             Refused: no peer did whose word counts.
         """
-        voice, serving = self.voice(stage), [r for r in self._peers.get(stage, ()) if r.state == "serving"]
+        voice, there = self.voice(stage), self._serving(stage)
         counting = [p for p in proofs if voice.get(p.peer) or self._vouched(p, t)]
-        if not counting and any(record.peer in voice for record in serving):
-            raise Refused(f"no peer with voice proves the norm of stage {stage} in the commit of step {t}")
+        if not counting and not (own and self._signer.peer_id in voice):
+            if served is not None:
+                there = [peer for peer in there if (stage, peer) in served]
+            if any(peer in voice for peer in there):
+                raise Refused(
+                    f"no peer with voice proves the norm of stage {stage} in the commit of step {t}"
+                )
         if len(counting or proofs) >= PROOFS:
             return []
-        there = [record.peer for record in serving]
         if excused is None:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]
             away = self._excused.get(t, set()).difference(idle if len(idle) >= PROOFS else ())

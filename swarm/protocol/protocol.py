@@ -128,11 +128,11 @@ class StepProtocol:
             self._moved_s, self._backoff.unclear_rounds = now, 0
             self._rotation.stepped(now=now, alone=local.version == self._local.version + 1)
         self._local, self._peers = local, peers
+        self.belief.observe(peers, max(local.version, self.run_status.version))
         if self.belief.needs_proof:
             # A commit that was believed before this replica had a result is compared with that.
             for t in self.belief.holds(t for t, step in local.steps.items() if step.prepared is not None):
                 self._agreed.commits.pop(t, None)
-        self.belief.observe(peers, max(local.version, self.run_status.version))
         voice = self.belief.voice(self._stage)
         # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
         self._coordinator.voice = {} if self.stuck_s(now=now) > self._timings.lost_s else voice
@@ -450,7 +450,8 @@ class StepProtocol:
         for summary in present.values():
             self._learn(summary.commits, summary.generation)
         losses = self._coordinator.losses
-        status = run.decide(losses, self._local, lambda c: self.believes(c, self._agreed.generation))
+        believes = partial(self.believes, generation=self._agreed.generation, is_told=False)
+        status = run.decide(losses, self._local, believes)
         if status == self.run_status or not self.coordinates(0, now=now):
             return
         if status.commits != self.run_status.commits:
@@ -545,12 +546,13 @@ class StepProtocol:
             newest = self._coordinator.newest_version() if self._coordinator.present() else 0
             self._agreed.learn(believed, generation, newest=max(newest, self._local.version))
 
-    def believes(self, commit: Commit, generation: Generation) -> bool:
+    def believes(self, commit: Commit, generation: Generation, *, is_told: bool = True) -> bool:
         """Whether a commit is proven, as far as this replica can see; if not, it asks for what is lacking."""
         if not self.belief.needs_proof or self._agreed.known(self._local).get(commit.t) == commit:
             return True
         step = self._local.steps.get(commit.t)
-        return self.belief.commit(commit, generation, step.prepared if step else None)
+        mine = step.prepared if step else None
+        return self.belief.commit(commit, generation, mine, is_told=is_told)
 
     def _may_follow(self, step: StepDirective, generation: Generation) -> bool:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up.

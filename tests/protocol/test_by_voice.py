@@ -276,6 +276,29 @@ def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_
     assert this.run_status.run_coordinator != "yan"
 
 
+def test_a_commit_is_found_by_who_serves_now_and_believed_by_who_served_when_there_was_a_result() -> None:
+    """Else one stage took a step that the other, to which a peer with voice had come, did not believe."""
+    of_0, dan, ann = (
+        [record("zoe", 0, steps=60), record("yan", 0, steps=40)],
+        record("dan"),
+        record("ann", steps=60),
+    )
+    this, mine = protocol_of("yan", *of_0, dan, stage=0), Step(0, Ledger(0, RUN.M))
+    mine.promise("r", now=NOW)
+    mine.exchange("r")
+    mine.prepare(Prepared("r", 1.0, ""))
+    local = Local(generation=Generation(), version=0, steps={0: mine}, commits={})
+    for of_1 in ([dan], [dan, ann]):
+        this.observe(local, {0: of_0, 1: of_1}, now=NOW)
+    there, there_too = ready("zoe", "yan", stage=0), ready("dan")
+    this.summary("zoe", there, now=NOW)
+    assert not this.summary("ann", there_too, now=NOW).commits
+    commit = Commit(0, 2.0, tuple(said.steps[0].proofs for said in (there, there_too)))
+    told = RunStatus(run=RUN.id, version=0, commits=(commit,), run_coordinator="zoe")
+    this.run_status_came("zoe", told, now=NOW)
+    assert this._agreed.commits == {0: commit}
+
+
 def test_one_that_does_not_coordinate_the_run_tells_commits_and_nothing_else() -> None:
     run = (record("zoe", 0, steps=60), record("yan", 0, steps=40), record("liar", 0))
     lie = RunStatus(run=RUN.id, version=9, run_coordinator="yan")

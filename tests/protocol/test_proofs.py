@@ -84,6 +84,47 @@ def test_one_takes_no_step_alone_while_two_others_could_take_part_in_it() -> Non
     assert this.commit(alone, GENERATION, None)
 
 
+STRANGER, YAN = [record("zoe"), *THERE[1:]], record("yan", 0, steps=40)
+"""Stage 0 without voice; and a peer with voice that comes to it."""
+
+
+@pytest.mark.parametrize(
+    ("serving", "believed"),
+    [
+        ({0: False, 1: False}, True),
+        ({0: False, 1: True}, False),
+        ({0: True, 1: False}, False),
+        ({0: False}, False),
+    ],
+    ids=["came later", "was there", "was there in the step before", "there is no result here"],
+)
+def test_who_came_to_a_stage_once_there_was_a_result_holds_its_step_up_no_more(
+    serving: dict[int, bool], believed: bool
+) -> None:
+    """The run stood still for ever, or went back: nothing that was done without yan was proven."""
+    this = belief(*STRANGER)
+    for t, yan in serving.items():
+        this.observe({0: [STRANGER[0], *[YAN] * yan], 1: THERE[1:]}, t)
+        this.holds([t])
+    this.observe({0: [STRANGER[0], YAN], 1: THERE[1:]}, 1)
+    said = Commit(1, 2.0, ((proof("zoe", 0, t=1),), (proof("ann", 1, t=1), proof("bob", 1, t=1))))
+    assert this.commit(said, GENERATION, None) == believed
+    assert not this.commit(said, GENERATION, None, is_told=False)
+    this.holds([])
+    assert not this.commit(said, GENERATION, None), "begun again: there is no result any more"
+
+
+def test_one_with_voice_that_came_late_and_finds_the_same_believes_the_strangers_of_its_stage() -> None:
+    """It waited for the word of one with voice: its own."""
+    strangers, there = commit([ZOE], [proof("eve", 1)]), [*THERE[:2], record("eve")]
+    mine = Prepared("s", 1.0, "d")
+    assert not belief(*there).commit(strangers, GENERATION, mine, is_told=False), "no other believes it yet"
+    assert lacking(strangers, *there, mine=mine) == ()
+    assert lacking(strangers, *there, mine=Prepared("s", 1.0, "e")) is None
+    assert lacking(strangers, *there) is None
+    assert lacking(strangers, *there, THERE[2], mine=mine) == ("bob",)
+
+
 def test_where_none_has_voice_two_of_all_are_heard() -> None:
     assert lacking(commit([ZOE], [BOB]), record("bob"), record("cid")) == ("cid",)
 
