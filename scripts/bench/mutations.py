@@ -6813,10 +6813,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A result is given up though the run coordinator may have heard of it since.",
     ),
     Mutation(
+        "unready-before-a-result-was-found",
+        COORDINATOR,
+        "if not doubted <= self._doubted:",
+        "if False:",
+        "A result is given up though another coordinator of its stage has told it: the run goes back.",
+    ),
+    Mutation(
+        "unready-by-any-answer",
+        COORDINATOR,
+        "if not any(told is summary for told in self._told):",
+        "if False:",
+        "A result is given up by what the run coordinator knew before there was one.",
+    ),
+    Mutation(
         "unready-in-another-generation",
-        PROTOCOL,
-        "if told is not None and commits and told.generation == self._agreed.generation:",
-        "if told is not None and commits:",
+        COORDINATOR,
+        "        self._told.clear()\n",
+        "",
         "What the run coordinator heard in another generation has a stage give up a result.",
     ),
     Mutation(

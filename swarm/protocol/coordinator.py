@@ -5,6 +5,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -37,6 +38,8 @@ then take the same bits."""
 LOSSES_KEPT = 64
 MAX_SOURCES = 64
 """Replicas that are named as the source of something."""
+MAX_TOLD = 16
+"""Summaries whose answers may be on their way."""
 ALONE_S = 20.0
 """How long a round may go on for the others after a replica without voice has its result."""
 
@@ -117,6 +120,10 @@ class StageCoordinator:
         self.unready = set[int]()
         """Steps that the stage is not ready for, as the run coordinator knows. Of others it may have heard
         that it is, and commit them, with results that this peer does not believe."""
+        self._doubted: set[tuple[int, PeerId]] = set()
+        """The replicas that are left out, by step."""
+        self._told = deque[StageSummary](maxlen=MAX_TOLD)
+        """What was said of the stage since one of them was found."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -192,6 +199,10 @@ class StageCoordinator:
                 self._note_loss(t, steps)
             if isinstance(decision, rounds.FetchResult) and decision.ready:
                 self.unready.discard(t)
+        doubted = {(t, peer) for t, peers in self._left_out.items() for peer in peers}
+        if not doubted <= self._doubted:
+            self.forget_answers()  # another coordinator may have told their results since
+        self._doubted = doubted
         self._blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
@@ -330,8 +341,15 @@ class StageCoordinator:
 
     def summary_heard(self, summary: StageSummary) -> bool:
         """Note that the run coordinator has it. Returns whether a replica is to begin again by that."""
+        if not any(told is summary for told in self._told):
+            return False
         before, self.unready = self.unready, {step.t for step in summary.steps if not step.ready}
         return any(self._left_out.get(t) for t in self.unready - before)
+
+    def forget_answers(self) -> None:
+        """Forget what the run coordinator knows: another of the stage may have told it something else."""
+        self.unready.clear()
+        self._told.clear()
 
     def summary(self, commits: Mapping[int, Commit]) -> StageSummary:
         """What the run coordinator needs to know of the stage."""
@@ -343,11 +361,13 @@ class StageCoordinator:
             elif isinstance(decision, rounds.FetchResult):
                 step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm, proofs=decision.proofs)
             steps.append(step)
-        return StageSummary(
+        summary = StageSummary(
             run=self._run.id, stage=self._stage, generation=self._agreed.generation,
             version=self.newest_version(), members=len(self.members), steps=tuple(steps),
             commits=newest_commits(commits),
         )  # fmt: skip
+        self._told.append(summary)
+        return summary
 
 
 def _may_confirm(prepared: Prepared, step: rounds.StepReport, is_member: bool, checked: bool) -> bool:

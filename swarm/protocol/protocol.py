@@ -214,7 +214,7 @@ class StepProtocol:
             self._lead(now)
         elif coordinator is not None:
             self._coordinator.members.pop(self._me, None)
-            self._coordinator.unready.clear()
+            self._coordinator.forget_answers()
             last, since = self.directive, 0
             if last and (last.coordinator, last.generation) == (coordinator, self._local.generation):
                 since = last.version if coordinator in last.sources else 0  # it knows the commits before
@@ -482,7 +482,7 @@ class StepProtocol:
         """
         known = self._agreed.known(self._local)
         commits = self.belief.needs_proof or sender == status.run_coordinator
-        if told is not None and commits and told.generation == self._agreed.generation:
+        if told is not None and commits:
             self._soon |= self._coordinator.summary_heard(told)
         self._learn(status.commits, status.generation)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
@@ -536,7 +536,7 @@ class StepProtocol:
     def _enter(self, generation: Generation, now: float) -> None:
         """Decide in another generation: an earlier one's commits would let one stage run ahead."""
         self._agreed.enter(generation)
-        self._coordinator.unready.clear()
+        self._coordinator.forget_answers()
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:

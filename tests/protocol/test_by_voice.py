@@ -549,17 +549,38 @@ def test_a_result_is_given_up_once_the_run_coordinator_knows_that_the_stage_is_n
 def test_what_the_run_coordinator_knows_of_a_stage_ends_with_what_it_was_told_in(ends: str) -> None:
     records = record("ann", steps=60), record("dan"), record("zoe", stage=0)
     this = protocol_of("ann", *records)
-    told = StageSummary(run=RUN.id, stage=1, version=0, members=1, steps=(StepSummary(t=0),))
+    this.report("dan", signed_report(report(0, step(0b0011)), SimSigner("dan"), None), [], now=NOW)
+    told = this._coordinator.summary({})
     status = RunStatus(run=RUN.id, run_coordinator="zoe")
     this.run_status_came("zoe", status, now=NOW, told=told)
     assert this._coordinator.unready == {0}
     if ends == "generation":
         this._enter(Generation(1, 0, 0, 0), NOW)
-        this.run_status_came("zoe", status, now=NOW, told=told)
     else:
         this.observe(this._local, {0: records[2:], 1: (*records[:2], record("eve", steps=100))}, now=NOW)
         this.speak(now=NOW)
+    this.run_status_came("zoe", status, now=NOW, told=told)
     assert not this._coordinator.unready
+
+
+def test_what_the_run_coordinator_knew_before_a_result_was_found_has_none_given_up() -> None:
+    """The other coordinator of the stage had told it since, and the step was committed: the run went back."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("dan"))
+
+    def dan(held: str) -> bool:
+        """Whether dan begins again by what it says."""
+        said = signed_report(report(0, step(0b0011, held=held)), SimSigner("dan"), None)
+        return this.report("dan", said, [], now=NOW).steps[0].begin_again
+
+    this.report("bob", signed_report(report(0, step(0b1100)), SimSigner("bob"), None), [], now=NOW)
+    dan("")
+    before = this._coordinator.summary({})
+    this._coordinator.summary_heard(before)
+    assert not dan("r")
+    this._coordinator.summary_heard(before)
+    assert not dan("r"), "the answer was on its way"
+    this._coordinator.summary_heard(this._coordinator.summary({}))
+    assert dan("r")
 
 
 def test_one_that_is_left_out_gives_up_what_is_run_again() -> None:
