@@ -292,16 +292,6 @@ class StageLost(Problem, frozen=True):
     """Of the rest of the run."""
 
 
-class HandedOver(Event, frozen=True):
-    """A peer that leaves gave its sum to a replica: nothing of it is run again."""
-
-    template = "stage {stage}: step {t}: {microbatches:count microbatch} handed to peer {to:short}"
-    stage: int
-    t: int
-    microbatches: int
-    to: str
-
-
 class Moved(Event, frozen=True):
     """This peer leaves its stage for one that needs it more."""
 

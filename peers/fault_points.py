@@ -11,7 +11,7 @@ passes the point `name`; `SWARM_STOP_AT` stops it there with SIGSTOP.
     trainer    a trainer has a microbatch in flight
     frozen     this member's sum is frozen for a reduce
     took       this member has taken a step, and said nothing of it yet
-    handing    a leaving member's sum is at its replica, which does not count it yet
+    leaving    a member that leaves has finished what it does for others, and has not said that it goes
     meeting    islands are to meet, and what this one has changed is not encoded yet
     encoded    it is, and nobody else has it
     given      another replica asked for it, and is not told yet where to get it

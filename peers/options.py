@@ -427,9 +427,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
     )
     checkpoint_dir: Path | None = optional(DIR, "save checkpoints here, and resume from here")
     keep: int = option(COUNT, "checkpoints to keep (default: %(default)s)", 2)
-    leave_within: float = option(
-        SECONDS, "seconds to finish and hand over in on Ctrl-C (default: %(default)s)", 25.0
-    )
+    leave_within: float = option(SECONDS, "seconds to finish in on Ctrl-C (default: %(default)s)", 25.0)
     pause_within: float = option(SECONDS, "the same when you pause it (default: %(default)s)", 5.0)
     pause_when_busy: bool = switch("pause while other programs want the GPU (needs nvidia-ml-py)")
     max_vram: int | None = optional(

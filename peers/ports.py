@@ -184,7 +184,7 @@ class Device(Protocol):
     """What computes for one stage. Jobs begin by rank, then by step, then in order of arrival.
 
     A job of rank `STEP` runs alone: it may change weights, and sees all at rest. The others run several at
-    once and change no weights. A sum, and what its ledger says is in it (`done`, `inherited`, `frozen_for`),
+    once and change no weights. A sum, and what its ledger says is in it (`done`, `frozen_for`),
     changes only in a job that holds the `books`: one of rank `STEP`, which is given them, or one that takes
     them. What is being computed (`in_progress`) is the event loop's.
     """

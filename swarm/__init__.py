@@ -54,7 +54,6 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
     directive       what a coordinator tells a replica to do
     prepared        a stage holds the complete sum of a step: it can take it
     commit          every stage is prepared, so the step is taken
-    handoff         the work of a leaving peer, passed to a replica
     rollback        the return of the whole run to an older version
     restore         loading a checkpoint as the state of a stage
     digest          a hash of a replica's weights; equal digests mean equal bits

@@ -349,7 +349,7 @@ TRAINERS_CALL = frozenset(
     | {"eval", "evaluated", "block"}
 )
 """Trainers and peers; all others only peers, as long as nobody has thought of them."""
-REPLICAS_CALL = frozenset({"report", "part", "offer", "give", "take"})
+REPLICAS_CALL = frozenset({"report", "part"})
 """Those that only peers of the same stage call."""
 
 

@@ -25,7 +25,7 @@ from peers.waiting import happens, within
 from swarm.errors import SetupError, short
 
 DONE_S = 120.0
-"""For a pause or its end. --pause-within bounds handing over; the copy of a large state takes seconds, and a
+"""For a pause or its end. --pause-within bounds finishing; the copy of a large state takes seconds, and a
 device that hangs is given up before."""
 
 

@@ -18,7 +18,7 @@ from peers.sim.swarm import Swarm
 from swarm.ids import PeerId, Stage
 from swarm.sim.dice import Dice
 
-POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "handing")
+POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "leaving")
 """Moments in the life of a stage peer at which a fault hurts most: `peers.fault_points`."""
 MEETING_POINTS = ("meeting", "encoded", "given", "gathered", "summed", "kept")
 """Those of islands."""
@@ -233,7 +233,7 @@ def _cut_off(swarm: Swarm, side: Sequence[PeerId], lasts_s: float) -> None:
 
 @_kind(5, _steady)
 def leave(swarm: Swarm, _: Fault, member: PeerMember) -> None:
-    """A peer drains, hands its sum over, and goes."""
+    """A peer drains, waits for the step that it has a share of, and goes."""
     swarm.say(f"*** {member.name} of stage {member.stage} is told to leave")
     member.told_to_leave = True  # a stopped process hears of it later
     swarm.loop.call_soon(member.owner.leave, context=member.process.context)

@@ -44,7 +44,6 @@ from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
 from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
-from swarm.protocol.step import StepState
 from swarm.protocol.sums import are_checked
 from swarm.records import NO_STAGE
 from swarm.wire.codec import to_host
@@ -178,8 +177,8 @@ class Actions:
         core, m, began = self._core, self._core.run.microbatches(step.t), now_s()
 
         def freeze() -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | str:
-            if step.over or step.state is StepState.HANDING:
-                return "the step is over" if step.over else "it leaves, and hands over its sum"
+            if step.over:
+                return "the step is over"
             why = check_plan(
                 plan, run=core.run.id, stage=core.stage, t=step.t, microbatches=m,
                 numel=core.compute.numel, me=core.me, done=step.ledger.done,

@@ -121,7 +121,9 @@ class MicrobatchServer:
             kept = await self._take(step, work, request)
         else:
             known = step.kept.get(work.m) if kept is None else None
-            kept = kept or known or await self._again(step, work, request)
+            kept = kept or known
+            if kept is None:
+                raise self._core.closed(step.t)  # what is kept goes when the step is taken
             if self._is_fed_otherwise(work, request.peer, kept):
                 kept = await self._feed_again(step, work, request)
             elif known is not None and work.deepest > self._core.stage:
@@ -192,11 +194,6 @@ class MicrobatchServer:
                 if job.has_body:
                     raise
         return claim, None
-
-    async def _again(self, step: OpenStep, work: Work, request: Request) -> Kept:
-        """Recompute the answer to a microbatch in a sum that another replica handed over. Not added again."""
-        job = step.jobs.get(work.m)
-        return await (self._take(step, work, request) if job is None else asyncio.shield(job.done))
 
     def _is_fed_otherwise(self, work: Work, caller: PeerId, kept: Kept) -> bool:
         """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a

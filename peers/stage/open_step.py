@@ -75,8 +75,6 @@ class OpenStep(ReplicaStep):
         """
         self.sent_on: dict[tuple[int, Digest], Kept] = {}
         """Where answers are audited: what went into those that were sent on, answered or not. The latest."""
-        self.losses: dict[int, float] = {}
-        """Last stage: of microbatches that were handed over, which have nothing kept."""
         self.reduced: torch.Tensor | None = None
         """The stage's summed gradient with each microbatch in it once, flat."""
         self.reduced_there = asyncio.Event()
@@ -116,20 +114,18 @@ class OpenStep(ReplicaStep):
     def loss_of(self, m: int) -> float:
         """Last stage: the loss of a microbatch in the sum. Its sum may be lost at any moment: then 0."""
         kept = self.kept.get(m)
-        return self.losses.get(m, 0.0) if kept is None else kept.answer.loss
+        return 0.0 if kept is None else kept.answer.loss
 
     def drop(self) -> None:
-        """The sum is lost or given away: its ledger goes with it. In a job that holds the books."""
+        """The sum is lost: its ledger goes with it. In a job that holds the books."""
         self.ledger.clear()
         self.kept.clear()
-        self.losses.clear()
 
     def keep_result(self, commit: Commit) -> None:
         """Keep of the step, which was taken, only what replicas ask for that missed it, or audit answers."""
         self.commit, self.whole = commit, None
         self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
         self.kept.clear()
-        self.losses.clear()
 
     def stop(self, kind: str) -> None:
         """End the task of that kind, if there is one, within a few turns of the loop."""

@@ -36,7 +36,7 @@ from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack
 
 ABSENT = (
     *("work", "locate", "report", "directive", "summary", "run"),
-    *("watch", "part", "offer", "give", "sum", "take", "held", "voucher"),
+    *("watch", "part", "held", "voucher"),
     *("reveal", "show", "products", "evidence", "convicted", "audit", "kept"),
 )
 """What a paused peer takes no part in."""

@@ -4,7 +4,7 @@
     serves       microbatches (`.microbatches`) and states (`peers.transfer.server`)
     reports      its ledger (`.coordination`), and does what the protocol says (`.actions`)
     moves        to a stage that needs it more: `.moving`
-    leaves       finishes what is in flight, hands its sums off (`.handoff`), withdraws
+    leaves       finishes what is in flight, waits for the steps that its sums are part of, withdraws
 
 Here is the order of these things, and their end. Knows ports only: the same class runs over libp2p and in
 memory.
@@ -28,6 +28,7 @@ from peers.audit.sums import SumAudits
 from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
+from peers.fault_points import fault_point
 from peers.islands.directory import Islands, own_directory, telling_cells
 from peers.islands.meeting import IslandMeeting
 from peers.liveness_probe import Prober
@@ -36,12 +37,12 @@ from peers.stage.actions import Actions
 from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
 from peers.stage.device import DeviceThreads, watch_device
-from peers.stage.handoff import Handoff
 from peers.stage.joining import Joining
 from peers.stage.membership import announced, ask, keep_stage
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.next_stage import NextStage
+from peers.stage.open_step import OpenStep
 from peers.stage.path_probe import PathProber
 from peers.stage.recovery import Recovery
 from peers.stage.settings import StageSettings
@@ -136,7 +137,6 @@ class StagePeer:
         self._joining = Joining(core, recovery, self.store, settings.resumed_from)
         self._states = StateServer(core, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
-        self._handoff = Handoff(core, self._states)
         self.moving = Moving(
             core, everywhere, movable=settings.movable, go=self._move,
             stand_by=self._stand_by, record=lambda: self.status.record(),
@@ -274,17 +274,18 @@ class StagePeer:
         self._leaving.set()
 
     async def _leave_well(self) -> None:
-        """Finish, or hand off, what was promised to others."""
+        """Finish what was promised to others."""
         core = self.core
         within_s = self._settings.pause_within_s if self.paused else self._settings.leave_within_s
         until = now_s() + within_s
         await asyncio.gather(self.microbatches.drain(limit_s=within_s / 2), self._check_replicas())
-        await self._handoff.give_all(limit_s=until - now_s())
-        await self._leave_the_version(until)
+        await self._leave_to_others(until)
+        fault_point("leaving")
         await self.coordination.say_leaving()
+        self._say_what_is_run_again()
         steps = max(0, core.version - self._first_version)
         self._emit(events.Contributed(microbatches=core.computed, steps=steps))
-        if not self.paused and self.moving_to is None:  # else the process stays, and its thread
+        if not self._returns:
             await self.actions.finish_saving(limit_s=until - now_s())
 
     async def _check_replicas(self) -> None:
@@ -297,14 +298,34 @@ class StagePeer:
             )
             self._emit(events.Trouble(text=text))
 
-    async def _leave_the_version(self, until: float) -> None:
-        """Wait until a replica that stays has these weights: two that leave would take them along."""
+    async def _leave_to_others(self, until: float) -> None:
+        """Wait until a replica that stays has these weights: two that leave would take them along.
+
+        One that leaves the run waits for the steps that its sums are part of, too. What a pause or a move
+        would wait for is run again instead: it is less than what the peer could compute meanwhile, and the
+        owner of a machine comes first.
+        """
         while now_s() < until:
             told = await ask(self.core, announced(self.core))
             stay = [status.position for status in told.values() if status.state == "serving"]
-            if may_leave(self.core.position, stay):
+            waits = bool(stay) and not self._returns and bool(self._unfinished())
+            if not waits and may_leave(self.core.position, stay):
                 return
             await asyncio.sleep(RETRY_S)
+
+    def _unfinished(self) -> list[OpenStep]:
+        """The steps that have this peer's microbatches and were not taken yet."""
+        return [step for step in self.core.steps.values() if not step.over and step.ledger.done]
+
+    def _say_what_is_run_again(self) -> None:
+        for step in self._unfinished():
+            lost = events.count(step.ledger.done.bit_count(), "microbatch")
+            self._emit(events.Note(text=f"run again by others: {lost} of step {step.t}"))
+
+    @property
+    def _returns(self) -> bool:
+        """Whether the process goes on when `run` has returned: after a pause, or at another stage."""
+        return self.paused or self.moving_to is not None
 
     async def _end(self, watch: asyncio.Task[None], loops: Sequence[asyncio.Task[object]]) -> None:
         """Stop all that is under way, then the device. Raises DeviceHangs: it hung before, or does now."""

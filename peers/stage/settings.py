@@ -33,7 +33,7 @@ class StageSettings:
     movable: bool = False
     """It may be sent to another stage that needs it more."""
     leave_within_s: float = 25.0
-    """Limit for finishing and handing off; a cloud's notice is 30 s."""
+    """Limit for finishing; a cloud's notice is 30 s."""
     pause_within_s: float = 5.0
     """The same before a pause: the owner waits for the device."""
     hung_s: float = 600.0

@@ -185,13 +185,6 @@ class StageCore:
         self.report_trigger.urgent()
         pulse(self._moved)
 
-    def drop_sum(self, step: OpenStep) -> None:
-        """In a job of rank STEP: forget all of a step's sum and its ledger; it starts again from nothing."""
-        step.drop()
-        if not step.over:
-            self.compute.sums.drop(step.t)
-            self.compute.sums.begin(step.t)
-
     async def begin_again(self, step: OpenStep) -> None:
         """Drop a step's result and sum, and open it anew. Only while nothing else opens steps: `changing`."""
         del self.steps[step.t]
@@ -206,10 +199,6 @@ class StageCore:
         def subtract() -> int:
             count = 0
             if step.over or step.ledger.frozen_for is not None:
-                return 0
-            if microbatches & step.ledger.inherited:
-                # It came with the sum of a replica that left, and cannot be told apart any more.
-                self.drop_sum(step)
                 return 0
             for m in members_of(microbatches & step.ledger.done):
                 kept = step.kept[m]

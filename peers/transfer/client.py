@@ -40,7 +40,6 @@ from swarm.wire.messages import (
     Ack,
     CloseLease,
     FetchChunk,
-    HandedSum,
     Opened,
     OpenHeld,
     OpenState,
@@ -81,7 +80,7 @@ SHOW_S = 2.0
 Progress: TypeAlias = Callable[[int, int, int], None]
 """(bytes that are here, bytes in all, sources now)."""
 _closing = TaskKeeper()
-Question: TypeAlias = OpenState | OpenHeld | HandedSum
+Question: TypeAlias = OpenState | OpenHeld
 """What opens a lease."""
 
 

@@ -1,6 +1,6 @@
 """Tensors that peers give to one another, in chunks with a hash each: all that is too large for one message.
 
-Each thing is opened by a question of its own (`state`, `held`, `sum`), whose answer is a *lease* of it and
+Each thing is opened by a question of its own (`state`, `held`), whose answer is a *lease* of it and
 the digest of each chunk. From there on all are read in the same way, by `peers.transfer.client`:
 
     chunk   FetchChunk → Ack + the chunk's bytes; those of an exact sum packed (`swarm.wire.whole_numbers`)
@@ -205,8 +205,6 @@ class Leases:
         lease = self._leases.get(wanted.lease)
         if lease is not None:
             lease.readers.pop(request.peer, None)
-            if lease.pool == "sum" and not lease.readers:
-                del self._leases[wanted.lease]
         return Answer(pack(Ack()))
 
 

@@ -1,7 +1,7 @@
 """Which ring of tests notices each rule of the protocol when it is broken, and after how long.
 
     python scripts/bench/mutants.py --list
-    python scripts/bench/mutants.py --only hand-over-and-keep
+    python scripts/bench/mutants.py --only count-a-duplicate
     python scripts/bench/mutants.py --share 1/4 --json docs/benchmarks/mutants.json
 
 A mutation (scripts/bench/mutations.py) changes one place of the shipped code. The rings, cheapest first; the

@@ -46,7 +46,6 @@ MEMBERSHIP = "peers/stage/membership.py"
 MOVING = "peers/stage/moving.py"
 STATE = "peers/stage/state.py"
 ISLAND_MEETING = "peers/islands/meeting.py"
-HANDOFF = "peers/stage/handoff.py"
 ALL_REDUCE = "peers/stage/all_reduce.py"
 MICROBATCHES = "peers/stage/microbatches.py"
 CLIENT = "peers/transfer/client.py"
@@ -118,7 +117,7 @@ OWN_VOUCHER = "peers/vouching/own.py"
 WORK_COUNT = "swarm/protocol/voice.py"
 
 SWARMS = ("test_loops", "test_council")
-MOVES = ("test_handover", "test_moves")
+MOVES = ("test_leaving", "test_moves")
 FETCHED = ("test_download", "test_sync")
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -156,22 +155,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_work",),
     ),
     Mutation(
-        "inherited-marks-lost",
-        LEDGER,
-        "        self.inherited |= done\n",
-        "",
-        "What was taken over is told to be undone, and nothing is there to subtract.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "undo-what-was-inherited",
-        LEDGER,
-        "(self.done & ~self.inherited) >> m & 1",
-        "self.done >> m & 1",
-        "The mark of a microbatch goes although its gradient cannot be subtracted.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
         "ledger-not-frozen",
         LEDGER,
         "self.frozen_for = round_id",
@@ -190,8 +173,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-the-ledger-of-a-dropped-sum",
         LEDGER,
-        "self.done = self.inherited = 0",
-        "self.inherited = 0",
+        "        self.done = 0\n        self.frozen_for = None\n",
+        "        self.frozen_for = None\n",
         "Microbatches are in no sum, and nobody computes them again.",
         ("test_guards", *MOVES, "test_loops"),
     ),
@@ -907,14 +890,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         SWARMS,
     ),
     Mutation(
-        "undo-at-the-one-who-cannot",
-        ROUNDS,
-        "reverse=True), (True, False)):",
-        "reverse=True), (False,)):",
-        "A replica that inherited a duplicate drops its whole sum although the other could subtract.",
-        MOVES,
-    ),
-    Mutation(
         "join-a-plan-that-lacks-one",
         ROUNDS,
         '    if union != everything(microbatches):\n        return f"microbatch',
@@ -1074,14 +1049,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return False  # all that is missing",
         "A replica that waits for tied weights only fetches the sum that it has.",
         ("test_brought", "test_latecomers"),
-    ),
-    Mutation(
-        "report-a-sum-that-leaves",
-        REPLICA,
-        "if step.state is StepState.HANDING:  # in",
-        "if False:  # in",
-        "A sum is counted here while it is on its way to another.",
-        MOVES,
     ),
     Mutation(
         "ignore-another-digest",
@@ -1311,14 +1278,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_guards", "test_reduce", "test_loops"),
     ),
     Mutation(
-        "forget-an-inherited-duplicate",
-        STATE,
-        "            if microbatches & step.ledger.inherited:\n",
-        "            if False:\n",
-        "A duplicate that came with a sum is undone without what there is to subtract.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
         "undo-the-ledger-only",
         STATE,
         "self.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)",
@@ -1330,52 +1289,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "drop-the-ledger-only",
-        STATE,
-        "            self.compute.sums.drop(step.t)\n",
-        "",
-        "The ledger is empty, the sum is not: what is computed again counts twice.",
-        ("test_guards", *MOVES, "test_loops"),
-    ),
-    Mutation(
         "take-a-step-twice",
         STATE,
         " or step.over or commit.t != self.version:",
         ":",
         "A commit that is told again is taken again.",
         ("test_guards", *SWARMS),
-    ),
-    Mutation(
-        "hand-over-and-keep",
-        HANDOFF,
-        "        await core.device.run(Rank.STEP, step.t, core.drop_sum, step)\n        given",
-        "        await core.device.run(Rank.STEP, step.t, step.ledger.thaw)\n        given",
-        "A leaving peer gives its sum away and counts it as well.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "take-over-half-a-sum",
-        HANDOFF,
-        " or aside.vector is None:",
-        ":",
-        "A sum is counted whose chunks have not all come.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "handed-sum-not-compared",
-        HANDOFF,
-        "(aside.t, aside.done) != (take.t, done) or",
-        "aside.t != take.t or",
-        "A sum of other microbatches than it is said to be is counted.",
-        ("test_guards", *MOVES, "test_attack"),
-    ),
-    Mutation(
-        "take-over-in-another-generation",
-        HANDOFF,
-        "if take.generation != core.generation:",
-        "if False:",
-        "A sum of before the run went back is counted after it.",
-        ("test_guards", *MOVES, "test_attack"),
     ),
     Mutation(
         "tied-part-dropped",
@@ -1641,86 +1560,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "What was computed a moment ago is computed again, for reports lag behind.",
         ("test_loops",),
     ),
-    # --- handing over ---
-    Mutation(
-        "hand-over-an-open-sum",
-        HANDOFF,
-        '        step.ledger.freeze("handing over")\n',
-        "",
-        "A sum changes while it is given away.",
-        ("test_guards", *MOVES, "test_loops"),
-    ),
-    Mutation(
-        "take-over-into-a-frozen-sum",
-        HANDOFF,
-        "        if step.state is not StepState.OPEN or ledger.frozen_for is not None:\n"
-        '            raise NotNow("the step is being averaged here")\n'
-        "        if ledger",
-        "        if ledger",
-        "A sum that was promised to a round grows by another's.",
-        (
-            "test_guards",
-            *MOVES,
-        ),
-    ),
-    Mutation(
-        "take-over-what-is-counted",
-        HANDOFF,
-        "        if ledger.done & done:\n",
-        "        if False:\n",
-        "A sum is added that has a microbatch which this one has as well.",
-        (
-            "test_guards",
-            *MOVES,
-        ),
-    ),
-    Mutation(
-        "losses-not-handed-over",
-        HANDOFF,
-        "        step.losses.update(zip(members_of(done), losses, strict=False))\n",
-        "",
-        "The mean loss of a step counts what was handed over as nothing.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "frozen-after-a-failed-handoff",
-        HANDOFF,
-        "            await core.device.run(Rank.STEP, step.t, step.ledger.thaw)\n",
-        "            pass\n",
-        "A sum that nobody took never counts again.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "dropped-though-refused",
-        HANDOFF,
-        "with contextlib.suppress(PeerFault):  # it may",
-        "with contextlib.suppress(SwarmError):  # it may",
-        "A sum that a replica refused is thrown away.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "hand-over-with-duplicates",
-        HANDOFF,
-        "        if overlap:\n",
-        "        if False:\n",
-        "A sum with one duplicate is refused as a whole, and all of it is run again.",
-        ("test_guards", *MOVES),
-    ),
-    Mutation(
-        "stranger-hands-over",
-        HANDOFF,
-        "        await self._core.membership.require(request.peer, self._core.stage)\n        if (voice",
-        "        if (voice",
-        "A peer outside the stage adds to its sum.",
-        (*MOVES, "test_attack"),
-    ),
+    # --- leaving ---
     Mutation(
         "leave-with-the-sum",
         SERVER,
-        "        await self._handoff.give_all(limit_s=until - now_s())\n",
-        "",
+        "waits = bool(stay) and not self._returns and bool(self._unfinished())",
+        "waits = False",
         "All that a leaving peer computed is run again.",
         MOVES,
+    ),
+    Mutation(
+        "wait-for-those-that-leave-too",
+        SERVER,
+        "waits = bool(stay) and not",
+        "waits = not",
+        "Peers that all leave at once wait for a step that none of them will end.",
+        MOVES,
+    ),
+    Mutation(
+        "wait-for-a-step-before-a-pause",
+        SERVER,
+        "waits = bool(stay) and not self._returns and",
+        "waits = bool(stay) and",
+        "The owner of a machine waits for the end of a step.",
+        ("test_pause",),
     ),
     # --- a stage peer ---
     Mutation(
@@ -1728,8 +1591,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         STATE,
         "            if step.over or step.ledger.frozen_for is not None:\n"
         "                return 0\n"
-        "            if microbatches",
-        "            if microbatches",
+        "            for m in",
+        "            for m in",
         "A duplicate is subtracted from a sum that was promised to a round.",
         ("test_guards", "test_reduce", *SWARMS),
     ),
@@ -2166,14 +2029,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "A newcomer that coordinates does not know the commit that others wait for.",
         ("test_guards", "test_sync", "test_loops", "test_pause"),
-    ),
-    Mutation(
-        "paused-peer-takes-sums",
-        PAUSE,
-        '"offer", "give", "sum", "take", "held"',
-        '"offer", "give", "sum", "held"',
-        "A sum goes to a peer that counts nothing.",
-        ("test_pause",),
     ),
     Mutation(
         "state-lost-in-a-pause",
@@ -3933,17 +3788,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "less-voice-keeps-a-duplicate",
         ROUNDS,
-        "could = could & left if ranks[peer] == rank else 0",
-        "could = could & left",
-        "One with little voice says that it inherited, and the others undo theirs.",
-        ("test_believing",),
-    ),
-    Mutation(
-        "a-strangers-sum-is-taken",
-        "peers/stage/handoff.py",
-        "if (voice := self._core.voice()) and request.peer not in voice:",
-        "if False:",
-        "A stranger hands off a sum that nobody computed.",
+        "(-(voice.get(peer, 0) // RANK_STEPS), peer)",
+        "peer",
+        "One with little voice and a small id says what it has, and the others undo theirs.",
         ("test_believing",),
     ),
     # --- answers that are computed again ---
@@ -5220,14 +5067,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "Two with voice, most of one stage, take all peers of the other stages from all trainers.",
         ("test_moved_liars",),
-    ),
-    Mutation(
-        "a-sum-that-nobody-can-audit-is-taken",
-        HANDOFF,
-        "if is_audited(self._core.run) and self._core.run.adds_exactly:",
-        "if False:",
-        "A peer with voice hands off what it made up, others sign that as theirs, and no audit finds it.",
-        ("test_believing",),
     ),
     Mutation(
         "one-says-first-what-its-stage-found-of-a-tied-weight",

@@ -155,10 +155,6 @@ class GradientSums:
         dropped = self._state.dropped[self._blocks[name]].to(self._device)
         return Rounded.of(self._run, mb, name, dropped)
 
-    def add_sum(self, t: int, other: torch.Tensor) -> None:
-        """Add another replica's sum of step `t`, of `dtype`; raises as `of`."""
-        self.of(t).add_(other.to(self._device))
-
     def drop(self, t: int) -> None:
         """Forget the sum of step `t`, if there is one."""
         self._spare = self._sums.pop(t, self._spare)  # one is enough: it is there for the next step's

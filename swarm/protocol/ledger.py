@@ -113,7 +113,7 @@ class Ledger:
     """The microbatches of step `t` that this peer has in its sum, or is computing."""
 
     def __init__(self, t: int, microbatches: int, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called before `done`, `inherited` or `frozen_for` change; raises if they must not."""
+        """`check` is called before `done` or `frozen_for` change; raises if they must not."""
         self.t = t
         self._may_change = check
         self.microbatches = microbatches
@@ -121,8 +121,6 @@ class Ledger:
         self.in_progress = 0
         self.late = 0
         """The part of `in_progress` whose tensors come too slowly: who can bring it sooner, may."""
-        self.inherited = 0
-        """The part of `done` that was taken over from a replica that left: it cannot be subtracted again."""
         self.frozen_for: str | None = None
         """Id of the reduce round that the sum is promised to."""
 
@@ -156,17 +154,10 @@ class Ledger:
         assert self.may_add(m), f"microbatch {m} of step {self.t} would count twice"
         self.done |= 1 << m
 
-    def take_over(self, done: int) -> None:
-        """Note that another replica's sum was added to this one, with all that its ledger held."""
-        self._may_change()
-        assert self.frozen_for is None and not self.done & done, "a microbatch would count twice"
-        self.done |= done
-        self.inherited |= done
-
     def remove(self, m: int) -> None:
         """Note that the weight gradient of `m` was subtracted from the sum again."""
         self._may_change()
-        assert self.frozen_for is None and (self.done & ~self.inherited) >> m & 1
+        assert self.frozen_for is None and self.done >> m & 1
         self.done &= ~(1 << m)
 
     def freeze(self, round_id: str) -> None:
@@ -182,7 +173,7 @@ class Ledger:
     def clear(self) -> None:
         """Note that the sum was dropped; all that was in it has to be computed again."""
         self._may_change()
-        self.done = self.inherited = 0
+        self.done = 0
         self.frozen_for = None
 
     def _check(self, m: int) -> None:

@@ -138,7 +138,7 @@ def check_report(report: ReplicaReport, run: Run) -> None:
     _check_names(report.digest, report.kind)
     for step in report.steps:
         _check_names(step.frozen_for, step.failed_round, step.gave_all)
-        for ledger in (step.done, step.in_progress, step.inherited):
+        for ledger in (step.done, step.in_progress):
             check_bitmap(ledger, run.microbatches(step.t))
         if step.prepared is not None:
             _check_names(step.prepared.round, step.prepared.digest)

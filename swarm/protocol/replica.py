@@ -133,14 +133,11 @@ def newest_commits(commits: Mapping[int, Commit], *, since: int = 0) -> tuple[Co
 
 def step_report(step: ReplicaStep) -> StepReport:
     """What a replica reports of one step."""
-    done, in_progress, inherited = step.ledger.done, step.ledger.promised, step.ledger.inherited
-    if step.state is StepState.HANDING:  # in no sum, but not to be run again
-        done, in_progress, inherited = 0, done | in_progress, 0
+    done = step.ledger.done
     return StepReport(
         t=step.t,
         done=Bitmap(done),
-        in_progress=Bitmap(in_progress & ~done),
-        inherited=Bitmap(inherited),
+        in_progress=Bitmap(step.ledger.promised & ~done),
         frozen_for=step.ledger.frozen_for or "",
         prepared=step.prepared,
         failed_round=step.failed_round,
@@ -192,7 +189,7 @@ def follow(
     actions: list[Action] = []
     for wanted in directive.steps if same_generation else ():
         step = local.steps.get(wanted.t)
-        if step is not None and not step.over and step.state is not StepState.HANDING:
+        if step is not None and not step.over:
             action = _follow_step(me, step, wanted, now)
             if action is not None:
                 actions.append(action)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import msgspec
@@ -100,8 +100,6 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The last round that failed at this replica."""
     gave_all: str = ""
     """The last round to which it gave all that others need to have the result."""
-    inherited: Bitmap = NOTHING
-    """The part of `done` that cannot be retracted: it was handed over by a replica that left."""
 
 
 class FetchResult(msgspec.Struct, frozen=True):
@@ -250,8 +248,7 @@ def doubled_without_voice(
 ) -> dict[PeerId, int]:
     """What replicas without voice have of the microbatches that are in the sums of those with voice.
 
-    Until it has retracted that, such a replica is not counted: it may never do so. One that cannot subtract
-    drops its sum.
+    Until it has retracted that, such a replica is not counted: it may never do so.
     """
     counted = 0
     for peer, report in reports.items():
@@ -262,21 +259,14 @@ def doubled_without_voice(
 
 def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerId, int]) -> Undo:
     """The directive to retract duplicates: the replica with the most voice, in whole `RANK_STEPS`, keeps its
-    own; of several, one that cannot subtract; else the smallest id.
-
-    One that cannot is told all the same: it drops its whole sum.
+    own; of several, the one with the smallest id.
     """
-    keeps = dict.fromkeys(reports, 0)
-    left = twice
-    ranks = {peer: voice.get(peer, 0) // RANK_STEPS for peer in reports}
-    for rank, only_inherited in product(sorted(set(ranks.values()), reverse=True), (True, False)):
-        for peer, report in reports.items():
-            could = report.done & report.inherited if only_inherited else report.done
-            could = could & left if ranks[peer] == rank else 0
-            keeps[peer] |= could
-            left &= ~could
-    by = {peer: report.done & twice & ~keeps[peer] for peer, report in reports.items()}
-    return Undo({peer: again for peer, again in by.items() if again})
+    left, again = twice, dict[PeerId, int]()
+    for peer in sorted(reports, key=lambda peer: (-(voice.get(peer, 0) // RANK_STEPS), peer)):
+        doubled = reports[peer].done & twice
+        again[peer] = doubled & ~left
+        left &= ~doubled
+    return Undo({peer: bits for peer, bits in again.items() if bits})
 
 
 def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport], speaking: Sequence[PeerId]) -> bool:

@@ -1,6 +1,5 @@
 """One step at one replica: its states, and which thread may change what. Pure.
 
-    OPEN ⇄ HANDING                                          the replica leaves, and gives its sum to another
     OPEN → FROZEN → REDUCING → COMPLETING → PREPARED → TAKEN
              ⇄ OPEN   (a round is aborted: the sum opens again)
     any but the last two → ABORTED
@@ -9,8 +8,8 @@ What belongs to a step, and where it changes:
 
     state, round, prepared            the event loop, in the methods of `ReplicaStep`
     ledger.in_progress                the event loop: a microbatch is claimed and released
-    sum, kept, losses; ledger.done,   one job of the device that holds the books (`peers.ports.Device`): of
-      .inherited, .frozen_for         rank STEP, which runs alone, or one that takes them to add a microbatch
+    sum, kept; ledger.done,           one job of the device that holds the books (`peers.ports.Device`): of
+      .frozen_for                     rank STEP, which runs alone, or one that takes them to add a microbatch
     reduced, shared, whole, audited   the event loop, in the task that reduces or fetches
     weights, version                  a job of rank STEP, once the step is TAKEN
 
@@ -33,8 +32,6 @@ class StepState(Enum):
 
     OPEN = "open"
     """Microbatches enter the sum."""
-    HANDING = "handing over"
-    """The replica leaves, and its sum is on its way to another: it counts nowhere until it has arrived."""
     FROZEN = "frozen"
     """The sum is promised to a round, or was: no microbatch enters it."""
     REDUCING = "reducing"
@@ -50,8 +47,7 @@ class StepState(Enum):
 
 _S = StepState
 TRANSITIONS: dict[StepState, frozenset[StepState]] = {
-    _S.OPEN: frozenset({_S.HANDING, _S.FROZEN, _S.ABORTED}),
-    _S.HANDING: frozenset({_S.OPEN, _S.ABORTED}),
+    _S.OPEN: frozenset({_S.FROZEN, _S.ABORTED}),
     _S.FROZEN: frozenset({_S.OPEN, _S.REDUCING, _S.COMPLETING, _S.ABORTED}),
     _S.REDUCING: frozenset({_S.FROZEN, _S.COMPLETING, _S.ABORTED}),
     _S.COMPLETING: frozenset({_S.FROZEN, _S.PREPARED, _S.ABORTED}),
@@ -158,8 +154,6 @@ class ReplicaStep:
 
     def promise(self, name: str, *, now: float) -> None:
         """Note that another replica's result of a round has arrived: nothing enters the sum any more."""
-        if self._state is StepState.HANDING:
-            self._go(StepState.OPEN)
         if self._state is StepState.OPEN:
             self._go(StepState.FROZEN)
         self.round = Round(name, now)
@@ -181,17 +175,6 @@ class ReplicaStep:
         self.complete()
         self._go(StepState.PREPARED)
         self.prepared = prepared
-
-    # -- handing over (peers.stage.handoff) -------------------------------------------------------
-
-    def hand_over(self) -> None:
-        """Start the handoff of the sum to another replica."""
-        self._go(StepState.HANDING)
-
-    def keep(self) -> None:
-        """End the handoff: the sum was given away, or is counted here again."""
-        if self._state is StepState.HANDING:
-            self._go(StepState.OPEN)
 
     # -- the end (peers.stage.state) --------------------------------------------------------------
 

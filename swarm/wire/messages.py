@@ -16,12 +16,8 @@
     kept      replica → replica              AskKept                → KeptTensors + tensors (evidence.py)
     convicted peer → replica of a stage      AskConvicted           → Convicted (evidence.py)
     evidence  anyone → peer                  ShowEvidence + data    → Ack (evidence.py)
-    offer     leaving peer → replica         HandedSum              → OfferedSum
-    give      leaving peer → replica         HandedSum              → Ack (once it has fetched the sum)
-    take      leaving peer → replica         HandedSum + losses     → Ack
     state     newcomer → replica             OpenState              → Opened + hashes
     held      replica → replica              OpenHeld               → Opened + hashes
-    sum       replica → leaving peer         HandedSum              → Opened + hashes
     chunk     whoever opened it → its source FetchChunk             → Ack + bytes
     close     whoever opened it → its source CloseLease             → Ack
     block     trainer → trainer, keeper      AskBlock               → Ack + bytes
@@ -43,7 +39,7 @@ import msgspec
 
 from swarm.digest import Digest
 from swarm.errors import BadAnswer, Refused
-from swarm.ids import Generation, PeerId, Stage
+from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import MAX_LEFT_OUT, Positioned, RunStatus
 from swarm.protocol.rounds import Commit, Prepared
@@ -236,21 +232,6 @@ class PartDone(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...]
     proof: ReducedProof | None = None
     """Where sums are checked: with the last chunk of a part, what its owner signed."""
-
-
-class HandedSum(RunMessage, frozen=True, kw_only=True):
-    """A leaving peer's sum of step `t`, with these microbatches in it: what `offer`, `give`, `take` and `sum`
-    are about. Body of `take`, at the last stage: their losses.
-    """
-
-    generation: Generation = Generation()
-    t: int
-    done: Bitmap
-
-
-class OfferedSum(msgspec.Struct, frozen=True, kw_only=True):
-    overlap: Bitmap
-    """Microbatches that the replica has as well: to be retracted before the sum is given."""
 
 
 START = -2

@@ -10,7 +10,7 @@ transcript of the line above, which `pytest tests/protocol --rewrite` writes ane
     > ann has 0 1                              it computes those microbatches of its step; `at 1`: of step 1
     > pass 1                                   seconds; reports, directives and what they ask for
     > kill ann                                 it is gone between two instructions
-    > bob leaves [to ann]                      it hands over its sum, and says that it goes
+    > bob leaves                               it says that it goes
     > slow / > finish                          reduces wait / end
     > cut ann bob / > heal                     they do not reach each other
     > lose ReplicaReport                       the next message of that kind
@@ -78,8 +78,6 @@ def do(world: World, words: list[str]) -> None:
         case ["kill", *names]:
             for name in names:
                 world.kill(name)
-        case [name, "leaves", "to", heir]:
-            world.leave(name, heir)
         case [name, "leaves"]:
             world.leave(name)
         case ["slow"]:

@@ -67,7 +67,6 @@ def test_what_cannot_be_true_of_a_replica_or_a_stage_is_refused(changes: dict[st
     [
         ({"done": BEYOND}, "a microbatch beyond 3"),
         ({"in_progress": BEYOND}, "a microbatch beyond 3"),
-        ({"inherited": BEYOND}, "a microbatch beyond 3"),
         ({"prepared": Prepared("r", NAN, "")}, "an impossible squared norm, nan"),
         ({"prepared": Prepared("r", -1.0, "")}, "an impossible squared norm, -1.0"),
         ({"t": 8}, r"\[8\] are not open steps"),

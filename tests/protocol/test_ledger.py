@@ -74,15 +74,6 @@ def test_what_is_not_in_the_sum_cannot_be_taken_out(ledger: Ledger) -> None:
         ledger.remove(4)
 
 
-def test_what_came_with_the_sum_of_another_cannot_be_taken_out(ledger: Ledger) -> None:
-    ledger.record(1)
-    ledger.take_over(0b100)
-    with pytest.raises(AssertionError):
-        ledger.remove(2)
-    ledger.remove(1)
-    assert (ledger.done, ledger.inherited) == (0b100, 0b100)
-
-
 def test_a_microbatch_that_was_taken_out_may_enter_again(ledger: Ledger) -> None:
     ledger.record(1)
     ledger.remove(1)

@@ -15,7 +15,6 @@ from swarm.protocol.replica import (
     Retract,
     Unfreeze,
     follow,
-    step_report,
 )
 from swarm.protocol.rounds import FINISHES_LEAST_S, Commit, FetchResult, Plan, Prepared
 from swarm.protocol.step import ReplicaStep
@@ -99,19 +98,6 @@ def test_what_a_step_completes_itself_no_replica_has() -> None:
     step.exchange("r")
     step.complete()
     assert told(step, RESULT, now=1000.0) == []
-
-
-def test_a_sum_on_its_way_to_another_replica_counts_nowhere_and_follows_nothing() -> None:
-    step = opened()
-    step.ledger.claim(0)
-    step.ledger.record(0)
-    step.ledger.release(0)
-    step.hand_over()
-    assert told(step, StepDirective(t=0, plan=PLAN)) == told(step, RESULT) == []
-    said = step_report(step)
-    assert (said.done, said.in_progress) == (0, 1), "but it is not to be run again"
-    step.keep()
-    assert step_report(step).done == 1
 
 
 def test_a_busy_replica_follows_nothing_and_one_that_is_behind_catches_up() -> None:

@@ -49,13 +49,12 @@ class MemberStep:
     held: Prepared | None = None
     failed_round: str = ""
     bandwidth_bps: float = 0.0
-    inherited: int = 0
 
     @property
     def report(self) -> StepReport:
         return StepReport(
             t=T, done=Bitmap(self.done), in_progress=Bitmap(self.in_progress), frozen_for=self.frozen_for,
-            prepared=self.held, failed_round=self.failed_round, inherited=Bitmap(self.inherited),
+            prepared=self.held, failed_round=self.failed_round,
         )  # fmt: skip
 
 
@@ -116,22 +115,10 @@ def test_of_three_that_have_it_the_smallest_id_keeps_it() -> None:
     )
 
 
-def test_a_member_that_inherited_it_keeps_it_whatever_its_id() -> None:
-    inherits = replace(B, done=0b001110, inherited=0b000010)
-    assert decided(A, inherits, C) == Undo({"a": 0b000010})
-
-
-def test_of_two_that_inherited_it_the_second_is_told_all_the_same() -> None:
-    first, second = replace(A, inherited=0b11), replace(B, done=0b001110, inherited=0b000010)
-    assert decided(first, second, C) == Undo({"b": 0b000010})
-
-
-def test_the_one_with_more_voice_keeps_it_even_if_the_other_cannot_subtract() -> None:
-    inherits = replace(B, done=0b001110, inherited=0b001110)
-    assert decided(A, inherits, C, voice={"a": 100, "b": 30, "c": 100}) == Undo({"b": 0b000010})
-    assert decided(A, inherits, C, voice={"a": 20, "b": 30, "c": 30}) == Undo({"a": 0b000010}), (
-        "about as much"
-    )
+def test_the_one_with_more_voice_keeps_it_whatever_its_id() -> None:
+    later = replace(B, done=0b001110)
+    assert decided(A, later, C, voice={"a": 20, "b": 100, "c": 100}) == Undo({"a": 0b000010})
+    assert decided(A, later, C, voice={"a": 20, "b": 30, "c": 30}) == Undo({"b": 0b000010}), "about as much"
 
 
 def test_what_a_replica_without_voice_has_too_is_known() -> None:

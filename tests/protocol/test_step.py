@@ -28,8 +28,6 @@ MOVERS = {
     "complete": set[str](),  # also the name of a function of the stage's tensors
     "incomplete": {"peers/stage/tied_weights.py"},
     "prepare": {"peers/stage/tied_weights.py"},
-    "hand_over": {"peers/stage/handoff.py"},
-    "keep": {"peers/stage/handoff.py"},
     "take": {"peers/stage/open_step.py"},
     "abort": {"peers/stage/open_step.py"},
 }
@@ -105,9 +103,7 @@ def test_a_round_that_is_refused_opens_the_sum_unless_another_froze_it() -> None
 def at(state: StepState) -> ReplicaStep:
     """A step that came to a state as it does in a run; with a round under way it is called `r`."""
     this = step()
-    if state is StepState.HANDING:
-        this.hand_over()
-    elif state not in (StepState.OPEN, StepState.ABORTED):
+    if state not in (StepState.OPEN, StepState.ABORTED):
         this.start_round("r", now=0.0)
         if state is not StepState.FROZEN:
             this.exchange("r")
@@ -134,27 +130,23 @@ CALLS: dict[str, Callable[[ReplicaStep], None]] = {
     "complete": lambda step: step.complete(),
     "incomplete": lambda step: step.incomplete(),
     "prepare": lambda step: step.prepare(Prepared("s", 1.0, "")),
-    "hand over": lambda step: step.hand_over(),
-    "keep": lambda step: step.keep(),
     "take": lambda step: step.take(),
     "abort": lambda step: step.abort(),
 }
 BECOMES = """
-              open          handing over  frozen      reducing    completing  prepared  taken  aborted
-start         frozen        -             frozen      frozen      frozen      -         -      -
-exchange      open          handing over  reducing    reducing    -           -         taken  aborted
-refuse        open          handing over  open        -           -           -         taken  aborted
-end           open          handing over  frozen      frozen      frozen      prepared  taken  aborted
-give up       open          handing over  frozen      frozen      frozen      prepared  taken  aborted
-open again    open          handing over  frozen      reducing    completing  prepared  taken  aborted
-promise       frozen        frozen        frozen      reducing    completing  prepared  taken  aborted
-complete      open          handing over  completing  completing  completing  prepared  taken  aborted
-incomplete    open          handing over  frozen      reducing    frozen      prepared  taken  aborted
-prepare       -             -             prepared    prepared    prepared    prepared  -      -
-hand over     handing over  handing over  -           -           -           -         -      -
-keep          open          open          frozen      reducing    completing  prepared  taken  aborted
-take          -             -             -           -           -           taken     taken  -
-abort         aborted       aborted       aborted     aborted     aborted     aborted   taken  aborted
+              open     frozen      reducing    completing  prepared  taken  aborted
+start         frozen   frozen      frozen      frozen      -         -      -
+exchange      open     reducing    reducing    -           -         taken  aborted
+refuse        open     open        -           -           -         taken  aborted
+end           open     frozen      frozen      frozen      prepared  taken  aborted
+give up       open     frozen      frozen      frozen      prepared  taken  aborted
+open again    open     frozen      reducing    completing  prepared  taken  aborted
+promise       frozen   frozen      reducing    completing  prepared  taken  aborted
+complete      open     completing  completing  completing  prepared  taken  aborted
+incomplete    open     frozen      reducing    frozen      prepared  taken  aborted
+prepare       -        prepared    prepared    prepared    prepared  -      -
+take          -        -           -           -           taken     taken  -
+abort         aborted  aborted     aborted     aborted     aborted   taken  aborted
 """
 """What a step becomes by each call; `-`: the call is refused as a bug of the caller."""
 

@@ -22,7 +22,7 @@ def commands() -> st.SearchStrategy[tuple[Any, ...]]:
         st.tuples(st.just("all"), peer),
         st.tuples(st.just("pass"), st.sampled_from([0.1, 0.5, 1.0, 4.0, 8.0])),
         st.tuples(st.just("kill"), peer),
-        st.tuples(st.just("leave"), peer, peer),
+        st.tuples(st.just("leave"), peer),
         st.tuples(st.just("add"), st.integers(0, STAGES - 1)),
         st.tuples(st.just("cut"), peer, peer),
         st.tuples(st.just("heal")),
@@ -44,10 +44,8 @@ def do(world: World, command: tuple[Any, ...]) -> None:
             world.run_for(seconds)
         case ("kill", peer) if len(live) > 1:
             world.kill(live[peer % len(live)].name)
-        case ("leave", peer, heir) if len(live) > 1:
-            one = live[peer % len(live)]
-            others = [r.name for r in live if r.stage == one.stage and r is not one]
-            world.leave(one.name, others[heir % len(others)] if others else None)
+        case ("leave", peer) if len(live) > 1:
+            world.leave(live[peer % len(live)].name)
         case ("add", stage) if len(world.replicas) < 9:
             world.add(f"p{len(world.replicas)}", stage)
         case ("cut", one, other):

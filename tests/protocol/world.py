@@ -151,23 +151,11 @@ class World:
             if name in members:
                 self._abort(round_name)
 
-    def leave(self, name: PeerId, heir: PeerId | None = None) -> None:
-        """It hands its sums to a replica, says that it leaves, and is gone."""
+    def leave(self, name: PeerId) -> None:
+        """It says that it leaves, and is gone."""
         replica = self.replicas[name]
         replica.leaving = True
         self.announce(replica, "leaving")
-        for step in replica.steps.values():
-            if heir is not None and step.state is StepState.OPEN and step.ledger.done:
-                taker = self.replicas[heir].steps.get(step.t)
-                step.hand_over()
-                done = step.ledger.done
-                if taker is not None and taker.state is StepState.OPEN and not taker.ledger.done & done:
-                    taker.sum.update(step.sum)
-                    taker.ledger.take_over(done)
-                    step.ledger.clear()
-                    step.sum.clear()
-                    self.say(f"{name} hands {_set(done)} of step {step.t} to {heir}")
-                step.keep()
         coordinator = replica.protocol.coordinator(replica.stage, now=self.now)
         if coordinator not in (None, name):
             report = ReplicaReport(
@@ -439,11 +427,6 @@ class World:
         return t in replica.applied or (step is not None and step.result is not None)
 
     def _retract(self, replica: Replica, step: Step, action: Retract) -> None:
-        if action.microbatches & step.ledger.inherited:
-            step.ledger.clear()
-            step.sum.clear()
-            self.say(f"{replica.name} drops its sum of step {step.t}: it cannot take out what it inherited")
-            return
         twice = action.microbatches & step.ledger.done
         for m in list(members_of(twice)):
             step.sum[m] -= 1

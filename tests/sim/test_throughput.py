@@ -262,8 +262,8 @@ GOLDEN = {
     0: "5e53c657fa950e81",
     11: "cfc3d428d2af51ca",
     19: "782ad7bb17536fbd",
-    21: "65b098f8f174cad9",
-    22: "2c156dcda0141f72",
+    21: "c515557bdeb4b5db",
+    22: "52e0498f5414c3a4",
 }
 
 
@@ -295,7 +295,7 @@ def test_a_stage_that_lost_all_members_brings_the_run_back_to_its_checkpoint() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5, 21, 31])
+@pytest.mark.parametrize("seed", [5, 9, 21])
 def test_who_is_leaving_when_the_run_goes_back_arrives_elsewhere(seed: int) -> None:
     """Its last microbatches end with the run that went back, so it leaves in the middle of that."""
     trace = Trace((0.0, 30.0, 60.0, 90.0, 120.0, 150.0), (12, 7, 14, 9, 5, 14), 250.0)

@@ -133,7 +133,6 @@ LARGEST: dict[type, msgspec.Struct] = {
         steps=(
             StepReport(
                 t=T, done=worst(), in_progress=worst(), frozen_for=NAME, prepared=PREPARED, failed_round=NAME,
-                inherited=worst(),
             ),
         ) * MAX_STEPS,
     ),

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from peers.sim.throughput.report import Moved
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import Peer, World
+from peers.stage.moving import BOUNDARY_S
+from peers.waiting import happens
 from swarm.ids import PeerId, Stage
 from swarm.plan.network import BACKWARD_FORWARDS
 from swarm.policy.rebalance import Stay, choose_stages, rebalance
@@ -259,12 +261,19 @@ class Members:
                 if self._job.fits(move.to_stage, world.network.devices[peer.device]):
                     moved = Moved(self._loop.now_s, peer.name, peer.stage, move.to_stage, move.why)
                     self._report.moves.append(moved)
-                    self._drain(peer, move.to_stage)
+                    self._loop.create_task(self._move(peer, move.to_stage))
             self._call_spares()
             for peer in list(world.peers.values()):
                 if peer.serving and peer.draining_to is None and self._told(peer):
                     self._drain(peer, peer.stage)
             await asyncio.sleep(period_s)
+
+    async def _move(self, peer: Peer, to_stage: Stage) -> None:
+        """Go after the next step, as live peers do, unless no other is left by then."""
+        self._world.stepped.clear()
+        await happens(self._world.stepped, BOUNDARY_S)
+        if peer.alive and peer.draining_to is None and len(self._world.stages[peer.stage]) > 1:
+            self._drain(peer, to_stage)
 
     def _drain(self, peer: Peer, to_stage: Stage) -> None:
         """Have a peer finish what it has, and then go to a stage; to its own: to stand by there."""
@@ -274,11 +283,11 @@ class Members:
         self._leave_if_drained(peer)
 
     def _leave_if_drained(self, peer: Peer) -> None:
-        """Move a peer without microbatches in flight; a replica takes its sums."""
-        stage, to_stage = peer.stage, peer.draining_to
+        """Move a peer without microbatches in flight; what is in its sums is run again."""
+        to_stage = peer.draining_to
         if to_stage is None or peer.flights or not peer.alive:
             return
-        self._world.hand_over(peer)
         self._leave(peer)
-        self._world.reduce_if_complete(stage)
-        self._add(peer.device, to_stage, peer.name, spare=to_stage == stage)
+        self._world.lose(peer)
+        self._trainers.report_soon()
+        self._add(peer.device, to_stage, peer.name, spare=to_stage == peer.stage)

@@ -166,6 +166,7 @@ class World:
         """Open steps of which some sum was lost."""
         self.on_step: Callable[[int], None]
         """Called when a step was taken."""
+        self.stepped = asyncio.Event()
         self.on_released: Callable[[Peer], None]
         """Called when a draining peer has one microbatch less."""
         self._every = everything(job.microbatches)
@@ -254,12 +255,13 @@ class World:
             peer.ledgers.pop(t, None)
         for stage in range(self.job.stages):
             self.reduce_if_complete(stage)
+        self.stepped.set()
         self.on_step(t)
 
     # -- lost sums --------------------------------------------------------------------------------
 
     def lose(self, peer: Peer) -> None:
-        """Remove the sums of a peer that died."""
+        """Remove the sums of a peer that died or left."""
         stage, t = peer.stage, self.version
         if stage in self._prepared and not self.serving(stage):
             # Only peers that are gone had the result, with the parts of those that died before.
@@ -273,18 +275,6 @@ class World:
         if stage in self._reducing:
             self._reducing.pop(stage).cancel()
             self.reduce_if_complete(stage)
-
-    def hand_over(self, peer: Peer) -> None:
-        """Give the sums of a peer that moves away to a replica, if it has one."""
-        replica = next(iter(self.serving(peer.stage)), None)
-        if replica is None:
-            self._remove(peer)
-            return
-        for t, ledger in peer.ledgers.items():
-            if ledger.done:
-                replica.ledger(t, self.job.microbatches).take_over(ledger.done)
-        if peer.stage in self._reducing:
-            self._reducing.pop(peer.stage).cancel()
 
     def drop(self) -> None:
         """Forget all open steps: the run goes back to a checkpoint."""

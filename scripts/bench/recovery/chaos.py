@@ -824,7 +824,6 @@ def row(chaos: Chaos, difference: float, *, in_lab: bool) -> dict[str, Any]:
     replayed = sum(e.count for p in swarm.programs for e in p.heard(events.Replayed))
     undone = sum(e.count for p in swarm.programs for e in p.heard(events.Undone))
     void = sum(len(p.heard(events.RoundAborted)) for p in swarm.programs)
-    handed = sum(e.microbatches for p in swarm.programs for e in p.heard(events.HandedOver))
     rolled = sum(len(p.heard(events.RolledBack)) for p in swarm.programs)
     steps = chaos.ended_version - chaos.began_version
     took_s = chaos.ended_at - chaos.began_at
@@ -847,7 +846,6 @@ def row(chaos: Chaos, difference: float, *, in_lab: bool) -> dict[str, Any]:
         "replayed": replayed,
         "undone": undone,
         "void_rounds": void,
-        "handed_over": handed,
         "roll_backs": rolled,
         "chaos_steps": steps,
         "chaos_s": round(took_s, 1),
@@ -894,7 +892,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['cells']} sums of a stage and step: {len(found['wrong_audits'])} wrong, "
         f"{found['cells_without_audit']} taken from a replica whose ledger died with it",
         f"{found['replayed_percent']} % of the work run again, {found['undone']} duplicates undone, "
-        f"{found['handed_over']} microbatches handed over, {found['void_rounds']} void rounds",
+        f"{found['void_rounds']} void rounds",
         f"{found['chaos_s']} s under faults, {found['undisturbed_s']} s undisturbed: "
         f"{found['lost_s_per_fault']} s lost a fault; the longest stall was {found['longest_stall_s']} s",
     ]

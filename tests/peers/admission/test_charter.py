@@ -476,7 +476,7 @@ def test_it_was_thought_of_each_method_that_is_served() -> None:
         for path in Path(rules.__file__).parents[2].joinpath("peers").rglob("*.py")
         for method in (*served.findall(path.read_text()), *named.findall(path.read_text()))
     }
-    for_peers = {"report", "directive", "summary", "run", "part", "held", "offer", "give", "sum", "take"}
+    for_peers = {"report", "directive", "summary", "run", "part", "held"}
     for_peers |= {"show", "reveal"}
     assert found - {"admit", "direct"} <= rules.READS | rules.TRAINERS_CALL | for_peers
 
@@ -589,7 +589,7 @@ def test_at_a_trusted_stage_only_the_trusted_call_as_replicas() -> None:
     trusting = door(trusted_stages=(0,), founders=(PETER.peer_id,))
     for stage, refused in ((0, True), (1, False)):
         trusting.stage = stage
-        for method in ("report", "part", "offer"):
+        for method in ("report", "part"):
             assert bool(trusting.refusal(KIM.peer_id, method, True)) == refused
             assert trusting.refusal(PETER.peer_id, method, True) == ""
         assert trusting.refusal(KIM.peer_id, "summary", True) == "", "of another stage"

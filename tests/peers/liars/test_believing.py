@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +16,21 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.events import HandedOver, Note, Trouble
+from peers.events import Note, Trouble
 from peers.ports import Answer, Handler, Request
 from peers.stage.joining import VOICED_S
 from peers.stage.membership import keep_stage
 from peers.status_query import all_have
 from peers.storage import checkpoint
-from peers.transfer.leases import Leases, Snapshot
 from peers.transfer.server import StateLeases
-from swarm.errors import Busy, Refused, SwarmError
+from swarm.errors import Busy, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
 from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import HandedSum, Watched, pack
+from swarm.wire.messages import Watched, pack
 from swarm.wire.trails import Word
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import FIRST, TRAINER, MadeUp, add_liar, admitting, give_voice
@@ -375,10 +373,7 @@ async def test_strangers_of_a_later_stage_that_refuse_everything_end_no_trainer(
         assert sum(s.network.peers[f"a{number}"].transport.calls["work"] for number in range(9)) < 100
 
 
-@pytest.mark.parametrize("inherited", some([True, False], quick=[True]))
-async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_its_own(
-    inherited: bool,
-) -> None:
+async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_its_own() -> None:
     """It never retracts what it never had, and holds up nothing."""
     async with swarm(RUN, replicas=2) as s:
         give_voice(s, *PEERS)
@@ -389,7 +384,7 @@ async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_
             while True:
                 t = max(peer.core.version for _, peer in s.live())
                 theirs = Bitmap(s.done("s1p0", t) | s.done("s1p1", t))
-                step = StepReport(t=t, done=theirs, inherited=theirs if inherited else Bitmap(0))
+                step = StepReport(t=t, done=theirs)
                 report = ReplicaReport(run=RUN.id, stage=1, version=t, steps=(step,))
                 with contextlib.suppress(SwarmError):
                     await s.network.peers["liar"].transport.call(
@@ -404,47 +399,6 @@ async def test_a_stranger_that_says_it_has_all_that_others_have_makes_none_undo_
         lying.cancel()
         s.assert_each_counted_once()
         assert s.undone == 0
-
-
-async def made_up_sum(s: Swarm, *, stage: int) -> list[int]:
-    """What became of the offer, the gift and the taking of a sum that nobody computed: 1 for each refused."""
-    done, refused = Bitmap(0b11), []
-    end = s.network.peers["liar"]
-    leases, compute = Leases(s.run, end.transport), s.peers[f"s{stage}p0"].core.compute
-    vector = torch.full((compute.numel,), 7, dtype=compute.sums.dtype)
-
-    async def give(request: Request) -> Answer:
-        return await leases.lend(
-            request.peer, "sum", None, Snapshot(version=0, tensors={"sum": vector}), vector
-        )
-
-    end.transport.serve("sum", give)
-    generation = Generation()
-    body = [bytes(16)] if stage == s.run.S - 1 else []
-    for method, message, sent in (
-        ("offer", HandedSum(run=s.run.id, generation=generation, t=0, done=done), []),
-        ("give", HandedSum(run=s.run.id, t=0, done=done), []),
-        ("take", HandedSum(run=s.run.id, generation=generation, t=0, done=done), body),
-    ):
-        try:
-            await end.transport.call(f"s{stage}p0", method, pack(message), sent)
-            refused.append(0)
-        except Refused:
-            refused.append(1)
-    return refused
-
-
-async def test_a_sum_that_a_stranger_hands_off_is_not_taken() -> None:
-    async with swarm(RUN, replicas=2) as s:
-        give_voice(s, *PEERS)
-        await s.until_serving()
-        await add_liar(s, "liar", 0, 0)
-        assert await made_up_sum(s, stage=0) == [1, 1, 1]
-        assert s.done("s0p0") == 0
-        s.network.kill("liar")
-        s.add_trainer(TRAINER)
-        await s.until_finished(limit_s=120.0)
-        s.assert_each_counted_once()
 
 
 async def test_a_stranger_that_says_it_has_a_stage_has_its_last_replica_not_move_away() -> None:
@@ -464,34 +418,6 @@ async def test_a_stranger_that_says_it_has_a_stage_has_its_last_replica_not_move
     async with swarm(RUN, replicas=2) as s:
         await s.until_serving()
         assert await keep_stage(s.peers["s1p0"].core), "where nobody has voice the word of each counts"
-
-
-async def test_where_contributions_are_audited_no_sum_is_taken_whoever_hands_it_off() -> None:
-    """Who takes it signs it as its own, and has nothing to show of what it was made of: a peer with voice
-    that leaves, or that only says so in each step, would add what it likes, and be looked at by nobody."""
-    for run, refused in ((RUN, 0), (replace(RUN, dtype="float32"), 1)):
-        assert run.adds_exactly == bool(refused)
-        async with swarm(run, replicas=2) as s:
-            give_voice(s, *PEERS, "liar")
-            await s.until_serving()
-            await add_liar(s, "liar", 0, 0)
-            assert await made_up_sum(s, stage=0) == [refused] * 3
-            assert bool(s.done("s0p0")) != bool(refused)
-
-
-async def test_a_peer_without_voice_that_leaves_says_that_its_sum_is_run_again() -> None:
-    run = replace(RUN, batch=replace(RUN.batch, microbatches_per_step=40))
-    async with swarm(run, replicas=2) as s:
-        give_voice(s, "s1p0")
-        await s.until_serving()
-        s.add_trainer(TRAINER)
-        await s.until(lambda: s.done("s1p1").bit_count() > 3)
-        s.peers["s1p1"].leave()
-        await s.until(s.tasks["s1p1"].done)
-        await s.until_version(2)
-        told = r"run again by others: \d+ microbatches of step \d, since the sum of a peer without voice"
-        assert any(re.match(told, note.text) for note in s.seen(Note))
-        assert not s.seen(HandedOver)
 
 
 async def assert_begins_at_4(s: Swarm, keeper: str) -> None:

@@ -42,7 +42,6 @@ from swarm.wire.messages import (
     Evaluated,
     FetchChunk,
     GiveVoucher,
-    HandedSum,
     Locate,
     OpenHeld,
     OpenState,
@@ -64,8 +63,8 @@ pytestmark = pytest.mark.virtual_time
 
 REQUESTS: dict[str, type[msgspec.Struct]] = {
     "work": Work, "locate": Locate, "report": ReplicaReport, "directive": Directive, "summary": StageSummary,
-    "run": RunStatus, "watch": Watch, "part": Part, "offer": HandedSum, "give": HandedSum, "take": HandedSum,
-    "state": OpenState, "held": OpenHeld, "sum": HandedSum, "chunk": FetchChunk, "close": CloseLease,
+    "run": RunStatus, "watch": Watch, "part": Part,
+    "state": OpenState, "held": OpenHeld, "chunk": FetchChunk, "close": CloseLease,
     "saved": AskSaved, "status": AskStatus, "line": ProbeLine, "eval": Evaluate, "evaluated": Evaluated,
     "evidence": ShowEvidence, "convicted": AskConvicted, "audit": AuditAnswer, "kept": AskKept,
     "reveal": Reveal, "show": ShowChunk, "products": AskProducts, "trail": AskTrail, "voucher": GiveVoucher,

@@ -606,9 +606,6 @@ async def disturb(s: Swarm, dice: random.Random, number: int) -> str:
                 "run",
                 "held",
                 "chunk",
-                "offer",
-                "give",
-                "take",
             ]
         )
         nth = dice.randint(1, 3)

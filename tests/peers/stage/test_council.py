@@ -160,7 +160,6 @@ def test_a_peer_keeps_the_losses_that_it_heard_and_of_many_steps_some() -> None:
         ({"steps": (NOTHING, NOTHING)}, "[0, 0] are not open steps of a run of 3"),
         ({"step": {"done": Bitmap(0x10)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"in_progress": Bitmap(0x80)}}, "the ledger names a microbatch beyond 3"),
-        ({"step": {"inherited": Bitmap(1 << 999)}}, "the ledger names a microbatch beyond 3"),
         ({"step": {"prepared": held(float("nan"))}}, "an impossible squared norm, nan"),
         ({"step": {"prepared": held(-1.0)}}, "an impossible squared norm, -1.0"),
         ({"commits": (Commit(t=3, total_sqnorm=1.0),)}, "a commit for step 3 of a run of 3 steps"),

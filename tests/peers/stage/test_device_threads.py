@@ -72,7 +72,7 @@ async def test_a_ledger_changes_only_in_a_job_that_holds_the_books() -> None:
         await device.run(Rank.STEP, 0, ledger.record, 0)
         await device.run(Rank.COMPUTE, 0, counted, 1)
         for change in (
-            lambda: ledger.record(2), lambda: ledger.take_over(4), lambda: ledger.remove(0),
+            lambda: ledger.record(2), lambda: ledger.remove(0),
             lambda: ledger.freeze("round"), ledger.thaw, ledger.clear,
         ):  # fmt: skip
             with pytest.raises(AssertionError, match="a ledger changes outside of a job that holds"):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ from peers.owner.commands import Owner
 from peers.ports import Rank
 from peers.sim.members import AuditCompute
 from peers.stage import recovery
-from peers.stage.handoff import _Aside  # pyright: ignore[reportPrivateUsage]
 from peers.stage.joining import LOST_S
 from peers.stage.membership import keep_stage
 from peers.stage.microbatches import MAX_WAITING
@@ -27,7 +24,7 @@ from peers.stage.open_step import Kept, OpenStep
 from peers.stage.pause import serve
 from peers.status_query import refusing
 from peers.transfer.client import Download
-from swarm.errors import Leaving, NotAdmitted, NotNow, NotReady, PeerGone, Refused, Stale, SwarmError
+from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import audit_run
 from swarm.model.layout import initial_state
@@ -43,16 +40,12 @@ from swarm.protocol.step import StepState
 from swarm.records import PeerRecord
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import (
-    Ack,
     Audit,
-    HandedSum,
     Located,
-    OfferedSum,
     Opened,
     PeerStatus,
     Work,
     WorkDone,
-    pack,
 )
 from tests.peers.alone import Alone, Line, Records
 
@@ -110,18 +103,6 @@ async def test_a_duplicate_is_not_taken_out_of_a_sum_that_was_promised() -> None
     step, before = await freeze(alone), alone.sum()
     await alone.core.retract(step, 0b10)
     assert (alone.sum(), step.ledger.done) == (before, 0b11)
-
-
-async def test_of_a_sum_that_was_taken_over_no_microbatch_is_subtracted_all_of_it_is_dropped() -> None:
-    alone = await Alone(RUN).opened()
-    await count(alone, 0)
-    step, core = alone.core.steps[0], alone.core
-    await core.device.run(Rank.STEP, 0, add(alone), step, aside(alone).vector, 0b110, (0.0, 0.0))
-    assert (step.ledger.done, step.ledger.inherited) == (0b111, 0b110)
-    await alone.core.retract(step, 0b010)
-    assert (step.ledger.done, step.ledger.inherited, any(alone.sum())) == (0, 0, False)
-    await count(alone, 1)
-    assert step.ledger.done == 0b10 and alone.sum()[1] and not alone.sum()[0]
 
 
 async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_else_does() -> None:
@@ -455,146 +436,13 @@ async def test_no_step_is_open_before_a_peer_has_joined_nor_waited_for_once_it_l
         waiting.result()
 
 
-# --- handing over -------------------------------------------------------------------------------------------
-
-
-def aside(alone: Alone) -> _Aside:
-    """A sum that came whole."""
-    ones = torch.ones(alone.core.compute.numel, dtype=alone.core.compute.sums.dtype)
-    return _Aside(0, Bitmap(0b100), 0.0, ones)
-
-
-def add(alone: Alone) -> Callable[..., None]:
-    return alone.peer._handoff._add  # pyright: ignore[reportPrivateUsage]
-
-
-@pytest.mark.parametrize("how", ["promised", "has one of them"])
-async def test_a_sum_that_comes_when_it_cannot_be_counted_changes_nothing(how: str) -> None:
-    alone = await Alone(RUN).opened()
-    await count(alone, 0)
-    step = alone.core.steps[0]
-    why, done = "some of it was computed here meanwhile", 0b11
-    if how == "promised":
-        await freeze(alone)
-        why, done = "the step is being averaged here", 0b10
-    before = alone.sum()
-    with pytest.raises(NotNow, match=why):
-        await alone.core.device.run(Rank.STEP, 0, add(alone), step, aside(alone).vector, done, (0.0,) * 2)
-    assert (alone.sum(), step.ledger.done) == (before, 1)
+# --- who may be relied on -----------------------------------------------------------------------------------
 
 
 def replica(**changes: Any) -> PeerRecord:
     return PeerRecord(
         **{"peer": "other", "run": RUN.id, "stage": 0, "state": "serving", "version": 0, **changes}
     )
-
-
-def offered(*_: object) -> OfferedSum:
-    return OfferedSum(overlap=Bitmap(0))
-
-
-def acknowledged(*_: object) -> Ack:
-    return Ack()
-
-
-def refuses(error: SwarmError) -> Callable[..., Ack]:
-    def refuse(*_: object) -> Ack:
-        raise error
-
-    return refuse
-
-
-@pytest.mark.parametrize("method", ["give", "take"])
-async def test_a_sum_that_a_replica_refuses_counts_here_and_goes_on_growing(method: str) -> None:
-    alone = await Alone(RUN).opened()
-    await count(alone, 0, 1)
-    before, step = alone.sum(), alone.core.steps[0]
-    alone.line.answers = {"offer": offered, "give": acknowledged, "take": acknowledged}
-    alone.line.answers[method] = refuses(NotNow("the step is being averaged here"))
-    with pytest.raises(NotNow):
-        await alone.peer._handoff._give(step, "other")  # pyright: ignore[reportPrivateUsage]
-    assert (alone.sum(), step.ledger.done, step.ledger.frozen_for) == (before, 0b11, None)
-    await count(alone, 2)
-    assert step.ledger.done == 0b111
-
-
-@pytest.mark.parametrize("answer", [acknowledged, refuses(PeerGone("other", "it died"))])
-async def test_a_sum_that_a_replica_has_or_may_have_counts_here_no_more(answer: Callable[..., Ack]) -> None:
-    alone = await Alone(RUN).opened()
-    await count(alone, 0, 1)
-    step = alone.core.steps[0]
-    alone.line.answers = {"offer": offered, "give": acknowledged, "take": answer}
-    assert await alone.peer._handoff._give(step, "other")  # pyright: ignore[reportPrivateUsage]
-    assert (any(alone.sum()), step.ledger.done, step.kept) == (False, 0, {})
-
-
-async def test_nothing_enters_a_sum_while_it_is_given_away() -> None:
-    alone = await Alone(RUN).opened()
-    await count(alone, 0)
-    late, kept = gradients(alone, 1)
-    step, before = alone.core.steps[0], alone.sum()
-
-    def given(*_: object) -> Ack:
-        alone.peer.microbatches._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
-        assert (alone.sum(), step.ledger.done) == (before, 1)
-        return Ack()
-
-    alone.line.answers = {"offer": offered, "give": given, "take": acknowledged}
-    assert await alone.peer._handoff._give(step, "other")  # pyright: ignore[reportPrivateUsage]
-
-
-async def test_what_a_replica_has_as_well_is_undone_before_a_sum_is_given() -> None:
-    alone = await Alone(RUN).opened()
-    await count(alone, 0, 1)
-    overlap = OfferedSum(overlap=Bitmap(0b10))
-    alone.line.answers = {"offer": lambda *_: overlap, "give": acknowledged, "take": acknowledged}
-    assert await alone.peer._handoff._give(alone.core.steps[0], "other")  # pyright: ignore[reportPrivateUsage]
-    assert alone.core.undone == 1
-
-
-class Asked:
-    """A call with a header and a body that is there already."""
-
-    peer = "giver"
-
-    def __init__(self, header: msgspec.Struct, *body: bytes) -> None:
-        self.header, self._body = pack(header), body
-
-    @property
-    def body_sizes(self) -> list[int]:
-        return [len(part) for part in self._body]
-
-    async def accept(self) -> list[bytes]:
-        return list(self._body)
-
-
-async def test_a_sum_is_taken_over_when_all_of_it_is_there_and_in_its_generation() -> None:
-    alone = await Alone(RUN).opened()
-    alone.records.known = [replica(peer="giver")]
-    handoff: Any = alone.peer._handoff  # pyright: ignore[reportPrivateUsage]
-    there = handoff._aside["giver"] = aside(alone)
-    loss = struct.pack("<d", 0.5)
-    good = HandedSum(run=RUN.id, t=0, done=Bitmap(0b100))
-
-    async def refused(why: str, **changes: Any) -> None:
-        with pytest.raises((Refused, NotNow), match=why):
-            await handoff._serve_take(Asked(msgspec.structs.replace(good, **changes), loss))
-        assert not alone.core.steps[0].ledger.done and not any(alone.sum())
-
-    total, there.vector = there.vector, None
-    await refused("has not come as a whole")
-    there.vector = total
-    await refused("has not come as a whole", done=Bitmap(0b110))
-    await refused("in another generation", generation=Generation(1, 0))
-    there.done = Bitmap(0b110)
-    await refused("do not fit the ledger", done=Bitmap(0b110))
-    there.done = good.done
-    await handoff._serve_take(Asked(good, loss))
-    step = alone.core.steps[0]
-    assert (step.ledger.done, step.ledger.inherited, step.loss_of(2)) == (0b100, 0b100, 0.5)
-
-
-# --- who may be relied on -----------------------------------------------------------------------------------
 
 
 def status(**changes: Any) -> PeerStatus:

@@ -24,10 +24,8 @@ from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
 from swarm.errors import NotNow, PeerFault, Refused
 from swarm.manifest import audit_run
-from swarm.protocol.ledger import Bitmap
 from swarm.wire.messages import (
     FetchChunk,
-    HandedSum,
     Opened,
     OpenHeld,
     OpenState,
@@ -109,7 +107,6 @@ async def test_a_joiner_that_gets_a_corrupted_chunk_takes_the_state_of_another()
             "stage 0 shares no weights with stage 1",
         ),
         ("held", OpenHeld(run=RUN.id, t=2, shared_of=0), "no such sum of step 2 is held here"),
-        ("sum", HandedSum(run=RUN.id, t=2, done=Bitmap(1)), "peer ranger is not announced at stage 1"),
     ],
 )
 async def test_what_is_not_to_be_had_is_refused_with_its_reason(
