@@ -293,7 +293,7 @@ def conclude(
         why = next(answer.why for answer in told if answer.host == host)
     return Finding(
         kind="closed", host=host, port=port, punchable=punchable, keeps_ports=keeps, relays=relays, why=why
-    )  # fmt: skip
+    )
 
 
 def listening_host(given: str, join: Sequence[str], announce: Sequence[str] = ()) -> str:

@@ -137,7 +137,7 @@ def simulate_cells(
     end_s = end_s if trace is None else min(end_s, trace.end_s)
     return simulate_islands(
         network, job, islands, cells, end_s=end_s, settings=settings, trace=trace, seed=seed
-    )  # fmt: skip
+    )
 
 
 # --- what came of it ----------------------------------------------------------------------------------------

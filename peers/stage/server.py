@@ -143,7 +143,7 @@ class StagePeer:
         )  # fmt: skip
         self.status = StageStatus(
             core, settings, self.coordination, self.microbatches, all_reduce, self.moving, self.evaluations
-        )  # fmt: skip
+        )
         self.convictions.on_conviction = self._do_without
         self._leaving = asyncio.Event()
         self._owner_waits = False

@@ -109,9 +109,7 @@ class VoucherGiver:
         others = [peer for peer in self._voices.counted(stage, version=version) if peer != worked.peer]
         asked = self._dice.sample(others, min(MAX_VOICES, len(others)))
         question = AskConvicted(run=self._run.id, peer=worked.peer)
-        told = await ask_all(
-            self._transport, asked, "convicted", question, Convicted, deadline_s=GIVE_S
-        )  # fmt: skip
+        told = await ask_all(self._transport, asked, "convicted", question, Convicted, deadline_s=GIVE_S)
         last = {peer: one.added for peer, one in told.items() if one.added is not None}
         idle = [peer for peer, t in last.items() if t < worked.t - MIN_STEPS]
         return 2 * sum(weight(p, voice) for p in idle) <= sum(weight(p, voice) for p in last)

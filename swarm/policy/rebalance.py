@@ -175,7 +175,7 @@ def choose_stages(
         chosen[new.peer] = stage
         joins = PeerRecord(
             peer=new.peer, run="", stage=stage, state="joining", version=0, machine=new.machine, since=now_s
-        )  # fmt: skip
+        )
         there.append(joins)
     return chosen
 

@@ -56,9 +56,7 @@ class Rotation:
         self._stepped_s = self._counted_s = now
         self._used_before = self._used
 
-    def waits(
-        self, *, now: float, counts: bool = True, passed: Callable[[], bool] = lambda: False
-    ) -> None:  # fmt: skip
+    def waits(self, *, now: float, counts: bool = True, passed: Callable[[], bool] = lambda: False) -> None:
         """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
         reaches those on whose turn it is; else others may go on under them, in other turns than it. `passed`:
         whether others have taken that step, so that it was late for this peer only.

@@ -44,9 +44,7 @@ def cities(each: int, *, count: int = 2, between_bps: float = 1e6, **device: flo
 
 
 def searched(network: Network, job: Job, islands: Islands) -> np.ndarray:
-    return search_islands(
-        network, job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0
-    ).cell_of  # fmt: skip
+    return search_islands(network, job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0).cell_of
 
 
 @pytest.mark.parametrize("count", [2, 4])

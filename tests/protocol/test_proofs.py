@@ -152,7 +152,7 @@ def test_a_peer_of_which_the_directory_says_nothing_is_heard_by_its_voucher() ->
         (commit([ZOE], [ANN, BOB], total=math.inf), "has the norm inf; its proofs add up to 2.0"),
         (commit([ZOE], [ANN, BOB], total=1e30), r"has the norm 1e\+30; its proofs add up to 2.0"),
     ],
-)  # fmt: skip
+)
 def test_what_proves_nothing_is_refused(said: Commit, why: str) -> None:
     assert lacking(said) is None
     with pytest.raises(Refused, match=why):

@@ -112,7 +112,7 @@ def test_messages_are_frozen_and_given_by_name(kind: type[msgspec.Struct]) -> No
             "malformed Work header: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_malformed_header_is_refused_and_the_text_names_the_field(data: bytes, text: str) -> None:
     assert refused(data).startswith(text)
 
@@ -138,7 +138,7 @@ def test_nesting_without_end_is_refused() -> None:
         ({"run": "r", "t": 0, "round": "x", "start": 0, "numel": 2**64}, Part, "$.numel"),
         ({"loss": "nan"}, WorkDone, "$.loss"),
     ],
-)  # fmt: skip
+)
 def test_a_field_of_the_wrong_type_is_named(fields: dict[str, object], kind: type, where: str) -> None:
     try:
         data = encoded(**fields)

@@ -315,7 +315,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--optimizer", default="adamw", help="adamw (default) or sgd")
     parser.add_argument(
         "--float-sums", action="store_true", help="manifests with exact_sums = false: sums of floats"
-    )  # fmt: skip
+    )
     parser.add_argument("--delayed", action="store_true", help="manifests with delayed_updates = true")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model (default: 4)")
     parser.add_argument("--microbatches", type=int, default=32, help="of a step (default: 32)")

@@ -112,7 +112,7 @@ async def test_another_trainer_goes_on_where_the_first_one_died() -> None:
         (TRAINER, msgspec.structs.replace(voucher("s0p0"), t=99), "a voucher that gives this peer no voice"),
     ],
     ids=["stranger", "passed-on", "another-trainer", "another-peer", "too-short", "forged"],
-)  # fmt: skip
+)
 async def test_a_voucher_that_is_not_for_this_peer_is_refused(by: str, one: Voucher, text: str) -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()

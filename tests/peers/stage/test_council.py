@@ -166,7 +166,7 @@ def test_a_peer_keeps_the_losses_that_it_heard_and_of_many_steps_some() -> None:
         ({"commits": (Commit(t=-1, total_sqnorm=1.0),)}, "a commit for step -1 of a run of 3 steps"),
         ({"commits": (Commit(t=0, total_sqnorm=float("nan")),)}, "an impossible squared norm, nan"),
     ],
-)  # fmt: skip
+)
 async def test_a_report_that_cannot_be_true_is_refused(changes: dict[str, Any], text: str) -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()

@@ -108,7 +108,7 @@ def test_each_sample_is_compared_with_itself() -> None:
         ("broken", r"^the data tests\.model\.graph\.custom_models:broken fails: no such luck$"),
         ("gone", r"^tests\.model\.graph\.custom_models has no gone"),
     ],
-)  # fmt: skip
+)
 def test_samples_that_cannot_be_trained_on_are_refused(code: str, text: str) -> None:
     with pytest.raises(SetupError, match=text):
         open_samples(of(code))
