@@ -625,14 +625,6 @@ def test_a_manifest_that_says_nothing_is_refused_in_few_words_with_where_an_exam
             {"optimizer": {"moments": "bfloat16"}, "dtype": "float64"},
             r'optimizer\.moments = "bfloat16" .* left out, when dtype is "float64"',
         ),
-        (
-            {"optimizer": {"name": "adamw8bit", "moments": "bfloat16"}},
-            r'optimizer\.moments = "bfloat16" .* left out, when optimizer\.name is "adamw8bit"',
-        ),
-        (
-            {"optimizer": {"name": "adamw8bit"}, "dtype": "float64"},
-            r'optimizer\.name = "adamw8bit" .* adamw or sgd',
-        ),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(changes: dict[str, Any], text: str) -> None:

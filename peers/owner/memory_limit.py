@@ -110,7 +110,7 @@ def needs_of(run: Run, stage: Stage, *, microbatch: int = 0, host_sums: bool = F
 
 def weight_bytes(optimizer: OptimizerSpec, *, host_sums: bool = False) -> int:
     """Of each weight of a stage, in a float32 run that adds exactly: weight, optimizer, sum, gradient."""
-    kept = vector_layout(optimizer, 1, (), torch.float32).values()
+    kept = vector_layout(optimizer, 1, torch.float32).values()
     return 8 + sum(numel * dtype.itemsize for numel, dtype in kept) + (0 if host_sums else 8)
 
 

@@ -148,7 +148,7 @@ def _state(traced: Traced, plans: Sequence[StagePlan], optimizer: OptimizerSpec)
     values, each = traced.graph.values, weight_bytes(optimizer)
     sizes = [sum(math.prod(values[name].shape) for name in plan.parameters) for plan in plans]
     words = f"\na peer holds {each} bytes a weight ({optimizer.name}), {each - 8} on a GPU with --host-sums"
-    if optimizer.moments == "float32" and optimizer.name != "adamw8bit":
+    if optimizer.moments == "float32":
         narrow = weight_bytes(replace(optimizer, moments="bfloat16"))
         words += f"; with moments in bfloat16 {narrow}, {narrow - 8}"
     return f"{words}: of the largest stage {shown_bytes(each * max(sizes))}"

@@ -93,8 +93,6 @@ class Run(Spec):
             raise self.optimizer.wrong("warmup_steps", f"less than steps ({self.steps})")
         if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.steps:
             raise self.optimizer.wrong("decay_steps", f"at most steps - warmup_steps (of {self.steps} steps)")
-        if self.optimizer.name == "adamw8bit" and self.dtype == "float64":
-            raise self.optimizer.wrong("name", 'adamw or sgd when dtype is "float64"')
         if self.optimizer.moments == "bfloat16" and self.dtype == "float64":
             raise self.optimizer.wrong("moments", '"float32", or left out, when dtype is "float64"')
         if self.rounds_sums and (self.delayed_updates or not self.adds_exactly):
@@ -160,8 +158,6 @@ class Run(Spec):
             raise self.islands.wrong("count", "1 when delayed_updates is true: islands hardly wait")
         if self.batch.warmup_steps:
             raise self.islands.wrong("count", f"1 when batch.warmup_steps is {self.batch.warmup_steps}")
-        if self.optimizer.name == "adamw8bit":
-            raise self.islands.wrong("count", '1 when optimizer.name is "adamw8bit"')
         for name, steps in (
             ("steps", self.steps),
             ("checkpoint_every", self.checkpoint_every),

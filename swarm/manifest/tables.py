@@ -374,11 +374,8 @@ _GROUPS = Rule(
 class OptimizerSpec(Spec, section="optimizer"):
     """How the mean gradient becomes new weights."""
 
-    name: Literal["adamw", "sgd", "adamw8bit", "muon"] = setting(
-        choice("adamw", "sgd", "adamw8bit", "muon"), "adamw"
-    )
-    """`adamw8bit` keeps its moments in 8 bits and needs CUDA; `muon` is AdamW but for weights that the key
-    `muon` names."""
+    name: Literal["adamw", "sgd", "muon"] = setting(choice("adamw", "sgd", "muon"), "adamw")
+    """`muon` is AdamW but for weights that the key `muon` names."""
     lr: float = setting(number(0.0, 1000.0, above=True))
     """Highest learning rate, after the warm-up."""
     beta1: float = setting(number(0.0, 1.0, below=True), 0.9)
@@ -414,8 +411,6 @@ class OptimizerSpec(Spec, section="optimizer"):
     rounded at random, drawn from run, step, weight and place, so that on average nothing is lost."""
 
     def _cross_check(self) -> None:
-        if self.name == "adamw8bit" and self.moments != "float32":
-            raise self.wrong("moments", '"float32", or left out, when optimizer.name is "adamw8bit"')
         if self.name != "sgd" and self.momentum:
             raise self.wrong("momentum", f'0 when optimizer.name is "{self.name}"')
         if (self.name == "muon") != bool(self.muon):

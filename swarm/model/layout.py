@@ -22,7 +22,7 @@ from swarm.manifest import Run
 from swarm.model.custom import custom_model, drawn
 from swarm.model.fixed_point import blocks_of
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
-from swarm.model.optimizer import parts_of, vector_layout
+from swarm.model.optimizer import vector_layout
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import CACHE_LINE_BYTES
 from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
@@ -156,7 +156,7 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     layout, dtype = stage_layout(run, stage), weights_dtype(run)
     vectors = {
         "weights": (layout.numel, dtype),
-        **vector_layout(run.optimizer, layout.numel, parts_of(run.optimizer, layout.spans), dtype),
+        **vector_layout(run.optimizer, layout.numel, dtype),
     }
     if run.islands.count > 1:
         vectors[MET_WEIGHTS] = (layout.sum_numel, dtype)

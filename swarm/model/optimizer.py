@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from swarm.errors import SetupError
 from swarm.manifest import OptimizerSpec, Terms
 from swarm.model.seeded_random import fractions, seed_of
 
@@ -20,8 +19,6 @@ _SLICE_CPU = 1 << 16
 """Elements: five float32 slices of this are 1.3 MB, less than an L2 cache of a server core."""
 _SLICE_CUDA = 1 << 24
 """Elements: large enough to hide the launches, small enough (64 MB) to be no matter of memory."""
-_BLOCK_8BIT = 256
-"""bitsandbytes' own block of its 8-bit optimizers."""
 
 
 class Part(NamedTuple):
@@ -50,23 +47,13 @@ def parts_of(spec: OptimizerSpec, spans: Mapping[str, tuple[int, int, torch.Size
     return tuple(part for part in parts if part.start < part.end)
 
 
-def vector_layout(
-    spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype
-) -> dict[str, tuple[int, torch.dtype]]:
+def vector_layout(spec: OptimizerSpec, numel: int, dtype: torch.dtype) -> dict[str, tuple[int, torch.dtype]]:
     """The optimizer's vectors: name -> (length, dtype)."""
     if spec.moments == "bfloat16":
         dtype = torch.bfloat16
-    if spec.name in ("adamw", "muon"):
-        return {"exp_avg": (numel, dtype), "exp_avg_sq": (numel, dtype)}
     if spec.name == "sgd":
         return {"momentum": (numel, dtype)} if spec.momentum else {}
-    blocks = sum(-(-(part.end - part.start) // _BLOCK_8BIT) for part in parts)
-    return {
-        "exp_avg": (numel, torch.uint8),
-        "exp_avg_sq": (numel, torch.uint8),
-        "exp_avg_scale": (blocks, torch.float32),
-        "exp_avg_sq_scale": (blocks, torch.float32),
-    }
+    return {"exp_avg": (numel, dtype), "exp_avg_sq": (numel, dtype)}
 
 
 MUON_BETA = 0.95
@@ -119,21 +106,9 @@ class FlatOptimizer:
         self, spec: OptimizerSpec, parts: Sequence[Part], vectors: dict[str, torch.Tensor],
         device: torch.device, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`vectors`: the moments, as `vector_layout` has them, are among these. `seed`: the run's.
-
-        Raises:
-            SetupError: adamw8bit without CUDA.
-        """
+        """`vectors`: the moments, as `vector_layout` has them, are among these. `seed`: the run's."""
         self._spec, self._parts, self._device, self._seed = spec, parts, device, seed
         self.vectors = vectors
-        if spec.name == "adamw8bit":
-            if device.type != "cuda":
-                raise SetupError(
-                    'optimizer.name = "adamw8bit" needs a CUDA device, and this peer computes on '
-                    f'{device.type}: join with a GPU, or join a run whose optimizer is "adamw"'
-                )
-            # Bytes of 0 are not numbers of 0, but blocks of scale 0 are.
-            self._codes = [_dynamic_map(signed).to(device) for signed in (True, False)]
 
     @torch.no_grad()
     def step(
@@ -147,23 +122,15 @@ class FlatOptimizer:
         """
         self._number = t if number is None else number
         length = _SLICE_CUDA if self._device.type == "cuda" else _SLICE_CPU
-        block, rate = 0, lr
         for whole in self._parts:
-            lr, decay = rate * whole.terms.lr, whole.terms.decay
+            rate, decay = lr * whole.terms.lr, whole.terms.decay
             update, size = self._sgd if self._spec.name == "sgd" else self._adamw, length
             if whole.shape is not None:
                 update, size = self._muon, whole.end - whole.start
             for start in range(whole.start, whole.end, size):
                 part = slice(start, min(start + size, whole.end))
-                if self._spec.name == "adamw8bit":
-                    blocks = slice(block, block + -(-(part.stop - start) // _BLOCK_8BIT))
-                    block = blocks.stop
-                    if new is not old:
-                        new[part].copy_(old[part])
-                    self._adamw_8bit(t, lr, part, blocks, new[part], grad[part], scale, decay)
-                    continue
-                torch.mul(old[part], 1.0 - lr * decay, out=new[part])
-                update(t, lr, whole, part, new[part], grad[part] * scale)
+                torch.mul(old[part], 1.0 - rate * decay, out=new[part])
+                update(t, rate, whole, part, new[part], grad[part] * scale)
 
     def _moment(self, vector: str, part: slice) -> torch.Tensor:
         """What is computed with: the moment itself, or its numbers."""
@@ -204,25 +171,3 @@ class FlatOptimizer:
             grad = self._moment("momentum", part).mul_(self._spec.momentum).add_(grad)
             self._keep("momentum", whole, part, grad)
         weights.add_(grad, alpha=-lr)
-
-    def _adamw_8bit(
-        self, t: int, lr: float, part: slice, blocks: slice, weights: torch.Tensor, grad: torch.Tensor,
-        scale: float, decay: float,
-    ) -> None:  # fmt: skip
-        from bitsandbytes import functional
-
-        spec, vectors = self._spec, self.vectors
-        update: Any = functional.optimizer_update_8bit_blockwise
-        update(
-            "adam", grad, weights, vectors["exp_avg"][part], vectors["exp_avg_sq"][part],
-            spec.beta1, spec.beta2, 0.0, 0.0, spec.eps, t + 1, lr, *self._codes,
-            vectors["exp_avg_scale"][blocks], vectors["exp_avg_sq_scale"][blocks],
-            decay, gnorm_scale=scale, skip_zeros=False,
-        )  # fmt: skip
-
-
-def _dynamic_map(signed: bool) -> torch.Tensor:
-    """bitsandbytes' map of a byte for the first (signed) and the second moment."""
-    from bitsandbytes.functional import create_dynamic_map
-
-    return create_dynamic_map(signed=signed)

@@ -156,11 +156,9 @@ class PlainStage:
         """`state`: of it what is needed, copied; None: version 0.
 
         Raises:
-            SetupError: the optimizer is adamw8bit, which has no reference, or what is sent depends on routes.
+            SetupError: what is sent depends on routes.
         """
         use_same_algorithms(device)
-        if run.optimizer.name == "adamw8bit":
-            raise SetupError('optimizer.name = "adamw8bit" cannot be verified: there is no reference for it')
         if run.depends_on_routes:
             raise SetupError(
                 "a run with codec.adaptive cannot be verified: what it arrives at depends on its routes"

@@ -53,16 +53,6 @@ def test_planners_know_that_a_rounded_reduce_takes_less_than_half_of_the_bytes()
     assert by_codec[0] > 2 * by_codec[1] > 3.5 * by_codec[2]
 
 
-def test_the_eight_bit_optimizer_counts_the_blocks_of_both_parts() -> None:
-    run = replace(SMALL, optimizer=OptimizerSpec(name="adamw8bit", lr=0.1))
-    empty = empty_state(run, 0)
-    weights = empty_state(SMALL, 0)["weights"].numel()
-    assert (empty["exp_avg"].numel(), empty["exp_avg"].dtype) == (weights, torch.uint8)
-    vectors = 2 * run.built_in.layers // run.S * run.built_in.hidden  # two norms a layer, which do not decay
-    blocks = -(-(weights - vectors) // 256) + -(-vectors // 256)
-    assert empty["exp_avg_sq_scale"].shape == (blocks,)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_parameter_begins_on_a_cache_line_whatever_comes_before_it(dtype: str) -> None:
     """In a single process it does; some products of small matrices depend on it."""

@@ -168,7 +168,6 @@ def test_differences_of_another_length_are_refused() -> None:
         ({"checkpoint_every": 2}, {}, r"checkpoint_every = 2 .* a multiple of islands\.local_steps \+ 1"),
         ({}, {"outer_momentum": 1.0}, r"outer_momentum = 1\.0 .* below 1"),
         ({}, {"codec": "topk:0.1"}, "what a top-k leaves out would never arrive"),
-        ({"optimizer": {"name": "adamw8bit"}, "dtype": "float32"}, {}, "1 when optimizer.name is"),
     ],
 )
 def test_terms_that_do_not_go_with_islands(changes: dict[str, Any], spec: dict[str, Any], text: str) -> None:

@@ -273,12 +273,6 @@ def test_training_lowers_the_loss() -> None:
     assert last < first - 1.5
 
 
-def test_the_8_bit_optimizer_has_no_reference() -> None:
-    run = tiny_run(dtype="float32", optimizer={"name": "adamw8bit"})
-    with pytest.raises(SetupError, match='"adamw8bit" cannot be verified'):
-        SingleProcess(run, batch_of(run))
-
-
 def test_the_reference_keeps_its_graph_only_when_asked() -> None:
     run = tiny_run()
     reference = SingleProcess(run, batch_of(run))

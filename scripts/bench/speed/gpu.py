@@ -1,6 +1,6 @@
 """How much of a GPU a stage peer uses: its forward + backward ÷ those of the bare module, by window.
 
-    python scripts/bench/speed/gpu.py [--optimizer adamw8bit] [--rounds 3] [--microbatches 16]
+    python scripts/bench/speed/gpu.py [--rounds 3] [--microbatches 16]
 
 A middle stage of GPT-2-XL sized layers, and one of GPT-3 sized ones, in bfloat16 with blockwise8 at both
 ends, computes microbatches on `--workers` threads as a peer's does: tensors come and go as bytes in host
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -67,7 +67,7 @@ SIZES = (
 WINDOWS = (1, 2, 4)
 
 
-def run_of(size: Size, optimizer: Literal["adamw", "adamw8bit"]) -> Run:
+def run_of(size: Size) -> Run:
     """Three stages with `size.layers` each; the tiny vocabulary keeps the head from unbalancing the cut."""
     return Run(
         name="bench",
@@ -86,7 +86,7 @@ def run_of(size: Size, optimizer: Literal["adamw", "adamw8bit"]) -> Run:
         ),
         data=DataSpec(source="tales", tokens=1 << 20, sequence_length=size.sequence_length),
         batch=BatchSpec(microbatch_size=size.microbatch_size, microbatches_per_step=16),
-        optimizer=OptimizerSpec(name=optimizer, lr=1e-4),
+        optimizer=OptimizerSpec(lr=1e-4),
         codec=CodecSpec(forward="blockwise8", backward="blockwise8"),
     )
 
@@ -176,10 +176,8 @@ def seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def measure(
-    size: Size, optimizer: Literal["adamw", "adamw8bit"], rounds: int, count: int, workers: list[int]
-) -> list[dict[str, Any]]:
-    run, device = run_of(size, optimizer), "cuda"
+def measure(size: Size, rounds: int, count: int, workers: list[int]) -> list[dict[str, Any]]:
+    run, device = run_of(size), "cuda"
     module, peer = bare(run, torch.device(device)), Peer(run, device)
     module(2)
     peer.microbatches(4, 2, 2)
@@ -200,7 +198,6 @@ def measure(
     return [
         {
             "size": size.name,
-            "optimizer": optimizer,
             "window": window,
             "workers": threads,
             "price": round(base / free, 4),
@@ -216,7 +213,6 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw8bit")
     parser.add_argument("--rounds", type=int, default=3, help="paired repetitions; medians are reported")
     parser.add_argument("--microbatches", type=int, default=16, help="per measurement")
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="threads that compute at once")
@@ -226,15 +222,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured")
     else:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.optimizer}")
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
         print("stage                workers  window  bare tok/s   sync  price  MB/mb  step s")
         for size in SIZES:
             if size.name.split(",")[0] not in options.sizes:
                 continue
             try:
-                found = measure(
-                    size, options.optimizer, options.rounds, options.microbatches, options.workers
-                )
+                found = measure(size, options.rounds, options.microbatches, options.workers)
             except torch.cuda.OutOfMemoryError as error:
                 print(f"{size.name:<20} does not fit: {str(error).splitlines()[0][:80]}")
                 continue

@@ -514,11 +514,6 @@ def _must_change(run: Run) -> str:
             "with codec.adaptive a sum that is computed again is another, and a copy would miss it. Leave "
             "codec.adaptive out"
         )
-    if run.optimizer.name == "adamw8bit":
-        return (
-            "adamw8bit rounds 256 numbers together, and each stage has others beside it. Set optimizer.name "
-            '= "adamw"'
-        )
     return ""
 
 
