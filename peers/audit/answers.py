@@ -83,10 +83,11 @@ class AnswerAudits:
             self._running -= 1
 
     async def _audit(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Audited:
-        core, said = self._core, ask.statement
+        core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         try:
             came = await self._what_came(ask)
-            made = await self._compute(said.t, lambda: make(core.compute, said, came.forth, came.back))
+            back = None if said.is_half else came.back
+            made = await self._compute(said.t, lambda: make(core.compute, mb, came.forth, back))
             self.audited += 1
             if made.is_of(said):
                 return Audited(fits=True)

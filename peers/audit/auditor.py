@@ -247,7 +247,7 @@ class Auditor:
             return  # another peer's answer was taken
         said = receipt.statement(stage, mb, told.loss)
         device = self._device
-        made = await device.run(Rank.COMPUTE, mb.t, make, compute, said, came.forth, came.back)
+        made = await device.run(Rank.COMPUTE, mb.t, make, compute, mb, came.forth, came.back)
         if made.is_of(said):
             return
         shown = shown or await kept.of(member, mb, made=True)

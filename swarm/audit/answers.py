@@ -50,15 +50,14 @@ class Made(NamedTuple):
 
 
 def make(
-    compute: StageCompute, said: Answered, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
+    compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded] | None
 ) -> Made:
-    """Compute what a peer said that it computed; no sum changes. In a job of the device.
+    """Compute a microbatch, without gradients only what is sent on; no sum changes. In a job of the device.
 
     Raises:
         As `StageCompute.forward`.
     """
-    mb = Microbatch(said.t, said.m)
-    if said.is_half:
+    if output_grads is None:
         return Made(compute.forward(mb, inputs, grad=False).outputs, [])
     if compute.stage == compute.run.S - 1:
         found = compute.loss_gradients(mb, inputs, weights=False)
@@ -131,7 +130,7 @@ def proves_answer(
     nothing = b"" if said.is_half else digest([])
     if tuple(digest(tensors) if tensors else nothing for tensors in split) != signed:
         return False
-    made = make(compute, said, inputs, output_grads)
+    made = make(compute, Microbatch(said.t, said.m), inputs, None if said.is_half else output_grads)
     far = share * FAR[run.dtype]
     if made.loss is not None and abs(made.loss - said.loss) > far * max(1.0, abs(made.loss)):
         return True

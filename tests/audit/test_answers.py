@@ -13,6 +13,7 @@ import torch
 from peers.sim.network import SimSigner
 from swarm.audit import is_audited
 from swarm.audit.answers import FAR, digest, is_far, make, proves_answer, split_tensors
+from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
@@ -60,11 +61,10 @@ def evidence_of(run: Run, stage: int) -> tuple[StageCompute, WrongAnswer, list[A
         tensor(torch.from_numpy(np.ones(meta.shape, dtype=meta.dtype))) for meta in input_metas(run, stage)
     ]
     grads = [tensor(torch.ones(1, 1, 1))] if stage < run.S - 1 else []
-    said = Answered(stage, 0, 3, digest(inputs), b"", digest(grads), b"any", 0.5)
-    made = make(compute, said, inputs, grads)
+    made = make(compute, Microbatch(0, 3), inputs, grads)
     groups = (inputs, grads, made.outputs, made.input_grads)
-    said = msgspec.structs.replace(
-        said, outputs=digest(made.outputs), input_grads=digest(made.input_grads), loss=made.loss or 0.5
+    said = Answered(
+        stage, 0, 3, digest(inputs), digest(made.outputs), digest(grads), digest(groups[3]), made.loss or 0.5
     )
     metas = [tuple(one.meta for one in group) for group in groups]
     evidence = WrongAnswer(
