@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,6 +36,7 @@ from swarm.wire.evidence import Projecting, Reveal, Revealed
 from swarm.wire.messages import AskStatus, OpenHeld, PeerStatus, pack, unpack
 from tests.peers.loops import Stranger, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice, voucher
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -303,9 +305,16 @@ async def test_a_result_is_finished_with_what_a_member_of_its_round_shows() -> N
         assert not check.lacking()
 
 
-@pytest.mark.parametrize("voice", [False, True])
-@pytest.mark.parametrize("withholds", ["nonce", "products", "all", "the truth", "the round"])
-@pytest.mark.parametrize("liar", ["a", LIAR])
+@pytest.mark.parametrize(
+    ("liar", "withholds", "voice"),
+    some(
+        list(product(["a", LIAR], ["nonce", "products", "all", "the truth", "the round"], [False, True])),
+        quick=[
+            *(("a", withholds, False) for withholds in ("nonce", "the truth", "the round")),
+            *((LIAR, withholds, True) for withholds in ("nonce", "products", "all")),
+        ],
+    ),
+)
 async def test_one_that_withholds_what_a_check_needs_costs_its_budget(
     liar: str, withholds: str, voice: bool
 ) -> None:
