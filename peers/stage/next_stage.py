@@ -83,7 +83,8 @@ class NextStage:
                 continue
             began, header = now_s(), pack(msgspec.structs.replace(work, route=work.route[1:]))
             try:
-                with self._limits.call(peer, self._serving(), t=work.t) as limit_s:
+                begun = peer == holder
+                with self._limits.call(peer, self._serving(), t=work.t, begun=begun) as limit_s:
                     calling = self._transport.call(
                         peer, "work", header, body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
                     )
@@ -152,14 +153,16 @@ class NextStage:
             self._router.set_peers(self.stage, serving)
 
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
-        """The trainer's suggestion on the first attempt; else the next of this peer's fair queue."""
+        """The trainer's suggestion on the first attempt, if it has not failed here since it answered; else
+        the next of this peer's fair queue.
+        """
         now = now_s()
         in_vain, peers = self._in_vain(work), self._router.peers(self.stage)
         askable = {peer for peer in peers if not self._router.backoff.in_backoff(peer, now=now)}
         if not exclude | in_vain >= askable:  # none waits for a peer that rests
             exclude |= in_vain
         suggested = work.route[0] if work.route and work.attempt == 0 else None
-        if suggested in askable - exclude:
+        if suggested in askable - exclude and not self._router.backoff.is_failing(suggested):
             return suggested
         return self._router.route(self.stage, now=now, exclude=exclude, known=work.attempt > 0).peer
 

@@ -71,6 +71,12 @@ class Candidate:
         self.answers += 1
         self.work_s = median_high(self.last_works_s)
 
+    def forget(self) -> None:
+        """Take it for one that has never answered."""
+        self.last_works_s.clear()
+        self.last_tooks_s.clear()
+        self.answers, self.work_s, self.least_s = 0, DEFAULT_WORK_S, float("inf")
+
     def in_time(self, limit_s: float, now: float) -> bool:
         """Whether it does not hold the step up, or is to be tried again all the same."""
         if len(self.last_works_s) < REMEMBERED:
@@ -126,6 +132,14 @@ class FairQueue:
             candidate.work_s = max(candidate.work_s, candidate.least_s - MUCH_SLOWER * usual_s - MUCH_LATER_S)
         if place != "backoff":
             self._put(candidate, "queue")  # a late one, too: it may be fast now
+
+    def forget(self, peer: PeerId) -> None:
+        """Take a peer for one that has never answered: it is tried again by one microbatch."""
+        if (candidate := self.known.get(peer)) is not None:
+            place = candidate.place
+            self._put(candidate, "backoff")
+            candidate.forget()
+            self._put(candidate, place)
 
     def is_soon(self, took_s: float) -> bool:
         """Whether a microbatch came back about as fast as those that were fastest."""

@@ -126,7 +126,10 @@ class Router:
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
         self.backoff.failed(peer, now=now, silent=silent)
-        if not silent:
+        if silent:
+            for queue in self._stages.values():
+                queue.forget(peer)
+        else:
             for trials in self._trials.values():
                 trials.refused(peer)
 

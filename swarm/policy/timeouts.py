@@ -104,11 +104,16 @@ class CallLimits:
         self._calls = Counter[PeerId]()
 
     @contextmanager
-    def call(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> Generator[float]:
-        """The time to make a call to `peer` in, with its `limit_s`."""
+    def call(
+        self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int, begun: bool = False
+    ) -> Generator[float]:
+        """The time to make a call to `peer` in, with its `limit_s`. `begun`: it says that it has begun, so it
+        needs less.
+        """
         self._calls[peer] += 1
         try:
-            yield self.limit_s(peer, serving, t=t)
+            limit_s = self.limit_s(peer, serving, t=t)
+            yield min(limit_s, max(limit_s / 2, self._trial_s)) if begun and self._usual.known else limit_s
         finally:
             self._calls[peer] -= 1
             self._calls += Counter()  # forgets those that have none
@@ -116,9 +121,9 @@ class CallLimits:
     def limit_s(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> float:
         """How long `peer` may take: what is usual, and no more than it may still cost the run.
 
-        One that has never answered has less, since a microbatch that nobody answers holds up its step: twice
-        as long each time, so that one that wakes slowly is known in the end. One that failed the last time
-        has half of the seconds that even fast peers have. `serving`: records of the stages that it passes.
+        One that has never answered, or not since it failed, has less, since a microbatch that nobody answers
+        holds up its step: twice as long each time, so that one that wakes slowly is known in the end.
+        `serving`: records of the stages that it passes.
         Until one has answered, the calls that are under way to it are done one by one. What it may cost then
         follows from the fastest of each stage: strangers that say that they are slow would make it more.
         """
@@ -127,10 +132,12 @@ class CallLimits:
         limit_s = self._usual.limit_s
         self._backoff.calls_take(self._usual.typical_s or before * expected_s(there, max))
         if self._usual.known and not self._router.knows(self._stage, peer):
-            limit_s = min(limit_s, self._backoff.doubled(peer) * (TRIAL_S + 3 * self._usual.typical_s))
-        elif self._usual.known and self._backoff.is_failing(peer):
-            limit_s = max(limit_s / 2, TIMES_TYPICAL * self._usual.typical_s)
+            limit_s = min(limit_s, self._backoff.doubled(peer) * self._trial_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
+
+    @property
+    def _trial_s(self) -> float:
+        return TRIAL_S + 3 * self._usual.typical_s
 
     def answered(self, took_s: float, *, now: float) -> None:
         """A call was answered, everything behind it included."""

@@ -82,21 +82,32 @@ def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time()
     assert limits.limit_s("z", [], t=0) == usual_s
 
 
-def test_one_that_failed_has_half_the_time_until_it_answers_unless_all_are_slow() -> None:
+def test_one_that_failed_has_the_time_of_one_that_has_never_answered_until_it_answers() -> None:
     """In each of three steps a peer that answers no more took as long as in the first."""
-    for usual_s, failed_s in ((0.2, MIN_S), (2.0, 20.0)):
+    router = Router()
+    router.set_peers(0, ["a", "z"])
+    limits = CallLimits(router, 0, 2)
+    for peer in ("a", "z"):
+        router.answered(0, peer, 0.2)
+        limits.answered(0.2, now=0.0)
+    router.failed("z", now=0.0, silent=True)
+    assert (limits.limit_s("z", [], t=0), limits.limit_s("a", [], t=0)) == (TRIAL_S + 0.6, 2 * MIN_S)
+    router.answered(0, "z", 0.2)
+    assert limits.limit_s("z", [], t=0) == 2 * MIN_S
+
+
+def test_one_that_says_it_has_begun_needs_half_of_the_time() -> None:
+    """Who asked again for what another had waited for gave it to the same tarpit, for as long again."""
+    for usual_s, begun_s in ((0.2, MIN_S), (1.0, TRIAL_S + 3.0)):
         router = Router()
-        router.set_peers(0, ["a", "z"])
+        router.set_peers(0, ["z"])
         limits = CallLimits(router, 0, 2)
-        for peer in ("a", "z"):
-            router.answered(0, peer, usual_s)
-            limits.answered(usual_s, now=0.0)
-        before_s = limits.limit_s("z", [], t=0)
-        assert before_s == max(2 * MIN_S, 10 * usual_s)
-        router.failed("z", now=0.0, silent=True)
-        assert (limits.limit_s("z", [], t=0), limits.limit_s("a", [], t=0)) == (failed_s, before_s)
+        with limits.call("z", [], t=0, begun=True) as limit_s:
+            assert limit_s == 2 * MIN_S, "nothing is known yet"
         router.answered(0, "z", usual_s)
-        assert limits.limit_s("z", [], t=0) == before_s
+        limits.answered(usual_s, now=0.0)
+        with limits.call("z", [], t=0, begun=True) as limit_s:
+            assert limit_s == begun_s
 
 
 def test_calls_given_up_make_the_limit_longer_only_if_nobody_answers_meanwhile() -> None:

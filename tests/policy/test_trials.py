@@ -105,3 +105,17 @@ def test_what_must_go_to_one_that_is_known_goes_to_another_only_where_none_is() 
     router.set_peers(0, ["a", "b", "c"])
     router.answered(0, "b", 0.1)
     assert {router.route(0, now=0.0, known=True).peer for _ in range(9)} == {"b"}
+
+
+def test_one_that_was_silent_is_tried_again_like_one_that_has_never_answered() -> None:
+    """Each of its callers gave a tarpit its share of each step until that had cost too much."""
+    router = known("a", "z")
+    router.failed("z", now=1.0, silent=True)
+    assert router.answering(0) == ["a"]
+    assert {router.route(0, now=99.0, known=True).peer for _ in range(9)} == {"a"}
+    assert [router.route(0, now=99.0).peer for _ in range(9)].count("z") == 1
+    router.answered(0, "z", 0.1)
+    assert router.answering(0) == ["a", "z"]
+    assert [router.route(0, now=99.0).peer for _ in range(9)].count("z") > 1
+    router.failed("z", now=99.0)
+    assert router.knows(0, "z"), "it said no, or is gone: it may have begun again"
