@@ -107,7 +107,9 @@ class MicrobatchServer:
         if step is not None and 0 <= where.m < self._core.run.microbatches(where.t):
             has = bool((step.ledger.done | step.ledger.promised) >> where.m & 1)
         left_out = tuple(self._left_out())
-        return Answer(pack(Located(has=has and self._core.me not in left_out, left_out=left_out)))
+        if self._core.me in left_out:  # by a coordinator that may leave out all others: its word alone
+            has, left_out = False, ()
+        return Answer(pack(Located(has=has, left_out=left_out)))
 
     async def _serve_work(self, request: Request) -> Answer:
         """One microbatch: claimed, computed or remembered, answered."""

@@ -294,6 +294,19 @@ async def test_a_peer_says_whether_it_has_a_microbatch() -> None:
             assert not await has(**changes)
 
 
+@pytest.mark.parametrize(("left_out", "told"), [(("z",), ("z",)), (("s1p0", "z"), ())])
+async def test_one_that_is_left_out_names_nobody_else_that_is(
+    left_out: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    """By the word of one coordinator, and its echo, the stage before gave work to it alone."""
+    async with swarm(RUN, replicas=1) as s:
+        await s.until_serving()
+        s.peers["s1p0"].microbatches._left_out = lambda: left_out  # pyright: ignore[reportPrivateUsage]
+        sender = announced(s, "sender", 0, "joining")
+        answer = await sender.ask("s1p0", "locate", Locate(run=RUN.id, t=0, m=0), Located)
+        assert answer.left_out == told
+
+
 async def test_a_step_that_will_not_open_soon_is_not_waited_for() -> None:
     run = audit_run(stages=1, steps=9, microbatches_per_step=4)
     async with swarm(run, replicas=1) as s:
@@ -601,3 +614,20 @@ def test_a_microbatch_that_all_others_answered_in_vain_does_not_wait_for_a_peer_
     assert stage._choose(work, set()) == "b"  # pyright: ignore[reportPrivateUsage]
     stage._note_answered(work, "b")  # pyright: ignore[reportPrivateUsage]
     assert stage._choose(work, set()) in ("a", "b")  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_microbatch_does_not_take_a_route_that_has_failed_here() -> None:
+    """A trainer that did not know sent each step's share to a tarpit by each peer of the stage before."""
+    router = Router(Backoff())
+    router.set_peers(1, ["a", "z"])
+    router.answered(1, "a", 0.1)
+    nothing: Any = None
+    stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
+    work = Work(run="run", t=0, m=0, version=0, route=("z",))
+    assert stage._choose(work, set()) == "z"  # pyright: ignore[reportPrivateUsage]
+    router.failed("z", now=now_s() - 60.0)
+    router.answered(1, "a", 0.1)
+    chosen = {stage._choose(work, set()) for _ in range(9)}  # pyright: ignore[reportPrivateUsage]
+    assert "a" in chosen
+    router.answered(1, "z", 0.1)
+    assert stage._choose(work, set()) == "z"  # pyright: ignore[reportPrivateUsage]
