@@ -86,6 +86,11 @@ class LostTime:
         account = self._accounts.get(peer)
         return account.rests_until_s if account is not None else float("-inf")
 
+    def is_tried(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` has come back from a rest for less than that lasted."""
+        account = self._accounts.get(peer)
+        return account is not None and now < account.rests_until_s + account.rest_s
+
     def forgive(self, peer: PeerId) -> None:
         """End the rest of `peer`: there is no other."""
         if peer in self._accounts:
@@ -174,6 +179,10 @@ class Backoff:
     def rests(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` is left out since it cost the run too much."""
         return now < self._lost.rests_until_s(peer)
+
+    def is_tried(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` rests, or has come back for less than that lasted: nothing shall depend on it."""
+        return self._lost.is_tried(peer, now=now)
 
     def calls_take(self, usual_s: float) -> None:
         """Note how long a call usually takes: a peer may cost `TIMES_USUAL` as much."""

@@ -56,21 +56,24 @@ class Rotation:
         self._stepped_s = self._counted_s = now
         self._used_before = self._used
 
-    def waits(self, *, now: float, counts: bool = True, passed: Callable[[], bool] = lambda: False) -> None:
+    def waits(self, *, now: float, counts: bool = True, passed: Callable[[], bool] = lambda: False) -> bool:
         """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
         reaches those on whose turn it is; else others may go on under them, in other turns than it. `passed`:
-        whether others have taken that step, so that it was late for this peer only.
+        whether others have taken that step, so that it was late for this peer only. Returns whether another
+        turn began.
         """
+        turn = int(self._used)
         if now - self._seen_s > SLEPT_S or not counts:
             self._stepped_s = self._counted_s = now
         limit_s, self._seen_s = self._usual.limit_s, now
         if now - self._stepped_s <= limit_s:
-            return
+            return False
         if passed():
             self._used, self._stepped_s = self._used_before, now
         else:
             self._used += (now - self._counted_s) / max(BUDGET_S, limit_s)
         self._counted_s = now
+        return int(self._used) != turn
 
     def in_turn(self, peers: Sequence[PeerId]) -> list[PeerId]:
         """`peers`, from the one on whose turn it is: each has one turn, then each two in a row, and so on."""

@@ -27,6 +27,8 @@ PREPARED_S = 1.5
 """In 20 steps 30 s: so much later than the others a replica may have the result each time."""
 TIMES_ROUND = 3.0
 """A replica that has to fetch the result moves no more bytes than the round did."""
+REPEATED_S = 10.0
+"""Two rounds that somebody holds up take so long."""
 COMPUTED_S = 60.0
 """For a microbatch, before the first one of the run is done."""
 
@@ -81,6 +83,8 @@ class Blame:
         self._undoing: dict[tuple[int, Generation], dict[PeerId, tuple[float, float, int]]] = {}
         """When each replica was told last to retract, how long that took so far, what it has to keep."""
         self._judged: set[str] = set()
+        self._begun: dict[int, tuple[object, set[str], float]] = {}
+        """By step: whose sums another coordinator has this replica add, in which rounds, and since when."""
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
@@ -154,16 +158,42 @@ class Blame:
         for peer, since_s in late.items():
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)
 
-    def owner(
+    def begun(self, t: int, plan: Plan, by: PeerId, *, now: float) -> bool:
+        """Another coordinator has this replica begin a round. Returns whether it is left out for that.
+
+        One that holds nothing up sees who does, and begins no third round with that one.
+        """
+        sums = by, plan.members, plan.ledgers
+        of, names, since_s = self._begun.get(t, (None, set[str](), now))
+        if of != sums:
+            of, names, since_s = sums, set(), now
+        again = plan.round not in names and len(names) >= BUDGET_ROUNDS and now - since_s >= REPEATED_S
+        if again:
+            self._backoff.charge(by, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+        names.add(plan.round)
+        self._begun = {step: known for step, known in self._begun.items() if step >= t - 1}
+        self._begun[t] = sums, names, since_s
+        return again
+
+    def leaves_out_all(self, by: PeerId, t: int, *, now: float) -> None:
+        """A coordinator leaves out all others with voice: they go on without it."""
+        if not self._backoff.rests(by, now=now):
+            self._backoff.charge(by, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+
+    def owners(
         self, t: int, plan: Plan | None, reports: Mapping[PeerId, StepReport], *, now: float
-    ) -> PeerId | None:
-        """Which replica is to own the whole vector in the next plan, if one is. `plan`: the last one."""
+    ) -> list[PeerId]:
+        """Which replicas may own a part in the next plan, if words count. `plan`: the last one."""
         failed = failed_at(plan, reports) if plan is not None else []
         if plan is not None and failed and plan.round not in self._judged:
             self._judged.add(plan.round)
             if is_current(plan, reports):
                 self._judge(t, plan, failed, now)
-        return self._me if self._backoff.rests(ALL_OWNERS, now=now) else None
+        if self._backoff.rests(ALL_OWNERS, now=now):
+            return [self._me]
+        tried = {peer for peer in reports if peer != self._me and self._backoff.is_tried(peer, now=now)}
+        able = [peer for peer, report in reports.items() if report.done and peer not in tried]
+        return able if self._me in able or len(able) > 1 else [self._me]
 
     def _judge(self, t: int, plan: Plan, failed: list[PeerId], now: float) -> None:
         """A round failed at some replicas, and none of them is gone or says something else."""

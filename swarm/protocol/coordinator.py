@@ -97,7 +97,7 @@ class StageCoordinator:
     def __init__(
         self, run: Run, stage: Stage, me: PeerId, numel: int, agreed: Agreed, backoff: Backoff
     ) -> None:
-        self._blame = Blame(me, run.microbatches, backoff)
+        self.blame = Blame(me, run.microbatches, backoff)
         self._run, self._stage, self._me, self._numel, self._agreed = run, stage, me, numel, agreed
         self.members: dict[PeerId, Member] = {}
         self.voice: Mapping[PeerId, int] = {}
@@ -159,7 +159,7 @@ class StageCoordinator:
     def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
         self._decisions, self._left_out, self._doubled = {}, {}, {}
-        resting = (p for p in {*self.members, *self.voice} if self._blame.left_out(p, now=now))
+        resting = (p for p in {*self.members, *self.voice} if self.blame.left_out(p, now=now))
         self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
         newest = self.newest_version()
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
@@ -168,7 +168,7 @@ class StageCoordinator:
             believable = self._believable(t)
             self._left_out[t] = self._reported(t).keys() - believable.keys()
             # Those that cost too much do not count.
-            steps = {p: step for p, step in believable.items() if not self._blame.left_out(p, now=now)}
+            steps = {p: step for p, step in believable.items() if not self.blame.left_out(p, now=now)}
             self._forget_plan(t)
             # What those hold that are left out is run again: while they do, no result without it is believed.
             rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
@@ -176,11 +176,11 @@ class StageCoordinator:
             steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
             if not steps and not self._left_out[t]:
                 continue
-            blame, plan = self._blame, self._plans.get(t)
+            blame, plan = self.blame, self._plans.get(t)
             decision = rounds.decide(
                 self._run.id, self._stage, t, self._run.microbatches(t), self._numel,
                 blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
-                owner=blame.owner(t, plan, steps, now=now),
+                owners=blame.owners(t, plan, steps, now=now),
             )  # fmt: skip
             if isinstance(decision, rounds.FetchResult):
                 others = {p: step for p, step in believable.items() if p not in steps}
@@ -203,7 +203,7 @@ class StageCoordinator:
         if not doubted <= self._doubted:
             self.forget_answers()  # another coordinator may have told their results since
         self._doubted = doubted
-        self._blame.forget(newest)
+        self.blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
                 del known[t]

@@ -43,6 +43,10 @@ from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
 MAX_BEHIND_S = 3600
+UNFOLLOWED_S = 3.0
+"""Others hear within a second or two on whose turn it is."""
+LED_S = 1.5
+"""After the last directive of the coordinator that a replica sees, it follows no other for so long."""
 MAX_TOLD = 4
 """Replicas of stage 0 that hear of a stage while steps are late."""
 MAX_MISSED_GENERATIONS = 100
@@ -117,7 +121,10 @@ class StepProtocol:
         self.run_status = RunStatus(run=run.id)
         self._messages: list[Message] = []
         self._actions: list[replica.Action] = []
-        self._spoke_s = -math.inf
+        self._spoke_s = self._led_s = -math.inf
+        self._followed_s = math.inf
+        """When another with voice reported last to this one, this one to another that did not rest for it,
+        one that holds rounds up was passed over, or another turn began."""
         self._soon = False
 
     # -- what the caller sees ---------------------------------------------------------------------
@@ -178,16 +185,25 @@ class StepProtocol:
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
         voice = self.belief.voice(stage)
-        if self.belief.needs_proof and heard(there, voice) == [self._me]:
+        alone = heard(there, voice) == [self._me] or (stage == self._stage and self._unfollowed(now))
+        if self.belief.needs_proof and alone:
             # What it finds another has to confirm: it goes on under one that rests, too, whose turn ends.
             there = [p for p in serving if p == self._me or not self._backoff.is_away(p, now=now)]
         ranked = elect({peer: since_s.get(peer, math.inf) for peer in serving}, voice)
         in_turn = [peer for peer in self._rotation.in_turn(ranked) if peer in there]
+        if not alone:
+            in_turn.sort(key=lambda peer: peer != self._me and self._backoff.is_tried(peer, now=now))
         first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)
         if first in reporting and self._me in ranked:
             # It reports, so it does not coordinate: after late steps two may leave that to each other.
             first = min(first, self._me, key=[*ranked, first].index)
         return first
+
+    def _unfollowed(self, now: float) -> bool:
+        """Whether this replica has coordinated its stage so long in this turn, and no other with voice has
+        reported to it: they see another, which rests for this one.
+        """
+        return self._rotation.late and now - self._followed_s > UNFOLLOWED_S
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
         """Whether this peer is the coordinator of `stage`."""
@@ -208,11 +224,14 @@ class StepProtocol:
             away = any(self._backoff.is_away(peer, now=now) for peer in first)
             seen = self._stage, self._peers, self.belief.voice
             passed = partial(_is_passed, self._local.version, self._me, *seen)
-            self._rotation.waits(now=now, counts=not away, passed=passed)
+            if self._rotation.waits(now=now, counts=not away, passed=passed):
+                self._followed_s = now
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
         elif coordinator is not None:
+            if not self._backoff.rests(coordinator, now=now):
+                self._followed_s = now
             self._coordinator.members.pop(self._me, None)
             self._coordinator.forget_answers()
             last, since = self.directive, 0
@@ -275,6 +294,11 @@ class StepProtocol:
         last = self.directive
         if last is not None and last.coordinator == directive.coordinator and directive.number < last.number:
             return  # overtaken by a newer one
+        seen = self.coordinator(self._stage, now=now)
+        if directive.coordinator == seen:
+            self._led_s = now
+        elif last is not None and last.coordinator == seen and now - self._led_s < LED_S:
+            return  # under two in turn nothing is begun that does not end at once
         if not self._follows(directive.generation, now):
             return
         steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation))
@@ -282,6 +306,13 @@ class StepProtocol:
         for step in directive.steps:
             if step.plan is not None:
                 self._coordinator.heard(step.t, step.plan)
+                if directive.coordinator != self._me:
+                    again = self._coordinator.blame.begun(step.t, step.plan, directive.coordinator, now=now)
+                    self._followed_s = now if again else self._followed_s
+        others = self.belief.voice(self._stage).keys() - {directive.coordinator}
+        if self._me in others and len(others) > 1 and others <= set(directive.left_out):
+            # They can do without it: one of two might as well be wrong about the other.
+            self._coordinator.blame.leaves_out_all(directive.coordinator, directive.version, now=now)
         if directive.coordinator != self._me:
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
             self._behind_since = began if directive.behind_s > 0 else None
@@ -363,6 +394,8 @@ class StepProtocol:
         gone = [p for p, member in stage.members.items() if self._timings.is_gone(member.seen_s, now=now)]
         for peer in gone:
             self.lost(peer)
+        if heard(stage.members, stage.voice) not in ([], [self._me]):
+            self._followed_s = now
         stage.members[self._me] = Member(*self._report(), now)
         known = (self.run_status.position, self.trained)
         there = [at.version for at in known if at.generation == self._agreed.generation]

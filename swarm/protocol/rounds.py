@@ -176,13 +176,14 @@ def round_id(
 def decide(
     run: str, stage: Stage, t: int, microbatches: int, numel: int, reports: Mapping[PeerId, StepReport],
     current: Plan | None, bandwidths_bps: Mapping[PeerId, float], voice: Mapping[PeerId, int] = NO_VOICE, *,
-    owner: PeerId | None = None,
+    owners: Collection[PeerId] | None = None,
 ) -> Decision:  # fmt: skip
     """What a stage should do about step `t`, from its live replicas' reports.
 
     `current` is the plan published last, kept as long as it still fits the reports. `bandwidths_bps`: the
     replicas' uploads, as far as they are measured. `voice`: whose word counts that it has the result; a
-    replica without voice is not waited for, and owns no part. `owner`: of the whole vector, in a new plan.
+    replica without voice is not waited for, and owns no part. `owners`: in a new plan, if one
+    of them is heard.
     """
     reports = dict(sorted(reports.items()))
     held = held_by_word(reports, voice)
@@ -203,10 +204,9 @@ def decide(
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
     uploads_bps = [bandwidths_bps.get(peer, 0.0) for peer in ids]
-    owners = set(heard(ids, voice))
-    if owner in owners:
-        owners = {owner}
-    parts = _share_out(numel, uploads_bps, [peer in owners for peer in ids])
+    speaking = set(heard(ids, voice))
+    owning = speaking.intersection(speaking if owners is None else owners) or speaking
+    parts = _share_out(numel, uploads_bps, [peer in owning for peer in ids])
     return Reduce(Plan(round_id(run, stage, t, number, ids, ledgers, parts), number, ids, ledgers, parts))
 
 

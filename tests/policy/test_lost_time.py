@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.policy.backoff import BUDGET_S, FIRST_REST_S, MAX_PEERS, Backoff, LostTime
+from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, MAX_PEERS, Backoff, LostTime
 
 
 def test_a_peer_that_costs_little_is_not_left_out() -> None:
@@ -20,6 +20,15 @@ def test_25_seconds_within_20_steps_are_too_much_and_each_rest_is_twice_the_last
         rests.append(lost.rests_until_s("a") - now - 1.0)
         now = lost.rests_until_s("a")
     assert rests == [FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S]
+
+
+def test_one_that_rested_is_tried_for_as_long_as_that_lasted() -> None:
+    backoff = Backoff()
+    assert not backoff.is_tried("a", now=0.0)
+    for began in (0.0, FIRST_REST_S):
+        backoff.charge("a", t=0, since_s=began, now=began, rounds=BUDGET_ROUNDS)
+    for now, tried in ((1.0, True), (3 * FIRST_REST_S + 1.0, True), (5 * FIRST_REST_S, False)):
+        assert backoff.is_tried("a", now=now) is tried
 
 
 def test_a_second_counts_once_however_many_waited_through_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm.ids import Generation, PeerId
-from swarm.policy.backoff import Backoff
+from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
 from swarm.protocol.ledger import Bitmap
@@ -164,8 +164,8 @@ def failed(plan: Plan, *peers: PeerId) -> dict[PeerId, StepReport]:
 def test_after_a_round_that_failed_for_no_reason_to_be_seen_the_coordinator_owns_all() -> None:
     this, _ = blame()
     plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
-    assert this.owner(0, plan, failed(plan), now=0.0) is None
-    assert this.owner(0, plan, failed(plan, "bob"), now=1.0) == "ann"
+    assert this.owners(0, plan, failed(plan), now=0.0) == ["ann", "bob", "cid"]
+    assert this.owners(0, plan, failed(plan, "bob"), now=1.0) == ["ann"]
     assert not any(this.left_out(peer, now=1.0) for peer in plan.members)
 
 
@@ -173,10 +173,10 @@ def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() 
     this, _ = blame()
     reports = {"ann": step(0b0011), "bob": step(0b0100), "cid": step(0b1000)}
     for number in range(2):
-        decision = decide("5a", 1, 0, 4, 90, reports, None, {"ann": float(number)}, owner="ann")
+        decision = decide("5a", 1, 0, 4, 90, reports, None, {"ann": float(number)}, owners=["ann"])
         assert isinstance(decision, Reduce) and decision.plan.parts == (90, 0, 0)
         plan = Plan(f"{number}", number, decision.plan.members, decision.plan.ledgers, decision.plan.parts)
-        this.owner(0, plan, failed(plan, "bob"), now=float(number))
+        this.owners(0, plan, failed(plan, "bob"), now=float(number))
     assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
 
 
@@ -184,7 +184,7 @@ def test_one_that_is_seen_after_a_round_that_failed_for_no_reason_had_both_fail(
     this, backoff = blame()
     plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
     backoff.aborted("cid", t=0, since_s=0.0, now=0.0)
-    this.owner(0, plan, failed(plan, "bob"), now=1.0)
+    this.owners(0, plan, failed(plan, "bob"), now=1.0)
     backoff.aborted("bob", t=0, since_s=2.0, now=2.0)
     assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
 
@@ -193,7 +193,35 @@ def test_a_round_that_a_death_broke_is_nobodys_fault() -> None:
     this, _ = blame()
     plan = plan_of(ann=step(0b0011), bob=step(0b0100), cid=step(0b1000))
     gone = {peer: report for peer, report in failed(plan, "bob").items() if peer != "cid"}
-    assert this.owner(0, plan, gone, now=1.0) is None
+    assert this.owners(0, plan, gone, now=1.0) == ["ann", "bob"]
+
+
+def test_one_without_microbatches_or_that_just_rested_owns_no_part() -> None:
+    """Whether an owner or another held a round up nobody saw; the others saw nothing else of them."""
+    this, backoff = blame()
+    reports = {"ann": step(0b0011), "bob": step(0b1100), "cid": step()}
+    assert this.owners(0, None, reports, now=0.0) == ["ann", "bob"]
+    backoff.charge("bob", t=0, since_s=0.0, now=0.0, rounds=BUDGET_ROUNDS)
+    assert this.owners(0, None, reports, now=FIRST_REST_S + 1.0) == ["ann"]
+    assert this.owners(0, None, reports, now=2 * FIRST_REST_S) == ["ann", "bob"]
+    reports = {"ann": step(), "bob": step(), "cid": step(ALL)}
+    assert this.owners(0, None, reports, now=0.0) == ["ann"], "none owns all but who sees what is lacking"
+
+
+def test_a_coordinator_that_begins_a_third_round_with_the_same_sums_is_left_out() -> None:
+    """A tarpit that owned all had the others wait for its answers until its turn was over."""
+    this, backoff = blame()
+    plan, other = plan_of(ann=step(0b0011), bob=step(0b1100)), plan_of(ann=step(0b0111), bob=step(0b1000))
+
+    def began(number: int, of: Plan = plan, by: PeerId = "bob", now: float = 0.0) -> bool:
+        return this.begun(0, Plan(f"{number}", number, of.members, of.ledgers, of.parts), by, now=now)
+
+    assert not any(began(number, now=number) for number in range(9)), "lines break, and are there again"
+    assert not began(9, other, now=20.0) and not began(10, now=21.0), "the sums changed"
+    assert not began(11, by="cid", now=40.0), "another coordinates"
+    for number, now in ((12, 50.0), (13, 55.0), (13, 60.0)):
+        assert not began(number, now=now) and not backoff.rests("bob", now=now)
+    assert began(14, now=60.0) and backoff.rests("bob", now=60.0)
 
 
 # --- by the word of others ---

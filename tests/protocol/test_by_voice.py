@@ -256,6 +256,77 @@ def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId,
     assert this.coordinator(1, now=NOW) == first
 
 
+def test_one_that_has_just_rested_coordinates_only_where_there_is_no_other() -> None:
+    """It was back in its turn at once, for another 25 s."""
+    for others, first in (([record("cid", steps=40)], "ann"), ([], "ann")):
+        this = protocol_of("ann", record("ann", steps=60), record("bob", steps=90), *others)
+        this._backoff.charge("bob", t=0, since_s=NOW - 70.0, now=NOW - 70.0, rounds=BUDGET_ROUNDS)
+        assert this.coordinator(1, now=NOW) == first
+        assert this.coordinator(1, now=NOW + 60.0) == "bob"
+
+
+def rests_for_ann() -> StepProtocol:
+    """Ann's, of whose stage bob has the turn. The step is late."""
+    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
+    this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
+    this._rotation._usual.answered(1.0)
+    for second in range(12):
+        this.speak(now=NOW - 12.0 + second)
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    return this
+
+
+def test_a_coordinator_that_nobody_follows_goes_on_under_the_one_that_the_others_see() -> None:
+    """Bob rests for ann alone: she was a step behind in each step, and had work that nobody counted."""
+    this, firsts = rests_for_ann(), list[PeerId | None]()
+    for second in range(9):
+        this.speak(now=NOW + second)
+        firsts.append(this.coordinator(1, now=NOW + second))
+    assert firsts[:2] == ["ann", "ann"] and firsts[5:] == ["bob"] * 4
+    this = rests_for_ann()
+    for second in range(9):
+        this.report("cid", signed_report(report(0), SimSigner("cid"), None), [], now=NOW + second)
+        this.speak(now=NOW + second)
+    assert this.coordinator(1, now=NOW + 9.0) == "ann", "cid follows her"
+
+
+def test_one_that_holds_rounds_up_coordinates_no_more_where_it_was_borne() -> None:
+    this = rests_for_ann()
+    for second in range(9):
+        this.speak(now=NOW + second)
+    assert this.coordinator(1, now=NOW + 9.0) == "bob"
+    for number, now in enumerate((NOW + 10.0, NOW + 15.0, NOW + 20.0)):
+        plan = Plan(f"{number}", number, ("ann", "bob"), (Bitmap(0b0011), Bitmap(0b1100)), (50, 50))
+        told = Directive(
+            run=RUN.id, stage=1, coordinator="bob", number=number, version=0,
+            steps=(StepDirective(t=0, plan=plan),),
+        )  # fmt: skip
+        this.directive_came(told, now=now)
+    assert this.coordinator(1, now=NOW + 20.0) == "ann"
+
+
+@pytest.mark.parametrize(
+    ("left_out", "goes_on"), [("ann cid", True), ("ann", False), ("cid", False), ("ann bob", False)]
+)
+def test_those_that_a_coordinator_leaves_out_all_together_go_on_without_it(
+    left_out: str, goes_on: bool
+) -> None:
+    """One that withheld its nonce had its stage stand still until its turn was over, 71 s later."""
+    this = protocol_of("ann", record("bob", steps=90), record("ann", steps=60), record("cid", steps=40))
+    told = Directive(
+        run=RUN.id, stage=1, coordinator="bob", number=1, version=0, left_out=tuple(left_out.split())
+    )
+    this.directive_came(told, now=NOW)
+    assert (this.coordinator(1, now=NOW) == "ann") is goes_on
+
+
+def test_one_of_two_that_the_other_leaves_out_goes_on_under_it() -> None:
+    this = protocol_of("ann", record("bob", steps=90), record("ann", steps=60))
+    told = Directive(run=RUN.id, stage=1, coordinator="bob", number=1, version=0, left_out=("ann",))
+    this.directive_came(told, now=NOW)
+    assert not this._backoff.rests("bob", now=NOW)
+
+
 def test_turns_pass_while_one_rests_that_has_one() -> None:
     """Others are coordinated by it meanwhile: who did not count that time saw other turns for minutes."""
     run = [record("zoe", 0, steps=90), record("yan", 0, steps=60)]
@@ -355,7 +426,7 @@ def test_a_stranger_owns_no_part_whatever_its_line() -> None:
 def test_when_one_reduces_everything_it_is_not_a_stranger() -> None:
     reports = {"aaa": step(), "ann": step(0b0011), "bob": step(0b1100)}
     for owner, parts in (("ann", (0, 100, 0)), ("aaa", (0, 50, 50))):
-        decision = decide(RUN.id, 1, 0, RUN.M, 100, reports, None, {}, VOICE, owner=owner)
+        decision = decide(RUN.id, 1, 0, RUN.M, 100, reports, None, {}, VOICE, owners=[owner])
         assert isinstance(decision, Reduce) and decision.plan.parts == parts
 
 

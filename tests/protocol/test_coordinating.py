@@ -12,7 +12,7 @@ from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.coordinator import Agreed
 from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
-from swarm.protocol.protocol import ProtocolTimings, StepProtocol
+from swarm.protocol.protocol import LED_S, ProtocolTimings, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit
 from swarm.records import PeerRecord
@@ -111,3 +111,14 @@ def test_of_two_replicas_that_report_to_each_other_the_first_one_coordinates() -
     assert (first.coordinator(1, now=NOW), second.coordinator(1, now=NOW)) == ("b", "b")
     silent = NOW + 2 * ProtocolTimings().gone_after_s
     assert first.coordinator(1, now=silent) == "c"
+
+
+def test_a_replica_does_not_follow_two_coordinators_in_turn() -> None:
+    """It reported to both, and each answer undid what the other had begun: hundreds of times a second."""
+    protocol = protocol_of("b", others=(record("a", 1, 1.0), record("c", 1, 1.5)))
+    for coordinator, now, followed in (
+        ("c", NOW, "c"), ("a", NOW, "a"), ("c", NOW + 1.0, "a"),
+        ("c", NOW + LED_S, "c"), ("a", NOW + 2.0, "a"),
+    ):  # fmt: skip
+        protocol.directive_came(directive(coordinator), now=now)
+        assert protocol.directive is not None and protocol.directive.coordinator == followed

@@ -217,7 +217,7 @@ def test_a_member_with_an_empty_sum_takes_part() -> None:
 def test_one_member_may_own_all_parts_of_a_new_plan_and_none_does_that_is_not_there() -> None:
     reports = {member.peer: member.report for member in (A, B, C)}
     for owner, parts in (("b", (0, NUMEL, 0)), ("z", (333, 334, 333))):
-        decision = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, owner=owner)
+        decision = decide(RUN, STAGE, T, M, NUMEL, reports, None, {}, owners=[owner])
         assert isinstance(decision, Reduce) and decision.plan.parts == parts
 
 

@@ -18,6 +18,7 @@ from swarm.errors import SetupError
 from swarm.manifest import audit_run
 from swarm.model.stage_io import input_metas
 from swarm.protocol.messages import Directive
+from swarm.protocol.protocol import LED_S
 from swarm.wire.messages import Work, WorkDone
 from tests.peers.loops import Swarm, swarm
 from tests.seeds import seeds, some
@@ -184,7 +185,7 @@ async def test_who_takes_the_lead_of_a_lost_stage_goes_on_counting() -> None:
     """Else each newcomer with a smaller id would wait its own minute before the run goes far back."""
     async with swarm(audit_run(stages=1, steps=3), replicas=1) as built:
         await built.until_serving()
-        protocol, now = built.peers["s0p0"].coordination.protocol, now_s()
+        protocol, now = built.peers["s0p0"].coordination.protocol, now_s() + LED_S
         directive = Directive(run=built.run.id, stage=0, coordinator="a", version=0, behind_s=50)
         protocol.directive_came(directive, now=now)
         assert 50 <= protocol.stuck_s(now=now) < 60
