@@ -475,8 +475,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-stranger-owns-a-part",
         ROUNDS,
-        "[peer in owners for peer in ids]",
-        "[True for peer in ids]",
+        "    speaking = set(heard(ids, voice))\n",
+        "    speaking = set(ids)\n",
         "A peer that never worked adds up a part for all.",
         ("test_attack",),
     ),
@@ -1895,9 +1895,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "suggest-a-peer-in-backoff",
         NEXT_STAGE,
-        "if suggested in askable - exclude:",
-        "if suggested in set(peers) - exclude:",
-        "A trainer's route leads to a peer that has just failed.",
+        "if suggested in askable - exclude and",
+        "if suggested in set(peers) - exclude and",
+        "A trainer's route leads to a peer that rests, since it cost too much.",
         ("test_guards", "test_probe", "test_patience", "test_loops", "test_work"),
     ),
     # --- reducing ---

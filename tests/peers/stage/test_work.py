@@ -631,3 +631,5 @@ def test_a_microbatch_does_not_take_a_route_that_has_failed_here() -> None:
     assert "a" in chosen
     router.answered(1, "z", 0.1)
     assert stage._choose(work, set()) == "z"  # pyright: ignore[reportPrivateUsage]
+    router.backoff.charge("z", t=0, since_s=now_s(), now=now_s(), rounds=BUDGET_ROUNDS)
+    assert stage._choose(work, set()) == "a"  # pyright: ignore[reportPrivateUsage]
