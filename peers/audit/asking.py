@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from peers.ports import Buffer, Directory, Transport
 from peers.voices import Voices
@@ -19,10 +20,12 @@ from swarm.errors import BadAnswer, Busy, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Coin, Toss
-from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AuditAnswer, Audited
 from swarm.wire.messages import WorkDone, pack, unpack_answer
 from swarm.wire.receipts import Answered, Receipt
+
+if TYPE_CHECKING:  # a trainer needs no torch
+    from swarm.wire.codec import Encoded
 
 SHARE = 0.015
 """Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""

@@ -185,7 +185,9 @@ class StepProtocol:
                 serving.add(self._me)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
         voice = self.belief.voice(stage)
-        alone = heard(there, voice) == [self._me] or (stage == self._stage and self._unfollowed(now))
+        # Others with voice see another one, which rests for this one: none has reported in this turn.
+        unfollowed = stage == self._stage and self._rotation.late and now - self._followed_s > UNFOLLOWED_S
+        alone = unfollowed or heard(there, voice) == [self._me]
         if self.belief.needs_proof and alone:
             # What it finds another has to confirm: it goes on under one that rests, too, whose turn ends.
             there = [p for p in serving if p == self._me or not self._backoff.is_away(p, now=now)]
@@ -198,12 +200,6 @@ class StepProtocol:
             # It reports, so it does not coordinate: after late steps two may leave that to each other.
             first = min(first, self._me, key=[*ranked, first].index)
         return first
-
-    def _unfollowed(self, now: float) -> bool:
-        """Whether this replica has coordinated its stage so long in this turn, and no other with voice has
-        reported to it: they see another, which rests for this one.
-        """
-        return self._rotation.late and now - self._followed_s > UNFOLLOWED_S
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
         """Whether this peer is the coordinator of `stage`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain, count, islice
 
 import pytest
@@ -54,7 +54,7 @@ def _blind_decide(
     uploads_bps: dict[str, float],
     voice: dict[str, int],
     *,
-    owner: str | None = None,
+    owners: Collection[str] | None = None,
 ) -> Decision:
     """`decide` without its look for duplicates."""
     done = {peer: report.done for peer, report in reports.items()}
@@ -65,7 +65,7 @@ def _blind_decide(
     if current is not None and current.ledgers == tuple(done.get(p) for p in current.members):
         current = _with_ledgers(current, tuple(single[p].done for p in current.members))
     decision = real_decide(
-        run, stage, t, microbatches, numel, single, current, uploads_bps, voice, owner=owner
+        run, stage, t, microbatches, numel, single, current, uploads_bps, voice, owners=owners
     )
     if not isinstance(decision, Reduce):
         return decision
