@@ -17,7 +17,7 @@ from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit import is_audited
 from swarm.audit.answers import digest, make, proves_answer, split_tensors
-from swarm.errors import BadAnswer, Busy, NotReady, PeerFault, Refused, Stale, short
+from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
 from swarm.ids import Microbatch, PeerId
 from swarm.model.stage_io import allowed_inputs, body_bytes
 from swarm.protocol.statements import is_signed
@@ -96,10 +96,6 @@ class AnswerAudits:
             there = await self._what_it_made(ask, came, sent)
         except PeerFault:
             return Audited(fits=False)
-        except Stale:
-            if not said.is_half or core.version > said.t:
-                raise
-            return Audited(fits=False)  # it cannot be past a step that its stage has not taken
         evidence, body = evidence_of(ask.peer, said, ask.signature, came, there)
         if not await self.judge(evidence, body):
             return Audited(fits=True)
@@ -112,11 +108,11 @@ class AnswerAudits:
 
         Raises:
             PeerFault: it shows nothing, or something else than it signed, or than its neighbour did.
-            Stale: its step is over.
+            SwarmError: its step is over.
         """
         said, mb = ask.statement, Microbatch(ask.statement.t, ask.statement.m)
+        came = await self._shown(ask, made=False)
         try:
-            came = await self._kept.of(ask.peer, mb, made=False, inputs=said.inputs)
             fed_by = self._kept.fed_by(mb, came) if said.is_half else []
         except Refused as refused:
             raise BadAnswer(ask.peer, refused.text) from None
@@ -137,16 +133,26 @@ class AnswerAudits:
 
         Raises:
             Refused: that shows something else.
-            PeerFault, Stale: as `_what_came`.
+            SwarmError: as `_what_came`.
         """
         said = ask.statement
         if not said.is_half:
-            mb = Microbatch(said.t, said.m)
-            return await self._kept.of(ask.peer, mb, made=True, inputs=said.inputs)
+            return await self._shown(ask, made=True)
         tensors = split_tensors([ask.sent], sent)
         if tensors is None or digest(tensors[0]) != said.outputs:
             raise Refused(f"that is not what peer {short(ask.peer)} sent on")
         return Shown(came.told, tensors[0], [])
+
+    async def _shown(self, ask: AuditAnswer, *, made: bool) -> Shown:
+        """What a peer keeps. It cannot be past a step that its stage has not taken, nor ever be busy."""
+        said = ask.statement
+        mb = Microbatch(said.t, said.m)
+        try:
+            return await self._kept.of(ask.peer, mb, made=made, inputs=said.inputs)
+        except (NotNow, Stale, Refused) as why:
+            if self._core.version > said.t:
+                raise
+            raise BadAnswer(ask.peer, why.text) from None
 
     async def judge(self, evidence: WrongAnswer, body: Sequence[Buffer]) -> bool:
         """Whether an answer is wrong.

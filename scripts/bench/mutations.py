@@ -6828,10 +6828,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "past-a-step-that-its-stage-has-not-taken",
         ANSWER_AUDITS,
-        "            if not said.is_half or core.version > said.t:\n",
+        "            if self._core.version > said.t:\n",
         "            if True:\n",
-        "A peer says that the step is over, whenever it is asked what it made that of.",
-        ("test_false_inputs",),
+        "A peer says that the step is over, or that it is busy, whenever it is asked what it made that of.",
+        ("test_false_answers",),
     ),
     Mutation(
         "strangers-make-inputs",

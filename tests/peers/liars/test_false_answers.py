@@ -17,7 +17,7 @@ from peers.audit import asking
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
 from peers.stage.server import StagePeer
-from swarm.errors import Refused
+from swarm.errors import Busy, Refused, Stale, SwarmError
 from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
 from swarm.protocol.voice import RENEW_EVERY
 from swarm.wire.codec import Encoded
@@ -248,8 +248,9 @@ async def test_a_judge_that_lies_convicts_nobody_for_others(monkeypatch: pytest.
         assert not any(peer.convictions.convicted for peer in others)
 
 
+@pytest.mark.parametrize("why", [None, Refused("no"), Busy("later"), Stale("that step is over", version=99)])
 async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_callers(
-    monkeypatch: pytest.MonkeyPatch,
+    why: SwarmError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit(monkeypatch, share=1.0)
     run = audited_run()
@@ -259,6 +260,8 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
         lie(liar, LIES["zero"])
 
         async def others(request: Request) -> Answer:
+            if why is not None:
+                raise why
             return Answer(pack(KeptTensors(forth=(), back=())))
 
         liar.core.transport.serve("kept", others)
