@@ -327,12 +327,6 @@ def test_a_newcomer_does_not_have_the_same_round_made_again_and_again() -> None:
     assert outcome.violation == "" and outcome.ended_s < 30.0
 
 
-def test_a_commit_is_believed_though_voice_came_to_its_stage_meanwhile() -> None:
-    """Seed 630: two stages had taken the step, and the third did not believe it any more, for ever."""
-    outcome = run_schedule(630)
-    assert outcome.violation == "" and outcome.generations == 0
-
-
 def test_a_state_that_is_loaded_twice_leaves_its_steps_their_sums() -> None:
     """Seed 336: the second load dropped the sum of a step that the first had opened, and no round ended."""
     assert run_schedule(336).violation == ""

@@ -69,7 +69,8 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "evidence": ShowEvidence, "convicted": AskConvicted, "audit": AuditAnswer, "kept": AskKept,
     "reveal": Reveal, "show": ShowChunk, "products": AskProducts, "trail": AskTrail, "voucher": GiveVoucher,
 }  # fmt: skip
-MOST_BYTES = 64 << 20
+MOST_BYTES = 96 << 20
+"""At once: half of it is bodies on their way, and garbage that waits for its collection."""
 
 
 @pytest.fixture(autouse=True)
