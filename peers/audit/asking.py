@@ -22,7 +22,7 @@ from swarm.manifest import Run
 from swarm.protocol.statements import Coin, Toss
 from swarm.wire.evidence import AuditAnswer, Audited
 from swarm.wire.messages import WorkDone, pack, unpack_answer
-from swarm.wire.receipts import Answered, Receipt
+from swarm.wire.receipts import Receipt
 
 if TYPE_CHECKING:  # a trainer needs no torch
     from swarm.wire.codec import Encoded
@@ -81,14 +81,13 @@ class AuditCaller:
         """Note what a peer of a stage sent on to this one, with its receipt, and which loss followed."""
         strange = self._sent_on.strange_loss(loss)
         if turned or strange or self._falls(SENT_ON_SHARE, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):
-            said = half.statement(stage, mb, 0.0)
-            self._ask(peer, said, half.signature, turned or strange, tensors)
+            self._ask(stage, mb, peer, half, 0.0, turned or strange, tensors)
 
     def of_stranger(
         self, stage: Stage, mb: Microbatch, peer: PeerId, half: Receipt, tensors: Sequence[Encoded]
     ) -> None:
         """Have what a peer without voice sent on to one that is audited computed again."""
-        self._ask(peer, half.statement(stage, mb, 0.0), half.signature, None, tensors)
+        self._ask(stage, mb, peer, half, 0.0, None, tensors)
 
     def _falls(self, share: float, toss: Toss) -> bool:
         return Coin(self._transport.signer, self._run.id, toss).falls(share)
@@ -96,24 +95,23 @@ class AuditCaller:
     def _ask_again(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
         hop = done.hops[0] if done.hops else None
         if hop is not None and hop.receipt is not None:
-            said = hop.receipt.statement(stage, mb, done.loss)
-            self._ask(hop.peer, said, hop.receipt.signature, honest)
+            self._ask(stage, mb, hop.peer, hop.receipt, done.loss, honest)
 
     def _ask(
-        self, accused: PeerId, said: Answered, signature: bytes, honest: Honest | None,
-        sent: Sequence[Encoded] = (),
+        self, stage: Stage, mb: Microbatch, accused: PeerId, receipt: Receipt, loss: float,
+        honest: Honest | None, sent: Sequence[Encoded] = (),
     ) -> None:  # fmt: skip
-        """Have an answer computed again, or what was `sent` on."""
+        """Have an answer computed again, or what was `sent` on, by its receipt."""
         if len(self._tasks) >= AT_ONCE:
             return
-        stage = said.stage
         voice = self._voices.of(stage)
         there = (r.peer for r in self._directory.at(stage) if r.state == "serving")
         others = sorted(peer for peer in there if peer != accused and (peer in voice or not voice))
         if not others:
             return
-        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, said.t, str(said.m)))
+        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, mb.t, str(mb.m)))
         metas = tuple(one.meta for one in sent)
+        said, signature = receipt.statement(stage, mb, loss), receipt.signature
         ask = AuditAnswer(run=self._run.id, peer=accused, statement=said, signature=signature, sent=metas)
         first = coin.below(len(others))
         judges = [*others[first:], *others[:first]]

@@ -64,10 +64,15 @@ def test_what_is_expected_is_the_median_of_each_stage_and_liars_change_it_little
     assert expected_s([fast, [], slow, []]) == 2 * expected_s([fast, slow])  # the others may be like these
 
 
-def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time() -> None:
+def limits_of(*peers: str, stages: int = 2) -> tuple[Router, CallLimits]:
+    """Of the calls to these peers of stage 0, none of which has answered."""
     router = Router()
-    router.set_peers(0, ["a", "z"])
-    limits = CallLimits(router, 0, 2)
+    router.set_peers(0, peers)
+    return router, CallLimits(router, 0, stages)
+
+
+def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time() -> None:
+    router, limits = limits_of("a", "z")
     usual_s = 2 * MIN_S
     assert limits.limit_s("z", [], t=0) == usual_s  # nobody is known: all may be waking up
     router.answered(0, "a", 0.1)
@@ -84,9 +89,7 @@ def test_one_that_has_never_answered_has_less_time_and_twice_as_much_each_time()
 
 def test_one_that_failed_has_the_time_of_one_that_has_never_answered_until_it_answers() -> None:
     """In each of three steps a peer that answers no more took as long as in the first."""
-    router = Router()
-    router.set_peers(0, ["a", "z"])
-    limits = CallLimits(router, 0, 2)
+    router, limits = limits_of("a", "z")
     for peer in ("a", "z"):
         router.answered(0, peer, 0.2)
         limits.answered(0.2, now=0.0)
@@ -99,9 +102,7 @@ def test_one_that_failed_has_the_time_of_one_that_has_never_answered_until_it_an
 def test_one_that_says_it_has_begun_needs_half_of_the_time() -> None:
     """Who asked again for what another had waited for gave it to the same tarpit, for as long again."""
     for usual_s, begun_s in ((0.2, MIN_S), (1.0, TRIAL_S + 3.0)):
-        router = Router()
-        router.set_peers(0, ["z"])
-        limits = CallLimits(router, 0, 2)
+        router, limits = limits_of("z")
         with limits.call("z", [], t=0, begun=True) as limit_s:
             assert limit_s == 2 * MIN_S, "nothing is known yet"
         router.answered(0, "z", usual_s)
@@ -143,9 +144,7 @@ def test_strangers_that_say_that_they_are_slow_do_not_make_a_call_longer() -> No
 
 
 def test_where_calls_take_long_a_peer_may_cost_three_of_them() -> None:
-    router = Router()
-    router.set_peers(0, ["a", "z"])
-    limits = CallLimits(router, 0, 1)
+    router, limits = limits_of("a", "z", stages=1)
     for peer in ("a", "z"):
         router.answered(0, peer, 40.0)
         limits.answered(40.0, now=0.0)
