@@ -137,7 +137,7 @@ async def test_an_answer_that_is_lost_is_asked_for_again_with_the_ticket() -> No
         s.assert_each_counted_once()
 
 
-async def test_what_was_handed_over_is_answered_again_with_the_ticket() -> None:
+async def test_after_one_left_and_one_died_what_is_run_again_has_its_ticket() -> None:
     run = admitting(audit_run(stages=2, steps=2, microbatches_per_step=8))
     async with swarm(run) as s:
         s.add_trainer(TRAINER)
