@@ -23,7 +23,7 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import for_each, happens, pulse, unless
-from swarm.errors import BadAnswer, NotReady, PeerFault, Refused, SwarmError, short
+from swarm.errors import BadAnswer, Busy, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.timeouts import AdaptiveTimeout, is_too_slow, most_s
@@ -402,10 +402,10 @@ class AllReduce:
                 return await self._transport.call(
                     owner, "part", pack(part), body, max_answer_bytes=most, deadline_s=limit_s
                 )
-            except NotReady as not_ready:
-                if attempt == NOT_READY_RETRIES - 1 or "void" in not_ready.text:
+            except (NotReady, Busy) as not_now:  # busy: as much of this replica waits to be accepted as may
+                if attempt == NOT_READY_RETRIES - 1 or "void" in not_now.text:
                     raise
-                await asyncio.sleep(not_ready.retry_after_s)
+                await asyncio.sleep(not_now.retry_after_s)
         raise AssertionError("unreachable")
 
     def _measured(self, nbytes: int, took_s: float) -> None:

@@ -19,7 +19,7 @@ from peers.sim.lines import Lines, Sent, SharedLines
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
 from peers.stage.open_step import OpenStep
-from swarm.errors import BadAnswer, NotReady, Refused
+from swarm.errors import BadAnswer, Busy, NotReady, Refused
 from swarm.manifest import audit_run
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.plan.network import Device, Network
@@ -192,6 +192,24 @@ async def test_a_member_may_start_a_little_later_than_the_others() -> None:
         await asyncio.sleep(0.001)
     late = await built.reduce("b")
     assert torch.equal(late[0][0], (await early)[0][0])  # type: ignore[index]
+
+
+async def test_an_owner_that_holds_as_much_as_it_may_of_a_member_is_asked_again() -> None:
+    built = group()
+    transport = built.network.peers["a"].transport
+    take, refused = built.sides["a"]._serve_part, list[str]()
+
+    async def serve(request: Request) -> Answer:
+        if len(refused) < 3:
+            refused.append(request.peer)
+            raise Busy("too many bodies of yours are waiting to be accepted", retry_after_s=0.001)
+        return await take(request)
+
+    transport.serve("part", serve, max_body_bytes=1000)
+    (total_a, _), (total_b, _) = await built.results()
+    assert refused == ["b"] * 3
+    assert torch.equal(total_a, total_b)
+    await built.network.close()
 
 
 async def test_upload_is_measured_with_parts_of_a_fair_size() -> None:
