@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from peers.audit.asking import AuditCaller
+from peers.audit.neighbours import Neighbours, Seen, seen_in
 from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
 from peers.incoming import Incoming
@@ -23,7 +23,6 @@ from peers.vouching.answered import check_answer
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.audit import is_audited
-from swarm.audit.directions import Directions, sample_of
 from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
@@ -48,6 +47,18 @@ MAX_WAITING = 256
 """Requests that wait for a step to open. They hold a header and no tensors."""
 
 
+class _SentOn(NamedTuple):
+    """A microbatch on its way to the next stage."""
+
+    fwd: Forward
+    came: bytes
+    """The digest of its inputs."""
+    onward: Work
+    sent: bytes
+    """The digest of its outputs."""
+    compute_s: float
+
+
 class MicrobatchServer:
     """Answers `work` and `locate`.
 
@@ -55,19 +66,17 @@ class MicrobatchServer:
         next_stage: None at the last stage.
         left_out: replicas of this stage that take part in nothing for now.
         on_fault: told of each peer of the next stage that failed.
-        audits: has some answers of the next stage computed again; None: none.
+        neighbours: has some of what they send and answer computed again; None: nothing.
         upload_bps: as its owner limits it; 0: not at all.
     """
 
     def __init__(
         self, core: StageCore, transport: Transport, membership: Membership, next_stage: NextStage | None, *,
-        max_inflight: int, left_out: Callable[[], Sequence[PeerId]], audits: AuditCaller | None = None,
+        max_inflight: int, left_out: Callable[[], Sequence[PeerId]], neighbours: Neighbours | None = None,
         upload_bps: float = 0.0,
     ) -> None:  # fmt: skip
         self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
-        self._audits, self._is_audited = audits, is_audited(core.run)
-        self._directions, self._fed_directions = Directions(), Directions()
-        """Of the peers that answer, and of those that send on to this one."""
+        self._neighbours, self._is_audited = neighbours, is_audited(core.run)
         self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
@@ -294,37 +303,26 @@ class MicrobatchServer:
         job.done.exception()  # perhaps no caller waits any more
 
     async def _last(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
-        began, samples = now_s(), list[torch.Tensor]()
+        began = now_s()
 
-        def compute() -> Kept:
+        def compute() -> tuple[Kept, Seen | None]:
             mb = self._alive(step, work)
             fault_point("backward")
             named = self._receipts.came(caller, work, inputs)
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
-            if self._audits is not None:
-                samples[:] = [sample_of(found.terms.values())] if found.terms else []
             grads_in = found.answer
             receipt = self._receipts.give(mb, named, grads_in, found.loss)
             compute_s = self._took_s()
             hop = self._hop(own_s=now_s() - began, compute_s=compute_s, receipt=receipt)
             answer = _done(found.loss, grads_in, hop)
             asked = (caller, work) if self._is_audited else None
-            return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked))
+            seen = seen_in(found) if self._neighbours else None
+            return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked)), seen
 
-        kept = await self._core.device.run(Rank.COMPUTE, work.t, compute)
-        self._observe_inputs(caller, work, kept, samples)
+        kept, seen = await self._core.device.run(Rank.COMPUTE, work.t, compute)
+        if self._neighbours and seen:
+            self._neighbours.fed(caller, work, kept, seen)
         return kept
-
-    def _observe_inputs(
-        self, caller: PeerId, work: Work, kept: Kept, samples: Sequence[torch.Tensor]
-    ) -> None:
-        """Have what a peer of the stage before sent on computed again, by chance, or since it looks strange.
-        `samples`: of what follows from it.
-        """
-        if self._audits is not None and work.fed is not None:
-            turned = self._fed_directions.strange(work.t, caller, samples[0]) if samples else None
-            mb, loss = Microbatch(work.t, work.m), kept.answer.loss
-            self._audits.sent_on(self._core.stage - 1, mb, caller, work.fed, kept.inputs, loss, turned)
 
     def _codec_for(self, work: Work) -> str | None:
         """The codec for the line to the next peer, of those that the manifest allows; None: its first."""
@@ -343,10 +341,9 @@ class MicrobatchServer:
     async def _middle(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
         core = self._core
         began = now_s()
-        timed, lengths, samples = [0.0, 0.0], list[float](), list[torch.Tensor]()
         codec = self._codec_for(work)
 
-        def forward() -> tuple[Forward, bytes, Work, bytes]:
+        def forward() -> _SentOn:
             mb = self._alive(step, work)
             came = self._receipts.came(caller, work, inputs)
             fwd = core.compute.forward(mb, inputs, codec=codec)
@@ -354,10 +351,9 @@ class MicrobatchServer:
             if self._is_audited:
                 sent_on = Kept(inputs, (), _done(0.0, ()), (), asked=(caller, work))
                 step.send_on(work.m, came, sent_on, most=2 * core.run.M)
-            timed[0] = self._took_s()
-            return fwd, came, onward, sent
+            return _SentOn(fwd, came, onward, sent, self._took_s())
 
-        fwd, came, onward, sent = await core.device.run(Rank.COMPUTE, work.t, forward)
+        fwd, came, onward, sent, forward_s = await core.device.run(Rank.COMPUTE, work.t, forward)
         fault_point("forward")
         behind_s = 0.0
         while True:
@@ -367,31 +363,28 @@ class MicrobatchServer:
 
             def backward(
                 done: WorkDone = done, grads: Sequence[Encoded] = grads, behind_s: float = behind_s
-            ) -> Kept:
+            ) -> tuple[Kept, Seen | None]:
                 mb = self._alive(step, work)
                 assert mb == fwd.mb
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
-                if self._audits is not None:
-                    lengths[:] = [float(norm) for norm in found.arrived]
-                    samples[:] = [sample_of(found.terms.values())] if found.terms else []
                 grads_in = found.answer
                 receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
-                compute_s = timed[0] + self._took_s()
+                compute_s = forward_s + self._took_s()
                 own_s = now_s() - began - behind_s
                 hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
                 answer = _done(done.loss, grads_in, hop, *done.hops)
                 kept = Kept(inputs, grads, answer, grads_in)
                 if self._is_audited:
                     kept.outputs, kept.asked = fwd.outputs, (caller, work)
-                return self._count(step, found, kept)
+                seen = seen_in(found) if self._neighbours else None
+                return self._count(step, found, kept), seen
 
             try:
-                kept = await core.device.run(Rank.COMPUTE, work.t, backward)
-                if self._audits is not None:
-                    turned = self._directions.strange(work.t, peer, samples[0]) if samples else None
-                    self._audits.decoded(core.stage + 1, fwd.mb, done, math.hypot(*lengths), turned)
-                self._observe_inputs(caller, work, kept, samples)
+                kept, seen = await core.device.run(Rank.COMPUTE, work.t, backward)
+                if self._neighbours and seen:
+                    self._neighbours.used(fwd.mb, peer, done, seen)
+                    self._neighbours.fed(caller, work, kept, seen)
                 return kept
             except Refused as refused:
                 # The gradient was refused before anything was added: its sender is at fault.
@@ -418,8 +411,8 @@ class MicrobatchServer:
                 raise BadAnswer(peer, f"answered with more than one hop for each of {hops} stages")
             signer, said = self._transport.signer, (fwd.mb, sent, done, answer.body)
             check_answer(signer, self._core.run, peer, self._core.stage + 1, *said)
-            if self._audits is not None:
-                self._audits.answered(self._core.stage + 1, fwd.mb, done)
+            if self._neighbours:
+                self._neighbours.answered(fwd.mb, done)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(

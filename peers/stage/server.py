@@ -24,6 +24,7 @@ from peers.audit.asking import AuditCaller
 from peers.audit.contributions import ContributionAudits
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, serve_kept
+from peers.audit.neighbours import Neighbours
 from peers.audit.sums import SumAudits
 from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
@@ -106,7 +107,8 @@ class StagePeer:
         self._audits = audits
         self.microbatches = MicrobatchServer(
             core, transport, core.membership, next_stage, max_inflight=settings.max_inflight,
-            left_out=self._left_out, audits=audits, upload_bps=settings.upload_bps,
+            left_out=self._left_out, neighbours=Neighbours(audits, stage) if audits else None,
+            upload_bps=settings.upload_bps,
         )  # fmt: skip
         self.evaluations = EvaluationServer(core)
         serve_kept(core)

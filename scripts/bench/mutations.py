@@ -4934,9 +4934,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "turned-gradients-are-not-seen",
-        "peers/stage/microbatches.py",
-        "self._directions.strange(work.t, peer, samples[0]) if samples else None",
-        "None",
+        "peers/audit/neighbours.py",
+        "turned = self._answered.strange(mb.t, peer, seen.sample)",
+        "turned = None",
         "A peer of the last stage answers gradients of another sign, and only chance finds it.",
         ("test_false_answers",),
     ),

@@ -41,10 +41,12 @@ class Directions:
         self._counts = Counter[PeerId]()
         self._suspect: PeerId | None = None
 
-    def strange(self, t: int, peer: PeerId, sample: torch.Tensor) -> Honest | None:
+    def strange(self, t: int, peer: PeerId, sample: torch.Tensor | None) -> Honest | None:
         """Look at a microbatch of step `t` that `peer` answered. Not None: in the last step it was unlike the
-        others; this answer is to be computed again.
+        others; this answer is to be computed again. `sample`: None where those of weights were not wanted.
         """
+        if sample is None:
+            return None
         if t > self._t:
             self._suspect = self._screen.strangest(self._sums, self._counts)
             self._t, self._sums, self._counts = t, {}, Counter()
