@@ -136,8 +136,8 @@ def p2pd_path() -> Path:
 
 
 _ADVICE = {
-    "address already in use": "port {port} is already in use on {host}: stop the program that uses it, "
-    "or choose another one with --port (--port 0 picks a free one)",
+    "address already in use": "port {port} is already in use on {host}: stop the program that uses it (see: "
+    "ss -ltnp 'sport = :{port}'), or choose another one with --port (--port 0 picks a free one)",
     "cannot assign requested address": "this machine has no address {host}: listen on 0.0.0.0, and announce "
     "the address under which others reach you",
     "permission denied": "not allowed to listen on {host}:{port}: choose a port above 1023",

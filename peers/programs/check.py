@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import platform
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -122,41 +120,13 @@ def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES)
     return Finding("disk", f"{gb(free)} free for {folder}", fix if free < least_bytes else "")
 
 
-def check_port(host: str, port: int) -> Finding:
-    """It can be listened on."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        fix = "give an IP address of this machine, 127.0.0.1 or 0.0.0.0"
-        return Finding("port", f"--host {host!r}: {error.strerror or error}", fix)
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            in_use = f"stop what listens there (see: ss -ltnp 'sport = :{port}') or take another port"
-            not_ours = f"{host} is not an address of this machine (see: ip addr); or take 0.0.0.0"
-            known = {errno.EADDRINUSE: in_use, errno.EADDRNOTAVAIL: not_ours}
-            fix = {**known, errno.EACCES: "take a port of 1024 or more"}.get(
-                error.errno or 0, "take another --host or --port"
-            )
-            return Finding("port", f"{host} port {port}: {error.strerror}", fix)
-        taken = probe.getsockname()[1]
-    words = f"{host} port {port} can be listened on" if port else f"{host}: any port (tried {taken})"
-    reach = "; reachable from this machine only" if is_local(host) else ""
-    return Finding("port", words + reach)
-
-
 def is_local(host: str) -> bool:
     """Whether only this machine can dial a program that listens there."""
     return host in ("127.0.0.1", "::1", "localhost")
 
 
-def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
-    """Whether p2pd can start and listen there, and a sentence about it. Blocks up to 15 s."""
+def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[str, ...]:
+    """Where p2pd listens, once it does. Blocks up to 15 s. Raises SetupError: it does not start."""
 
     from peers.net.p2pd import Daemon, DaemonOptions
 
@@ -168,22 +138,22 @@ def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[bool, str]:
         finally:
             daemon.close_now()
 
+    return asyncio.run(probe())
+
+
+def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[str, ...]] = probe_p2pd) -> Finding:
+    """The libp2p daemon starts, and can listen on the port."""
     try:
-        return True, f"p2pd starts and listens on {', '.join(asyncio.run(probe()))}"
+        addresses = probe(host, port)
     except SetupError as error:
-        return False, error.text
-
-
-def check_p2pd(host: str, port: int, probe: Callable[[str, int], tuple[bool, str]] = probe_p2pd) -> Finding:
-    """The libp2p daemon starts and listens."""
-    try:
-        ok, words = probe(host, port)
+        fix = f"mend what it says, or {REINSTALL}; p2pd needs a writable /tmp, and Linux or macOS"
+        return Finding("p2pd", error.text, fix)
     except (ImportError, OSError) as error:
         no_room = "temporary" in str(error)
         fix = "make room in /tmp, or set TMPDIR to a folder of yours" if no_room else REINSTALL
         return Finding("p2pd", f"does not start: {error}", fix)
-    fix = f"{REINSTALL}; it needs a writable /tmp, and Linux or macOS"
-    return Finding("p2pd", words, "" if ok else fix)
+    reach = "; reachable from this machine only" if is_local(host) else ""
+    return Finding("p2pd", f"starts and listens on {', '.join(addresses)}{reach}")
 
 
 def check_reach(options: CheckOptions) -> Finding:
@@ -264,16 +234,14 @@ def check_all(options: CheckOptions) -> list[Finding]:
     if findings[-1].ok:
         findings.append(check_device(options.device))
     findings.append(check_disk())
-    findings.append(check_port(options.host, options.port))
-    if findings[-1].ok:  # else p2pd would only say the same again
-        findings.append(check_p2pd(options.host, options.port))
-        if findings[-1].ok and not is_local(options.host):
-            findings.append(check_reach(options))
-            if findings[-1].ok and options.join:
-                findings.append(check_join(options))
-        elif findings[-1].ok and options.join:
-            words = f"not tried: give --host 0.0.0.0, since {options.host} is seen by this machine only"
-            findings.append(Finding("reach", words))
+    findings.append(check_p2pd(options.host, options.port))
+    if findings[-1].ok and not is_local(options.host):
+        findings.append(check_reach(options))
+        if findings[-1].ok and options.join:
+            findings.append(check_join(options))
+    elif findings[-1].ok and options.join:
+        words = f"not tried: give --host 0.0.0.0, since {options.host} is seen by this machine only"
+        findings.append(Finding("reach", words))
     findings.append(check_clock())
     return findings
 

@@ -122,7 +122,7 @@ def test_what_was_left_when_all_died_at_once_is_swept_by_the_next(monkeypatch: p
     try:
         monkeypatch.setattr(daemon_module, "_STALE_AFTER_S", -1.0)
         # The system may take a moment to release the lock of the dead.
-        until(lambda: probe_p2pd()[0] and not child.directory.exists())
+        until(lambda: probe_p2pd() and not child.directory.exists())
         assert in_use.directory.is_dir()
     finally:
         in_use.close_now()
@@ -189,39 +189,43 @@ def test_a_daemon_that_was_never_waited_for_closes_as_well() -> None:
     assert not daemon.directory.exists()
 
 
+def why_not(host: str = "127.0.0.1", port: int = 0) -> str:
+    """Why p2pd does not start there."""
+    with pytest.raises(SetupError) as refused:
+        probe_p2pd(host, port)
+    return refused.value.text
+
+
 def test_a_port_in_use_is_named_also_when_another_p2pd_would_share_it() -> None:
     first = Daemon.spawn(DaemonOptions())
     try:
         asyncio.run(first.ready())
         port = int(first.addresses[0].split("/tcp/")[1])
         for host in ("127.0.0.1", "0.0.0.0"):
-            ok, text = probe_p2pd(host, port)
-            assert not ok
-            assert text == (
-                f"port {port} is already in use on {host}: stop the program that uses it, or "
-                "choose another one with --port (--port 0 picks a free one)"
+            assert why_not(host, port) == (
+                f"port {port} is already in use on {host}: stop the program that uses it (see: "
+                f"ss -ltnp 'sport = :{port}'), or choose another one with --port (--port 0 picks a free one)"
             )
     finally:
         first.close_now()
-    assert probe_p2pd("127.0.0.1", port)[0]
+    assert probe_p2pd("127.0.0.1", port)
 
 
 def test_an_address_of_another_machine_is_named() -> None:
-    ok, text = probe_p2pd("192.0.2.77")
-    assert not ok
-    assert text.startswith("this machine has no address 192.0.2.77: listen on 0.0.0.0, and announce")
+    assert why_not("192.0.2.77").startswith(
+        "this machine has no address 192.0.2.77: listen on 0.0.0.0, and announce"
+    )
 
 
 def test_a_name_without_an_address_is_named() -> None:
-    ok, text = probe_p2pd("no-such-host.invalid")
-    assert not ok
-    assert text == "'no-such-host.invalid' is not an address and has no name server entry"
+    assert (
+        why_not("no-such-host.invalid")
+        == "'no-such-host.invalid' is not an address and has no name server entry"
+    )
 
 
 def test_a_probe_that_succeeds_says_where_it_listened() -> None:
-    ok, text = probe_p2pd("localhost")
-    assert ok
-    assert text.startswith("p2pd starts and listens on /ip4/127.0.0.1/tcp/")
+    assert probe_p2pd("localhost")[0].startswith("/ip4/127.0.0.1/tcp/")
 
 
 RELAYING = "/libp2p/circuit/relay/0.2.0/hop"
@@ -293,7 +297,7 @@ def test_last_words_are_explained(
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(daemon_module, "p2pd_path", lambda: fake)
-    assert probe_p2pd() == (False, text)
+    assert why_not() == text
 
 
 @pytest.mark.parametrize("how", ["missing", "not executable"])

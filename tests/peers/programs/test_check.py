@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import json
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from peers.net.node import Node
 from peers.programs import check
 from peers.programs.check import Finding, check_all, run_check, to_json, to_text
 from peers.programs.tool_options import CheckOptions
+from swarm.errors import SetupError
 
 
 def wrong(finding: Finding, found: str, fix: str) -> None:
@@ -92,39 +94,33 @@ def test_the_cache_has_to_be_writable_and_have_room(tmp_path: Path, monkeypatch:
     wrong(check.check_disk(tmp_path), "cannot be written", "SWARM_CACHE")
 
 
-def test_a_port_in_use_is_found() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen(1)
-        port = taken.getsockname()[1]
-        wrong(
-            check.check_port("127.0.0.1", port), f"port {port}: Address already in use", "take another port"
-        )
-    good(check.check_port("127.0.0.1", port))
+def refused(text: str) -> Callable[[str, int], tuple[str, ...]]:
+    """A p2pd that does not start."""
+
+    def probe(host: str, port: int) -> tuple[str, ...]:
+        raise SetupError(text)
+
+    return probe
 
 
-def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
-    wrong(check.check_port("192.0.2.1", 0), "Cannot assign", "ip addr")
-    wrong(check.check_port("256.1.2.3.4", 0), "256.1.2.3.4", "give an IP address")
-
-
-def test_loopback_is_said_to_be_for_this_machine_only() -> None:
-    assert "this machine only" in check.check_port("127.0.0.1", 0).found
-    assert "this machine only" not in check.check_port("0.0.0.0", 0).found
+def listening(host: str, port: int) -> tuple[str, ...]:
+    """A p2pd that starts."""
+    return (f"/ip4/{host}/tcp/{port}",)
 
 
 def test_what_p2pd_says_is_passed_on() -> None:
-    good(check.check_p2pd("127.0.0.1", 0, lambda host, port: (True, f"{host} {port}")))
-    wrong(
-        check.check_p2pd("127.0.0.1", 0, lambda *_: (False, "p2pd is missing")),
-        "p2pd is missing",
-        "Linux or macOS",
-    )
+    good(check.check_p2pd("127.0.0.1", 0, listening))
+    wrong(check.check_p2pd("127.0.0.1", 0, refused("p2pd is missing")), "p2pd is missing", "Linux or macOS")
+
+
+def test_loopback_is_said_to_be_for_this_machine_only() -> None:
+    assert "this machine only" in check.check_p2pd("127.0.0.1", 0, listening).found
+    assert "this machine only" not in check.check_p2pd("0.0.0.0", 0, listening).found
 
 
 @pytest.mark.parametrize(("said", "fix"), [("no usable temporary folder", "TMPDIR"), ("no module", ".venv")])
 def test_of_a_p2pd_that_has_no_room_that_is_said(said: str, fix: str) -> None:
-    def probe(*_: object) -> tuple[bool, str]:
+    def probe(*_: object) -> tuple[str, ...]:
         raise FileNotFoundError(said)
 
     wrong(check.check_p2pd("127.0.0.1", 0, probe), f"does not start: {said}", fix)
@@ -133,6 +129,15 @@ def test_of_a_p2pd_that_has_no_room_that_is_said(said: str, fix: str) -> None:
 @pytest.mark.net
 def test_the_real_p2pd_starts() -> None:
     good(check.check_p2pd("127.0.0.1", 0))
+
+
+@pytest.mark.net
+def test_a_port_in_use_and_an_address_of_another_machine_are_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong(check.check_p2pd("127.0.0.1", port), f"port {port} is already in use", "mend what it says")
+    good(check.check_p2pd("127.0.0.1", port))
+    wrong(check.check_p2pd("192.0.2.1", 0), "this machine has no address 192.0.2.1", "mend what it says")
 
 
 def test_a_clock_that_was_never_set_or_jumps_is_found() -> None:
@@ -145,10 +150,11 @@ def test_a_clock_that_was_never_set_or_jumps_is_found() -> None:
     wrong(jumps, "jumped by +9.00 s", "timedatectl")
 
 
-def test_a_port_that_is_wrong_is_not_reported_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "check_p2pd", lambda *_: pytest.fail("asked p2pd for a port that is taken"))
-    names = [finding.name for finding in check_all(CheckOptions(device="cpu", host="192.0.2.1"))]
-    assert names == ["python", "torch", "device", "disk", "port", "clock"]
+def test_nobody_is_asked_to_dial_a_port_that_cannot_be_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "check_p2pd", lambda *_: Finding("p2pd", "the port is taken", "another port"))
+    monkeypatch.setattr(check, "check_reach", lambda *_: pytest.fail("asked others to dial it"))
+    names = [finding.name for finding in check_all(CheckOptions(device="cpu", host="0.0.0.0"))]
+    assert names == ["python", "torch", "device", "disk", "p2pd", "clock"]
 
 
 def test_who_listens_for_this_machine_only_is_not_told_to_forward_a_port(
