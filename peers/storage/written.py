@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from swarm.errors import SetupError
+from swarm.model.graph.stage_module import holder_of
 
 TEXT, TENSORS, SAMPLES = "__init__.py", "model.safetensors", "samples.safetensors"
 
@@ -47,20 +48,11 @@ class WrittenModule(nn.Module):
         except (OSError, SafetensorError) as error:
             raise SetupError(f"{path} cannot be read: {error}; copy the owner's whole folder") from None
         for name in (*self.TRAINED, *self.FROZEN):
-            owner, leaf = self._place(name)
+            owner, leaf = holder_of(self, name)
             owner.register_parameter(leaf, nn.Parameter(tensors[name], requires_grad=name in self.TRAINED))
         for name in self.BUFFERS:
-            owner, leaf = self._place(name)
+            owner, leaf = holder_of(self, name)
             owner.register_buffer(leaf, tensors[name])
-
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        *path, leaf = name.split(".")
-        owner: nn.Module = self
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        return owner, leaf
 
 
 class Columns(Sequence[tuple[np.ndarray, ...]]):

@@ -17,6 +17,7 @@ from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.boundary import Boundary
 from swarm.model.gpt import replace_parameters, weights_dtype
+from swarm.model.same_bits import storage_of
 from swarm.model.stage_function import stage_function
 
 
@@ -41,11 +42,6 @@ def kept_bytes(
         alive += compute()
     alive += [tensor for tensor in given if tensor is not None]
     return sum({storage_of(t): t.untyped_storage().nbytes() for t in alive if not held(t)}.values())
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The same number for all tensors in one piece of memory, as long as one of them is there."""
-    return tensor.untyped_storage()._cdata
 
 
 @lru_cache(maxsize=64)

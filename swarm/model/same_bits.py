@@ -59,6 +59,11 @@ def threads_as_before() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same number for all tensors in one piece of memory, as long as one of them is there."""
+    return tensor.untyped_storage()._cdata
+
+
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or on the CPU a copy that begins where a cache line does."""
     if tensor.device.type == "cpu" and tensor.data_ptr() % CACHE_LINE_BYTES:

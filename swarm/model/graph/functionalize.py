@@ -19,6 +19,7 @@ from swarm.model.graph.capture import Captured
 from swarm.model.graph.functions import OPERATOR
 from swarm.model.graph.kernels import write_through
 from swarm.model.graph.untraceable import Untraceable, where
+from swarm.model.same_bits import storage_of
 
 aten = torch.ops.aten
 
@@ -274,7 +275,7 @@ def _storage(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = value[0] if value else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return storage_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _out_of_place(node: fx.Node) -> Callable[..., Any] | None:

@@ -30,6 +30,7 @@ from swarm.model.graph import operators
 from swarm.model.graph.ir import Call
 from swarm.model.graph.untraceable import Untraceable, reason
 from swarm.model.reductions import add_tensor
+from swarm.model.same_bits import storage_of
 
 _LIBRARY = torch.library.Library("swarm", "DEF")
 _LIBRARY.define("function(str name, Tensor[] tensors) -> Tensor[]")
@@ -324,16 +325,12 @@ _MEMORY = frozenset(("data_ptr", "untyped_storage", "storage", "numpy", "__array
 """How code gets at a tensor's memory, where there is none yet."""
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _shares(forward: fx.GraphModule, count: int) -> bool:
     """Whether one of the first so many that it returns lies in the memory of what it is given."""
     made: Any = forward.graph.output_node().args[0]
     given = forward.graph.find_nodes(op="placeholder")
-    memory = {_storage(holder.meta["val"]) for holder in given}
-    return any(_storage(node.meta["val"]) in memory for node in made[:count])
+    memory = {storage_of(holder.meta["val"]) for holder in given}
+    return any(storage_of(node.meta["val"]) in memory for node in made[:count])
 
 
 class _NothingElse(TorchFunctionMode):
@@ -359,7 +356,7 @@ class _NothingElse(TorchFunctionMode):
 
 def _check(found: fx.GraphModule, given: Sequence[torch.Tensor], part: str, name: str) -> None:
     """Refuse what no stage may do, and have the graph compute on the device of what it is given."""
-    graph, whose = found.graph, set(map(_storage, given))
+    graph, whose = found.graph, set(map(storage_of, given))
     device: fx.Node | None = None
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is operator.getitem:
@@ -399,7 +396,7 @@ def _check_operator(node: fx.Node, given: set[int], part: str, name: str) -> Non
     for argument in op._schema.arguments:
         written = named.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and isinstance(written, fx.Node) and _storage(written.meta["val"]) in given:
+        if writes and isinstance(written, fx.Node) and storage_of(written.meta["val"]) in given:
             what = "its arguments" if part == "forward" else "what it is given"
             raise Untraceable(f"{inside} writes to {what}; make a new tensor")
     if operators.does_nothing(operators.name_of(op), named):

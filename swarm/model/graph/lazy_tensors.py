@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from swarm.model.same_bits import storage_of
 from swarm.model.seeded_random import seed_of
 
 aten = torch.ops.aten
@@ -126,7 +127,7 @@ class LazyTensors:
         if not here or (shows and not written) or "set_" in schema.name or "resize" in schema.name:
             return function(*args, **kwargs)
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        noted = any(self._key(tensor) in self._writers for tensor in given)
+        noted = any(storage_of(tensor) in self._writers for tensor in given)
         made_up = function in _UNSET or (not given and _is_large(function, args, kwargs))
         if not (noted or is_random or made_up):
             return function(*args, **kwargs)
@@ -137,11 +138,11 @@ class LazyTensors:
                 self.fill(tensor)
             made = function(*args, **kwargs)
             for tensor in written:
-                if self._key(tensor) in self._writers:
+                if storage_of(tensor) in self._writers:
                     self._give(tensor)
             return made
         for tensor in written:
-            if self._key(tensor) not in self._writers:
+            if storage_of(tensor) not in self._writers:
                 self._give(tensor)
         new = [leaf for leaf in pytree.tree_leaves(made) if not any(leaf is one for one in written)]
         if function in _UNSET:
@@ -150,7 +151,7 @@ class LazyTensors:
             kwargs, given = {"dtype": empty.dtype}, []
         self._note(function, args, kwargs, given, written, new, is_random=is_random)
         for tensor in (*written, *new):
-            self._there.discard(self._key(tensor))
+            self._there.discard(storage_of(tensor))
         return made
 
     def _note(
@@ -165,10 +166,10 @@ class LazyTensors:
         is_random: bool = False,
     ) -> None:
         arguments = pytree.tree_map_only(torch.Tensor, self._remembered, (args, kwargs))
-        reads = {key for key in map(self._key, given) if key in self._writers}
+        reads = {key for key in map(storage_of, given) if key in self._writers}
         for tensor in new:
-            self._kept[self._key(tensor)] = tensor.untyped_storage()
-        for key in {*map(self._key, written), *map(self._key, new)}:
+            self._kept[storage_of(tensor)] = tensor.untyped_storage()
+        for key in {*map(storage_of, written), *map(storage_of, new)}:
             self._writers.setdefault(key, []).append(len(self._steps))
         self._steps.append(
             _Step(
@@ -184,7 +185,7 @@ class LazyTensors:
 
     def _give(self, tensor: torch.Tensor) -> None:
         """Note what is in the memory of a tensor now."""
-        key, whole = self._key(tensor), _bytes(tensor.untyped_storage())
+        key, whole = storage_of(tensor), _bytes(tensor.untyped_storage())
         self._kept[key] = tensor.untyped_storage()
         self._writers.setdefault(key, [])
         self._note(_overwrite, (whole, whole.clone()), {}, [tensor], [tensor], [])
@@ -192,10 +193,10 @@ class LazyTensors:
 
     def _remembered(self, tensor: torch.Tensor) -> _Place | torch.Tensor:
         """An argument, for later: its place; or what it is now, since the code may change it."""
-        return self._place(tensor) if self._key(tensor) in self._writers else tensor.detach().clone()
+        return self._place(tensor) if storage_of(tensor) in self._writers else tensor.detach().clone()
 
     def _lacks(self, tensor: torch.Tensor) -> bool:
-        key = self._key(tensor)
+        key = storage_of(tensor)
         return key in self._writers and key not in self._there
 
     def _computed(self, storage: int) -> dict[int, torch.UntypedStorage]:
@@ -226,20 +227,17 @@ class LazyTensors:
         if step.draw >= 0:
             torch.default_generator.manual_seed((self._seed + step.draw) & _SEEDS)
         taken = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        own = {self._key(tensor) for tensor in taken}
+        own = {storage_of(tensor) for tensor in taken}
         made = [leaf for leaf in pytree.tree_leaves(step.function(*args, **kwargs)) if leaf is not None]
         made = [tensor for tensor in made if not any(tensor is one for one in taken)]
         for place, tensor in zip(step.makes, made, strict=True):
-            if tensor.stride() != place.stride or tensor.storage_offset() or self._key(tensor) in own:
+            if tensor.stride() != place.stride or tensor.storage_offset() or storage_of(tensor) in own:
                 tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype).copy_(tensor)
             storages[place.storage] = tensor.untyped_storage()
 
-    def _key(self, tensor: torch.Tensor) -> int:
-        return tensor.untyped_storage()._cdata
-
     def _place(self, tensor: torch.Tensor) -> _Place:
         return _Place(
-            self._key(tensor),
+            storage_of(tensor),
             tensor.dtype,
             tuple(tensor.shape),
             tensor.stride(),

@@ -36,10 +36,10 @@ class StageModule(nn.Module):
         self._held: list[tuple[nn.Module, str]] = []
         # Last, so that no tensor takes the place of one of our own attributes unseen.
         for name in plan.parameters:
-            owner, leaf = self._adopt(name)
+            owner, leaf = self._hold(name)
             owner.register_parameter(leaf, nn.Parameter(traced.parameters[name].detach()))
         for name in plan.buffers:
-            owner, leaf = self._adopt(name)
+            owner, leaf = self._hold(name)
             owner.register_buffer(leaf, traced.buffers[name])
 
     def forward(self, *inputs: torch.Tensor | None, mb: Microbatch | None) -> Output:
@@ -56,19 +56,24 @@ class StageModule(nn.Module):
             statistics[told.buffer] = share if seen is None else seen + share
         return Output(tuple(made[:count]), statistics)
 
-    def _adopt(self, name: str) -> tuple[nn.Module, str]:
-        """The module that is to hold the tensor `name`, made if need be, and what it calls it."""
-        owner: nn.Module = self
-        *parts, leaf = name.split(".")
-        for part in parts:
-            if part not in owner._modules:
-                _check_free(owner, part)
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        if leaf not in owner._buffers:
-            _check_free(owner, leaf)
-        self._held.append((owner, leaf))
-        return owner, leaf
+    def _hold(self, name: str) -> tuple[nn.Module, str]:
+        self._held.append(holder_of(self, name))
+        return self._held[-1]
+
+
+def holder_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The part of a module that is to hold the tensor with this full name, made if need be, and what it calls
+    it. Raises SetupError: it has something else that is called so.
+    """
+    *parts, leaf = name.split(".")
+    for part in parts:
+        if part not in module._modules:
+            _check_free(module, part)
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    if leaf not in module._buffers:
+        _check_free(module, leaf)
+    return module, leaf
 
 
 def _check_free(owner: nn.Module, part: str) -> None:
