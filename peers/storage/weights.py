@@ -40,13 +40,11 @@ def say(text: str) -> None:
 
 
 def find_weights(options: WeightsOptions) -> Run:
-    """Of which run the weights are.
+    """Of which run the weights are; the command line has either a model or a folder of checkpoints.
 
     Raises:
         SetupError: the options do not say it, or contradict one another.
     """
-    if (options.model is None) == (options.checkpoint_dir is None):
-        raise SetupError("say which weights: --model FILE, or --checkpoint-dir DIR")
     if options.model is not None:
         if options.run is not None or options.step is not None:
             raise SetupError("--run and --step choose among checkpoints: leave them out with --model")
@@ -64,8 +62,7 @@ def load_weights(options: WeightsOptions) -> Weights:
     run = find_weights(options)
     offer_start(run, options.start)
     if options.model is not None:
-        config, _ = model_file.read_config(options.model)
-        with Bar(f"reading {options.model.name}", config.bytes) as bar:
+        with Bar(f"reading {options.model.name}", options.model.stat().st_size) as bar:
             config, run, weights = model_file.read(options.model, model_shapes, progress=bar)
         return Weights(run=run, step=config.step, by_name=weights)
     assert options.checkpoint_dir is not None

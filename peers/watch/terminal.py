@@ -247,11 +247,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
 class Screen:
     """Shows pictures while a `with` block runs; call it with each."""
 
-    def __init__(self, *, stream: TextIO | None = None, live: bool | None = None) -> None:
-        """`live` None: it is if `stream` (stdout by default) is a terminal."""
+    def __init__(self, *, stream: TextIO | None = None) -> None:
+        """`stream`: stdout by default."""
         self._stream = stream if stream is not None else sys.stdout
         self._console = Console(file=self._stream, highlight=False)
-        live = self._console.is_terminal and not self._console.is_dumb_terminal if live is None else live
+        live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, screen=True, auto_refresh=False) if live else None
         self._said_at = 0.0
         self._version = -1

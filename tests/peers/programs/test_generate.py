@@ -193,8 +193,6 @@ def test_an_empty_folder_and_two_runs_in_one_are_said(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (WeightsOptions(), "say which weights: --model FILE, or --checkpoint-dir DIR"),
-        (WeightsOptions(model=Path("m"), checkpoint_dir=Path("c")), "say which weights"),
         (
             WeightsOptions(model=Path("m"), step=3),
             "--run and --step choose among checkpoints: leave them out",
