@@ -22,7 +22,7 @@ from peers.evaluation.data import open_eval
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import cache_folder, written
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from peers.storage.dataset import Dataset
 from peers.storage.samples import Samples, open_data
 from peers.storage.written import Columns
@@ -235,7 +235,7 @@ def _write(name: str, made: CustomModel | None, columns: Columns | None, folder:
     digest.update(whole.encode())
     stem = re.sub(r"\W", "_", name, flags=re.ASCII)[:40]
     target = folder / f"{'_' if stem[:1].isdigit() else ''}{stem}_{digest.hexdigest()[:12]}"
-    with told(f"{target} cannot be written"):
+    with as_setup_error(f"{target} cannot be written"):
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
             written.write(Path(making, target.name), whole, tensors, arrays)

@@ -20,7 +20,7 @@ import msgspec
 
 from peers.owner.commands import Owner
 from peers.storage import cache_folder
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from peers.waiting import happens, within
 from swarm.errors import SetupError, short
 
@@ -55,7 +55,7 @@ async def obeying(owner: Owner, about: Callable[[], PeerAnswer]) -> AsyncIterato
         SetupError: no socket can be made there.
     """
     folder = control_folder()
-    with told(f"{folder} cannot be made", "; set SWARM_CACHE to a folder of yours"):
+    with as_setup_error(f"{folder} cannot be made", "; set SWARM_CACHE to a folder of yours"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
     for path in folder.glob("*.sock"):
@@ -139,7 +139,9 @@ def listen(path: Path, what: str) -> socket.socket:
     """A listening socket at `path`; one that a killed program left is replaced. Raises as `answering`."""
     with contextlib.ExitStack() as on_error:
         listener = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with told(f"{what} {path}: no socket can be made there", ". Name another, or remove what is there"):
+        with as_setup_error(
+            f"{what} {path}: no socket can be made there", ". Name another, or remove what is there"
+        ):
             if path.is_socket():
                 if _answers(path):
                     raise SetupError(f"{what} {path}: another program answers there; give each its own")

@@ -17,6 +17,7 @@ from peers.programs.stage_choice import check_stages
 from peers.programs.tool_options import check_text
 from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program
 from peers.storage import atomic_file, charters_folder
+from peers.storage.atomic_file import as_setup_error
 from swarm import charter as rules
 from swarm.charter import ROLES, Charter, Rule
 from swarm.errors import SetupError, clean, count
@@ -81,9 +82,9 @@ def run_init(options: tool_options.InitOptions) -> None:
         name=run.name, run=run.id, sequence=1, expires=int(unix_s() + options.days * DAY_S),
         peers=Rule(options.peers), keepers=Rule(options.keepers), work_bits=options.work_bits,
     )  # fmt: skip
-    with atomic_file.told(f"{folder} cannot be made", ". Name another folder"):
+    with as_setup_error(f"{folder} cannot be made", ". Name another folder"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with atomic_file.told("cannot write", "name another", folder=folder), contextlib.ExitStack() as undo:
+    with as_setup_error("cannot write", "name another", folder=folder), contextlib.ExitStack() as undo:
         for who, identity in keys.items():
             identity.save(path := folder / f"{who}.key")
             undo.callback(path.unlink)  # half a run would be in the way of the next try

@@ -21,7 +21,7 @@ from peers.owner.control_socket import (
 )
 from peers.owner.health_socket import Health
 from peers.programs.tool_options import HealthOptions, PauseOptions, ResumeOptions
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from peers.waiting import within
 from swarm.errors import SetupError
 
@@ -112,7 +112,7 @@ async def ask_health(path: Path) -> Health:
     Raises:
         SetupError: none answers there, or not in time, or not what a program of ours says.
     """
-    with told(f"no program answers at {path}"):
+    with as_setup_error(f"no program answers at {path}"):
         return await ask(path, f"the program at {path}", Health, limit_s=QUESTION_S)
 
 

@@ -18,6 +18,7 @@ import tokenizers
 import torch
 
 from peers.storage import atomic_file, safetensors_file
+from peers.storage.atomic_file import as_setup_error
 from peers.storage.tokenizer import open_tokenizer
 from peers.tokenize.make import ENDS
 from swarm.errors import SetupError
@@ -188,7 +189,7 @@ def _new_folder(folder: Path, option: str) -> Iterator[Path]:
     """A folder beside, which takes the place of `folder` once all is in it."""
     temporary = None
     try:
-        with atomic_file.told("cannot write the model", f"choose another {option}", folder=folder.parent):
+        with as_setup_error("cannot write the model", f"choose another {option}", folder=folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=atomic_file.TEMPORARY, dir=folder.parent))
             yield temporary

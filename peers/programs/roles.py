@@ -194,7 +194,7 @@ class Bootstrap(Networked[BootstrapOptions]):
             called = run.id if charters.charter is None else str(charters.name)
             words = ["--run", called, "--join", address_for_others(node.addresses)]
             if (file := options.join_file) is not None:  # whole or not at all: others wait for it
-                with atomic_file.told(f"--join-file {file} cannot be written"):
+                with atomic_file.as_setup_error(f"--join-file {file} cannot be written"):
                     atomic_file.write_whole(file, "".join(f"{word}\n" for word in words).encode())
             self._emit(self._join_line(run, words))
             while not await happens(self._leaving, RENEW_EVERY_S):

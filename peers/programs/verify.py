@@ -20,7 +20,8 @@ from peers.programs.roles import check_code
 from peers.programs.stage_choice import check_stages
 from peers.programs.tool_options import VerifyOptions
 from peers.progress import Bar
-from peers.storage import atomic_file, transcript
+from peers.storage import transcript
+from peers.storage.atomic_file import as_setup_error
 from peers.storage.checkpoint import Checkpoint
 from peers.storage.samples import open_data
 from peers.storage.start_weights import offer_start
@@ -209,7 +210,7 @@ class ScratchFolder(MutableMapping[str, dict[str, torch.Tensor]]):
     def __setitem__(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Raises SetupError: it cannot be written."""
         path = self._path(name)
-        with atomic_file.told(f"cannot write to --scratch {self._folder.parent}", ": choose another"):
+        with as_setup_error(f"cannot write to --scratch {self._folder.parent}", ": choose another"):
             save_file({key: one.contiguous() for key, one in tensors.items()}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # what was read of the one before stays as it was
 
@@ -244,7 +245,7 @@ def open_scratch(folder: Path | None) -> Iterator[MutableMapping[str, dict[str, 
     if folder is None:
         yield {}
         return
-    with atomic_file.told(f"cannot write to --scratch {folder}", ": choose another"):
+    with as_setup_error(f"cannot write to --scratch {folder}", ": choose another"):
         folder.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix="scratch-", dir=folder)
     with place as name:

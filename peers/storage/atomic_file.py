@@ -106,9 +106,9 @@ def sweep(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(what: str, then: str = "", *, folder: Path | None = None) -> Iterator[None]:
-    """Have an OSError of the block, or what safetensors raises in its place, be a SetupError: what cannot be
-    done, why, and what to do `then`. Of a block that writes to a `folder` in the words of `trouble`.
+def as_setup_error(what: str, then: str = "", *, folder: Path | None = None) -> Iterator[None]:
+    """Turn an OSError of the block, or what safetensors raises in its place, into a SetupError, which says
+    what cannot be done, why, and what to do `then`; where the block writes to a `folder`, as `trouble` does.
     """
     try:
         yield

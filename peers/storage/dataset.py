@@ -197,7 +197,7 @@ def _text_files(run: Run, files: Sequence[str | Path]) -> list[Path]:
 
 def _chunks(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:
     """What is in a file. Raises SetupError: it cannot be read."""
-    with atomic_file.told(f"cannot read the data file {path}"), path.open("rb") as file:
+    with atomic_file.as_setup_error(f"cannot read the data file {path}"), path.open("rb") as file:
         while chunk := file.read(atomic_file.CHUNK_BYTES):
             progress(len(chunk))
             yield chunk
@@ -254,7 +254,7 @@ class _Cache(NamedTuple):
     def fill(self, key: str, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int) -> Index:
         """Make the tokens and keep them."""
         size_bytes = sum(path.stat().st_size for path in files)
-        with atomic_file.told("cannot keep tokens", _REMEDY, folder=self.folder):
+        with atomic_file.as_setup_error("cannot keep tokens", _REMEDY, folder=self.folder):
             with tempfile.TemporaryDirectory(prefix=atomic_file.TEMPORARY, dir=self.folder) as made_in:
                 folder = Path(made_in)
                 with Bar("reading the text into tokens", size_bytes) as bar:

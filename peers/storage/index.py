@@ -107,7 +107,7 @@ def open_index(address: str) -> Index:
     Raises:
         SetupError: it cannot be had, or is none.
     """
-    with atomic_file.told(f"cannot read the index {address}"):
+    with atomic_file.as_setup_error(f"cannot read the index {address}"):
         text = fetch.read(address, most=MAX_BYTES)
     try:
         index = msgspec.json.decode(text, type=Index)
@@ -189,7 +189,7 @@ class TreeFile:
         far = fetch.is_far(self._address)
         if far and not self._copy.exists():
             self._fetch()
-        with self._told():
+        with self._reading():
             self._file = (self._copy if far else Path(self._address)).open("rb")
         weakref.finalize(self, self._file.close)
         if os.fstat(self._file.fileno()).st_size != self._length:
@@ -197,7 +197,7 @@ class TreeFile:
 
     def _fetch(self) -> None:
         folder, remedy = self._copy.parent, f"set {CACHE_ENV} to another folder"
-        with atomic_file.told("cannot keep the index", remedy, folder=folder):
+        with atomic_file.as_setup_error("cannot keep the index", remedy, folder=folder):
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_file.writing(self._copy) as file:
                 for at in range(0, self._length, _AT_ONCE):
@@ -205,11 +205,11 @@ class TreeFile:
 
     def _nodes(self, start: int) -> bytearray:
         end = min(self._length, start + _AT_ONCE)
-        with self._told():
+        with self._reading():
             nodes = fetch.read(self._address, start, end)
         if len(nodes) < end - start:
             raise self.damaged()
         return nodes
 
-    def _told(self) -> AbstractContextManager[None]:
-        return atomic_file.told(f"cannot read {self._address}")
+    def _reading(self) -> AbstractContextManager[None]:
+        return atomic_file.as_setup_error(f"cannot read {self._address}")

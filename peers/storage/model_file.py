@@ -55,7 +55,7 @@ def write(
         SetupError: it could not be written.
     """
     _refuse_strange(config_path(path))
-    with atomic_file.told("cannot write the model", remedy, folder=path.parent):
+    with atomic_file.as_setup_error("cannot write the model", remedy, folder=path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file.writing(path) as file:
             origin = {"run": run.id, "step": str(step), "format": "pt"}

@@ -73,7 +73,7 @@ class Shards:
         """The Merkle node of a block, all of which is on this machine. Raises SetupError: it is not."""
         found = []
         for part in self.of_block(block):
-            with atomic_file.told(f"cannot read the shards: {part.shard.at[0]}"):
+            with atomic_file.as_setup_error(f"cannot read the shards: {part.shard.at[0]}"):
                 found.append(self.read(part, part.shard.at[0]))
         return block_levels(b"".join(found))[-1]
 

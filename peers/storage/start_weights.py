@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from peers.storage import fetch
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from peers.storage.safetensors_file import DTYPES, TensorInfo
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -103,7 +103,7 @@ class StartWeights:
         return torch.frombuffer(self._bytes(file, begin + start, end - start), dtype=dtype).view(shape)
 
     def _bytes(self, file: str, first: int, size: int) -> bytearray:
-        with told(f"{file} in {self._where} cannot be read", _REMEDY):
+        with as_setup_error(f"{file} in {self._where} cannot be read", _REMEDY):
             found = _read(self._at, file, first, first + size)
         if len(found) != size:
             raise SetupError(f"{file} in {self._where} is damaged: it ends too early")
@@ -131,7 +131,7 @@ def open_start(run: Run, folder: Path | None) -> StartWeights | None:
         return None
     else:
         where, at = weights, f"hf://{weights.removeprefix('hf:')}"
-    with told(f"{INDEX} in {where} cannot be read", _REMEDY):
+    with as_setup_error(f"{INDEX} in {where} cannot be read", _REMEDY):
         try:
             index = _read(at, INDEX)
         except FileNotFoundError:

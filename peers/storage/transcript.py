@@ -21,6 +21,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 import msgspec
 
 from peers.storage import atomic_file
+from peers.storage.atomic_file import as_setup_error
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run, check_id
@@ -94,7 +95,7 @@ def read(path: Path) -> Transcript:
     Raises:
         SetupError: it cannot be read, is no transcript, or contradicts itself.
     """
-    with atomic_file.told(f"the transcript {path} cannot be read"), path.open("rb") as file:
+    with as_setup_error(f"the transcript {path} cannot be read"), path.open("rb") as file:
         found = list(_entries(file, 0))
         rest = os.fstat(file.fileno()).st_size - (found[-1][1] if found else 0)
     if not found or not isinstance(terms := found[0][0], Terms):
@@ -140,8 +141,8 @@ class TranscriptWriter:
         Raises:
             SetupError: the file is damaged or of another run, or it cannot be written.
         """
-        told = atomic_file.told("cannot write the transcript", "choose another --dir", folder=self._folder)
-        with told, self._lock:
+        failing = as_setup_error("cannot write the transcript", "choose another --dir", folder=self._folder)
+        with failing, self._lock:
             if not self._path.exists():
                 if not entries:
                     return

@@ -83,7 +83,7 @@ def run_tokenize(options: TokenizeOptions) -> None:
         SetupError: a file cannot be read or written, or is not what its name says; the tokenizer lacks what
             is asked for.
     """
-    with atomic_file.told("cannot make the tokens", "choose --out", folder=options.out):
+    with atomic_file.as_setup_error("cannot make the tokens", "choose --out", folder=options.out):
         _make(options)
 
 
@@ -116,7 +116,7 @@ def _make(options: TokenizeOptions) -> None:
         for some, source in zip(parts, given, strict=True)
     ]
     sources = _sources(options, shards, weights)
-    with atomic_file.told("cannot write the index", "choose --out", folder=options.out):
+    with atomic_file.as_setup_error("cannot write the index", "choose --out", folder=options.out):
         index = make_index(
             options.out, sources, token_dtype(vocab_size), tokenizer.sha256, eos=end, jobs=jobs
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run, parse_run
@@ -85,14 +85,14 @@ class Recorder:
         self._write(msgspec.json.encode(there))
 
     def _open(self, *, old: Path | None = None) -> None:
-        with told(f"cannot record to {self._path}"):
+        with as_setup_error(f"cannot record to {self._path}"):
             if old is not None:
                 self._path.replace(old)
             self._file = self._path.open("ab")
 
     def _write(self, line: bytes) -> None:
         try:
-            with told(f"cannot record to {self._path}"):
+            with as_setup_error(f"cannot record to {self._path}"):
                 self._file.write(line + b"\n")
                 self._file.flush()
         except SetupError:
@@ -115,7 +115,7 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
     Raises:
         SetupError: it cannot be read, is no history, or another version's.
     """
-    with told(f"cannot read {path}"), path.open("rb") as file:
+    with as_setup_error(f"cannot read {path}"), path.open("rb") as file:
         first = file.readline(MAX_LINE_BYTES)
     try:
         head = msgspec.json.decode(first, type=_Head)

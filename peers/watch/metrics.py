@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from peers import events
 from peers.events import Emit, Event, kind, version_of
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from swarm.monitoring.health import LEVELS, PeerHealth, SwarmHealth
 
 
@@ -38,7 +38,7 @@ def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str
         SetupError: the address is taken, or not of this machine.
     """
     host, port = listen
-    with told(f"cannot serve metrics at {host}:{port}", ". Choose another port with --metrics"):
+    with as_setup_error(f"cannot serve metrics at {host}:{port}", ". Choose another port with --metrics"):
         server, thread = start_http_server(port, addr=host, registry=registry)
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"

@@ -21,7 +21,7 @@ from nicegui import ui
 
 from peers.events import time_of_day
 from peers.programs.status import to_json
-from peers.storage.atomic_file import told
+from peers.storage.atomic_file import as_setup_error
 from peers.watch import topology
 from peers.watch.terminal import clock
 from swarm.errors import short
@@ -42,7 +42,9 @@ async def served(listen: tuple[str, int], health: Callable[[], SwarmHealth]) -> 
     host, port = listen
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        with told(f"cannot serve the web page at {host}:{port}", ". Choose another port with --web"):
+        with as_setup_error(
+            f"cannot serve the web page at {host}:{port}", ". Choose another port with --web"
+        ):
             place.bind(listen)
         port = place.getsockname()[1]
         config = uvicorn.Config(
