@@ -12,8 +12,7 @@ codec, and a whole number of millionths, so that how many numbers are kept is ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 VALUES = ("none", "bf16", "blockwise8", "hadamard4")
 """How numbers look on the wire: codecs by themselves, and for the values that a top-k keeps."""
@@ -27,9 +26,6 @@ KNOWN = f"{', '.join(VALUES)}, topk:R, topk:R+bf16 (or {', '.join(f'+{values}' f
 """For messages. R is the part that is kept, such as 0.05."""
 
 _TOPK = re.compile(rf"topk:0\.([0-9]{{0,5}}[1-9])(?:\+({'|'.join(VALUES[1:])}))?")
-
-Bytes: TypeAlias = tuple[float, float]
-"""Of one microbatch at one boundary, as they are on the wire: (activations, their gradient)."""
 
 
 class Codec(NamedTuple):
@@ -57,24 +53,3 @@ def parse_codec(name: str) -> Codec | None:
         return None
     digits, values = found.groups()
     return Codec(int(digits.ljust(6, "0")), values or "none")
-
-
-def choose_codec(
-    allowed: Sequence[str], bandwidth_bps: float, enough_s: float, bytes_of: Callable[[str], Bytes]
-) -> str:
-    """What to send over one line, of what a manifest with `codec.adaptive` allows; that of the manifest
-    first.
-
-    The manifest's own where that takes no longer than `enough_s` (what the computation hides), or nothing is
-    known of the line (0 bit/s). Else of those that take no longer that with the most bytes; if there is none,
-    that with the fewest.
-    """
-
-    def seconds(codec: str) -> float:
-        return 8 * max(bytes_of(codec)) / bandwidth_bps
-
-    if bandwidth_bps <= 0 or seconds(allowed[0]) <= enough_s:
-        return allowed[0]
-    ordered = sorted(allowed, key=lambda codec: (sum(bytes_of(codec)), codec))
-    fast_enough = [codec for codec in ordered if seconds(codec) <= enough_s]
-    return fast_enough[-1] if fast_enough else ordered[0]

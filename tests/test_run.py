@@ -70,7 +70,6 @@ FULL = replace(
         groups=("tokens.* lr=0.5",),
         moments="bfloat16",
     ),
-    codec=CodecSpec(adaptive=("bf16",)),
     admission=AdmissionSpec(owner=ALICE, trainers=(ALICE, BOB), founders=(BOB,)),
     start=StartSpec(weights="hf:openai-community/gpt2@main", digests=tuple(c * 64 for c in "123")),
     eval=EvalSpec(every=10, samples=80, sha256="d" * 64, tokens=99_000),
@@ -163,7 +162,6 @@ def runs(draw: st.DrawFn) -> Run:
             forward=draw(at_boundaries),
             backward=draw(st.sampled_from(["none", "bf16", "blockwise8"])),
             reduce=draw(codecs),
-            adaptive=tuple(draw(st.sets(codecs))),
         ),
         admission=AdmissionSpec(
             owner=draw(st.sampled_from(["", ALICE])),
@@ -236,7 +234,7 @@ def test_every_value_is_in_the_hash() -> None:
             "groups": (),
             "moments": "float32",
         },
-        "codec": {"forward": "none", "backward": "none", "reduce": "bf16", "adaptive": ("none", "bf16")},
+        "codec": {"forward": "none", "backward": "none", "reduce": "bf16"},
         "admission": {"owner": BOB, "trainers": (), "founders": ()},
         "start": {"weights": "folder", "digests": tuple(c * 64 for c in "124")},
         "eval": {"every": 5, "samples": 160, "sha256": "e" * 64, "tokens": 98_000},
@@ -896,7 +894,6 @@ def test_a_list_that_does_not_fit_the_boundaries_is_refused(codecs: tuple[str, .
     [
         {"forward": "topk:0.05+bf16"},
         {"forward": ("none", "topk:0.05+bf16")},
-        {"forward": "none", "adaptive": ("bf16", "topk:0.05+bf16")},
     ],
 )
 def test_the_gradient_of_a_top_k_has_its_places_and_none_of_its_own(codecs: dict[str, Any]) -> None:
@@ -918,21 +915,9 @@ def test_a_manifest_too_long_to_be_published_is_refused() -> None:
         replace(example_run(), model=model, codec=CodecSpec(forward=codecs))
 
 
-def test_codecs_that_links_may_choose_are_a_set_and_make_the_run_depend_on_routes() -> None:
-    run = replace(example_run(), codec=CodecSpec(adaptive=("topk:0.1", "bf16", "blockwise8")))
-    assert run == replace(example_run(), codec=CodecSpec(adaptive=("blockwise8", "topk:0.1", "bf16")))
-    assert run.depends_on_routes and not example_run().depends_on_routes
-    assert run.codec.allowed_at(0) == ("blockwise8", "bf16", "topk:0.1")
-    assert example_run().codec.allowed_at(0) == ("blockwise8",)
-    same = replace(example_run(), codec=CodecSpec(forward="bf16", adaptive=("bf16",)))
-    assert not same.depends_on_routes, "there is nothing to choose"
-    with pytest.raises(SetupError, match=r"codec\.adaptive = .* a list of at most 16 different codecs"):
-        CodecSpec(adaptive=("bf16", "bf16"))
-
-
 def test_a_manifest_that_is_older_than_a_key_keeps_its_id() -> None:
-    assert "adaptive" not in example_run().to_toml()
-    assert "adaptive" in FULL.to_toml()
+    assert "moments" not in example_run().to_toml()
+    assert "moments" in FULL.to_toml()
 
 
 def test_a_step_has_no_more_microbatches_than_ledgers_that_fit_a_message() -> None:

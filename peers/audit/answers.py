@@ -19,7 +19,7 @@ from swarm.audit import is_audited
 from swarm.audit.answers import digest, make, proves_answer, split_tensors
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
 from swarm.ids import Microbatch, PeerId
-from swarm.model.stage_io import allowed_inputs, body_bytes
+from swarm.model.stage_io import body_bytes, input_metas
 from swarm.protocol.statements import is_signed
 from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
 from swarm.wire.messages import pack, unpack
@@ -55,7 +55,7 @@ class AnswerAudits:
         self.audited = 0
         """Answers that were computed again."""
         convictions.judge = self.judge
-        most = max(map(body_bytes, allowed_inputs(core.run, core.stage + 1))) if not core.is_last else 0
+        most = body_bytes(input_metas(core.run, core.stage + 1)) if not core.is_last else 0
         core.transport.serve("audit", self._serve_audit, max_body_bytes=most)
 
     # -- the judge ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from swarm.digest import Digest
 from swarm.errors import BadAnswer, Refused, Stale
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
+from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AskKept, KeptTensors
 from swarm.wire.messages import pack, unpack, unpack_answer
@@ -46,10 +46,10 @@ class KeptWork:
         self._run, self._stage, self._transport, self._version = run, stage, transport, version
         self._membership = Membership(directory)
         self._voices = Voices(run, transport.signer, directory)
-        most = max(map(body_bytes, allowed_inputs(run, stage)))
+        most = body_bytes(input_metas(run, stage))
         if stage < run.S - 1:
-            most += max(map(body_bytes, allowed_inputs(run, stage + 1)))
-            most += max(map(body_bytes, allowed_gradients(run, stage)))
+            most += body_bytes(input_metas(run, stage + 1))
+            most += body_bytes(gradient_metas(run, stage))
         self._most_bytes = 2 * most
 
     async def of(self, peer: PeerId, mb: Microbatch, *, made: bool, inputs: Digest = b"") -> Shown:

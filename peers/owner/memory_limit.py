@@ -12,7 +12,7 @@ from swarm.manifest import OptimizerSpec, Run
 from swarm.model.custom import custom_model
 from swarm.model.layout import empty_state, stage_layout
 from swarm.model.optimizer import vector_layout
-from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes
+from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 
 GIB = 1 << 30
 MEMORY_SHARE = 0.5
@@ -97,11 +97,11 @@ def needs_of(run: Run, stage: Stage, *, microbatch: int = 0, host_sums: bool = F
     if run.brings_model:
         model = custom_model(run)
         fixed += sum(model.traced.buffers[name].nbytes for name in model.plans[stage].buffers)
-    boundary = max(map(body_bytes, allowed_inputs(run, stage)))
+    boundary = body_bytes(input_metas(run, stage))
     for one in range(max(0, stage - 1), min(stage + 1, run.S - 1)):
-        boundary += max(map(body_bytes, allowed_gradients(run, one)))
+        boundary += body_bytes(gradient_metas(run, one))
     if stage < run.S - 1:
-        boundary += max(map(body_bytes, allowed_inputs(run, stage + 1)))
+        boundary += body_bytes(input_metas(run, stage + 1))
     return Needs(
         stage=stage, fixed=fixed, gradients=gradients, microbatch=microbatch, boundary=boundary,
         open=versions * run.M,

@@ -36,10 +36,7 @@ def job_of(run: Run) -> Job:
         microbatches=run.M,
         forward_flops=_forward_flops(run),
         forward_bytes=tuple(body_bytes(input_metas(run, s)) for s in stages[1:]),
-        backward_bytes=tuple(
-            body_bytes(gradient_metas(run, boundary, input_metas(run, boundary + 1)))
-            for boundary in stages[:-1]
-        ),
+        backward_bytes=tuple(body_bytes(gradient_metas(run, boundary)) for boundary in stages[:-1]),
         gradient_bytes=tuple(reduce_bytes(run, s) for s in stages),
         state_bytes=tuple(
             float(sum(t.numel() * t.element_size() for t in empty_state(run, s).values())) for s in stages

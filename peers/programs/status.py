@@ -35,10 +35,6 @@ def picture(run: Run, observation: Observation) -> SwarmHealth:
 def table(health: SwarmHealth, width: int) -> RenderableType:
     """For people: the dashboard's screen, as long as it takes, and what more there is to say."""
     notes = [Text(f"moves: {health.rebalance}")] if health.rebalance else []
-    if health.depends_on_routes:
-        notes.append(
-            Text("codec.adaptive: each microbatch counts once, but the weights depend on the routes")
-        )
     if handed_over := [peer for peer in health.peers if peer.memory_bytes]:
         moved_gb = sum(peer.memory_bytes for peer in handed_over) / 1e9
         text = f"{count(len(handed_over), 'peer')} handed over {moved_gb:.3g} GB in memory, both ways"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -23,14 +22,13 @@ from peers.vouching.answered import check_answer
 from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.audit import is_audited
-from swarm.codecs import choose_codec
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import Forward
-from swarm.model.stage_io import allowed_gradients, allowed_inputs, body_bytes, boundary_bytes
+from swarm.model.stage_io import body_bytes, boundary_bytes, gradient_metas, input_metas
 from swarm.protocol.ledger import Claim
 from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, pack, unpack
@@ -82,10 +80,8 @@ class MicrobatchServer:
         self.max_inflight = max_inflight
         self._receipts = Receipts(core.run, core.stage, transport.signer)
         self._incoming = Incoming()
-        self._takes = allowed_inputs(core.run, core.stage)
-        self._gradients: tuple[tuple[TensorMeta, ...], ...] = ()
-        if next_stage is not None:
-            self._gradients = allowed_gradients(core.run, core.stage)
+        self._takes = input_metas(core.run, core.stage)
+        self._gradients = gradient_metas(core.run, core.stage) if next_stage is not None else ()
         self.inflight = 0
         self.taken = 0
         """Microbatches whose tensors were received."""
@@ -93,7 +89,7 @@ class MicrobatchServer:
         self._waiting = 0
         self._jobs: set[asyncio.Task[None]] = set()
         self._proven = core.stage == 0 and bool(core.run.data.root)
-        most = max(map(body_bytes, self._takes)) + (most_proof_bytes(core.run) if self._proven else 0)
+        most = body_bytes(self._takes) + (most_proof_bytes(core.run) if self._proven else 0)
         transport.serve("work", self._serve_work, max_body_bytes=most)
         transport.serve("locate", self._serve_locate)
 
@@ -161,11 +157,9 @@ class MicrobatchServer:
         version = core.run.weight_version(work.t)
         if work.version != version:
             raise Refused(f"step {work.t} is computed with weights {version}, not {work.version}")
-        if work.tensors not in self._takes:
-            others = ", ".join(inputs[0].codec for inputs in self._takes[1:])
-            also = f" (the first also as {others})" if others else ""
-            takes = _shown(self._takes[0]) + also
-            raise Refused(f"stage {core.stage} takes {takes}; offered were {_shown(work.tensors)}")
+        if work.tensors != self._takes:
+            offered = _shown(work.tensors)
+            raise Refused(f"stage {core.stage} takes {_shown(self._takes)}; offered were {offered}")
         proof = [proof_bytes(core.run, work.t, work.m)] if self._proven else []
         if list(request.body_sizes) != buffer_sizes(work.tensors) + proof:
             raise Refused(
@@ -324,29 +318,14 @@ class MicrobatchServer:
             self._neighbours.fed(caller, work, kept, seen)
         return kept
 
-    def _codec_for(self, work: Work) -> str | None:
-        """The codec for the line to the next peer, of those that the manifest allows; None: its first."""
-        core = self._core
-        line = self._transport.lines.get(work.route[0]) if work.route else None
-        if not core.run.codec.adaptive or line is None or not core.computed:
-            return None
-        # What a device computes meanwhile hides as much of the transfer.
-        return choose_codec(
-            core.run.codec.allowed_at(core.stage),
-            line.bandwidth_bps,
-            core.device.busy_s / core.computed,
-            partial(boundary_bytes, core.run, core.stage),
-        )
-
     async def _middle(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
         core = self._core
         began = now_s()
-        codec = self._codec_for(work)
 
         def forward() -> _SentOn:
             mb = self._alive(step, work)
             came = self._receipts.came(caller, work, inputs)
-            fwd = core.compute.forward(mb, inputs, codec=codec)
+            fwd = core.compute.forward(mb, inputs)
             onward, sent = self._receipts.feed(work, came, fwd.outputs)
             if self._is_audited:
                 sent_on = Kept(inputs, (), _done(0.0, ()), (), asked=(caller, work))
@@ -401,8 +380,8 @@ class MicrobatchServer:
         assert self._next is not None
 
         def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
-            if done.tensors not in self._gradients:
-                due = " or ".join(map(_shown, self._gradients))
+            if done.tensors != self._gradients:
+                due = _shown(self._gradients)
                 raise BadAnswer(peer, f"answered {_shown(done.tensors)} where {due} was due")
             if [memoryview(b).nbytes for b in answer.body] != buffer_sizes(done.tensors):
                 raise BadAnswer(peer, "answered buffers that do not fit their tensor")
@@ -416,7 +395,7 @@ class MicrobatchServer:
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
-            work, body, max_answer_bytes=max(map(body_bytes, self._gradients)), check=check,
+            work, body, max_answer_bytes=body_bytes(self._gradients), check=check,
             closed=lambda: self._pointless(step),
         )  # fmt: skip
         return peer, done, split(done.tensors, answer.body)

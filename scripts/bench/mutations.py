@@ -1761,7 +1761,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "tensors-of-any-form",
         MICROBATCHES,
-        "        if work.tensors not in self._takes:\n",
+        "        if work.tensors != self._takes:\n",
         "        if False:\n",
         "Tensors are received that the run does not prescribe.",
         ("test_work",),
@@ -1820,7 +1820,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "gradient-of-any-form",
         MICROBATCHES,
-        "            if done.tensors not in self._gradients:\n",
+        "            if done.tensors != self._gradients:\n",
         "            if False:\n",
         "An answer is used that is not what the run prescribes.",
         ("test_work", "test_attack"),
@@ -2885,7 +2885,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "codec-of-any-kind",
         CODEC,
-        "    if allowed is not None and meta.codec not in allowed:\n",
+        "    if expect_codec is not None and meta.codec != expect_codec:\n",
         "    if False:\n",
         "A sender chooses how much of a tensor is lost.",
         ("test_work",),

@@ -19,7 +19,7 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.reductions import vectors_digest
 from swarm.model.stage import StageCompute
-from swarm.model.stage_io import allowed_inputs
+from swarm.model.stage_io import input_metas
 from swarm.protocol.coordinator import realigns
 from swarm.wire.buffers import Buffer
 from swarm.wire.codec import split
@@ -108,7 +108,7 @@ def answers_of(
         stage.load_state(version, state(number))
         return stage
 
-    wires = [split(allowed_inputs(run, 0)[0], body)]
+    wires = [split(input_metas(run, 0), body)]
     for number in range(run.S - 1):
         wires.append(load(number).forward(mb, wires[-1], grad=False).outputs)
     last = load(run.S - 1).loss_gradients(mb, wires[-1], weights=False)

@@ -13,9 +13,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 from swarm.codecs import KNOWN, ROUNDED, parse_codec
 from swarm.errors import SetupError
 
-MAX_ADAPTIVE = 16
-"""Codecs that links may choose from: the header of a call is checked against each."""
-
 
 class Rule(NamedTuple):
     """The values that a key may have."""
@@ -150,7 +147,6 @@ CODECS = Rule(
 )
 """A codec, or one for each boundary; the number of boundaries is not known here."""
 REDUCE = Rule(f"{', '.join(ROUNDED)}, or {CODEC.allowed}", lambda v: v in [*ROUNDED] or is_codec(v))
-ADAPTIVE = set_of(is_codec, MAX_ADAPTIVE, f"codecs, each {CODEC.allowed}")
 
 
 def peers(most: int) -> Rule:

@@ -250,11 +250,6 @@ class Run(Spec):
         """The codec of sums between replicas; exact ones are packed as they are."""
         return "none" if self.adds_exactly else self.codec.reduce
 
-    @property
-    def depends_on_routes(self) -> bool:
-        """Whether weights depend on the routes of microbatches, and are no function of the manifest."""
-        return any(len(self.codec.allowed_at(boundary)) > 1 for boundary in range(self.S - 1))
-
     # -- islands --------------------------------------------------------------------------------------------
 
     @property

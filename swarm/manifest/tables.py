@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from swarm.codecs import PPM, VALUES, parse_codec
 from swarm.manifest.rules import (
-    ADAPTIVE,
     CODECS,
     CUT,
     DIGEST,
@@ -454,7 +453,6 @@ class OptimizerSpec(Spec, section="optimizer"):
 
 
 _VALUES = "one of " + ", ".join(VALUES)
-_WHY = "and its gradient has the same places"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,10 +468,6 @@ class CodecSpec(Spec, section="codec"):
     """Weight gradients between the replicas of a stage. `rounded16` and `rounded8` round those of each
     microbatch at random, by names: half and a quarter of the bytes, and the result is still a function of the
     manifest. With a codec it depends on which peer computed what."""
-    adaptive: tuple[str, ...] = setting(ADAPTIVE, (), later=True)
-    """What a peer may send forward instead, as its line to the next peer needs; empty = nothing. If there
-    is any, the result of a microbatch depends on its route: each still counts once, but no two runs are
-    alike."""
 
     def _cross_check(self) -> None:
         forward = [self.forward] if isinstance(self.forward, str) else self.forward
@@ -484,10 +478,11 @@ class CodecSpec(Spec, section="codec"):
                 raise wrong("codec.backward", list(backward), allowed)
             forward, backward = forward * len(backward), backward * len(forward)
         for sent, answer in zip(forward, backward, strict=False):
-            for codec in (sent, *self.adaptive):
-                if _sparse(codec) and _sparse(answer):
-                    allowed = f"{_VALUES}: {codec} keeps a part of what is sent, {_WHY}"
-                    raise wrong("codec.backward", answer, allowed)
+            if _sparse(sent) and _sparse(answer):
+                allowed = (
+                    f"{_VALUES}: {sent} keeps a part of what is sent, and its gradient has the same places"
+                )
+                raise wrong("codec.backward", answer, allowed)
 
     @classmethod
     def symmetric(cls, codec: str) -> CodecSpec:
@@ -500,11 +495,6 @@ class CodecSpec(Spec, section="codec"):
     def forward_at(self, boundary: int) -> str:
         """The codec of what stage `boundary` sends to the next."""
         return self.forward if isinstance(self.forward, str) else self.forward[boundary]
-
-    def allowed_at(self, boundary: int) -> tuple[str, ...]:
-        """All codecs that may be used there: the manifest's own first."""
-        prescribed = self.forward_at(boundary)
-        return (prescribed, *(codec for codec in self.adaptive if codec != prescribed))
 
     def backward_at(self, boundary: int, sent: str) -> str:
         """The codec of the gradient that answers what was sent over `boundary` with the codec `sent`.

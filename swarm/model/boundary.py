@@ -71,16 +71,14 @@ class Boundary:
             taken.append(made.to(self._device if what.graded else "cpu", dtype))
         return self._placed(taken)
 
-    def encode_outputs(
-        self, mb: Microbatch, entered: Entered, computed: Computed, codec: str | None
-    ) -> list[Encoded]:
-        """The inputs of the next stage. `codec`: of those with a gradient; None: the manifest's.
+    def encode_outputs(self, mb: Microbatch, entered: Entered, computed: Computed) -> list[Encoded]:
+        """The inputs of the next stage.
 
         Raises:
             Refused: an output is not finite.
         """
         name = f"the output of stage {self._stage} for {mb}"
-        codec, function = codec or self._run.codec.forward_at(self._stage), self._function
+        codec, function = self._run.codec.forward_at(self._stage), self._function
         graded = iter(computed.outputs)
         pending = []
         for number, what in enumerate(function.gives):
@@ -102,9 +100,9 @@ class Boundary:
         due = [what for what in self._function.gives if what.graded]
         if len(gradients) != len(due):
             raise Refused(f"{len(gradients)} gradients for stage {self._stage}; expected {len(due)}")
-        allowed = [codec.backward_at(self._stage, sent) for sent in codec.allowed_at(self._stage)]
+        answers = codec.backward_at(self._stage, codec.forward_at(self._stage))
         return [
-            self._tensor(what, came, allowed, "the gradient")
+            self._tensor(what, came, answers, "the gradient")
             for what, came in zip(due, gradients, strict=True)
         ]
 
@@ -135,8 +133,8 @@ class Boundary:
 
     def _decode(self, what: StageInput, came: Encoded) -> torch.Tensor:
         """On the device, if it has a gradient, else on the host."""
-        allowed = self._run.codec.allowed_at(self._stage - 1) if what.graded else "none"
-        tensor = self._tensor(what, came, allowed, what.name)
+        codec = self._run.codec.forward_at(self._stage - 1) if what.graded else "none"
+        tensor = self._tensor(what, came, codec, what.name)
         if what.below and tensor.numel():
             low, high = (int(end) for end in tensor.to(torch.int64).aminmax())
             if high >= what.below:
@@ -145,7 +143,7 @@ class Boundary:
                 raise Refused(f"{what.name} hold {low}; they are {what.least} or more")
         return tensor
 
-    def _tensor(self, what: StageInput, came: Encoded, codec: str | Sequence[str], name: str) -> torch.Tensor:
+    def _tensor(self, what: StageInput, came: Encoded, codec: str, name: str) -> torch.Tensor:
         tensor = decode(
             *came,
             device=self._device if what.graded else "cpu",

@@ -40,11 +40,7 @@ class SingleProcess:
     def __init__(
         self, run: Run, batch: Callable[[list[int]], Any], device: str | torch.device = "cpu"
     ) -> None:
-        """`batch`: offsets -> samples, as a dataset's method of that name.
-
-        Raises:
-            SetupError: as `PlainStage`.
-        """
+        """`batch`: offsets -> samples, as a dataset's method of that name."""
         others = range(1, run.islands.count if run.number == NO_ISLAND else 1)
         self._others = [SingleProcess(run.island(number), batch, device) for number in others]
         """The other islands, where the run has several: this is the first of them then."""
@@ -153,16 +149,8 @@ class PlainStage:
     def __init__(
         self, run: Run, stage: Stage, device: torch.device, state: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """`state`: of it what is needed, copied; None: version 0.
-
-        Raises:
-            SetupError: what is sent depends on routes.
-        """
+        """`state`: of it what is needed, copied; None: version 0."""
         use_same_algorithms(device)
-        if run.depends_on_routes:
-            raise SetupError(
-                "a run with codec.adaptive cannot be verified: what it arrives at depends on its routes"
-            )
         self._run, self._number, self._device = run, stage, device
         self.layout = stage_layout(run, stage)
         given = initial_state(run, stage) if state is None else state

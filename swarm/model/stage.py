@@ -135,16 +135,13 @@ class StageCompute:
 
     # --- microbatches -----------------------------------------------------------------------------------
 
-    def forward(
-        self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True, codec: str | None = None
-    ) -> Forward:
+    def forward(self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True) -> Forward:
         """Compute a microbatch up to the hand-over to the next stage.
 
         `inputs`: as `swarm.model.stage_io` has them, such as [tokens [B, T+1]] for the decoder's first stage
         and [hidden [B, T, H], tokens] for its others; what has a gradient with the forward codec.
         `outputs` are those of the next stage. `grad=False`: no graph is kept, for a replay that only feeds a
-        deeper stage; its backward would recompute. `codec`: of the outputs, one that `codec.adaptive` allows;
-        None: the manifest's.
+        deeper stage; its backward would recompute.
 
         Raises:
             Refused: an input is not what the run prescribes, or an output is not finite.
@@ -155,7 +152,7 @@ class StageCompute:
         entered = self._boundary.enter(inputs)
         with torch.set_grad_enabled(keep):
             computed = self._compute(mb, version, entered)
-        outputs = self._boundary.encode_outputs(mb, entered, computed, codec)
+        outputs = self._boundary.encode_outputs(mb, entered, computed)
         return Forward(mb, version, self.state.loads, inputs, outputs, computed if keep else None)
 
     def evaluate(self, version: int, inputs: Sequence[Encoded]) -> list[Encoded] | float:
@@ -173,7 +170,7 @@ class StageCompute:
             entered = self._boundary.enter(inputs)
             computed = self._compute(mb, version, entered, drops=False)
         if not self._last:
-            return self._boundary.encode_outputs(mb, entered, computed, None)
+            return self._boundary.encode_outputs(mb, entered, computed)
         loss = computed.outputs[0].item()
         if not math.isfinite(loss):
             raise Refused(f"the loss of the evaluation of version {version} is not finite: {loss}")

@@ -54,8 +54,10 @@ def input_metas(run: Run, stage: Stage, codec: str = "") -> tuple[TensorMeta, ..
     )
 
 
-def gradient_metas(run: Run, boundary: int, sent: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
-    """The metas of the answer to what was `sent` over `boundary`: each gradient that there is."""
+def gradient_metas(run: Run, boundary: int, codec: str = "") -> tuple[TensorMeta, ...]:
+    """The metas of the answer to what is sent over `boundary`: each gradient that there is. `codec`: as
+    `input_metas` takes it."""
+    sent = input_metas(run, boundary + 1, codec)
     return tuple(
         TensorMeta(meta.shape, meta.dtype, run.codec.backward_at(boundary, meta.codec))
         for stage_input, meta in zip(stage_inputs(run, boundary + 1), sent, strict=True)
@@ -63,25 +65,11 @@ def gradient_metas(run: Run, boundary: int, sent: tuple[TensorMeta, ...]) -> tup
     )
 
 
-def allowed_inputs(run: Run, stage: Stage) -> tuple[tuple[TensorMeta, ...], ...]:
-    """All that a stage may be sent: with the manifest's codec first, then with those of `codec.adaptive`."""
-    codecs = run.codec.allowed_at(stage - 1) if stage else ("none",)
-    return tuple(dict.fromkeys(input_metas(run, stage, codec) for codec in codecs))
-
-
-def allowed_gradients(run: Run, boundary: int) -> tuple[tuple[TensorMeta, ...], ...]:
-    """All that may come back over `boundary`, each once: one, unless there is `codec.adaptive`."""
-    return tuple(
-        dict.fromkeys(gradient_metas(run, boundary, sent) for sent in allowed_inputs(run, boundary + 1))
-    )
-
-
 def boundary_bytes(run: Run, boundary: int, codec: str) -> tuple[int, int]:
     """(forward, backward) bytes of a microbatch's values with a gradient over a boundary, with `codec`."""
     sent = input_metas(run, boundary + 1, codec)
     graded = [meta for meta, what in zip(sent, stage_inputs(run, boundary + 1), strict=True) if what.graded]
-    back = gradient_metas(run, boundary, sent)
-    return body_bytes(graded), body_bytes(back)
+    return body_bytes(graded), body_bytes(gradient_metas(run, boundary, codec))
 
 
 def body_bytes(metas: tuple[TensorMeta, ...] | list[TensorMeta]) -> int:

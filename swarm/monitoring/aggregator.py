@@ -413,7 +413,6 @@ class Aggregator:
             rebalance=self._rebalance(),
             refused=dict(self._refused),
             alerts=(),
-            depends_on_routes=self.run.depends_on_routes,
         )
         # Before the first observation no peer is seen, which is no reason for alarm.
         return msgspec.structs.replace(picture, alerts=alerts.find(picture) if self._looked else ())

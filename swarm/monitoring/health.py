@@ -211,8 +211,6 @@ class SwarmHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Records that were refused, by reason."""
     alerts: tuple[Alert, ...]
     """What a person should look at; the worst first."""
-    depends_on_routes: bool
-    """The manifest lets links choose their codecs: the weights depend on the routes."""
 
     @property
     def peers(self) -> Iterable[PeerHealth]:

@@ -13,16 +13,20 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
-from swarm.codecs import PPM, Bytes, Codec
+from swarm.codecs import PPM, Codec
 from swarm.errors import SetupError
 from swarm.ids import Stage
 from swarm.plan.network import Network
 
 VALUES = "blockwise8"
 """How the numbers look that a top-k keeps."""
+
+Bytes: TypeAlias = tuple[float, float]
+"""Of one microbatch at one boundary, as they are on the wire: (activations, their gradient)."""
 
 
 def boundary_codecs(

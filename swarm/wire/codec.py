@@ -162,7 +162,7 @@ def decode(
     device: str | torch.device = "cpu",
     expect_shape: Sequence[int] | None = None,
     expect_dtype: torch.dtype | None = None,
-    expect_codec: str | Sequence[str] | None = None,
+    expect_codec: str | None = None,
     name: str = "a tensor",
 ) -> torch.Tensor:
     """The tensor that was encoded, on `device`, checked.
@@ -173,10 +173,8 @@ def decode(
         Refused: not the expected shape, dtype or codec, buffers of the wrong size, a number that is
             not finite. The text says which.
     """
-    allowed = (expect_codec,) if isinstance(expect_codec, str) else expect_codec
-    if allowed is not None and meta.codec not in allowed:
-        known = " or ".join(repr(codec) for codec in allowed)
-        raise Refused(f"{name} came as {meta.codec[:40]!r}; this run sends it as {known}")
+    if expect_codec is not None and meta.codec != expect_codec:
+        raise Refused(f"{name} came as {meta.codec[:40]!r}; this run sends it as {expect_codec!r}")
     if expect_dtype is not None and meta.dtype != _NAMES[expect_dtype]:
         raise Refused(f"{name} is {meta.dtype[:20]}; expected {_NAMES[expect_dtype]}")
     if expect_shape is not None and meta.shape != tuple(expect_shape):

@@ -119,7 +119,6 @@ def test_which_runs_are_audited() -> None:
     assert is_audited(run_of())
     assert not is_audited(audit_run())
     assert not is_audited(run_of(codec=CodecSpec(forward="topk:0.1", backward="none")))
-    assert not is_audited(run_of(codec=CodecSpec(adaptive=("bf16",))))
 
 
 def test_a_coin_is_the_signers_own_and_falls_as_often_as_it_should() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.codecs import PPM, choose_codec, parse_codec
+from swarm.codecs import PPM, parse_codec
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec
 from swarm.plan.network import Device, Network
@@ -102,31 +102,6 @@ def test_a_manifest_takes_what_was_planned() -> None:
 def test_a_part_that_cannot_be_kept_is_refused(least: float) -> None:
     with pytest.raises(SetupError, match=f"a part of {least} cannot be kept: it must be above 0 and below 1"):
         planned([1e6], least=least)
-
-
-# --- one line at a time -------------------------------------------------------------------------------------
-
-
-ALLOWED = ("blockwise8", "none", "topk:0.01+blockwise8", "topk:0.1+blockwise8", "topk:0.3+blockwise8")
-
-
-def chosen(mbps: float, enough_s: float = 0.1) -> str:
-    return choose_codec(ALLOWED, mbps * MBPS, enough_s, lambda codec: bytes_of(0, codec))
-
-
-def test_a_line_sends_the_most_that_is_fast_enough() -> None:
-    assert chosen(1000) == "blockwise8", "the manifest's own, though there is time for more"
-    assert chosen(40) == "topk:0.3+blockwise8"
-    assert chosen(16) == "topk:0.1+blockwise8"
-    assert chosen(4) == "topk:0.01+blockwise8"
-    assert chosen(0.1) == "topk:0.01+blockwise8", "the least, where nothing is fast enough"
-    assert chosen(0.0) == "blockwise8", "nothing is known of the line"
-
-
-@given(st.floats(0.01, 1e4), st.floats(0.01, 1e4))
-def test_a_faster_line_never_sends_less(a: float, b: float) -> None:
-    slow, fast = sorted((a, b))
-    assert sum(bytes_of(0, chosen(slow))) <= sum(bytes_of(0, chosen(fast)))
 
 
 # --- of a plan ----------------------------------------------------------------------------------------------

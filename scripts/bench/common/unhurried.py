@@ -17,11 +17,9 @@ class Unhurried(StageCompute):
     _outputs: list[Encoded] | None = None
     _one: Gradients | None = None
 
-    def forward(
-        self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True, codec: str | None = None
-    ) -> Forward:
+    def forward(self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True) -> Forward:
         if self._outputs is None:
-            self._outputs = super().forward(mb, inputs, grad=False, codec=codec).outputs
+            self._outputs = super().forward(mb, inputs, grad=False).outputs
         return Forward(mb, self._held_version(mb), self.state.loads, inputs, self._outputs)
 
     def gradients(self, fwd: Forward, grads_out: Sequence[Encoded], *, weights: bool) -> Gradients:

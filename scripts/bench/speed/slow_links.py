@@ -200,7 +200,7 @@ def payload_bytes(run: Run) -> float:
     total = 0.0
     for boundary in range(run.S - 1):
         taken = input_metas(run, boundary + 1)
-        total += body_bytes(taken) + body_bytes(gradient_metas(run, boundary, taken))
+        total += body_bytes(taken) + body_bytes(gradient_metas(run, boundary))
     return total
 
 

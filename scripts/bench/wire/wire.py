@@ -66,7 +66,7 @@ COLUMNS = (
 def least_bytes(run: Run) -> tuple[int, int]:
     """(forward, backward) payload of one microbatch at any boundary."""
     taken = input_metas(run, 1)
-    return body_bytes(taken), body_bytes(gradient_metas(run, 0, taken))
+    return body_bytes(taken), body_bytes(gradient_metas(run, 0))
 
 
 def traffic(status: PeerStatus, other: str) -> tuple[int, int]:

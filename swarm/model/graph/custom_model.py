@@ -488,11 +488,11 @@ def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
                     f"{error.text}. Cut elsewhere (model.cut), or change the model there"
                 ) from None
     for name, stages in (*shared_parameters(plans).items(), *_shared_statistics(traced, plans).items()):
-        told = " and ".join(map(str, stages))
-        if change := _must_change(run):
+        if not (run.adds_exactly or (run.dtype == "float64" and run.codec.reduce == "none")):
             raise SetupError(
-                f"{name} is in stages {told}, where it has to stay the same: {change}, or cut so that one "
-                "stage has it"
+                f"{name} is in stages {' and '.join(map(str, stages))}, where it has to stay the same: their "
+                'sums of its gradient must be exact. Set exact_sums = true and codec.reduce = "none", or cut '
+                "so that one stage has it"
             )
 
 
@@ -503,18 +503,6 @@ def _shared_statistics(traced: Traced, plans: Sequence[StagePlan]) -> dict[str, 
         for plan in plans
     }
     return of_several(tellers)
-
-
-def _must_change(run: Run) -> str:
-    """Why copies that several stages have of a weight would drift apart, and what to do; "" if not."""
-    if not (run.adds_exactly or (run.dtype == "float64" and run.codec.reduce == "none")):
-        return 'their sums of its gradient must be exact. Set exact_sums = true and codec.reduce = "none"'
-    if run.depends_on_routes:
-        return (
-            "with codec.adaptive a sum that is computed again is another, and a copy would miss it. Leave "
-            "codec.adaptive out"
-        )
-    return ""
 
 
 def _maker(op: Operator | None, value: Value) -> str:

@@ -113,8 +113,6 @@ def test_only_what_crosses_a_slow_boundary_changes_in_either_direction() -> None
     network = Network(devices, ("a", "b", "c"), np.zeros((3, 3)), lines)
     found, _ = plan_codecs(run, network, job_of(run), [0, 1, 2], 0.05)
     assert (found.forward, found.backward) == (("topk:0.05+blockwise8", "none"), ("blockwise8", "none"))
-    same = replace(run, codec=replace(found, adaptive=("bf16",)))
-    assert plan_codecs(same, network, job_of(run), [0, 1, 2], 0.01)[0].adaptive == ("bf16",)
     one = demo_run(stages=1)
     assert plan_codecs(one, network, job_of(one), [0, 0, 0], 0.05)[0].forward == ()
 

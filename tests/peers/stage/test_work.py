@@ -13,8 +13,7 @@ import pytest
 
 from peers.clock import now_s
 from peers.events import PeerLost
-from peers.ports import Answer, NetworkPath, Request
-from peers.stage.microbatches import MicrobatchServer
+from peers.ports import Answer, Request
 from peers.stage.next_stage import NextStage
 from peers.trainer import Trainer
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
@@ -114,8 +113,8 @@ async def test_a_request_that_does_not_belong_here_is_refused_with_its_reason(
         assert s.step("s0p0").ledger.in_progress == 0
 
 
-async def test_a_codec_that_the_manifest_does_not_allow_is_refused_with_those_that_it_does() -> None:
-    run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
+async def test_another_codec_than_that_of_the_manifest_is_refused_with_the_right_one() -> None:
+    run = replace(RUN, codec=CodecSpec(forward="none", backward="none"))
     async with swarm(run, replicas=1) as s:
         await s.until_serving()
         takes, tokens = input_metas(run, 1)
@@ -123,52 +122,9 @@ async def test_a_codec_that_the_manifest_does_not_allow_is_refused_with_those_th
         work = first(run, tensors=offered)
         text = await refusal(s.add_stranger(), "s1p0", work, [bytes(8)])
         assert text == (
-            "stage 1 takes float64[1, 1, 1] as none, uint8[1, 9] as none (the first also as bf16, topk:0.5); "
+            "stage 1 takes float64[1, 1, 1] as none, uint8[1, 9] as none; "
             "offered were float64[1, 1, 1] as topk:0.25, uint8[1, 9] as none"
         )
-
-
-async def test_whatever_is_chosen_of_what_is_allowed_each_microbatch_counts_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16", "topk:0.5")))
-    sent: set[str | None] = set()
-
-    def choose(self: MicrobatchServer, work: Work) -> str:
-        allowed = run.codec.allowed_at(0)
-        sent.add(allowed[work.m % len(allowed)])
-        return allowed[work.m % len(allowed)]
-
-    monkeypatch.setattr(MicrobatchServer, "_codec_for", choose)
-    async with swarm(run) as s:
-        s.add_trainer("trainer")
-        s.on_call("work", lambda *_: s.kill("s1p0"), to="s1p0", nth=2)
-        await s.until_finished()
-        s.assert_each_counted_once()
-    assert sent == {"none", "bf16", "topk:0.5"}
-
-
-async def test_a_slow_line_gets_what_is_smallest_and_a_fast_one_what_the_manifest_prescribes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = replace(RUN, codec=CodecSpec(forward="none", backward="none", adaptive=("bf16",)))
-    chosen: dict[str, set[str | None]] = {}
-    plain = MicrobatchServer._codec_for
-
-    def choose(self: MicrobatchServer, work: Work) -> str | None:
-        chosen.setdefault(work.route[0], set()).add(plain(self, work))
-        return plain(self, work)
-
-    monkeypatch.setattr(MicrobatchServer, "_codec_for", choose)
-    async with swarm(run) as s:
-        for name in ("s0p0", "s0p1"):
-            lines = s.network.peers[name].transport.lines
-            lines["s1p0"], lines["s1p1"] = NetworkPath(bandwidth_bps=1.0), NetworkPath(bandwidth_bps=1e12)
-        s.add_trainer("trainer")
-        await s.until_finished()
-        s.assert_each_counted_once()
-    # Before the first microbatch is computed nobody knows what computing hides.
-    assert chosen["s1p0"] - {None} == {"bf16"} and chosen["s1p1"] - {None} == {"none"}
 
 
 async def test_a_microbatch_takes_the_route_that_its_trainer_chose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,7 +16,7 @@ from peers.programs.tool_options import StatusOptions
 from peers.watch.monitor import Monitor
 from swarm.errors import Refused, SetupError
 from swarm.ids import Generation
-from swarm.manifest import CodecSpec, demo_run
+from swarm.manifest import demo_run
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
@@ -221,14 +220,6 @@ def test_a_run_without_peers_says_what_is_missing() -> None:
     text = drawn(picture(RUN, Observation(at=0.0, records=())))
     assert "0/40" in text
     assert "! stage 0 has no peer" in text
-
-
-def test_a_run_whose_weights_depend_on_routes_says_so() -> None:
-    run = replace(RUN, codec=CodecSpec(adaptive=("bf16",)))
-    said = "codec.adaptive: each microbatch counts once, but the weights depend on the routes"
-    for terms in (run, RUN):
-        view = picture(terms, Observation(at=0.0, records=()))
-        assert (said in drawn(view)) == json.loads(to_json(view))["depends_on_routes"] == (terms is run)
 
 
 def test_a_count_that_is_wrong_is_shouted() -> None:
