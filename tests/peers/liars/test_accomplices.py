@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
 
 RUN = admitting(
     small(
-        steps=4, checkpoint_every=9, model={"stages": 3, "layers": 3}, batch={"microbatches_per_step": 12},
+        steps=2, checkpoint_every=9, model={"stages": 3, "layers": 3}, batch={"microbatches_per_step": 12},
         codec={"forward": "none", "backward": "none"},
     ),
     TRAINER,

@@ -201,13 +201,13 @@ async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_st
 
 
 @pytest.mark.parametrize(
-    ("version", "voice"), [(2, ()), (12, ()), (2, ("s1p1",))], ids=["early", "last", "it alone has voice"]
+    ("version", "voice"), [(2, ()), (8, ()), (2, ("s1p1",))], ids=["early", "last", "it alone has voice"]
 )
 async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused_and_ends_no_audit(
     version: int, voice: tuple[str, ...]
 ) -> None:
     """Of two with as much voice the newest state was believed: the honest one looked like a liar."""
-    run = admitting(audited_run(steps=12), sybils.TRAINER if voice else TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=8), sybils.TRAINER if voice else TRAINER, AUDITOR)
     async with swarm(run, replicas=2) as s:
         sybils.give_voice(s, *voice)
         await s.until_serving()
@@ -219,7 +219,7 @@ async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused
                 only_to(liar, method, AUDITOR, honest[method][0])
         s.add_trainer(run.admission.trainers[0], window=1)
         auditor = add_auditor(s, 1)
-        await s.until_version(10)
+        await s.until_version(6)
         assert not s.tasks[AUDITOR].done()
         await s.until(lambda: s.finished, limit_s=120.0)
         assert not auditor.found and not s.seen(Trouble)

@@ -32,7 +32,7 @@ from tests.peers.loops import Swarm, swarm
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
 
-RUN = audited_run(steps=10)
+RUN = audited_run(steps=5)
 Made = tuple[bytes, list[Encoded]]
 MakeUp = Callable[[StagePeer, Any, Any, Any, Change], Made]
 """What a liar sends on of a microbatch, and of which inputs it says that it made that, by their digest."""
@@ -87,10 +87,9 @@ def audit_what_is_sent_on(s: Swarm, *peers: str) -> None:
         audits._falls = lambda _, toss, name=name: toss.purpose == "sent on" and (not peers or name in peers)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("what", LIES)
+@pytest.mark.parametrize(("what", "stage"), [("sign flip", 0), ("zero", 1), ("times 100", 1)])
 async def test_a_peer_that_feeds_the_next_stage_falsely_first_is_found_and_left_out(
-    stage: int, what: str
+    what: str, stage: int
 ) -> None:
     async with swarm(RUN, replicas=3) as s:
         await s.until_serving()
