@@ -443,14 +443,22 @@ async def test_a_partition_that_heals_leaves_no_trace() -> None:
 # --- peers hang, join, leave --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", some([0, 1, 2], quick=[2]))
-async def test_a_peer_that_hangs_is_left_out_and_catches_up_when_it_wakes(number: int) -> None:
+@pytest.mark.parametrize(
+    ("point", "stage"),
+    some(
+        [("forward", 0), ("backward", 2), ("frozen", 0), ("reduce", 1), ("prepared", 1), ("took", 2)],
+        quick=[("prepared", 1)],
+    ),
+)
+async def test_a_peer_that_hangs_at_any_point_is_left_out_and_catches_up_when_it_wakes(
+    point: str, stage: int
+) -> None:
     async with swarm() as s:
+        name = f"s{stage}p1"
+        s.at_point(point, s.network.stop, when=lambda passing: passing == name)
         s.add_trainer("trainer")
-        name = f"s{number}p1"
-        await s.until(lambda: s.peers[name].core.computed)
-        s.network.stop(name)
         others = [peer for other, peer in s.live() if other != name]
+        await s.until(lambda: s.network.peers[name].process.stopped)
         await s.until(lambda: all(peer.core.version >= 2 for peer in others))
         s.network.go_on(name)
         await finishes(s)

@@ -39,8 +39,7 @@ def test_a_killed_peer_leaves_nothing_and_another_takes_its_state_and_its_place(
     swarm.takes_part(joiner)
 
 
-@pytest.mark.parametrize("victim", ["watchdog", "p2pd"])
-@pytest.mark.parametrize("role", ["peer", "trainer"])
+@pytest.mark.parametrize(("role", "victim"), [("peer", "p2pd"), ("trainer", "watchdog")])
 def test_a_killed_p2pd_or_watchdog_takes_the_other_with_it_and_both_are_replaced(
     swarm: Training, role: str, victim: str
 ) -> None:

@@ -97,15 +97,12 @@ def swarm(module_swarm: Running) -> Iterator[Running]:
     module_swarm.assert_each_counted_once()
 
 
-@pytest.mark.parametrize(("stage", "which"), [(0, "coordinator"), (1, "member")])
-def test_a_stopped_peer_is_routed_around_and_serves_again_when_it_continues(
-    swarm: Running, stage: int, which: str
-) -> None:
-    peer = swarm.by_rank(stage)[which == "member"]
+def test_a_stopped_coordinator_is_routed_around_and_serves_again_when_it_continues(swarm: Running) -> None:
+    peer = swarm.by_rank(0)[0]
     stopped = time.time()
     peer.stop()
     stall_s = swarm.stall_s(stopped)
-    print(f"\nSTOPPED {which} of stage {stage}: no step for {stall_s:.2f} s; {swarm.lost_s(peer, stopped)}")
+    print(f"\nSTOPPED the coordinator of stage 0: no step for {stall_s:.2f} s; {swarm.lost_s(peer, stopped)}")
     assert stall_s < NOTICED_S
     continued = time.time()
     peer.signal(signal.SIGCONT)
@@ -117,20 +114,20 @@ def test_a_stopped_peer_is_routed_around_and_serves_again_when_it_continues(
     assert len(peer.heard(Serving)) == 1
 
 
-@pytest.mark.parametrize(("point", "stage"), [("forward:5", 0), ("reduce:11", 1), ("prepared:4", 1)])
 def test_a_peer_that_stops_at_the_worst_moment_is_left_out_and_serves_again_when_it_continues(
-    swarm: Running, point: str, stage: int
+    swarm: Running,
 ) -> None:
-    with asked(SWARM_STOP_AT=point):
-        peer = swarm.peer(stage)
+    """Other moments are in tests/peers/runs/test_loops.py."""
+    with asked(SWARM_STOP_AT="reduce:11"):
+        peer = swarm.peer(1)
     swarm.hear(peer, Serving)
     process = psutil.Process(peer.pid)
     eventually(lambda: process.status() == psutil.STATUS_STOPPED, lambda: peer.story())
     stopped = max([event.at for event in peer.events if isinstance(event, Stepped)], default=time.time())
     stall_s = swarm.stall_s(stopped)
-    void = [e.at - stopped for p in swarm.serving(stage) for e in p.heard(RoundAborted) if e.at > stopped]
+    void = [e.at - stopped for p in swarm.serving(1) for e in p.heard(RoundAborted) if e.at > stopped]
     said = ", ".join(f"{s:.2f} s" for s in sorted(void)[:3]) or "never"
-    print(f"\nSTOPPED at {point} of stage {stage}: no step for {stall_s:.2f} s; a round void after {said}")
+    print(f"\nSTOPPED in a reduce of stage 1: no step for {stall_s:.2f} s; a round void after {said}")
     assert stall_s < NOTICED_S
     continued = time.time()
     peer.signal(signal.SIGCONT)
@@ -161,14 +158,13 @@ def test_a_peer_that_is_stopped_for_longer_than_its_record_lives_is_known_again(
     assert swarm.resynchronised(peer, continued), peer.story()
 
 
-@pytest.mark.parametrize("which", ["coordinator", "member"])
-def test_a_peer_whose_p2pd_is_stopped_is_routed_around_and_serves_again(swarm: Running, which: str) -> None:
-    peer = swarm.by_rank(1)[which == "member"]
+def test_a_peer_whose_p2pd_is_stopped_is_routed_around_and_serves_again(swarm: Running) -> None:
+    peer = swarm.by_rank(1)[0]
     p2pd = peer.family().p2pd
     stopped = time.time()
     p2pd.suspend()
     stall_s = swarm.stall_s(stopped)
-    print(f"\nSTOPPED p2pd of a {which}: no step for {stall_s:.2f} s; {swarm.lost_s(peer, stopped)}")
+    print(f"\nSTOPPED p2pd of a coordinator: no step for {stall_s:.2f} s; {swarm.lost_s(peer, stopped)}")
     assert stall_s < NOTICED_S
     continued = time.time()
     p2pd.resume()
