@@ -95,7 +95,7 @@ async def test_peers_that_leave_together_do_not_wait_for_what_none_of_them_will_
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 async def test_peers_that_leave_and_come_in_the_midst_of_training_lose_nothing(seed: int) -> None:
     run = a_run(stages=2, steps=20, microbatches_per_step=8)
     async with swarm(run) as built:
