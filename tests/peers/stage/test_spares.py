@@ -18,12 +18,14 @@ from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
 
-SLOW_BPS = 100.0
+SLOW_BPS = 50.0
 """The sum of a stage takes minutes."""
+JOB_S = 0.04
+"""So few microbatches take as long as usual steps: what is waited for here is a time."""
 
 
 def run_of(steps: int) -> Run:
-    run = audit_run(stages=2, steps=steps, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=steps, microbatches_per_step=4)
     return replace(run, rebalance_every_s=20, checkpoint_every=20)
 
 
@@ -45,7 +47,7 @@ async def test_who_limits_an_upload_gets_microbatches_by_it() -> None:
 
 
 async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why() -> None:
-    async with swarm(run_of(8), replicas=2) as s:
+    async with swarm(run_of(8), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         s.add_trainer("trainer")
         await s.until_version(1)
@@ -64,7 +66,7 @@ async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why
 
 
 async def test_a_spare_serves_when_the_others_of_its_stage_die_and_nothing_counts_twice() -> None:
-    async with swarm(run_of(36), replicas=2) as s:
+    async with swarm(run_of(36), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         s.add_trainer("trainer", window=1)
         s.add_peer("home", 1, upload_bps=SLOW_BPS)
@@ -80,7 +82,7 @@ async def test_a_spare_serves_when_the_others_of_its_stage_die_and_nothing_count
 
 async def test_who_would_stand_by_serves_if_the_others_are_dead_by_then() -> None:
     """Its records say that another serves; what counts is that it answers."""
-    async with swarm(run_of(20), replicas=1) as s:
+    async with swarm(run_of(20), replicas=1, job_s=JOB_S) as s:
         await s.until_serving()
         s.add_trainer("trainer")
         await s.until_version(1)
@@ -92,7 +94,7 @@ async def test_who_would_stand_by_serves_if_the_others_are_dead_by_then() -> Non
 
 
 async def test_a_peer_that_resumes_knows_its_upload_from_before() -> None:
-    async with swarm(run_of(60), replicas=2) as s:
+    async with swarm(run_of(60), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         before = s.peers["s1p0"].all_reduce
         before.bandwidth_bps = 5e7
@@ -106,7 +108,7 @@ async def test_a_peer_that_resumes_knows_its_upload_from_before() -> None:
 
 async def test_an_upload_that_was_measured_for_a_moment_only_makes_nobody_a_spare() -> None:
     """On a busy machine both peers of a stage looked slow in the first exchange; one never came back."""
-    async with swarm(run_of(60), replicas=2) as s:
+    async with swarm(run_of(60), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         reduced = s.peers["s1p0"].all_reduce
         reduced.bandwidth_bps, reduced.measured_s = SLOW_BPS, 0.9
@@ -118,7 +120,7 @@ async def test_an_upload_that_was_measured_for_a_moment_only_makes_nobody_a_spar
 
 
 async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() -> None:
-    async with swarm(run_of(6), replicas=2) as s:
+    async with swarm(run_of(6), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         home = s.add_peer("home", 1, upload_bps=SLOW_BPS)
         home.core.voices.of = lambda *_, **__: {"home": 3}  # type: ignore[method-assign]
@@ -128,7 +130,7 @@ async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() ->
 
 
 async def test_where_no_upload_is_known_nobody_stands_by() -> None:
-    async with swarm(run_of(6), replicas=3) as s:
+    async with swarm(run_of(6), replicas=3, job_s=JOB_S) as s:
         await s.until_serving()
         s.add_trainer("trainer")
         await s.until_finished()
@@ -136,7 +138,7 @@ async def test_where_no_upload_is_known_nobody_stands_by() -> None:
 
 
 async def test_a_spare_comes_back_when_its_owner_resumes_it_and_is_judged_again() -> None:
-    async with swarm(run_of(60), replicas=2) as s:
+    async with swarm(run_of(60), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         s.add_trainer("trainer")
         s.add_peer("home", 1, upload_bps=SLOW_BPS)

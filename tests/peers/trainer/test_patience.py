@@ -43,7 +43,7 @@ async def add_silent(s: Swarm, name: str, stage: int) -> None:
 
 @pytest.mark.slow
 async def test_many_such_in_all_stages_cost_a_run_seconds() -> None:
-    async with swarm(audit_run(stages=2, steps=1000, microbatches_per_step=8)) as s:
+    async with swarm(audit_run(stages=2, steps=1000, microbatches_per_step=8), job_s=0.08) as s:
         s.add_trainer("trainer")
 
         async def steps_within(lasts_s: float) -> int:

@@ -101,7 +101,7 @@ async def test_after_a_cut_heals_the_peers_behind_it_are_used_again(monkeypatch:
     monkeypatch.setattr(
         Backoff.__init__, "__kwdefaults__", {"first_s": 30.0, "longest_s": 30.0, "probed": False}
     )
-    async with swarm(audit_run(stages=3, steps=10_000, microbatches_per_step=8)) as s:
+    async with swarm(audit_run(stages=3, steps=10_000, microbatches_per_step=8), job_s=0.2) as s:
         s.add_trainer("trainer")
         await s.until_version(1)
         cut = ["s0p1", "s1p1", "s2p1"]
