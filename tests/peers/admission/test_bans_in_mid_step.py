@@ -103,9 +103,8 @@ WHO = [
 
 
 def is_quick(point: str, obeys: bool, within_s: float, leads: bool, seed: int) -> bool:
-    """At two points: a coordinator that goes on, and one that does not lead and ends at once."""
-    given = {"frozen": (False, HEARS_S, True), "prepared": (True, 0.0, False)}
-    return given.get(point) == (obeys, within_s, leads)
+    """A coordinator that goes on."""
+    return (point, obeys, within_s) == ("frozen", False, HEARS_S)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ async def test_who_is_banned_at_any_point_of_a_step_takes_nothing_along(
     cases(
         [(*how, stage, (h + stage) % 2 == 0) for (h, how), stage in product(enumerate(HOW), (0, 1))],
         name="{0}-{1}-{2}-{3}",
-        quick=lambda *case: case == (False, HEARS_S, 0, False),
+        quick=lambda *case: False,
     ),
 )
 async def test_all_with_voice_of_a_stage_are_banned_and_newcomers_go_on(

@@ -92,9 +92,12 @@ EVERY = [
 
 
 def is_quick(what: str, point: str, group: Group, nth: int) -> bool:
-    """Of every other point a group, and of a meeting both numbers."""
-    at = (STEP if what == "step" else MEETING).index(point)
-    return at == 2 * GROUPS.index(group)
+    """In a step the death of a cell, at a meeting of one peer and of an island."""
+    return (what, point, group) in (
+        ("step", "frozen", cell),
+        ("meeting", "meeting", one),
+        ("meeting", "prepared", island),
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,7 @@ def assert_honest(s: Swarm) -> None:
         assert (row == s.peers[name].core.version).all(), f"{name}: {row.tolist()}"
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 5])
-@pytest.mark.parametrize("strangers", [3, 20])
+@pytest.mark.parametrize(("ahead", "strangers"), [(0, 3), (1, 20), (5, 3)])
 async def test_a_newcomer_takes_the_state_of_those_with_voice(ahead: int, strangers: int) -> None:
     async with swarm(RUN, replicas=2) as s:
         await begun(s)

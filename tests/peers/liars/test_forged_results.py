@@ -116,8 +116,7 @@ def forged(run: Run, t: int, norm: float) -> Commit:
     return Commit(t, run.S * norm, tuple((proof(stage),) for stage in range(run.S)))
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("norm", [1e30, math.inf])
+@pytest.mark.parametrize(("stages", "norm"), [(1, 1e30), (3, math.inf)])
 async def test_one_with_voice_forges_no_commit_before_a_step_is_computed(stages: int, norm: float) -> None:
     """Nobody had anything of the step yet, so its word alone was enough, and what was believed once was not
     looked at again."""

@@ -261,19 +261,22 @@ def claiming(name: str, claim: Callable[[int, int, int], int]) -> Attack:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a", LIAR])
 @pytest.mark.parametrize(
-    "claim",
+    ("name", "claim"),
     [
-        lambda theirs, every, n: theirs,
-        lambda theirs, every, n: theirs if n // 20 % 2 else 0,
-        lambda theirs, every, n: every & ~theirs if n % 2 else theirs,
-        lambda theirs, every, n: every & ~theirs if n // 20 % 2 else 0,
-        lambda theirs, every, n: theirs & 1 << n // 10 % 8,
-        lambda theirs, every, n: every,
+        ("a", lambda theirs, every, n: theirs),
+        (LIAR, lambda theirs, every, n: theirs),
+        ("a", lambda theirs, every, n: theirs if n // 20 % 2 else 0),
+        (LIAR, lambda theirs, every, n: every & ~theirs if n % 2 else theirs),
+        ("a", lambda theirs, every, n: every & ~theirs if n // 20 % 2 else 0),
+        (LIAR, lambda theirs, every, n: theirs & 1 << n // 10 % 8),
+        ("a", lambda theirs, every, n: every),
     ],
-    ids=["theirs", "theirs at times", "theirs and others", "others at times", "one of theirs", "all"],
-)
+    ids=[
+        "theirs of a smaller id", "theirs", "theirs at times", "theirs and others", "others at times",
+        "one of theirs", "all",
+    ],
+)  # fmt: skip
 async def test_one_that_claims_what_others_have_costs_its_budget_whatever_its_id(
     name: str, claim: Callable[[int, int, int], int], limit_s: float
 ) -> None:

@@ -216,9 +216,7 @@ SIDES = ("caller", "callee")
     cases(
         [*product(ABOUT_A_STEP, SIDES)],
         name="{0}-{1}",
-        quick=lambda method, side: (
-            (method, side) in (("part", "caller"), ("directive", "callee"), ("held", "callee"))
-        ),
+        quick=lambda method, side: (method, side) in (("part", "caller"), ("directive", "callee")),
     ),
 )
 async def test_a_peer_may_die_in_any_conversation_about_a_step(
