@@ -122,7 +122,7 @@ async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_tak
 
 async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
     """The replica itself might show an auditor another signature than the round had."""
-    run = run_of(steps=6, microbatches=16)
+    run = run_of(steps=4, microbatches=16)
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         mate, asked = s.network.peers["s1p0"].transport, list[tuple[str, str]]()
@@ -237,7 +237,7 @@ def only_to(transport: Any, method: str, reader: str, honest: Any) -> None:
 
 
 async def test_an_auditor_cannot_have_an_honest_replica_left_out_and_is_heard_once_in_a_while() -> None:
-    run = run_of(steps=6)
+    run = run_of(steps=3)
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         end = s.network.join(AUDITOR)

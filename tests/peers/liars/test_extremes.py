@@ -69,7 +69,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "evidence": ShowEvidence, "convicted": AskConvicted, "audit": AuditAnswer, "kept": AskKept,
     "reveal": Reveal, "show": ShowChunk, "products": AskProducts, "trail": AskTrail, "voucher": GiveVoucher,
 }  # fmt: skip
-LIES = 6
+LIES = 4
 """Of each kind, from the liar to each peer."""
 MOST_BYTES = 96 << 20
 """At once: half of it is bodies on their way, and garbage that waits for its collection."""

@@ -253,7 +253,7 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
     why: SwarmError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit(monkeypatch, share=1.0)
-    run = audited_run()
+    run = audited_run(steps=2)
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         liar = s.peers["s1p1"]
