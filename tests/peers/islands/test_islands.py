@@ -177,9 +177,9 @@ ABOUT_A_STEP = ("work", "part", "report", "held", "chunk", "summary")
 @pytest.mark.parametrize(
     ("method", "nth"),
     cases(
-        [*product(ABOUT_A_STEP, (1, 3))],
+        [(method, (1, 3)[number % 2]) for number, method in enumerate(ABOUT_A_STEP)],
         name="{0}-{1}",
-        quick=lambda method, nth: (method, nth) in (("part", 3), ("chunk", 1)),
+        quick=lambda method, nth: method in ("part", "chunk"),
     ),
 )
 async def test_a_replica_that_dies_changes_no_weight(method: str, nth: int) -> None:
@@ -191,7 +191,7 @@ async def test_a_replica_that_dies_changes_no_weight(method: str, nth: int) -> N
         assert_counted(s)
 
 
-@pytest.mark.parametrize("version", some(range(6), quick=[1]))
+@pytest.mark.parametrize("version", some([1, 2, 5], quick=[1]))
 async def test_a_cell_that_is_lost_is_had_from_another_island(version: int) -> None:
     """Both replicas of a stage of an island die: the newcomer starts from the last meeting."""
     async with swarm(counting()) as s:

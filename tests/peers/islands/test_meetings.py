@@ -82,13 +82,18 @@ def dies(s: Swarm, group: Group, point: str, when: When, nth: int) -> list[str]:
 
 
 EVERY = [
-    *(("step", point, group, 2) for point in STEP for group in (one, cell, island, stage)),
+    *(
+        ("step", point, group, 2)
+        for (p, point), (g, group) in product(enumerate(STEP), enumerate((one, cell, island, stage)))
+        if (p + g) % 2
+    ),
     *(
         ("meeting", point, group, (1, 4)[(p + g) % 2])
         for (p, point), (g, group) in product(enumerate(MEETING), enumerate(GROUPS))
     ),
 ]
-"""Each point with each group; of a meeting the first that comes there, and the fourth, take turns."""
+"""Each point of a step with two groups, and of a meeting with each: the first that comes there, and the
+fourth, take turns."""
 
 
 def is_quick(what: str, point: str, group: Group, nth: int) -> bool:

@@ -89,7 +89,7 @@ def liar(s: Swarm, stage: int, name: str = LIAR) -> StagePeer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, 2])
 async def test_a_peer_that_never_answers_costs_its_budget(stage: int, limit_s: float) -> None:
     def attack(s: Swarm) -> None:
         liar(s, stage)

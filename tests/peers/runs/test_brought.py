@@ -116,7 +116,6 @@ def llama_run(**changes: Any) -> Run:
     some(
         [
             (gpt2_run, "transformer.wte.weight", "float32", False, "float32"),
-            (llama_run, "tokens.weight", "float32", False, "float32"),
             (gpt2_run, "transformer.wte.weight", "float64", True, "float32"),
             (llama_run, "tokens.weight", "float32", True, "bfloat16"),
         ],
