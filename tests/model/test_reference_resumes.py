@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("delayed", "bfloat16", "muon, groups", "bfloat16 moments", "warm-up, clipped")
+QUICK = ("delayed", "muon, groups", "bfloat16 moments")
 
 
 @pytest.mark.parametrize(
