@@ -339,9 +339,9 @@ def test_turns_pass_while_one_rests_that_has_one() -> None:
 
 
 def test_a_replica_of_stage_0_that_does_not_coordinate_finds_a_commit_and_tells_it() -> None:
-    of_0 = (record("zoe", 0, steps=60), record("yan", 0, steps=40))
+    of_0 = [record(name, 0, steps=steps) for name, steps in (("zoe", 60), ("yan", 40), ("wil", 40))]
     this = protocol_of("yan", *of_0, *(record(name, steps=60) for name in ("ann", "bob")), stage=0)
-    assert not this.summary("zoe", ready("zoe", "yan", stage=0), now=NOW).commits
+    assert not this.summary("zoe", ready("zoe", "wil", stage=0), now=NOW).commits
     status = this.summary("ann", ready("ann", "bob"), now=NOW)
     assert [commit.t for commit in status.commits] == [0]
     assert this.run_status.run_coordinator != "yan"
@@ -614,6 +614,43 @@ def test_a_result_is_given_up_once_the_run_coordinator_knows_that_the_stage_is_n
     assert not speaks_at_once(), "all has been said"
     this.report("bob", signed_report(report(0, step(0b1100, held="r")), SimSigner("bob"), None), [], now=NOW)
     assert not this._coordinator.unready, "it was ready since"
+
+
+def test_a_stage_whose_step_others_have_taken_asks_them_for_its_commit() -> None:
+    """The run coordinator had come since, did not believe it, and told nobody: seed 630 stood still."""
+    past = [
+        msgspec.structs.replace(record(peer, stage, steps=steps), version=1)
+        for peer, stage, steps in (("zoe", 0, 0), ("cid", 1, 40), ("dan", 1, 40))
+    ]
+    records = record("ann", steps=60), record("yan", 0, steps=40), *past
+    this = protocol_of("ann", *records)
+    by_stage = {s: [r for r in records if r.stage == s] for s in (0, 1)}
+    held = Step(0, Ledger(0, RUN.M))
+
+    def asked(version: int, step: Step, now: float) -> set[PeerId]:
+        at = Local(generation=Generation(), version=version, steps={version: step}, commits={})
+        this.observe(at, by_stage, now=now)
+        this.speak(now=now)
+        return {m.to for m in this.ready(now=now).messages if isinstance(m.body, StageSummary)}
+
+    assert asked(0, held, NOW) == {"yan"}, "there is no result yet"
+    held.promise("r", now=NOW)
+    held.prepare(Prepared("r", 1.0, "d"))
+    others = [asked(0, held, NOW + seconds) - {"yan"} for seconds in range(3)]
+    assert others == [{"cid"}, {"dan"}, {"cid"}] or others == [{"dan"}, {"cid"}, {"dan"}], "those with voice"
+    this.observe(this._local._replace(version=1, steps={}), by_stage, now=NOW + 3)
+    assert asked(0, held, NOW + 4) == {"yan"}, "it has not been late for long"
+    assert asked(0, held, NOW + 10) != {"yan"}
+
+
+def test_an_answer_of_another_than_stage_0_says_nothing_of_what_the_run_coordinator_knows() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("bob"), record("dan"), record("zoe", stage=0))
+    alone = signed_report(report(0, step(0b0011)), SimSigner("dan"), None)
+    this.report("dan", alone, [], now=NOW)
+    told = this._coordinator.summary({})
+    for peer, unready in (("bob", set[int]()), ("zoe", {0})):
+        this.run_status_came(peer, RunStatus(run=RUN.id, run_coordinator="zoe"), now=NOW, told=told)
+        assert this._coordinator.unready == unready
 
 
 @pytest.mark.parametrize("ends", ["generation", "coordinator"])
