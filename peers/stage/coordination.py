@@ -245,6 +245,8 @@ class StepCoordination:
         told = await ask_status(self._run, self._transport, peers)
         there = {p: s for p, s in told.items() if s.state == "serving" and s.version == t}
         able = {peer for peer, status in there.items() if status.done or status.inflight}
+        serving = {record.peer for record in self._directory.peers() if record.state == "serving"}
+        able |= {peer for peer, status in told.items() if status.state == "serving"} - serving
         self.protocol.belief.excuse(t, set(peers) - able, there.keys() - able, able)
         if self._lacking[0] != t:
             self._lacking = t, now_s()

@@ -158,6 +158,9 @@ class Belief:
                     proofs, stage, commit.t, own=own and stage == self._stage, served=served
                 )
             ]
+            if not is_told:
+                for stage, proofs in enumerate(commit.proofs):
+                    lacking += self._coming(proofs, stage, commit.t)
         except Refused:
             return False
         if lacking:
@@ -242,6 +245,17 @@ class Belief:
             excused = away | {self._signer.peer_id}
         said = {proof.peer for proof in proofs} | excused
         return [peer for peer in heard(there, voice) if peer not in said]
+
+    def _coming(self, proofs: Sequence[Proof], stage: Stage, t: int) -> list[PeerId]:
+        """The peers with voice of a stage of which none proves its norm that perhaps serve by now: others may
+        have seen them before they had their own results.
+        """
+        voice = self.voice(stage)
+        if any(voice.get(proof.peer) or self._vouched(proof, t) for proof in proofs):
+            return []
+        done_without = self._excused.get(t, set()) | {self._signer.peer_id}
+        coming = (r.peer for r in self._peers.get(stage, ()) if r.state in ("joining", "paused"))
+        return [peer for peer in coming if peer in voice and peer not in done_without]
 
     def _vouched(self, proof: Proof, t: int) -> bool:
         voucher = proof.prepared.voucher

@@ -109,9 +109,27 @@ def test_who_came_to_a_stage_once_there_was_a_result_holds_its_step_up_no_more(
     this.observe({0: [STRANGER[0], YAN], 1: THERE[1:]}, 1)
     said = Commit(1, 2.0, ((proof("zoe", 0, t=1),), (proof("ann", 1, t=1), proof("bob", 1, t=1))))
     assert this.commit(said, GENERATION, None) == believed
-    assert not this.commit(said, GENERATION, None, is_told=False)
+    assert not this.commit(said, GENERATION, said.proofs[1][0].prepared, is_told=False)
     this.holds([])
     assert not this.commit(said, GENERATION, None), "begun again: there is no result any more"
+
+
+def test_one_with_voice_that_perhaps_serves_by_now_is_asked_before_strangers_prove_a_step() -> None:
+    """Its record lags: others had seen it, and did not believe the step, which some had taken (seed 630)."""
+    mine = ANN.prepared
+    strangers = commit([proof("zoe", 0)], [ANN, BOB])
+    known = commit([proof("yan", 0), proof("zoe", 0)], [ANN, BOB])
+    for state, asked in (("joining", True), ("paused", True), ("leaving", False), ("left", False)):
+        this = belief(record("zoe", 0), *THERE[1:], msgspec.structs.replace(YAN, state=state))
+        assert this.commit(strangers, GENERATION, mine) and not this.lacking, "some may have taken it"
+        assert this.commit(known, GENERATION, mine, is_told=False) and not this.lacking
+        assert this.commit(strangers, GENERATION, mine, is_told=False) != asked
+        assert this.lacking == ({0: ("yan",)} if asked else {})
+        this.excuse(0, ["yan"])
+        assert this.commit(strangers, GENERATION, mine, is_told=False)
+    this = belief(record("zoe", 0), record("eve"), msgspec.structs.replace(THERE[1], state="joining"))
+    own = commit([proof("zoe", 0)], [proof("eve", 1)])
+    assert this.commit(own, GENERATION, None, is_told=False), "ann is this replica"
 
 
 def test_one_with_voice_that_came_late_and_finds_the_same_believes_the_strangers_of_its_stage() -> None:

@@ -456,6 +456,17 @@ async def test_who_is_past_a_step_is_not_waited_for_to_say_what_it_found() -> No
         assert coordination.protocol.belief._excused == {t - 1: {"s0p0"}, t: set()}
 
 
+async def test_who_serves_by_now_though_its_record_says_not_yet_is_not_done_without() -> None:
+    async with swarm(audit_run(stages=2, steps=2), replicas=1) as s:
+        await s.until_serving()
+        coordination = s.peers["s1p0"].coordination
+        for state, excused in (("joining", set[str]()), ("serving", {"s0p0"})):
+            s.network.announce(msgspec.structs.replace(s.network.records["s0p0"], state=state))
+            await s.network.peers["s1p0"].directory.refresh()
+            await coordination._ask_absent(0, ["s0p0"])
+            assert coordination.protocol.belief._excused == {0: excused}
+
+
 # --- the roll -----------------------------------------------------------------------------------------------
 
 
