@@ -159,6 +159,8 @@ class Belief:
                 )
             ]
             if not is_told:
+                if self._took_back(commit.proofs[self._stage], mine):
+                    return False
                 for stage, proofs in enumerate(commit.proofs):
                     lacking += self._coming(proofs, stage, commit.t)
         except Refused:
@@ -245,6 +247,13 @@ class Belief:
             excused = away | {self._signer.peer_id}
         said = {proof.peer for proof in proofs} | excused
         return [peer for peer in heard(there, voice) if peer not in said]
+
+    def _took_back(self, proofs: Sequence[Proof], mine: Prepared | None) -> bool:
+        """Whether this replica has given up the result of its stage that it once said it has: a summary of
+        when it still coordinated may have its word.
+        """
+        said = [proof.prepared.content for proof in proofs if proof.peer == self._signer.peer_id]
+        return bool(said) and (mine is None or mine.content not in said)
 
     def _coming(self, proofs: Sequence[Proof], stage: Stage, t: int) -> list[PeerId]:
         """The peers with voice of a stage of which none proves its norm that perhaps serve by now: others may

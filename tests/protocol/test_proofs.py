@@ -132,6 +132,15 @@ def test_one_with_voice_that_perhaps_serves_by_now_is_asked_before_strangers_pro
     assert this.commit(own, GENERATION, None, is_told=False), "ann is this replica"
 
 
+def test_no_replica_finds_a_commit_with_a_word_of_its_own_that_it_has_taken_back() -> None:
+    """It had begun again for one with voice that came, and yet told another stage: the run went back."""
+    said = commit([ZOE], [ANN, BOB])
+    for mine, found in ((ANN.prepared, True), (Prepared("s", 1.0, "d"), False), (None, False)):
+        assert belief(*THERE).commit(said, GENERATION, mine, is_told=False) == found
+        assert belief(*THERE).commit(said, GENERATION, mine), "others have perhaps taken it"
+    assert belief(*THERE).commit(commit([ZOE], [BOB]), GENERATION, None, is_told=False), "not its word"
+
+
 def test_one_with_voice_that_came_late_and_finds_the_same_believes_the_strangers_of_its_stage() -> None:
     """It waited for the word of one with voice: its own."""
     strangers, there = commit([ZOE], [proof("eve", 1)]), [*THERE[:2], record("eve")]

@@ -357,3 +357,10 @@ def test_a_run_that_names_its_trainers_ends(seed: int, faults: list[Fault]) -> N
     """Each stood still for ever: a peer with voice had come, or come back, when others had gone on."""
     setting = replace(setting_of(seed, admitting=0.9), with_voucher=0.5)
     assert World(seed, schedule=faults, setting=setting).play().violation == ""
+
+
+def test_no_run_goes_back_for_a_commit_that_was_found_with_a_word_taken_back() -> None:
+    """Without any fault: one with voice came late, and had the other of its stage begin the step again."""
+    setting = replace(setting_of(12000067, admitting=1.0), with_voucher=0.5)
+    outcome = World(12000067, schedule=[], setting=setting).play()
+    assert outcome.violation == "" and outcome.generations == 0
