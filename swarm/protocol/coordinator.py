@@ -351,7 +351,7 @@ class StageCoordinator:
         self.unready.clear()
         self._told.clear()
 
-    def summary(self, commits: Mapping[int, Commit]) -> StageSummary:
+    def summary(self, commits: Mapping[int, Commit], *, number: int = 0) -> StageSummary:
         """What the run coordinator needs to know of the stage."""
         steps = []
         for t, decision in self._decisions.items():
@@ -362,7 +362,7 @@ class StageCoordinator:
                 step = replace(step, ready=decision.ready, sqnorm=decision.sqnorm, proofs=decision.proofs)
             steps.append(step)
         summary = StageSummary(
-            run=self._run.id, stage=self._stage, generation=self._agreed.generation,
+            run=self._run.id, stage=self._stage, generation=self._agreed.generation, number=number,
             version=self.newest_version(), members=len(self.members), steps=tuple(steps),
             commits=newest_commits(commits),
         )  # fmt: skip

@@ -36,7 +36,14 @@ class Positioned(msgspec.Struct, frozen=True, kw_only=True):
         return Position(self.generation, self.version)
 
 
-class ReplicaReport(Positioned, frozen=True, kw_only=True):
+class Numbered(Positioned, frozen=True, kw_only=True):
+    """A message that the next one of its sender replaces."""
+
+    number: int = 0
+    """Rises with each message of its sender, so that a late one is recognised."""
+
+
+class ReplicaReport(Numbered, frozen=True, kw_only=True):
     """All that a coordinator needs to know of a replica. State, not events.
 
     The last stage adds a body: per step, the float64 losses of the microbatches in `done`, ascending.
@@ -90,14 +97,12 @@ class RunStatus(Positioned, frozen=True, kw_only=True):
     run_coordinator: PeerId = ""
 
 
-class Directive(Positioned, frozen=True, kw_only=True):
+class Directive(Numbered, frozen=True, kw_only=True):
     """What a coordinator tells a replica of its stage."""
 
     run: str
     stage: Stage
     coordinator: PeerId
-    number: int = 0
-    """Rises with each directive of this coordinator, so that a late one is recognised."""
     sources: tuple[PeerId, ...] = ()
     """Replicas at `version`, the newest in the stage, from which those behind it catch up. Empty: none has
     it yet, and each gets it where it can."""
@@ -112,7 +117,7 @@ class Directive(Positioned, frozen=True, kw_only=True):
     run_status: RunStatus = RunStatus()
 
 
-class StageSummary(Positioned, frozen=True, kw_only=True):
+class StageSummary(Numbered, frozen=True, kw_only=True):
     """A stage's state, from its coordinator to the run coordinator."""
 
     run: str

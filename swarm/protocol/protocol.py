@@ -252,6 +252,7 @@ class StepProtocol:
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         """This replica's report, and the losses that go with it."""
         report = replica.report_of(self._run.id, self._stage, self._local, since=since)
+        report = replace(report, number=next(self._numbers))
         losses = replica.losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
         if self.belief.needs_proof:
             own = next((r for r in self._peers.get(self._stage, ()) if r.peer == self._me), None)
@@ -353,7 +354,9 @@ class StepProtocol:
             check_signed_report(report, sender, self._signer)
         self._check_ahead(sender, report)
         self._backoff.answered(sender)
-        self._coordinator.members[sender] = Member(report, losses, now)
+        known = self._coordinator.members.get(sender)
+        if known is None or known.report.number <= report.number:
+            self._coordinator.members[sender] = Member(report, losses, now)
         self._follows(report.generation, now)
         if not self.coordinates(self._stage, now=now):
             if self.directive is None:
@@ -400,7 +403,7 @@ class StepProtocol:
             self._learn(member.report.commits, member.report.generation)
         stage.decide(now=now)
         self._check_behind(now)
-        summary = stage.summary(self._agreed.known(self._local))
+        summary = stage.summary(self._agreed.known(self._local), number=next(self._numbers))
         coordinator = self.coordinator(0, now=now)
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
@@ -476,7 +479,8 @@ class StepProtocol:
             if voice and rival and rival.coordinator != sender and rival.seen_s > lately_s:
                 before, said = (self.belief.ready(s, self._local.version) for s in (rival.summary, summary))
                 seen = rival.coordinator == self.coordinator(stage, now=now) and not self._rotation.late
-            if (before, seen) <= (said, False):
+            late = rival and rival.coordinator == sender and rival.summary.number > summary.number
+            if not late and (before, seen) <= (said, False):
                 self._run_coordinator.stages[stage] = Summarized(summary, sender, now)
             self._follows(summary.generation, now)
             self._update_run_status(now)

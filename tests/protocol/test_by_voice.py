@@ -616,6 +616,34 @@ def test_a_result_is_given_up_once_the_run_coordinator_knows_that_the_stage_is_n
     assert not this._coordinator.unready, "it was ready since"
 
 
+def test_a_report_or_summary_that_comes_late_takes_nothing_back() -> None:
+    """What it says was given up: a step was committed with a result that was gone, and the run went back."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
+    for number, held in ((2, ""), (1, "r"), (2, "r"), (3, "")):
+        said = msgspec.structs.replace(report(0, step(0b0011, held=held)), number=number)
+        this.report("bob", signed_report(said, SimSigner("bob"), None), [], now=NOW)
+        prepared = this._coordinator.members["bob"].report.steps[0].prepared
+        assert (prepared is not None) == (held == "r" and number > 1)
+    zoe, there = run_coordinator(), ready("ann", "bob")
+    gone = msgspec.structs.replace(there, steps=(StepSummary(t=0),), number=2)
+    for summary, kept in ((gone, gone), (there, gone), (msgspec.structs.replace(there, number=3), None)):
+        zoe.summary("ann", summary, now=NOW)
+        assert zoe._run_coordinator.stages[1].summary == (kept or summary)
+
+
+def test_each_message_has_a_greater_number_than_the_one_before() -> None:
+    this = protocol_of("ann", record("ann", steps=60), record("zoe", 0, steps=60), record("bob", steps=90))
+    numbers: list[int] = []
+    for coordinates in (False, True):
+        if coordinates:
+            this.observe(this._local, {0: this._peers[0], 1: this._peers[1][:1]}, now=NOW)
+        for _ in range(2):
+            this.speak(now=NOW)
+            said = [m.body for m in this.ready(now=NOW).messages]
+            numbers += [one.number for one in said if isinstance(one, (ReplicaReport, StageSummary))]
+    assert len(numbers) == 4 and numbers == sorted(set(numbers))
+
+
 def test_a_stage_whose_step_others_have_taken_asks_them_for_its_commit() -> None:
     """The run coordinator had come since, did not believe it, and told nobody: seed 630 stood still."""
     past = [
