@@ -6,7 +6,7 @@
     compares    one answer of each member with what its caller got (trainers do that of stage 0)
     tells       the stage of one that added something else: its replicas look at what it adds next
 
-Nobody is left out on its word, and nothing waits for it. Knows ports only.
+Nobody is left out on its word alone, and nothing waits for it. Knows ports only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from peers import events
 from peers.audit.answers import evidence_of
@@ -28,7 +28,7 @@ from peers.stage.all_reduce import parts_of
 from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
 from peers.voices import Voices
-from peers.waiting import end_tasks
+from peers.waiting import TaskKeeper, end_tasks
 from swarm.audit.answers import make, proves_answer
 from swarm.audit.contributions import Recount
 from swarm.audit.projection import coefficients
@@ -66,7 +66,11 @@ class Auditor:
         self._run, self._transport, self._directory = run, transport, directory
         self._device, self._stages, self._build, self._emit = device, stages, build, emit
         self._voices = Voices(run, transport.signer, directory)
-        self._leaving = asyncio.Event()
+        self._gave_alone: dict[Stage, Collection[PeerId]] = {}
+        """Who gave a state last that no other gave: next time another one is asked."""
+        self._last: dict[PeerId, int] = {}
+        """The step of which each was audited."""
+        self._leaving, self._tasks = asyncio.Event(), TaskKeeper()
         self.audited = 0
         """Contributions that were computed again."""
         self.found: set[PeerId] = set()
@@ -83,6 +87,7 @@ class Auditor:
                 work.result()
         finally:
             await end_tasks((work, leaving))
+            await self._tasks.close()
             self._device.stop()
         liars = f"; other work was signed by {' '.join(sorted(self.found))}" if self.found else ""
         self._emit(events.Note(text=f"{self.audited} contributions were computed again{liars}"))
@@ -100,10 +105,12 @@ class Auditor:
         """Audit the step that a stage is at; True: it has taken the last one."""
         run, began = self._run, now_s()
         await self._directory.refresh({stage})
+        before = self._gave_alone.pop(stage, ())
+        serving = self._serving(stage)
         try:
             found = await download(
-                self._transport, state_of(run, stage), self._serving(stage), voice=self._voices.of(stage),
-                progress=shown(stage, -1, self._emit),
+                self._transport, state_of(run, stage), [peer for peer in serving if peer not in before],
+                voice=self._voices.of(stage), progress=shown(stage, -1, self._emit),
             )  # fmt: skip
         except SwarmError as error:
             self._emit(events.Note(text=error.text))
@@ -113,33 +120,42 @@ class Auditor:
         t = version if run.weight_version(version) == version else version + 1
         counted = set(self._voices.counted(stage))
         said = len(counted & found.agreed)
-        if said < min(2, len(self._serving(stage))):  # newcomers look like liars with what it makes up
-            text = f"stage {stage}: one peer alone gives version {version}, with which nothing is audited"
+        only = None
+        if said < min(2, len(serving)):  # all others look like liars with what it makes up
+            only = self._gave_alone[stage] = found.agreed
+            text = f"stage {stage}: one peer alone gives version {version}, with which no other is audited"
             self._emit(events.Note(text=text))
-        elif t < run.steps:
+        if t < run.steps:
             compute = await asyncio.to_thread(self._build, stage)
             await self._device.run(Rank.STEP, t, compute.load_state, version, found.tensors)
-            await self._audit_step(compute, t)
+            await self._audit_step(compute, t, only)
         await asyncio.sleep(rest_s)
         return version >= run.steps and said >= min(2, len(counted))
 
     def _serving(self, stage: Stage) -> list[PeerId]:
         return [r.peer for r in self._directory.at(stage) if r.state == "serving"]
 
-    async def _audit_step(self, compute: StageCompute, t: int) -> None:
-        """Audit the members of a step's round, in an order known to this one, until it is over."""
+    async def _audit_step(self, compute: StageCompute, t: int, only: Collection[PeerId] | None) -> None:
+        """Audit the members of a step's round, in an order known to this one, until it is over. `only`: no
+        others; None: all.
+        """
         stage, before = compute.stage, self.audited
         asked = deque(self._shuffled(stage, t, self._voices.counted(stage), ""))
         claim = None
-        while len(asked) > 1 and (claim := await self._claim(compute, t, asked[0])) is None:
+        while len(self._serving(stage)) > 1 and (claim := await self._claim(compute, t, asked[0])) is None:
             if await self._is_over(stage, t):
                 return
             asked.rotate()
             await asyncio.sleep(POLL_S)
         members = self._shuffled(stage, t, asked if claim is None else claim.plan.members, "")
+        members = [member for member in members if only is None or member in only]
+        members = [member for member in members if self._last.get(member, -1) < t]  # it is shown once
         for member in members:
             claim = await self._claim(compute, t, member)
-            if claim is not None and claim.microbatches and not await self._audit(compute, claim):
+            if claim is None or not claim.microbatches:
+                continue
+            self._last[member] = t
+            if not await self._audit(compute, claim):
                 break
         done = self.audited - before
         text = f"stage {stage}, step {t}: {done} of {len(members)} contributions were computed again"
@@ -259,16 +275,24 @@ class Auditor:
             self._emit(events.Trouble(text=f"{text} than it computes"))
 
     async def _tell(self, claim: Claim, what: str) -> None:
-        """Have the replicas of its stage look at what a member adds next, and say so here."""
+        """Have the replicas of its stage look at what a member adds next, and say so here. Where that is one,
+        others believe it with this one's word.
+        """
         said, member = claim.said, claim.member
         text = f"stage {said.stage}, step {said.t}: peer {member} {what}; its stage was told"
         self._emit(events.Trouble(text=text))
         show = pack(ShowEvidence(run=self._run.id, evidence=claim.accusation))
-        calls = [
-            self._transport.call(peer, "evidence", show, deadline_s=ASK_S)
-            for peer in self._voices.counted(said.stage)[:MAX_TOLD]
-            if peer != member
-        ]
+        told = self._voices.counted(said.stage)[:MAX_TOLD]
+        if len(told) == 2:
+            await self._directory.lookup_all()
+            others = set(range(self._run.S)) - {said.stage}
+            judges = [peer for stage in others for peer in self._voices.counted(stage)[:MAX_TOLD]]
+            trainers = [peer for peer in self._run.admission.trainers if peer != self._transport.peer_id]
+            self._tasks.create_task(self._show([*judges, *trainers], show))  # they ask that one meanwhile
+        await self._show([peer for peer in told if peer != member], show)
+
+    async def _show(self, peers: Sequence[PeerId], show: bytes) -> None:
+        calls = (self._transport.call(peer, "evidence", show, deadline_s=ASK_S) for peer in peers)
         await asyncio.gather(*calls, return_exceptions=True)
 
 

@@ -19,7 +19,15 @@ from swarm.manifest import Run
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
-from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted, Evidence, Heard, ShowEvidence
+from swarm.wire.evidence import (
+    MAX_SHOWN_BYTES,
+    AskConvicted,
+    Convicted,
+    Evidence,
+    Heard,
+    ShowEvidence,
+    WrongContribution,
+)
 from swarm.wire.messages import pack, unpack
 
 T = TypeVar("T")
@@ -41,6 +49,8 @@ class Verdicts:
         self._dice = random.Random(transport.peer_id)
         self.convicted: set[PeerId] = set()
         """They are left out of what this peer does."""
+        self._named: set[PeerId] = set()
+        """Whose contribution an auditor of the owner found false."""
         self._asking: set[PeerId] = set()
         self._left_out: dict[PeerId, asyncio.Future[None]] = {}
         """Done for those that are: of all that were called."""
@@ -102,13 +112,14 @@ class Verdicts:
 
     async def most_have_convicted(self, stage: Stage, accused: PeerId) -> bool:
         """Whether most of a stage, by voice, and two of it have; or its founder, where no third has voice.
-        Of two that contradict each other neither is believed: most of the stages around them, which judge by
-        themselves. The accused may be of another stage by now.
+        Of two that contradict each other neither is believed, but with an auditor's word: most of the stages
+        around them, which judge by themselves. The accused may be of another stage by now.
         """
         there, voice = [*dict.fromkeys([*self._there(stage), accused])], self._voices.of(stage)
         founders = set(self._run.admission.founders) if len(voice) <= 2 else set[PeerId]()
         around = [near for near in (stage - 1, stage + 1) if 0 <= near < self._run.S]
-        if len(there) == 2 and around and founders.isdisjoint(there):
+        named = accused in self._named and len(there) == 2
+        if len(there) == 2 and around and founders.isdisjoint(there) and not named:
             there = [peer for near in around for peer in self._there(near)]
             voice = self._voices.of_all(around)
         me = self._transport.peer_id
@@ -116,7 +127,7 @@ class Verdicts:
         judges = [peer for peer in heard(there, voice) if peer != accused]
         said = await self._convicted_by(judges, accused)
         agree = {peer for peer, one in said.items() if one.yes}
-        if accused not in founders and agree & founders:
+        if accused not in founders and (agree & founders or (agree and named)):
             return True
         several = len(agree) > 1 or len(judges) == 1
         return several and 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
@@ -133,7 +144,10 @@ class Verdicts:
             Refused: `teller` is no replica of that stage, or it is asked already.
         """
         accused, stage = evidence.accused, evidence.statement.stage
-        if not self._speaks_for(stage, teller) or accused in self._asking:
+        audits = isinstance(evidence, WrongContribution) and self._run.admission.may_audit(teller)
+        if audits:
+            self._named.add(accused)
+        if not (audits or self._speaks_for(stage, teller)) or accused in self._asking:
             raise Refused("a replica of that stage has to say it, once")
         self._asking.add(accused)
         try:
