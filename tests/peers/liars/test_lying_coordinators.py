@@ -79,6 +79,22 @@ def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
     liar._coordinator.summary = summary  # type: ignore[method-assign]
 
 
+def retracts_in_each_round(liar: StepProtocol) -> None:
+    """Each has other ledgers."""
+    honest = liar._coordinator.directive_for  # pyright: ignore[reportPrivateUsage]
+
+    def undo(peer: str, step: StepDirective) -> StepDirective:
+        plan = step.plan
+        has = 0 if plan is None else dict(zip(plan.members, plan.ledgers, strict=True)).get(peer, 0)
+        return StepDirective(t=step.t, retract=Bitmap(has & -has)) if has else step
+
+    def directive(peer: str, **more: Any) -> Directive:
+        said = honest(peer, **more)
+        return msgspec.structs.replace(said, steps=tuple(undo(peer, step) for step in said.steps))
+
+    liar._coordinator.directive_for = directive  # type: ignore[method-assign]
+
+
 def says_that_its_stage_is_further(liar: StepProtocol) -> None:
     honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
 
@@ -103,6 +119,7 @@ def commits_nothing(liar: StepProtocol) -> None:
     ("stage", "lie"),
     [
         (1, says_nothing),
+        (1, retracts_in_each_round),
         (1, hides_that_its_stage_is_ready),
         (1, says_that_its_stage_is_further),
         (0, commits_nothing),
