@@ -16,7 +16,8 @@ import torch
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from swarm.manifest import audit_run
-from swarm.protocol.messages import Directive, StageSummary
+from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import Directive, StageSummary, StepDirective
 from swarm.protocol.protocol import StepProtocol
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
