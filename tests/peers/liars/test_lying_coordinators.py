@@ -72,8 +72,8 @@ def says_nothing(liar: StepProtocol) -> None:
 def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
     honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
 
-    def summary(*args: Any) -> StageSummary:
-        said = honest(*args)
+    def summary(*args: Any, **more: Any) -> StageSummary:
+        said = honest(*args, **more)
         steps = tuple(msgspec.structs.replace(step, ready=False) for step in said.steps)
         return msgspec.structs.replace(said, steps=steps)
 
@@ -99,8 +99,8 @@ def retracts_in_each_round(liar: StepProtocol) -> None:
 def says_that_its_stage_is_further(liar: StepProtocol) -> None:
     honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
 
-    def summary(*args: Any) -> StageSummary:
-        said = honest(*args)
+    def summary(*args: Any, **more: Any) -> StageSummary:
+        said = honest(*args, **more)
         return msgspec.structs.replace(said, version=min(said.version + 1, STEPS), steps=())
 
     liar._coordinator.summary = summary  # type: ignore[method-assign]
