@@ -31,6 +31,8 @@ SHARE = 0.015
 """Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""
 SENT_ON_SHARE = 0.0075
 """Of what was sent on: that takes a third of the work, and what counts in one's own sum is answered, too."""
+STRANGERS_SHARE = 0.1
+"""The same of peers without voice where others of their stage have it: such a one loses only a name."""
 AUDIT_S = 20.0
 """Limit for one audit; its step may be over much sooner."""
 AT_ONCE = 4
@@ -79,8 +81,9 @@ class AuditCaller:
         loss: float, turned: Honest | None,
     ) -> None:  # fmt: skip
         """Note what a peer of a stage sent on to this one, with its receipt, and which loss followed."""
-        strange = self._sent_on.strange_loss(loss)
-        if turned or strange or self._falls(SENT_ON_SHARE, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):
+        strange, voice = self._sent_on.strange_loss(loss), self._voices.of(stage)
+        share = STRANGERS_SHARE if voice and peer not in voice else SENT_ON_SHARE
+        if turned or strange or self._falls(share, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):
             self._ask(stage, mb, peer, half, 0.0, turned or strange, tensors)
 
     def of_stranger(

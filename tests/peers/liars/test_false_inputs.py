@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from peers.audit.asking import STRANGERS_SHARE
 from peers.events import Trouble
 from peers.sim.network import SimSigner
 from peers.stage.open_step import Kept
@@ -87,6 +88,14 @@ def audit_what_is_sent_on(s: Swarm, *peers: str) -> None:
         audits._falls = lambda _, toss, name=name: toss.purpose == "sent on" and (not peers or name in peers)
 
 
+def audit_strangers(s: Swarm) -> None:
+    """Have what comes from a stranger audited each time, and nothing else: nothing looks strange."""
+    for peer in s.peers.values():
+        audits: Any = peer._audits  # pyright: ignore[reportPrivateUsage]
+        audits._falls = lambda share, toss: toss.purpose == "sent on" and share == STRANGERS_SHARE
+        audits._screen.strange_loss = audits._sent_on.strange_loss = lambda _: None
+
+
 @pytest.mark.parametrize(("what", "stage"), [("sign flip", 0), ("zero", 1), ("times 100", 1)])
 async def test_a_peer_that_feeds_the_next_stage_falsely_first_is_found_and_left_out(
     what: str, stage: int
@@ -101,6 +110,28 @@ async def test_a_peer_that_feeds_the_next_stage_falsely_first_is_found_and_left_
         await s.until(lambda: all(liar in p.convictions.convicted for p in honest), limit_s=100.0)
         assert false and accused(s) == {liar} and refused(s) <= {liar}
         await s.until(lambda: all(p.core.version == RUN.steps for p in honest), limit_s=100.0)
+
+
+async def test_more_is_computed_again_of_what_strangers_send_on_where_others_have_voice() -> None:
+    """After 133 microbatches it would take another name."""
+    known = [f"s{stage}p{n}" for stage in range(3) for n in range(3) if (stage, n) != (1, 1)]
+    async with swarm(sybils.admitting(RUN), replicas=3) as s:
+        sybils.give_voice(s, *known)
+        await s.until_serving()
+        audit_strangers(s)
+        false = feed_falsely(s.peers["s1p1"], LIES["sign flip"])
+        s.add_trainer(sybils.TRAINER)
+        await s.until(lambda: accused(s) == {"s1p1"}, limit_s=20.0)
+        assert len(false) < 12
+
+
+async def test_where_none_has_voice_no_more_is_computed_again() -> None:
+    async with swarm(RUN, replicas=2) as s:
+        await s.until_serving()
+        audit_strangers(s)
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.finished, limit_s=100.0)
+        assert not any(peer.answer_audits.audited for peer in s.peers.values() if peer.stage == 1)
 
 
 @pytest.mark.parametrize("make_up", [of_no_inputs, of_other_inputs])
