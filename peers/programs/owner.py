@@ -106,14 +106,14 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
 # --- health ---
 
 
-async def ask_health(path: Path) -> Health:
+async def ask_health(path: Path, *, limit_s: float = QUESTION_S) -> Health:
     """What the program that answers at `path` says.
 
     Raises:
         SetupError: none answers there, or not in time, or not what a program of ours says.
     """
     with as_setup_error(f"no program answers at {path}"):
-        return await ask(path, f"the program at {path}", Health, limit_s=QUESTION_S)
+        return await ask(path, f"the program at {path}", Health, limit_s=limit_s)
 
 
 async def run_health(options: HealthOptions) -> bool:
