@@ -122,6 +122,16 @@ class Belief:
     def _serving(self, stage: Stage) -> list[PeerId]:
         return [record.peer for record in self._peers.get(stage, ()) if record.state == "serving"]
 
+    def past(self, version: int, *, number: int) -> set[PeerId]:
+        """One peer, or none, that says it is past a version, those with voice first; another by each number.
+        It knows the commits up to there, which a run coordinator that came since does perhaps not believe.
+        """
+        there = [r for records in self._peers.values() for r in records if r.state == "serving"]
+        further = [r.peer for r in there if r.version > version and r.peer != self._signer.peer_id]
+        voice = {peer: said for stage in self._peers for peer, said in self.voice(stage).items()}
+        counting = sorted(heard(further, voice))
+        return {counting[number % len(counting)]} if counting else set()
+
     def excuse(
         self,
         t: int,

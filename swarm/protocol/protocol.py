@@ -410,7 +410,10 @@ class StepProtocol:
             self._update_run_status(now)
             stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
-        for peer in sorted(self._to_tell(0, coordinator, told, more, now) | self._who_knows(now)):
+        newest = stage.newest_version()
+        late = self.belief.needs_proof and now - self._moved_s >= self._timings.lost_s
+        knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
+        for peer in sorted(self._to_tell(0, coordinator, told, more, now) | knows):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)
@@ -419,19 +422,6 @@ class StepProtocol:
             elif is_untold(directive, self._told.get(peer)):
                 self._told[peer] = directive
                 self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
-
-    def _who_knows(self, now: float) -> set[PeerId]:
-        """One that says that it is past a step whose result this stage has had for a while, another each
-        second: it knows the commit. The run coordinator may have come since, and not believe it.
-        """
-        newest = self._coordinator.newest_version()
-        late = self.belief.needs_proof and now - self._moved_s >= self._timings.lost_s
-        if not late or not self._coordinator.holds(newest):
-            return set()
-        serving = [r for records in self._peers.values() for r in records if r.state == "serving"]
-        voice = {peer: said for stage in self._peers for peer, said in self.belief.voice(stage).items()}
-        past = sorted(heard((r.peer for r in serving if r.version > newest and r.peer != self._me), voice))
-        return {past[int(now) % len(past)]} if past else set()
 
     def _directive_for(self, peer: PeerId, now: float) -> Directive:
         known, since_s, status = self._agreed.known(self._local), self.stuck_s(now=now), self.run_status
