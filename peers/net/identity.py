@@ -183,7 +183,7 @@ class AddressBook:
         return list(islice(reversed(self._known), count))
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """What a direct address says besides the peer's id."""
 
     kind: str
@@ -200,25 +200,25 @@ class Place(NamedTuple):
         return None
 
 
-def place_of(address: str) -> Place | None:
+def endpoint_of(address: str) -> Endpoint | None:
     """Where a multiaddr leads that can be dialled directly by TCP; None for any other."""
     match without_peer_id(address).split("/"):
         case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6" as kind, host, "tcp", port]:
-            return Place(kind, host, int(port)) if port.isascii() and port.isdigit() else None
+            return Endpoint(kind, host, int(port)) if port.isascii() and port.isdigit() else None
     return None
 
 
-def tcp_places(addresses: Sequence[str]) -> list[Place]:
+def tcp_endpoints(addresses: Sequence[str]) -> list[Endpoint]:
     """Where these lead, if all of them can be dialled directly by TCP; else nothing."""
-    places = [place_of(address) for address in addresses[:MAX_ADDRESSES]]
-    known = [place for place in places if place is not None]
-    return known if len(known) == len(places) else []
+    endpoints = [endpoint_of(address) for address in addresses[:MAX_ADDRESSES]]
+    known = [endpoint for endpoint in endpoints if endpoint is not None]
+    return known if len(known) == len(endpoints) else []
 
 
 def is_relay(address: str) -> bool:
     """Whether this names a peer and an IP address to dial it at. p2pd ends with a panic on anything else."""
     place, _, peer = address.rpartition("/p2p/")
-    found = place_of(place)
+    found = endpoint_of(place)
     return (
         place == without_peer_id(place) and found is not None and found.ip is not None
         and 0 < found.port < 65536 and public_key_of(peer) is not None
@@ -227,14 +227,14 @@ def is_relay(address: str) -> bool:
 
 def is_public(address: str) -> bool:
     """Whether others on the internet may dial this: a relay's address that is of no local network."""
-    place = place_of(address)
-    return is_relay(address) and place is not None and place.ip is not None and place.ip.is_global
+    endpoint = endpoint_of(address)
+    return is_relay(address) and endpoint is not None and endpoint.ip is not None and endpoint.ip.is_global
 
 
 def is_loopback(address: str) -> bool:
     """Whether only this machine can dial this multiaddr or host. Raises SetupError: it is neither."""
-    place = place_of(address if address.startswith("/") else f"{host_part(address)}/tcp/1")
-    return place is not None and place.ip is not None and place.ip.is_loopback
+    endpoint = endpoint_of(address if address.startswith("/") else f"{host_part(address)}/tcp/1")
+    return endpoint is not None and endpoint.ip is not None and endpoint.ip.is_loopback
 
 
 def plain_ip(host: str) -> IpAddress:

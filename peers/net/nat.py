@@ -27,16 +27,16 @@ import msgspec
 
 from peers.net.identity import (
     CIRCUIT,
+    Endpoint,
     IpAddress,
-    Place,
     by_peer,
+    endpoint_of,
     is_loopback,
     is_public,
     is_relay,
-    place_of,
     plain_ip,
     public_key_of,
-    tcp_places,
+    tcp_endpoints,
 )
 from peers.net.p2pd import MAX_RELAYS, Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl
@@ -87,7 +87,7 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Reachability:
     """What the peers that were asked say together."""
 
     kind: Literal["open", "closed", "unknown"]
@@ -153,14 +153,14 @@ class DialBack:
                 return error.text[:300] or "it cannot be dialled"
             return ""
 
-    async def _seen_at(self, peer: PeerId) -> Place:
+    async def _seen_at(self, peer: PeerId) -> Endpoint:
         try:
-            places = list(filter(None, map(place_of, (await self._control.connections())[peer])))
+            endpoints = list(filter(None, map(endpoint_of, (await self._control.connections())[peer])))
         except ControlError as error:
             raise Busy(f"p2pd does not answer: {error.text}") from None
-        if not places:
+        if not endpoints:
             raise Refused("you come through a relay: ask a peer that you are connected to directly")
-        return places[0]
+        return endpoints[0]
 
     def _count(self, host: str) -> None:
         minute = int(time.monotonic() // 60)
@@ -172,7 +172,7 @@ class DialBack:
             raise Busy(f"{self.most_per_host} questions came from {host} within a minute")
 
 
-async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: bool = False) -> Finding:
+async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: bool = False) -> Reachability:
     """Ask peers that we want to join at to dial back to where we are going to listen. Takes 1 to 15 s.
 
     `hidden`: relays are needed even if we can be dialled.
@@ -180,7 +180,7 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
     Raises:
         SetupError: p2pd cannot listen there, or an address to join at is none.
     """
-    direct = dict([(peer, ends) for peer, ends in by_peer(join).items() if tcp_places(ends)][:MAX_ASKED])
+    direct = dict([(peer, ends) for peer, ends in by_peer(join).items() if tcp_endpoints(ends)][:MAX_ASKED])
     async with contextlib.AsyncExitStack() as stack:
         asker = await _listening(stack, DaemonOptions(host=options.host))
         target = await _listening(stack, DaemonOptions(host=options.host, port=options.port))
@@ -227,8 +227,8 @@ async def relaying(
 
 def _dialled(address: str) -> tuple[IpAddress | None, int] | None:
     """The IP address, however it is written, and the port."""
-    place = place_of(address)
-    return (place.ip, place.port) if place is not None else None
+    endpoint = endpoint_of(address)
+    return (endpoint.ip, endpoint.port) if endpoint is not None else None
 
 
 async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -> Daemon:
@@ -245,9 +245,9 @@ def _alike(daemon: Daemon, answers: list[Reached]) -> list[Reached]:
 
 
 def _port(daemon: Daemon) -> int:
-    place = place_of(daemon.addresses[0])
-    assert place is not None
-    return place.port
+    endpoint = endpoint_of(daemon.addresses[0])
+    assert endpoint is not None
+    return endpoint.port
 
 
 async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reached | str:
@@ -267,7 +267,7 @@ async def _ask(transport: NetTransport, peer: PeerId, question: bytes) -> Reache
 
 def conclude(
     answers: Sequence[Reached], refusals: Sequence[str], join: Sequence[str], *, port: int, asked_from: int
-) -> Finding:
+) -> Reachability:
     """What to believe. `join`: addresses to join at; `asked_from`: the port that the questions left from."""
     # In turns, so that none of them takes the places of what the others tell.
     told_of = [relay for turn in zip_longest(*(a.relays for a in answers)) for relay in turn if relay]
@@ -277,7 +277,7 @@ def conclude(
     told = [a for a in answers if ipaddress.ip_address(a.host).is_global] or list(answers)
     if not told:
         why = "; ".join(refusals)[:500] or "there is no peer to ask"
-        return Finding(kind="unknown", port=port, relays=relays, why=why)
+        return Reachability(kind="unknown", port=port, relays=relays, why=why)
     # A single answer shows that a router keeps ports, or nothing.
     several = len(told) > 1
     punchable = len({a.port for a in told}) == 1 if several else told[0].port == asked_from or None
@@ -288,10 +288,10 @@ def conclude(
     if len(hosts) > 1 and hosts[0][1] == hosts[1][1]:
         why = f"it is seen at {host} and at {hosts[1][0]}, by as many"
     elif any(answer.reached for answer in told if answer.host == host):
-        return Finding(kind="open", host=host, port=port, punchable=punchable, relays=relays)
+        return Reachability(kind="open", host=host, port=port, punchable=punchable, relays=relays)
     else:
         why = next(answer.why for answer in told if answer.host == host)
-    return Finding(
+    return Reachability(
         kind="closed", host=host, port=port, punchable=punchable, keeps_ports=keeps, relays=relays, why=why
     )
 
@@ -373,7 +373,7 @@ async def those_that_take_us(
     return tuple(compress(relays, (outcome is True for outcome in took)))
 
 
-def in_words(found: Finding) -> str:
+def in_words(found: Reachability) -> str:
     """What a user should know, and can do."""
     if found.kind == "open":
         return f"others can dial this machine at {_host_port(found.host, found.port)}"
@@ -387,7 +387,7 @@ def in_words(found: Finding) -> str:
     return f"nobody can dial this machine; others reach it {how}. To be dialled, {what_to_do(found)}"
 
 
-def what_to_do(found: Finding) -> str:
+def what_to_do(found: Reachability) -> str:
     """Advice on how to become a peer that others can dial."""
     where = _host_port(found.host or "YOUR_ADDRESS", found.port)
     return f"forward TCP port {found.port} of your router to this machine and give --announce {where}"

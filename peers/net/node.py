@@ -27,9 +27,9 @@ from peers.net.directory import NetDirectory
 from peers.net.identity import (
     CIRCUIT,
     by_peer,
+    endpoint_of,
     host_part,
     is_public,
-    place_of,
     split_peer_id,
     to_multiaddr,
     with_peer_id,
@@ -257,7 +257,7 @@ class Node:
     async def _spawn_again(self, dead: Daemon) -> Daemon:
         """On the port that it had; on another one if that is taken and the user did not choose it."""
         options, self.daemon = dead.options, dead
-        had = [options.port] if options.port else [p.port for p in map(place_of, self._listening) if p]
+        had = [options.port] if options.port else [p.port for p in map(endpoint_of, self._listening) if p]
         chosen = bool(options.port) and not options.any_port
         for choice in had if chosen else [*had[:1], 0]:
             try:

@@ -27,10 +27,10 @@ from peers.net.connection import FrameError, pack_varint, read_varint
 from peers.net.identity import (
     CIRCUIT,
     MAX_ADDRESSES,
-    Place,
+    Endpoint,
     public_key_of,
     split_peer_id,
-    tcp_places,
+    tcp_endpoints,
     without_peer_id,
 )
 from peers.net.p2pd import shortage
@@ -140,10 +140,10 @@ class DaemonControl:
         Raises:
             ControlError: it cannot be reached.
         """
-        places = tcp_places(addresses)
-        if places and peer not in await self.connections():
+        endpoints = tcp_endpoints(addresses)
+        if endpoints and peer not in await self.connections():
             end = now_s() + timeout_s
-            await _one_listens(places, timeout_s)
+            await _one_listens(endpoints, timeout_s)
             timeout_s = max(0.1, end - now_s())
         request = p2pd_pb2.ConnectRequest(
             peer=peer_bytes(peer), addrs=_raw_addresses(addresses), timeout=max(1, round(timeout_s))
@@ -324,31 +324,33 @@ def _peer_id(data: bytes) -> PeerId:
     return base58.b58encode(data).decode()
 
 
-async def _connect(place: Place) -> None:
+async def _connect(endpoint: Endpoint) -> None:
     """Raises OSError or ValueError. Ends the connection itself: a caller that gave up would lose it, open."""
     loop = asyncio.get_running_loop()
-    knocking, _ = await loop.create_connection(asyncio.Protocol, place.host, place.port)
+    knocking, _ = await loop.create_connection(asyncio.Protocol, endpoint.host, endpoint.port)
     knocking.abort()
 
 
-async def _one_listens(places: Sequence[Place], timeout_s: float) -> None:
-    """Return as soon as one of the places takes a TCP connection. Raises ControlError: why none does."""
+async def _one_listens(endpoints: Sequence[Endpoint], timeout_s: float) -> None:
+    """Return as soon as one of the endpoints takes a TCP connection. Raises ControlError: why none does."""
     reasons: list[str] = []
 
-    async def knock(place: Place) -> None:
+    async def knock(endpoint: Endpoint) -> None:
         try:
-            await within(_connect(place), timeout_s)
+            await within(_connect(endpoint), timeout_s)
             return
         except asyncio.TimeoutError:
             words = f"no connection within {timeout_s:g} s"
         except (OSError, ValueError, OverflowError) as error:
             words = os.strerror(n) if (n := getattr(error, "errno", 0) or 0) > 0 else str(error)
-        reasons.append(f"{place.host}:{place.port}: {words}")
+        reasons.append(f"{endpoint.host}:{endpoint.port}: {words}")
         raise ControlError(words)
 
     knocking = TaskKeeper()
     try:
-        for knocked in asyncio.as_completed([knocking.create_task(knock(place)) for place in set(places)]):
+        for knocked in asyncio.as_completed(
+            [knocking.create_task(knock(endpoint)) for endpoint in set(endpoints)]
+        ):
             with contextlib.suppress(ControlError):
                 return await knocked
     finally:

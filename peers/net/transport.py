@@ -18,7 +18,7 @@ from peers.net.body_buffers import flat
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.direct.paths import METHOD as DIRECT_METHOD
 from peers.net.direct.paths import DirectOptions, DirectPaths
-from peers.net.identity import CIRCUIT, AddressBook, Identity, place_of
+from peers.net.identity import CIRCUIT, AddressBook, Identity, endpoint_of
 from peers.net.p2pd import most_connections
 from peers.net.p2pd_control import ControlError, DaemonControl, check_response, stream_peer
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
@@ -143,7 +143,7 @@ class Dialer:
     async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
         peer = link.peer
         try:
-            places = map(place_of, (await self.control.connections()).get(peer, ()))
+            places = map(endpoint_of, (await self.control.connections()).get(peer, ()))
             hosts = dict.fromkeys(place.host for place in places if place is not None and place.ip)
             better = await direct.dial(link, list(hosts))
             better.closed.add_done_callback(lambda _: self._drop(better))

@@ -809,11 +809,11 @@ def _(data: bytes) -> None:
 )
 def _(data: bytes) -> None:
     text = data.decode("utf-8", "replace")
-    place = identity.place_of(text)
+    place = identity.endpoint_of(text)
     if place is not None and place.ip is not None:
         assert str(place.ip)
     assert identity.is_relay(text) or not identity.is_public(text)
-    identity.tcp_places([text])
+    identity.tcp_endpoints([text])
     with contextlib.suppress(SetupError):
         identity.split_peer_id(text)
     if text.startswith("/"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peers.net import identity
-from peers.net.identity import Identity, is_loopback, split_peer_id, tcp_places, to_multiaddr
+from peers.net.identity import Identity, is_loopback, split_peer_id, tcp_endpoints, to_multiaddr
 from swarm.errors import SetupError
 
 KNOWN_SEED = bytes(range(32))
@@ -88,14 +88,14 @@ def test_a_key_that_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
 def test_only_addresses_that_can_be_dialled_directly_are_tried_before_p2pd_dials_them() -> None:
     peer = Identity.generate().peer_id
     direct = [f"/ip4/192.0.2.7/tcp/31337/p2p/{peer}", "/ip6/::1/tcp/5", "/dns4/example.org/tcp/80"]
-    assert [place[1:] for place in tcp_places(direct)] == [
+    assert [place[1:] for place in tcp_endpoints(direct)] == [
         ("192.0.2.7", 31337),
         ("::1", 5),
         ("example.org", 80),
     ]
     relayed = f"/ip4/192.0.2.7/tcp/1/p2p/{peer}/p2p-circuit/p2p/{peer}"
     for other in (relayed, "/ip4/192.0.2.7/udp/1/quic", "nonsense", "/ip4/192.0.2.7/tcp/x"):
-        assert tcp_places([*direct, other]) == []
+        assert tcp_endpoints([*direct, other]) == []
 
 
 def test_addresses_are_read_as_people_write_them() -> None:

@@ -14,7 +14,7 @@ from peers.net.identity import Identity, is_public, is_relay, with_peer_id, with
 from peers.net.nat import (
     AskReach,
     DialBack,
-    Finding,
+    Reachability,
     Reached,
     _ask,
     conclude,
@@ -91,7 +91,7 @@ def answer(host: str = "44.9.9.9", port: int = 5000, *, reached: bool = False, *
     return Reached(host=host, port=port, reached=reached, **more)
 
 
-def concluded(answers: Sequence[Reached], refusals: Sequence[str] = (), **more: object) -> Finding:
+def concluded(answers: Sequence[Reached], refusals: Sequence[str] = (), **more: object) -> Reachability:
     return conclude(answers, refusals, JOIN, **({"port": 31337, "asked_from": 5000} | more))
 
 
@@ -100,7 +100,9 @@ def test_one_that_got_through_is_enough_and_no_peer_to_ask_is_unknown() -> None:
     assert (found.kind, found.host, found.port) == ("open", "44.9.9.9", 31337)
     found = concluded([answer(why="no connection")])
     assert (found.kind, found.why, found.relays) == ("closed", "no connection", JOIN)
-    assert concluded([], ["too busy"]) == Finding(kind="unknown", port=31337, relays=JOIN, why="too busy")
+    assert concluded([], ["too busy"]) == Reachability(
+        kind="unknown", port=31337, relays=JOIN, why="too busy"
+    )
     assert conclude([], [], [], port=1, asked_from=2).why == "there is no peer to ask"
 
 
@@ -359,8 +361,8 @@ async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch:
     chosen, words = await settled(anywhere, public.addresses, "relay")
     assert chosen.reachable is False and chosen.relays == public.addresses and not chosen.be_relay
 
-    async def closed(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Finding:
-        return Finding(kind="closed", host="44.1.2.3", port=7, why="no connection within 3 s")
+    async def closed(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Reachability:
+        return Reachability(kind="closed", host="44.1.2.3", port=7, why="no connection within 3 s")
 
     monkeypatch.setattr(nat, "find_reach", closed)
     with pytest.raises(SetupError) as refused:
@@ -374,11 +376,11 @@ async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch:
     assert chosen.reachable is False and not chosen.relays
 
     left = [
-        Finding(kind="unknown", port=7, why="no answer within 10 s"),
+        Reachability(kind="unknown", port=7, why="no answer within 10 s"),
         await closed(anywhere, (), hidden=False),
     ]
 
-    async def busy(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Finding:
+    async def busy(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Reachability:
         return left.pop(0)
 
     monkeypatch.setattr(nat, "find_reach", busy)

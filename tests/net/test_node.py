@@ -26,7 +26,7 @@ from peers.net.direct.paths import DirectOptions
 from peers.net.identity import Identity
 from peers.net.node import MAX_UNANSWERED, Node, direct_options
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.net.p2pd_control import ControlError, Place, _one_listens
+from peers.net.p2pd_control import ControlError, Endpoint, _one_listens
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
 from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
@@ -401,7 +401,7 @@ async def test_that_no_peer_to_join_at_can_be_reached_is_said_in_time(
 async def test_a_host_that_has_no_address_is_named_in_words(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unknown(place: Place) -> None:
+    async def unknown(place: Endpoint) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     first, identity = await start(stack), Identity.generate()
@@ -413,7 +413,7 @@ async def test_a_host_that_has_no_address_is_named_in_words(
 
 async def test_a_port_that_is_knocked_at_leaves_no_file_open_whenever_that_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
-        place = Place("ip4", "127.0.0.1", listening.getsockname()[1])
+        place = Endpoint("ip4", "127.0.0.1", listening.getsockname()[1])
         for moments in range(50):
             knocking = asyncio.ensure_future(_one_listens([place], 5.0))
             for _ in range(moments):
