@@ -12,7 +12,7 @@ import random
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -44,7 +44,7 @@ WATCHED_S = 5.0
 MAX_WATCHERS = 16
 
 OVERDUE_S = 5.0
-"""A peer that could give its word on a step, and has not for so long, may have been shown to lie."""
+"""A peer whose word is lacking for so long, on one step or the other, may have been shown to lie."""
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -52,6 +52,13 @@ T = TypeVar("T")
 
 async def _wait_on(peer: PeerId) -> None:
     """Do nothing about a peer whose word is lacking."""
+
+
+class _Lacking(NamedTuple):
+    """When the word of a peer was lacking, without a break."""
+
+    since_s: float
+    last_s: float
 
 
 class StepCoordination:
@@ -62,9 +69,9 @@ class StepCoordination:
         self._core, self._transport, self._directory = core, core.transport, core.directory
         self._all_reduce = all_reduce
         self.word_overdue: Callable[[PeerId], Awaitable[None]] = _wait_on
-        """Called with a peer whose word has been lacking for long, though it could give it."""
-        self._lacking: tuple[int, float] = (-1, 0.0)
-        """A step, and since when words on it are lacking."""
+        """Called with a peer whose word has been lacking for long."""
+        self._lacking: dict[PeerId, _Lacking] = {}
+        """The peers whose words were lacking lately, of whatever step."""
         self.act: Callable[[Action], None] = lambda action: None
         """Called with each action; it makes the peer do it."""
         self._run, self._stage, self._me = core.run, core.stage, core.me
@@ -248,10 +255,12 @@ class StepCoordination:
         serving = {record.peer for record in self._directory.peers() if record.state == "serving"}
         able |= {peer for peer, status in told.items() if status.state == "serving"} - serving
         self.protocol.belief.excuse(t, set(peers) - able, there.keys() - able, able)
-        if self._lacking[0] != t:
-            self._lacking = t, now_s()
-        elif now_s() - self._lacking[1] > OVERDUE_S:
-            await asyncio.gather(*map(self.word_overdue, sorted(able)))
+        now = now_s()
+        self._lacking = {p: at for p, at in self._lacking.items() if now - at.last_s < OVERDUE_S}
+        for peer in peers:
+            self._lacking[peer] = _Lacking(self._lacking[peer].since_s if peer in self._lacking else now, now)
+        overdue = (peer for peer in sorted(peers) if now - self._lacking[peer].since_s > OVERDUE_S)
+        await asyncio.gather(*map(self.word_overdue, overdue))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
     async def _ask_witnesses(self) -> None:

@@ -665,6 +665,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_council",),
     ),
     Mutation(
+        "whose-word-is-lacking-is-never-asked-about",
+        COORDINATION,
+        "_Lacking(self._lacking[peer].since_s if peer in self._lacking else now, now)",
+        "_Lacking(now, now)",
+        "A stage waits for the word of a liar in each step, whom its own stage has convicted.",
+        ("test_false_answers",),
+    ),
+    Mutation(
         "a-commit-is-asked-of-coordinators-only",
         PROTOCOL,
         "in sorted(self._to_tell(0, coordinator, told, more, now) | knows):",
