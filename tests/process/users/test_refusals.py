@@ -72,7 +72,8 @@ def test_every_refusal_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
 
         for program in port_in_use:
             assert said(program, Exit.SETUP) == (
-                f"port {port} is already in use on 127.0.0.1: stop the program that uses it, "
+                f"port {port} is already in use on 127.0.0.1: stop the program that uses it "
+                f"(see: ss -ltnp 'sport = :{port}'), "
                 "or choose another one with --port (--port 0 picks a free one)"
             )
         for program in no_route:
