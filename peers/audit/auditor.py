@@ -142,7 +142,9 @@ class Auditor:
         stage, before = compute.stage, self.audited
         asked = deque(self._shuffled(stage, t, self._voices.counted(stage), ""))
         claim = None
-        while len(self._serving(stage)) > 1 and (claim := await self._claim(compute, t, asked[0])) is None:
+        while asked and len(self._serving(stage)) > 1:
+            if (claim := await self._claim(compute, t, asked[0])) is not None:
+                break
             if await self._is_over(stage, t):
                 return
             asked.rotate()
