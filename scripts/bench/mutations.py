@@ -6142,8 +6142,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-a-liar",
         COORDINATION,
-        "            await asyncio.gather(*map(self.word_overdue, sorted(able)))\n",
-        "            pass\n",
+        "        await asyncio.gather(*map(self.word_overdue, overdue))\n",
+        "        del overdue\n",
         "A replica waits for the word of one that all others have left out.",
         ("test_two_replicas",),
     ),
