@@ -143,8 +143,8 @@ class Dialer:
     async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
         peer = link.peer
         try:
-            places = map(endpoint_of, (await self.control.connections()).get(peer, ()))
-            hosts = dict.fromkeys(place.host for place in places if place is not None and place.ip)
+            endpoints = map(endpoint_of, (await self.control.connections()).get(peer, ()))
+            hosts = dict.fromkeys(end.host for end in endpoints if end is not None and end.ip)
             better = await direct.dial(link, list(hosts))
             better.closed.add_done_callback(lambda _: self._drop(better))
             try:

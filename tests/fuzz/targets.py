@@ -809,9 +809,9 @@ def _(data: bytes) -> None:
 )
 def _(data: bytes) -> None:
     text = data.decode("utf-8", "replace")
-    place = identity.endpoint_of(text)
-    if place is not None and place.ip is not None:
-        assert str(place.ip)
+    endpoint = identity.endpoint_of(text)
+    if endpoint is not None and endpoint.ip is not None:
+        assert str(endpoint.ip)
     assert identity.is_relay(text) or not identity.is_public(text)
     identity.tcp_endpoints([text])
     with contextlib.suppress(SetupError):

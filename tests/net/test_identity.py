@@ -88,7 +88,7 @@ def test_a_key_that_cannot_be_written_or_read_says_so(tmp_path: Path) -> None:
 def test_only_addresses_that_can_be_dialled_directly_are_tried_before_p2pd_dials_them() -> None:
     peer = Identity.generate().peer_id
     direct = [f"/ip4/192.0.2.7/tcp/31337/p2p/{peer}", "/ip6/::1/tcp/5", "/dns4/example.org/tcp/80"]
-    assert [place[1:] for place in tcp_endpoints(direct)] == [
+    assert [endpoint[1:] for endpoint in tcp_endpoints(direct)] == [
         ("192.0.2.7", 31337),
         ("::1", 5),
         ("example.org", 80),
