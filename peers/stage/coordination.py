@@ -256,10 +256,10 @@ class StepCoordination:
         able |= {peer for peer, status in told.items() if status.state == "serving"} - serving
         self.protocol.belief.excuse(t, set(peers) - able, there.keys() - able, able)
         now = now_s()
-        self._lacking = {p: at for p, at in self._lacking.items() if now - at.last_s < OVERDUE_S}
-        for peer in peers:
-            self._lacking[peer] = _Lacking(self._lacking[peer].since_s if peer in self._lacking else now, now)
-        overdue = (peer for peer in sorted(peers) if now - self._lacking[peer].since_s > OVERDUE_S)
+        lately = {peer: at for peer, at in self._lacking.items() if now - at.last_s < OVERDUE_S}
+        begun = {peer: lately.get(peer, _Lacking(now, now)) for peer in peers}
+        self._lacking = lately | {peer: at._replace(last_s=now) for peer, at in begun.items()}
+        overdue = sorted(peer for peer, at in begun.items() if now - at.since_s > OVERDUE_S)
         await asyncio.gather(*map(self.word_overdue, overdue))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 

@@ -667,7 +667,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "whose-word-is-lacking-is-never-asked-about",
         COORDINATION,
-        "_Lacking(self._lacking[peer].since_s if peer in self._lacking else now, now)",
+        "lately.get(peer, _Lacking(now, now))",
         "_Lacking(now, now)",
         "A stage waits for the word of a liar in each step, whom its own stage has convicted.",
         ("test_false_answers",),
