@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from peers.system import die_with_parent
+
 PLACE = struct.Struct("=I")
 """A file's place among all, as the forks read it from the queue."""
 
@@ -90,12 +92,15 @@ def forked(
 ) -> tuple[Connection, int]:
     """A new fork that runs what it takes from `queue`: what it says, and its process."""
     reader, writer = Pipe(duplex=False)
+    parent = os.getpid()
     process = os.fork()
     if process:
         writer.close()
         return reader, process
     try:
         reader.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell began us with `&`
+        die_with_parent(parent, signum=signal.SIGINT)  # the test that runs takes down what it made
         run_files(session, files, queue, name, writer)
     except KeyboardInterrupt:
         pass  # the parent says so
@@ -130,13 +135,18 @@ def run_files(
 
     plugins.register(Reports())
 
-    def tests() -> Iterator[pytest.Item]:
+    def tests() -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+        """Each test, and the one that follows it. After the last one of a file that is any of another file:
+        who took the next one sooner would keep it from the other forks meanwhile.
+        """
         while place := os.read(queue, PLACE.size):
-            yield from files[PLACE.unpack(place)[0]]
+            number = PLACE.unpack(place)[0]
+            file, another = files[number], files[number - 1][0] if len(files) > 1 else None
+            session._setupstate.teardown_exact(file[0])
+            yield from zip(file, (*file[1:], another), strict=True)
 
     try:
-        for item, following in itertools.pairwise(itertools.chain(tests(), [None])):
-            assert item is not None  # only the last one that follows is
+        for item, following in tests():
             writer.send((item.nodeid, ()))
             hook.pytest_runtest_protocol(item=item, nextitem=following)
             writer.send(("", said))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.process.swarm_processes import eventually
 
 pytestmark = pytest.mark.process
 
@@ -45,12 +48,28 @@ def test_that_kills_its_process():
 def test_that_has_no_process(): ...
 """
 
+WAITS = """
+import pathlib, pytest, select
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def made(tmp_path_factory):
+    yield
+    (pathlib.Path(__file__).parent / f"{pathlib.Path(__file__).stem}.gone").touch()
+
+def test_that_waits(made):
+    (pathlib.Path(__file__).parent / f"{pathlib.Path(__file__).stem}.runs").touch()
+    select.select([], [], [], 60)
+"""
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     words = [sys.executable, "-m", "pytest", "-q", "-rA", "-c", str(folder / "pytest.ini")]
-    words += ["-p", "scripts.forks", "--forks", "2", "-p", "no:cacheprovider", *arguments, str(folder)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    return [*words, "-p", "scripts.forks", "--forks", "2", "-p", "no:cacheprovider", *arguments, str(folder)]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *arguments), cwd=ROOT, capture_output=True, text=True)
 
 
 def test_each_test_is_reported_once_with_what_it_said(tmp_path: Path) -> None:
@@ -87,3 +106,16 @@ def test_what_cannot_be_imported_is_said(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("import nothing_of_that_name\n")
     done = run(tmp_path)
     assert done.returncode == pytest.ExitCode.INTERRUPTED and "nothing_of_that_name" in done.stdout
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=lambda signum: signum.name)
+def test_forks_end_with_the_process_that_made_them_and_leave_nothing(tmp_path: Path, signum: int) -> None:
+    names = ("test_a", "test_b")
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(WAITS)
+    with subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL) as started:
+        eventually(
+            lambda: all((tmp_path / f"{name}.runs").exists() for name in names), lambda: "no test runs"
+        )
+        started.send_signal(signum)
+    eventually(lambda: all((tmp_path / f"{name}.gone").exists() for name in names), lambda: "a fork is left")
