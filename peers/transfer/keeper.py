@@ -196,9 +196,11 @@ class CheckpointKeeper:
     # -- keeping ----------------------------------------------------------------------------------
 
     async def fetch(self) -> None:
-        """Look at what is on the disk, and fetch what is newer, once."""
+        """Look at what is on the disk, and fetch what is newer, once. Leaves the directory as it is: a
+        visitor of the run keeps nothing for others.
+        """
         await self._take_stock()
-        await self._keep()
+        await self._keep(announces=False)
 
     async def _keep_often(self) -> None:
         while True:
@@ -206,8 +208,8 @@ class CheckpointKeeper:
                 await self._keep()
             await happens(self._leaving, POLL_S)
 
-    async def _keep(self) -> None:
-        """Fetch all that is offered and of use."""
+    async def _keep(self, *, announces: bool = True) -> None:
+        """Fetch all that is offered and of use; `announces`: and tell the run what is here."""
         now = now_s()
         known = await self._directory.refresh()
         records = [r for r in known if not self._backoff.in_backoff(r.peer, now=now)]
@@ -235,7 +237,8 @@ class CheckpointKeeper:
                     return
                 continue
             await self._take_stock()
-            await self._announce()
+            if announces:
+                await self._announce()
 
     async def _keep_the_last(self) -> None:
         """Fetch what is newer before leaving, within `LAST_S`; say what is lost all the same."""

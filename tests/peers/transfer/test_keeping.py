@@ -278,6 +278,7 @@ async def test_the_last_version_is_collected_from_peers_without_a_disk(tmp_path:
         s.add_trainer("trainer")
         await s.until_finished()
         assert await collect(run, end.transport, end.directory, tmp_path, s.events.append) == run.steps
+        assert not [record for record in await end.directory.refresh() if record.peer == "collector"]
     assert_counted(tmp_path, range(run.S), run.steps, run)
 
 
