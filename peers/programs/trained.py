@@ -146,6 +146,11 @@ def fetched(options: Options) -> Iterator[tuple[Options, Run]]:
         return
     if options.run is None:
         raise SetupError("--join needs --run: both are in the file of a bootstrap's --join-file, @FILE")
+    if options.step is not None:
+        raise SetupError(
+            "--step chooses among checkpoints of --checkpoint-dir: with --join leave it out, and the newest "
+            "version that all stages have is fetched"
+        )
     from peers.net.node import Node
     from peers.programs.roles import manifest
 

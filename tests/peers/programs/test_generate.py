@@ -16,6 +16,8 @@ import torch
 
 from peers.cli import Exit, main
 from peers.options import WeightsOptions
+from peers.programs.tool_options import GenerateOptions
+from peers.programs.trained import fetched
 from peers.storage import RESULTS_ENV, checkpoint
 from peers.storage.weights import find_run, load_weights
 from swarm.errors import SetupError
@@ -202,3 +204,10 @@ def test_an_empty_folder_and_two_runs_in_one_are_said(folder: Path, tmp_path: Pa
 def test_which_weights_are_meant_must_be_clear(options: WeightsOptions, words: str) -> None:
     with pytest.raises(SetupError, match=words):
         load_weights(options)
+
+
+def test_of_a_run_that_goes_on_no_older_step_can_be_had() -> None:
+    """The newest was taken without a word."""
+    options = GenerateOptions(run=RUN.id, join=("/ip4/127.0.0.1/tcp/1/p2p/x",), step=3)
+    with pytest.raises(SetupError, match="with --join leave it out"), fetched(options):
+        pass
