@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import inspect
 import ipaddress
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -52,17 +51,16 @@ def wrong(text: str, wanted: str) -> argparse.ArgumentTypeError:
 
 
 def whole(
-    low: int, high: float = math.inf, *, or_auto: bool = False, wanted: str = ""
+    low: int, high: int = 1_000_000_000, *, or_auto: bool = False, wanted: str = ""
 ) -> Callable[[str], int | str]:
-    """`wanted`: what it is, if not just a number."""
-    between = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+    """`high`: by default that of `steps` in a manifest; `wanted`: what it is, if not just a number."""
 
     def parse(text: str) -> int | str:
         if or_auto and text == "auto":
             return text
-        if re.fullmatch("-?[0-9]+", text) and low <= int(text) <= high:
+        if re.fullmatch("-?[0-9]{1,19}", text) and low <= int(text) <= high:
             return int(text)
-        raise wrong(text, wanted or f"a whole number {between}{' (or auto)' * or_auto}")
+        raise wrong(text, wanted or f"a whole number from {low} to {high}{' (or auto)' * or_auto}")
 
     return parse
 
@@ -230,6 +228,8 @@ ANY_RUN = Kind(_run_or_name, "ID|NAME@FINGERPRINT")
 PEER_ID_KIND = Kind(_peer_id, "PEER")
 COUNT = Kind(whole(1), "N")
 NUMBER = Kind(whole(0), "N")
+SEED = Kind(whole(0, 2**63 - 1), "N")
+THREADS = Kind(whole(1, 1024), "N")
 PID = Kind(int, "PID")
 STAGE = Kind(whole(0, or_auto=True), "auto|N")
 STAGES = Kind(_stages, "N,N,…")
@@ -421,7 +421,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
         "keep the input of each layer of a built-in decoder, and run it twice: less memory"
     )
     host_sums: bool = switch("add gradients up in the machine's memory: 8 bytes a weight less on a GPU")
-    threads: int | None = optional(COUNT, "cores to compute on, each a microbatch (default: all)")
+    threads: int | None = optional(THREADS, "cores to compute on, each a microbatch (default: all)")
     max_inflight: Literal["auto"] | int = option(
         COUNT_OR_AUTO, "microbatches admitted at once (default: by measured memory)", "auto"
     )

@@ -47,6 +47,7 @@ WORDS = Kind(str, "TEXT")
 INTEGER = Kind(whole(-1024, 1023), "N")
 WORK_BITS = Kind(whole(0, MAX_WORK_BITS), "BITS")
 USES = Kind(whole(1, 1000), "N")
+KILLS = Kind(whole(0, 1000), "N")
 DAYS = Kind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
 MODEL = Kind(str, "MODEL")
 SHELL = Kind(str, "SHELL")
@@ -236,7 +237,7 @@ class AuditOptions(MemberOptions, NetworkOptions):
     stages: tuple[int, ...] = several(arg.NUMBER, "audit these only (default: all, in turn)")
     start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
     device: str = option(arg.DEVICE, "default: CUDA if there is, else CPU", "auto")
-    threads: int | None = optional(arg.COUNT, "cores to compute on, each a microbatch (default: all)")
+    threads: int | None = optional(arg.THREADS, "cores to compute on, each a microbatch (default: all)")
 
 
 # --- of a machine's owner ---
@@ -347,7 +348,7 @@ class DemoOptions(Options):
     stages: int | None = optional(arg.COUNT, "stages of the model (default: 3)")
     peers: int = option(arg.COUNT, "peers of each stage (default: %(default)s)", 2)
     steps: int | None = optional(arg.COUNT, "optimizer steps (default: 300: three minutes of two cores)")
-    preempt: int = option(arg.NUMBER, "peers to kill on the way (default: %(default)s)", 1)
+    preempt: int = option(KILLS, "peers to kill on the way (default: %(default)s)", 1)
     codec: str | None = optional(
         CODEC,
         "how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
@@ -359,7 +360,7 @@ class DemoOptions(Options):
     manifest: Path | None = optional(arg.FILE, "train this run instead of the built-in one")
     eval_data: tuple[Path | str, ...] = several(arg.DATA, arg.EVAL_HELP)
     start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
-    seed: int | None = optional(arg.NUMBER, "of weights, data and kills")
+    seed: int | None = optional(arg.SEED, "of weights, data and kills")
     yes: bool = switch(YES_HELP)
     json: bool = switch("print a JSON object as the last line of stdout")
     verify: bool = switch("train the same in one process too, and compare every loss and weight")
@@ -398,7 +399,7 @@ class GenerateOptions(ComputedOptions):
     prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", positional=True)
     tokens: int = option(arg.COUNT, "how many to write (default: %(default)s)", 200)
     temperature: float = option(TEMPERATURE, "0 = always the likeliest (default: 0.8)", 0.8)
-    seed: int = option(arg.NUMBER, "default: %(default)s", 0)
+    seed: int = option(arg.SEED, "default: %(default)s", 0)
 
 
 class EvalOptions(ComputedOptions):
@@ -411,7 +412,7 @@ class EvalOptions(ComputedOptions):
     data: tuple[Path | str, ...] = several(arg.DATA, "any text files, or an index (default: the training's)")
     """Where code makes the samples: one `package.module:function` that makes others."""
     samples: int = option(arg.COUNT, "how many, spread evenly over the text (default: %(default)s)", 64)
-    threads: int | None = optional(arg.COUNT, "cores to compute on (default: all)")
+    threads: int | None = optional(arg.THREADS, "cores to compute on (default: all)")
     json: bool = switch(JSON_HELP)
 
 
@@ -447,7 +448,7 @@ class PlanOptions(MaybeMembership):
 
     manifest: Path | None = optional(arg.FILE, TERMS_HELP)
     devices: Path | None = optional(arg.FILE, "the machines and what lies between them (TOML)")
-    seed: int = option(arg.NUMBER, "default: %(default)s", 0)
+    seed: int = option(arg.SEED, "default: %(default)s", 0)
     budget: float = option(arg.SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
     survive_region: bool = switch(
         "have devices of two regions in every stage, so that one region may be lost"
@@ -478,7 +479,7 @@ class SimulateOptions(Options):
     )
     hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
     """A trace that is shorter ends it."""
-    seed: int = option(arg.NUMBER, "of all chance (default: %(default)s)", 0)
+    seed: int = option(arg.SEED, "of all chance (default: %(default)s)", 0)
     json: bool = switch(JSON_HELP)
 
 

@@ -113,9 +113,9 @@ def test_a_second_interrupt_ends_it_at_once(serves: type[Serves], monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"stage": -3}, r"stage = -3: '-3' is not a whole number of at least 0 \(or auto\)"),
+        ({"stage": -3}, r"stage = -3: '-3' is not a whole number from 0 to 1000000000 \(or auto\)"),
         ({"stage": 1.5}, r"stage = 1.5: '1.5' is not a whole number"),
-        ({"keep": 0}, r"keep = 0: '0' is not a whole number of at least 1"),
+        ({"keep": 0}, r"keep = 0: '0' is not a whole number from 1 to 1000000000"),
         ({"leave_within": -1.0}, r"leave_within = -1.0: '-1.0' is not a number of seconds"),
         ({"reach": "maybe"}, r"reach = 'maybe': choose from auto, public, relay"),
         ({"devcie": "cpu"}, r"join has no option devcie \(did you mean device\?\)"),

@@ -221,4 +221,4 @@ def test_a_list_of_stages_is_for_several_devices(capsys: pytest.CaptureFixture[s
     assert "--stages is for several devices (--device all, or cuda:0,cuda:1)" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*words, "0,one"])
-    assert "a whole number of at least 0" in capsys.readouterr().err
+    assert "a whole number from 0 to 1000000000" in capsys.readouterr().err
