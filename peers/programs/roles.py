@@ -228,7 +228,10 @@ class Bootstrap(Networked[BootstrapOptions]):
         except (OSError, Refused) as error:
             raise SetupError(f"--charter {path} is none that swarm init made: {error}") from None
         if charters.charter is None or charters.charter.run != node.run_id:
-            raise SetupError(f"{path} is not the charter of the manifest: give those that swarm init made")
+            raise SetupError(
+                f"{path} is not the charter of the manifest: give both as swarm init made them. A manifest "
+                "that was changed since is another run: swarm init NAME --manifest FILE makes it"
+            )
         await self._renew(node)
 
         def keep() -> None:

@@ -490,9 +490,8 @@ async def test_a_file_that_is_no_charter_of_the_run_is_not_published(keys: Path)
                 await bootstrap(keys, [])._publish_charter(node_of(memory), path)
         other = charter_of(run="ab" * 16)
         signed.write_charter(path, OWNER.peer_id, signed.seal_charter(other, OWNER))
-        with pytest.raises(
-            SetupError, match="is not the charter of the manifest: give those that swarm init"
-        ):
+        changed = "A manifest that was changed since is another run: swarm init NAME"
+        with pytest.raises(SetupError, match=changed):
             await bootstrap(keys, [])._publish_charter(node_of(memory), path)
 
 
