@@ -12,6 +12,7 @@ import msgspec
 from peers.islands.planning import islands_of
 from peers.programs.descriptions import heading, job_of, load_devices, read_text, shown_bytes
 from peers.programs.tool_options import SimulateOptions
+from peers.progress import Bar
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.islands import STEPS, IslandsReport, simulate_islands
 from peers.sim.throughput.report import Settings, ThroughputReport
@@ -108,7 +109,10 @@ def simulate_run(
         checkpoint_every=run.checkpoint_every or 1_000_000,
         bin_s=max(MIN_BIN_S, end_s / BINS),
     )
-    report = simulate(network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed)
+    with Bar("simulating", int(end_s), unit="virtual seconds") as bar:
+        report = simulate(
+            network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed, progress=bar
+        )
     if trace is None and len(network) <= MAX_REPLICAS * run.S:
         report.predicted = Overlap(network, job).predict(layout)
     return report

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from peers.sim.loop import Process, VirtualLoop
 from peers.sim.throughput.members import Members
@@ -31,6 +31,7 @@ def simulate(
     trace: Trace | None = None,
     steps: int | None = None,
     seed: int = 0,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> ThroughputReport:
     """A run from version 0, until `end_s` or after `steps` steps.
 
@@ -38,6 +39,7 @@ def simulate(
         layout: the stage of each device of the network, `NO_STAGE` for those that are not used.
         trace: how many devices are up. Those at its beginning take their stages from the layout, later ones
             go where they are needed most. None: all of the layout, for ever.
+        progress: told of virtual seconds, as they pass.
 
     Raises:
         SetupError: the layout, the job and the network do not fit together; the text says where.
@@ -60,10 +62,17 @@ def simulate(
                 loop.create_task(members.rebalance())
             loop.call_later(0.0, trainers.start_all)  # when all that begin together are there
 
+        told_s = 0
+
+        def over() -> bool:
+            nonlocal told_s
+            if passed_s := int(loop.now_s) - told_s:
+                progress(passed_s)
+                told_s += passed_s
+            return bool(loop.bugs) or (steps is not None and world.version >= steps)
+
         everybody.start(loop, live())
-        ended = loop.run(
-            lambda: bool(loop.bugs) or (steps is not None and world.version >= steps), limit_s=end_s
-        )
+        ended = loop.run(over, limit_s=end_s)
         assert not loop.bugs, loop.bugs[0]
         report.end_s = loop.now_s = loop.now_s if ended else end_s
         for stage in list(world.empty):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,17 @@ def test_what_cannot_be_simulated_of_islands_is_refused(
     files["devices"].write_text(DEVICES.format(count=3))
     assert simulate(files) == Exit.SETUP
     assert "1 missing, so nobody serves cell 3 (island 1, stage 1)" in capsys.readouterr().err
+
+
+def test_how_far_a_simulation_is_stands_on_standard_error(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour of ten devices took three minutes without a word."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert simulate(files, "--hours", "0.005") == Exit.OK
+    said = capsys.readouterr()
+    assert f"simulating [#{19 * '.'}] 1 of 18 virtual seconds" in said.err
+    assert "simulating" not in said.out
 
 
 def test_long_lists_of_moves_are_cut() -> None:
