@@ -521,6 +521,13 @@ def test_an_unknown_key_is_refused_with_the_keys_that_exist(section: str) -> Non
         assert "(did you mean name?)" in error.value.text
 
 
+def test_a_key_of_another_kind_of_model_is_not_said_to_stand_where_it_does() -> None:
+    """It said of model.layers that it stands in [model]."""
+    text = FULL.to_toml().replace("\n[model]\n", '\n[model]\nkind = "hf"\n')
+    with pytest.raises(SetupError, match=r"^model\.layers = .* unknown key; \[model\] takes kind, "):
+        parse_run(text.replace('\nkind = "gpt"', ""))
+
+
 @pytest.mark.parametrize("text", [EXAMPLE + "[optimiser]", EXAMPLE.replace("[optimizer]", "[optimiser]")])
 def test_an_unknown_table_is_refused_with_the_tables_that_exist(text: str) -> None:
     with pytest.raises(

@@ -163,7 +163,8 @@ def _refuse_unknown(spec: type[Spec], values: dict[str, Any]) -> None:
             )
         key = spec._key(told)  # pyright: ignore[reportPrivateUsage]
         where = f"[{spec.section}]" if spec.section else "a manifest, before its tables,"
-        at = [f" (it stands in [{table}])" for table, one in TABLES.items() if name in _known(one)]
+        others = [(table, one) for table, one in TABLES.items() if table != spec.section]
+        at = [f" (it stands in [{table}])" for table, one in others if name in _known(one)]
         at += [" (it stands before all tables)"] * (name in _known(Run))
         hint = at[0] if at else did_you_mean(name, names if spec.section else [*names, *TABLES])
         more = "" if spec.section else f"; its tables are {', '.join(tables)}"
