@@ -83,8 +83,8 @@ class Blame:
         self._undoing: dict[tuple[int, Generation], dict[PeerId, tuple[float, float, int]]] = {}
         """When each replica was told last to retract, how long that took so far, what it has to keep."""
         self._judged: set[str] = set()
-        self._begun: dict[int, tuple[object, set[str], float]] = {}
-        """By step: whose sums another coordinator has this replica add, in which rounds, and since when."""
+        self._told: dict[tuple[int, str], tuple[Hashable, set[Hashable], float]] = {}
+        """By step and what this replica is told to do: who tells it, of which sums; each time; since when."""
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
@@ -163,16 +163,27 @@ class Blame:
 
         One that holds nothing up sees who does, and begins no third round with that one.
         """
-        sums = by, plan.members, plan.ledgers
-        of, names, since_s = self._begun.get(t, (None, set[str](), now))
-        if of != sums:
-            of, names, since_s = sums, set(), now
-        again = plan.round not in names and len(names) >= BUDGET_ROUNDS and now - since_s >= REPEATED_S
+        return self._repeats("begin", t, by, (plan.members, plan.ledgers), plan.round, now=now)
+
+    def retracted(self, t: int, returned: int, by: PeerId, *, now: float) -> bool:
+        """The same of one that has this replica retract something: others have that, so it is not computed
+        here again, and a third time. `returned`: microbatches of the step that were.
+        """
+        return self._repeats("retract", t, by, (), returned, now=now)
+
+    def _repeats(self, what: str, t: int, by: PeerId, sums: Hashable, time: Hashable, *, now: float) -> bool:
+        """Charge a coordinator that has this replica do the same, with the same sums, a third time, long
+        after the first. `time`: tells one time from another.
+        """
+        of, times, since_s = self._told.get((t, what), (None, set[Hashable](), now))
+        if of != (by, sums):
+            of, times, since_s = (by, sums), set(), now
+        again = time not in times and len(times) >= BUDGET_ROUNDS and now - since_s >= REPEATED_S
         if again:
             self._backoff.charge(by, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
-        names.add(plan.round)
-        self._begun = {step: known for step, known in self._begun.items() if step >= t - 1}
-        self._begun[t] = sums, names, since_s
+        times.add(time)
+        self._told = {at: known for at, known in self._told.items() if at[0] >= t - 1}
+        self._told[t, what] = of, times, since_s
         return again
 
     def leaves_out_all(self, by: PeerId, t: int, *, now: float) -> None:

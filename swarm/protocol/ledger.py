@@ -123,6 +123,9 @@ class Ledger:
         """The part of `in_progress` whose tensors come too slowly: who can bring it sooner, may."""
         self.frozen_for: str | None = None
         """Id of the reduce round that the sum is promised to."""
+        self._removed = 0
+        self.returned = 0
+        """How many microbatches were added that had been subtracted before: nobody else has had them."""
 
     def claim(self, m: int) -> Claim:
         """Ask to compute `m`; the caller computes it only on `NEW`."""
@@ -153,12 +156,14 @@ class Ledger:
         self._may_change()
         assert self.may_add(m), f"microbatch {m} of step {self.t} would count twice"
         self.done |= 1 << m
+        self.returned += self._removed >> m & 1
 
     def remove(self, m: int) -> None:
         """Note that the weight gradient of `m` was subtracted from the sum again."""
         self._may_change()
         assert self.frozen_for is None and self.done >> m & 1
         self.done &= ~(1 << m)
+        self._removed |= 1 << m
 
     def freeze(self, round_id: str) -> None:
         """Promise the sum as it is to a reduce round."""

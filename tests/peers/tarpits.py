@@ -23,6 +23,15 @@ async def never_answered(request: Request) -> Answer:
     return await asyncio.get_running_loop().create_future()
 
 
+def send_no_part(peer: StagePeer) -> None:
+    """A member of rounds that gives owners nothing, for ever."""
+
+    async def never(*_: object) -> Answer:
+        return await asyncio.get_running_loop().create_future()
+
+    peer.actions._all_reduce._call_until_ready = never  # type: ignore[method-assign]
+
+
 class TrickleLines(Lines):
     """Bodies of some peers come at a byte a second."""
 

@@ -224,6 +224,20 @@ def test_a_coordinator_that_begins_a_third_round_with_the_same_sums_is_left_out(
     assert began(14, now=60.0) and backoff.rests("bob", now=60.0)
 
 
+def test_a_coordinator_that_has_one_retract_what_no_other_has_is_left_out() -> None:
+    this, backoff = blame()
+
+    def retracted(returned: int, *, by: PeerId = "bob", now: float) -> bool:
+        return this.retracted(0, returned, by, now=now)
+
+    assert not any(retracted(0, now=float(now)) for now in range(30)), "it is said until it is done"
+    assert not any(retracted(1, now=float(now)) for now in range(30, 60)), "a replica died that had it"
+    assert not retracted(2, by="cid", now=61.0), "another coordinates"
+    for returned, now in ((2, 70.0), (3, 72.0), (4, 79.9)):
+        assert not retracted(returned, now=now) and not backoff.rests("bob", now=now)
+    assert retracted(5, now=80.0) and backoff.rests("bob", now=80.0)
+
+
 # --- by the word of others ---
 
 

@@ -320,6 +320,31 @@ def test_those_that_a_coordinator_leaves_out_all_together_go_on_without_it(
     assert (this.coordinator(1, now=NOW) == "ann") is goes_on
 
 
+@pytest.mark.parametrize(
+    ("others", "left_out", "goes_on"),
+    [("bob cid", "", True), ("bob cid", "ann", False), ("bob", "", False)],
+    ids=["one of three", "that it leaves out", "one of two"],
+)
+def test_who_is_to_retract_what_is_computed_again_goes_on_without_its_coordinator(
+    others: str, left_out: str, goes_on: bool
+) -> None:
+    """Bob has most voice. All of its turn went by so, and then two rounds to which it gave no part."""
+    voice = {"bob": 90, "cid": 40}
+    there = [record(peer, steps=voice[peer]) for peer in others.split()]
+    this, mine = protocol_of("ann", record("ann", steps=60), *there), Step(0, Ledger(0, RUN.M))
+    this.observe(this._local._replace(steps={0: mine}), this._peers, now=NOW)
+    for number in range(5):
+        mine.ledger.record(0)
+        told = Directive(
+            run=RUN.id, stage=1, coordinator="bob", number=number, version=0,
+            left_out=tuple(left_out.split()), steps=(StepDirective(t=0, retract=Bitmap(1)),),
+        )  # fmt: skip
+        this.directive_came(told, now=NOW + 4.0 * number)
+        mine.ledger.remove(0)
+    assert this._backoff.rests("bob", now=NOW + 20.0) is goes_on
+    assert this.coordinator(1, now=NOW + 20.0) == ("ann" if goes_on else "bob")
+
+
 def test_one_of_two_that_the_other_leaves_out_goes_on_under_it() -> None:
     this = protocol_of("ann", record("bob", steps=90), record("ann", steps=60))
     told = Directive(run=RUN.id, stage=1, coordinator="bob", number=1, version=0, left_out=("ann",))

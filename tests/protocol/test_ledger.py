@@ -82,6 +82,18 @@ def test_a_microbatch_that_was_taken_out_may_enter_again(ledger: Ledger) -> None
     assert ledger.done == 0b10
 
 
+def test_those_that_enter_again_are_counted_and_no_others(ledger: Ledger) -> None:
+    ledger.record(0)
+    ledger.record(1)
+    ledger.remove(1)
+    ledger.record(2)
+    assert ledger.returned == 0
+    for returned in (1, 2):
+        ledger.record(1)
+        assert ledger.returned == returned
+        ledger.remove(1)
+
+
 def test_a_dropped_sum_takes_its_ledger_and_its_promise_with_it_but_not_what_is_running(
     ledger: Ledger,
 ) -> None:

@@ -36,7 +36,7 @@ from swarm.manifest import audit_run
 from swarm.protocol.replica import AllReduce
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
-from tests.peers.tarpits import answer_late, never_answered, trickle, trickle_in_all
+from tests.peers.tarpits import answer_late, never_answered, send_no_part, trickle, trickle_in_all
 
 STEPS, STAGES, MICROBATCHES = 20, 3, 8
 GOAL_S = 30.0
@@ -78,11 +78,8 @@ def busy(after_s: float) -> Way:
 
 
 def sends_no_part(s: Swarm, slow: Slow) -> None:
-    async def nothing(*_: object) -> Answer:
-        return await asyncio.get_running_loop().create_future()
-
     for peer in slow.values():
-        peer.actions._all_reduce._call_until_ready = nothing  # type: ignore[method-assign]
+        send_no_part(peer)
 
 
 def starts_no_reduce(s: Swarm, slow: Slow) -> None:
