@@ -515,8 +515,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "two-speak-for-a-stage",
         PROTOCOL,
-        "if not late and (before, seen) <= (said, False):",
-        "if not late and before <= said:",
+        "and (before, seen) <= (said, False):",
+        "and before <= said:",
         "The run coordinator hears of a stage from another replica than its coordinator.",
         ("test_attack",),
     ),
@@ -603,7 +603,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-report-that-comes-late-is-heard",
         PROTOCOL,
-        "if known is None or known.report.number <= report.number:",
+        "if not report.is_overtaken_by(known.report if known else None):",
         "if True:",
         "A result that was given up is there again, for a coordinator, and a step is committed with it.",
         ("test_attack",),
@@ -611,8 +611,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-summary-that-comes-late-is-heard",
         PROTOCOL,
-        "if not late and (before, seen) <= (said, False):",
-        "if (before, seen) <= (said, False):",
+        "if not summary.is_overtaken_by(last) and (before",
+        "if (before",
         "A step is committed with a result that its stage has given up: the run goes back.",
         ("test_attack",),
     ),
@@ -1318,8 +1318,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "follow-an-overtaken-directive",
         PROTOCOL,
-        " and directive.number < last.number:",
-        " and False:",
+        "if directive.is_overtaken_by(its_last):",
+        "if False:",
         "A late directive takes a replica back to an older plan.",
         ("test_council",),
     ),
@@ -5561,8 +5561,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-speaks-for-a-stage-needs-no-proof",
         PROTOCOL,
-        "if not late and (before, seen) <= (said, False):",
-        "if not late and (said, seen) <= (said, False):",
+        "and (before, seen) <= (said, False):",
+        "and (said, seen) <= (said, False):",
         "A replica that says after each of its stage's summaries that all is lacking has no step committed.",
     ),
     Mutation(

@@ -40,7 +40,11 @@ class Numbered(Positioned, frozen=True, kw_only=True):
     """A message that the next one of its sender replaces."""
 
     number: int = 0
-    """Rises with each message of its sender, so that a late one is recognised."""
+    """Rises with each message of its sender."""
+
+    def is_overtaken_by(self, last: Numbered | None) -> bool:
+        """Whether this message was late on its way: `last`, the last of the same sender, if any, is newer."""
+        return last is not None and self.number < last.number
 
 
 class ReplicaReport(Numbered, frozen=True, kw_only=True):

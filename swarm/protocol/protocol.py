@@ -288,10 +288,10 @@ class StepProtocol:
 
     def directive_came(self, directive: Directive, *, now: float) -> None:
         """Follow a directive of this replica's coordinator: the answer to its report, or its own decision."""
-        last = self.directive
-        if last is not None and last.coordinator == directive.coordinator and directive.number < last.number:
-            return  # overtaken by a newer one
-        seen = self.coordinator(self._stage, now=now)
+        last, seen = self.directive, self.coordinator(self._stage, now=now)
+        its_last = last if last and last.coordinator == directive.coordinator else None
+        if directive.is_overtaken_by(its_last):
+            return
         if directive.coordinator == seen:
             self._led_s = now
         elif last is not None and last.coordinator == seen and now - self._led_s < LED_S:
@@ -375,7 +375,7 @@ class StepProtocol:
         self._check_ahead(sender, report)
         self._backoff.answered(sender)
         known = self._coordinator.members.get(sender)
-        if known is None or known.report.number <= report.number:
+        if not report.is_overtaken_by(known.report if known else None):
             self._coordinator.members[sender] = Member(report, losses, now)
         self._follows(report.generation, now)
         if not self.coordinates(self._stage, now=now):
@@ -489,8 +489,8 @@ class StepProtocol:
             if voice and rival and rival.coordinator != sender and rival.seen_s > lately_s:
                 before, said = (self.belief.ready(s, self._local.version) for s in (rival.summary, summary))
                 seen = rival.coordinator == self.coordinator(stage, now=now) and not self._rotation.late
-            late = rival and rival.coordinator == sender and rival.summary.number > summary.number
-            if not late and (before, seen) <= (said, False):
+            last = rival.summary if rival and rival.coordinator == sender else None
+            if not summary.is_overtaken_by(last) and (before, seen) <= (said, False):
                 self._run_coordinator.stages[stage] = Summarized(summary, sender, now)
             self._follows(summary.generation, now)
             self._update_run_status(now)
