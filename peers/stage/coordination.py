@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -29,7 +29,18 @@ from swarm.protocol.protocol import Message, ProtocolTimings, Ready, StepProtoco
 from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
 from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
-from swarm.wire.messages import MAX_LONG_BYTES, Ack, Watch, Watched, hear, pack, say, unpack, unpack_answer
+from swarm.wire.messages import (
+    MAX_LONG_BYTES,
+    Ack,
+    PeerStatus,
+    Watch,
+    Watched,
+    hear,
+    pack,
+    say,
+    unpack,
+    unpack_answer,
+)
 
 GATHER_S = 0.1
 """Progress within this time travels in one report; what a step waits for goes at once."""
@@ -248,20 +259,25 @@ class StepCoordination:
         self._step(lambda now: self.protocol.lost_stage_told(claimed, told, voice, now=now))
 
     async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
-        """Ask peers whose word is lacking: those that are away, or have nothing of the step, give none."""
-        told = await ask_status(self._run, self._transport, peers)
+        """Ask peers whose word is lacking, and about those of which it has been for long."""
+        self._excuse(t, peers, await ask_status(self._run, self._transport, peers))
+        await asyncio.gather(*map(self.word_overdue, self._overdue(peers, now_s())))
+        self._core.report_trigger.urgent()  # the answer tells the commit again
+
+    def _excuse(self, t: int, peers: Sequence[PeerId], told: Mapping[PeerId, PeerStatus]) -> None:
+        """Do without the word of those that are away, or have nothing of the step, as they `told`."""
         there = {p: s for p, s in told.items() if s.state == "serving" and s.version == t}
         able = {peer for peer, status in there.items() if status.done or status.inflight}
         serving = {record.peer for record in self._directory.peers() if record.state == "serving"}
         able |= {peer for peer, status in told.items() if status.state == "serving"} - serving
         self.protocol.belief.excuse(t, set(peers) - able, there.keys() - able, able)
-        now = now_s()
+
+    def _overdue(self, peers: Sequence[PeerId], now: float) -> list[PeerId]:
+        """Note that the word of `peers` is lacking; returns those of which it has been for long."""
         lately = {peer: at for peer, at in self._lacking.items() if now - at.last_s < OVERDUE_S}
         begun = {peer: lately.get(peer, _Lacking(now, now)) for peer in peers}
         self._lacking = lately | {peer: at._replace(last_s=now) for peer, at in begun.items()}
-        overdue = sorted(peer for peer, at in begun.items() if now - at.since_s > OVERDUE_S)
-        await asyncio.gather(*map(self.word_overdue, overdue))
-        self._core.report_trigger.urgent()  # the answer tells the commit again
+        return sorted(peer for peer, at in begun.items() if now - at.since_s > OVERDUE_S)
 
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""

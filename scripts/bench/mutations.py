@@ -6174,8 +6174,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-a-liar",
         COORDINATION,
-        "        await asyncio.gather(*map(self.word_overdue, overdue))\n",
-        "        del overdue\n",
+        "await asyncio.gather(*map(self.word_overdue, self._overdue(peers, now_s())))",
+        "self._overdue(peers, now_s())",
         "A replica waits for the word of one that all others have left out.",
         ("test_two_replicas",),
     ),
