@@ -111,15 +111,16 @@ class Verdicts:
                 self.leave_out(accused, "its stage has convicted it")
 
     async def most_have_convicted(self, stage: Stage, accused: PeerId) -> bool:
-        """Whether most of a stage, by voice, and two of it have; or its founder, where no third has voice.
-        Of two that contradict each other neither is believed, but with an auditor's word: most of the stages
-        around them, which judge by themselves. The accused may be of another stage by now.
+        """Whether most of a stage, by voice, and two of it have; or one that is trusted: a founder, where no
+        third has voice, and of two the one that an auditor agrees with. If neither of two is trusted, most of
+        the stages around them have to, which judge by themselves. The accused may be of another stage by now.
         """
         there, voice = [*dict.fromkeys([*self._there(stage), accused])], self._voices.of(stage)
         founders = set(self._run.admission.founders) if len(voice) <= 2 else set[PeerId]()
         around = [near for near in (stage - 1, stage + 1) if 0 <= near < self._run.S]
-        named = accused in self._named and len(there) == 2
-        if len(there) == 2 and around and founders.isdisjoint(there) and not named:
+        two = len(there) == 2
+        trusted = founders.union(there if two and accused in self._named else ())
+        if two and around and trusted.isdisjoint(there):
             there = [peer for near in around for peer in self._there(near)]
             voice = self._voices.of_all(around)
         me = self._transport.peer_id
@@ -127,7 +128,7 @@ class Verdicts:
         judges = [peer for peer in heard(there, voice) if peer != accused]
         said = await self._convicted_by(judges, accused)
         agree = {peer for peer, one in said.items() if one.yes}
-        if accused not in founders and (agree & founders or (agree and named)):
+        if accused not in founders and agree & trusted:
             return True
         several = len(agree) > 1 or len(judges) == 1
         return several and 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
