@@ -2,7 +2,8 @@
 
     downloads   the state of a stage, as a newcomer does
     asks        what the members of that step's round signed, and what each of them kept of it
-    computes    all microbatches of one member, adds them, and compares; then of the next one
+    computes    all microbatches of one member, adds them, and compares; then of the next one. Of a step that
+                one took without the others it compares the result
     compares    one answer of each member with what its caller got (trainers do that of stage 0)
     tells       the stage of one that added something else: its replicas look at what it adds next
 
@@ -16,6 +17,8 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+import torch
+
 from peers import events
 from peers.audit.answers import evidence_of
 from peers.audit.contributions import Claim, count_again, has_its_bits
@@ -27,6 +30,7 @@ from peers.ports import Device, Directory, Rank, Transport
 from peers.stage.all_reduce import parts_of
 from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
+from peers.transfer.gradient import wanted_of
 from peers.voices import Voices
 from peers.waiting import TaskKeeper, end_tasks
 from swarm.audit.answers import make, proves_answer
@@ -35,13 +39,15 @@ from swarm.audit.projection import coefficients
 from swarm.errors import PeerGone, PeerSilent, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
+from swarm.model.reductions import vectors_digest
 from swarm.model.stage import StageCompute
+from swarm.protocol.proofs import Belief
 from swarm.protocol.rounds import check_plan
 from swarm.protocol.statements import Coin, Toss, is_signed
 from swarm.protocol.sums import SUM_BYTES, Projected, nth_sum, seed_of
 from swarm.protocol.voice import heard
 from swarm.wire.evidence import AskProducts, Products, ShowEvidence
-from swarm.wire.messages import MAX_LONG_BYTES, hear, pack
+from swarm.wire.messages import MAX_LONG_BYTES, OpenHeld, hear, pack
 
 ASK_S = 10.0
 """Members wait half of that for the end of a round that is asked for."""
@@ -143,7 +149,13 @@ class Auditor:
         asked = deque(self._shuffled(stage, t, self._voices.counted(stage), ""))
         claim = None
         while asked and len(self._serving(stage)) > 1:
-            if (claim := await self._claim(compute, t, asked[0])) is not None:
+            claiming = asyncio.ensure_future(self._claim(compute, t, asked[0]))
+            while not claiming.done():
+                if await self._audit_result(compute, t, only):
+                    await end_tasks([claiming])
+                    return
+                await asyncio.wait({claiming}, timeout=POLL_S)
+            if (claim := claiming.result()) is not None:
                 break
             if await self._is_over(stage, t):
                 return
@@ -174,6 +186,60 @@ class Auditor:
         asked = [peer for peer in self._voices.counted(stage) if peer != besides]
         told = await ask_status(self._run, self._transport, self._shuffled(stage, t, asked, "")[:MAX_ASKED])
         return 2 * sum(status.version > t + 1 for status in told.values()) >= len(told)
+
+    # -- a step that one took alone -----------------------------------------------------------------
+
+    async def _audit_result(self, compute: StageCompute, t: int, only: Collection[PeerId] | None) -> bool:
+        """Audit the result of a step, if it is taken and one replica with voice alone signed that: it may
+        have left the others out, which do not know what it added. Returns whether it is so.
+        """
+        run, stage, voice = self._run, compute.stage, self._voices.of(compute.stage)
+        told = await ask_status(run, self._transport, self._voices.counted(stage)[:MAX_ASKED])
+        taken = [peer for peer, status in told.items() if status.version > t]
+        wanted = wanted_of(compute, OpenHeld(run=run.id, t=t), compute.numel)
+        for source in self._shuffled(stage, t, taken, "result"):
+            try:
+                found = await download(self._transport, wanted, [source])
+                commit, result = found.opened.last_commit, found.tensors["gradient"]
+                if commit is None:
+                    continue
+                Belief(run, stage, self._transport.signer).check_commit(commit, found.opened.generation, None)
+            except SwarmError:
+                continue
+            by = [proof.peer for proof in commit.proofs[stage] if voice.get(proof.peer) or not voice]
+            if len(by) > 1:
+                return False
+            digest = commit.proofs[stage][0].prepared.digest
+            # To an auditor that one might show another.
+            if by and source not in by and vectors_digest([result], on_device=False) == digest:
+                if only is None or by[0] in only:
+                    await self._compare(compute, t, by[0], result)
+                return True
+        return False
+
+    async def _compare(self, compute: StageCompute, t: int, by: PeerId, result: torch.Tensor) -> None:
+        """Compare a result that one replica alone signed with all microbatches of its step, which any may
+        keep.
+        """
+        stage, recount = compute.stage, Recount(compute, t, (0, compute.numel))
+        await self._device.run(Rank.STEP, t, _begin, compute, t)
+        kept = KeptWork(self._run, stage, self._transport, self._directory, lambda: compute.version)
+        those = [by, *(peer for peer in self._serving(stage) if peer != by)]
+        microbatches = [Microbatch(t, m) for m in range(self._run.microbatches(t))]
+        text = f"stage {stage}, step {t}: its result was signed by peer {by} alone"
+        try:
+            found = await count_again(kept, self._device, recount, those, microbatches)
+        except SwarmError as error:  # it may be of a round whose other members are gone
+            self._emit(events.Note(text=f"{text}, and not all that is in it is shown: {error.text}"))
+            return
+        if 2 * found.bound <= len(microbatches):
+            return
+        self.audited += 1
+        if not await asyncio.to_thread(recount.is_result, result):
+            if found.kept_by == {by}:  # else another may have sent it something false
+                self.found.add(by)
+            names = " ".join(sorted(found.kept_by))
+            self._emit(events.Trouble(text=f"{text}, and is not that of the microbatches that {names} kept"))
 
     # -- one contribution ---------------------------------------------------------------------------
 
@@ -224,7 +290,7 @@ class Auditor:
                 seen.append((came, made))
 
         try:
-            found = await count_again(kept, self._device, recount, member, claim.microbatches, saw)
+            found = await count_again(kept, self._device, recount, [member], claim.microbatches, saw)
         except (PeerGone, PeerSilent):
             return True
         except SwarmError as error:

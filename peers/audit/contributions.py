@@ -54,28 +54,32 @@ class Counted(NamedTuple):
     bound: int
     """Of how many those count that signed what came in."""
     false: list[Microbatch]
-    """Those of which it sent something else on."""
+    """Those of which something else was sent on."""
+    kept_by: set[PeerId]
+    """Who showed them."""
 
 
 async def count_again(
     kept: KeptWork,
     device: Device,
     recount: Recount,
-    member: PeerId,
+    members: Sequence[PeerId],
     microbatches: Sequence[Microbatch],
     saw: Callable[[Microbatch, Shown, Shown | None], None] = lambda mb, came, made: None,
 ) -> Counted:
-    """Add microbatches of a member as it shows them, and compare what it sent on.
+    """Add microbatches as they are shown, each by the first of the `members` that keeps it, and compare what
+    that one sent on.
 
     `saw`: told of each what came in, and what it made of that, if it is not the same to the bit.
 
     Raises:
-        SwarmError: it does not show one as its neighbours signed it.
+        SwarmError: none shows one of them as its neighbours signed it.
     """
-    false = list[Microbatch]()
+    false, kept_by = list[Microbatch](), set[PeerId]()
 
     async def again(mb: Microbatch) -> bool:
-        came, made = await kept.of(member, mb, made=False), None
+        (member, came), made = await _shown_by(kept, members, mb), None
+        kept_by.add(member)
         counts = all(kept.counts(*neighbour) for neighbour in kept.signed_by(mb, came))
         outputs = await device.run(Rank.COMPUTE, mb.t, recount.add, mb.m, came.forth, came.back, device.books)
         receipt = None if came.told.next is None else came.told.next.receipt
@@ -91,7 +95,17 @@ async def count_again(
         saw(mb, came, made)
         return counts
 
-    return Counted(sum(await for_each(microbatches, again, AT_ONCE)), false)
+    return Counted(sum(await for_each(microbatches, again, AT_ONCE)), false, kept_by)
+
+
+async def _shown_by(kept: KeptWork, members: Sequence[PeerId], mb: Microbatch) -> tuple[PeerId, Shown]:
+    failures = list[SwarmError]()
+    for member in members:
+        try:
+            return member, await kept.of(member, mb, made=False)
+        except SwarmError as error:
+            failures.append(error)
+    raise failures[0]
 
 
 def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> bool:
@@ -209,7 +223,7 @@ class ContributionAudits:
         claim, core = case.claim, self._core
         member, t, microbatches = claim.member, claim.said.t, claim.microbatches
         try:
-            found = await count_again(self._kept, core.device, case.recount, member, microbatches)
+            found = await count_again(self._kept, core.device, case.recount, [member], microbatches)
         except SwarmError:
             if core.version <= t + 1 and core.life == "serving":  # else it need not keep them any more
                 self._charge(member, t)  # it is asked again in the next step, by all

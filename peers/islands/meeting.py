@@ -132,7 +132,7 @@ class IslandMeeting:
                 voices = island.voices
                 sources = others_to_ask(core, core.stage, island.directory, voices)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
-                    wanted = replace(wanted_of(core, question, numel, fits), gather_s=GATHER_S)
+                    wanted = replace(wanted_of(core.compute, question, numel, fits), gather_s=GATHER_S)
                     voice, failed = voices.of(core.stage, version=core.version), self._failed
                     found = await download(core.transport, wanted, sources, voice=voice, on_fault=failed)
                     return found.tensors["gradient"]

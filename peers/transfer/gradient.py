@@ -15,6 +15,7 @@ from swarm.errors import PeerFault
 from swarm.ids import PeerId
 from swarm.model.meeting import difference_bytes
 from swarm.model.reductions import vectors_digest
+from swarm.model.stage import StageCompute
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.protocol.voice import heard
 from swarm.wire.messages import Opened, OpenHeld
@@ -51,20 +52,20 @@ async def fetch_gradient(
 
     meets, voice = core.run.meets_at(t), core.voice()
     numel = difference_bytes(core.run, core.compute.layout) if meets else core.compute.numel
-    wanted = wanted_of(core, OpenHeld(run=core.run.id, t=t, round=round_name), numel, fits)
+    wanted = wanted_of(core.compute, OpenHeld(run=core.run.id, t=t, round=round_name), numel, fits)
     found = await download(core.transport, wanted, heard(sources, voice), voice=voice, on_fault=on_fault)
     assert found.opened.prepared is not None
     return found.tensors["gradient"], found.opened.prepared, found.opened.last_commit, found.sources[0]
 
 
 def wanted_of(
-    core: StageCore,
+    compute: StageCompute,
     question: OpenHeld,
     numel: int,
     fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None,
 ) -> Wanted:
     """The result of a step, or what of it another stage shares: so many numbers."""
-    dtype = torch.uint8 if core.run.meets_at(question.t) else core.compute.state.dtype
+    dtype = torch.uint8 if compute.run.meets_at(question.t) else compute.state.dtype
     like = {"gradient": torch.empty(numel, dtype=dtype, device="meta")}
     name = f"the gradient of step {question.t}"
     return Wanted(name=name, method="held", question=question, like=like, fits=fits, gather_s=0.0)

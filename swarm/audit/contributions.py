@@ -18,6 +18,7 @@ import torch
 from swarm.audit.answers import FAR, NOISE, is_far, norm
 from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
+from swarm.model.fixed_point import SCALE
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
 
@@ -94,6 +95,15 @@ class Recount:
         apart = (projected - product(ours, r) + MODULUS // 2) % MODULUS - MODULUS // 2
         least = max(norm(ours), NOISE * self._terms_norm)
         return abs(apart) > FAR[self._compute.run.dtype] * least * LARGEST / math.sqrt(3)
+
+    def is_result(self, reduced: torch.Tensor) -> bool:
+        """Whether a step was taken with this sum: `reduced` is the result, 1-D, in host memory. Where that
+        chunk is all of it.
+        """
+        compute = self._compute
+        ours = compute.sums.value(self._part()).cpu()
+        least = max(norm(ours), norm(reduced), NOISE * self._terms_norm / SCALE)
+        return norm(ours.double() - reduced.double()) <= FAR[compute.run.dtype] * least
 
     def _part(self) -> torch.Tensor:
         return self._compute.sums.of(self._t)[self._chunk]

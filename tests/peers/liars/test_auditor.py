@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,11 +17,16 @@ from peers.sim.device import SimDevice
 from peers.sim.network import SimSigner
 from swarm.errors import NotNow, NotReady, Refused, Stale
 from swarm.manifest import Run
+from swarm.model.reductions import vectors_digest
 from swarm.model.stage import StageCompute
+from swarm.protocol.ledger import Bitmap, everything
+from swarm.protocol.messages import Directive, ReplicaReport, StepDirective
+from swarm.protocol.proofs import signed_report
+from swarm.protocol.rounds import Proof, StepReport
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
 from swarm.wire.evidence import AskKept, AskProducts, Products, ShowEvidence, WrongContribution
-from swarm.wire.messages import PeerStatus, pack, unpack
+from swarm.wire.messages import OpenHeld, PeerStatus, pack, unpack
 from tests.peers import sybils
 from tests.peers.admitted import OTHER as AUDITOR
 from tests.peers.admitted import admitting
@@ -361,3 +367,146 @@ async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_
         assert auditor.found == {"s1p1"}
         assert all(peer.convictions.convicted == {"s1p1"} for peer in honest)
         assert trainer._verdicts.convicted == {"s1p1"}  # pyright: ignore[reportPrivateUsage]
+
+
+def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
+    """It has the other one of its stage retract all, and counts only what it has itself."""
+    stage: Any = s.peers[liar].coordination.protocol._coordinator  # pyright: ignore[reportPrivateUsage]
+    present, directive_for = stage.present, stage.directive_for
+
+    def directive(peer: str, **more: Any) -> Directive:
+        said = directive_for(peer, **more)
+        if peer != other:
+            return said
+        undo = tuple(StepDirective(t=step.t, retract=Bitmap(everything(s.run.M))) for step in said.steps)
+        return msgspec.structs.replace(said, steps=undo)
+
+    stage.present = lambda: {peer: report for peer, report in present().items() if peer != other}
+    stage.directive_for = directive
+
+
+async def play_alone(factor: float, also: Callable[[Swarm], None] = lambda s: None) -> tuple[Swarm, Auditor]:
+    """Of two with voice in stage 1 s1p0 takes each step alone; it adds `factor` times its gradients."""
+    run = admitting(audited_run(steps=8), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=2) as s:
+        sybils.give_voice(s, *s.peers, steps={"s1p0": 80})
+        await s.until_serving()
+        take_steps_alone(s, "s1p0", "s1p1")
+        add_falsely(s.peers["s1p0"], factor)
+        also(s)
+        s.add_trainer(sybils.TRAINER, window=1)
+        auditor = add_auditor(s, 1)
+        await s.until_finished(limit_s=200.0)
+        return s, auditor
+
+
+def of_steps(s: Swarm) -> set[str]:
+    """What auditors said of each step, without its number."""
+    return {said.text.split(": ", 1)[1] for said in s.seen(Trouble)}
+
+
+ALONE = "its result was signed by peer s1p0 alone, and is not that of the microbatches that"
+
+
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+async def test_of_two_one_that_takes_steps_alone_is_audited_by_their_results(factor: float) -> None:
+    """The other one, which had no part in them, knows nothing of what was added; so nothing was audited."""
+    s, auditor = await play_alone(factor)
+    assert auditor.audited >= 3 and not accused(s)
+    assert auditor.found == (set() if factor == 1.0 else {"s1p0"})
+    assert of_steps(s) == (set() if factor == 1.0 else {f"{ALONE} s1p0 kept"})
+
+
+def give_auditor_the_negative(s: Swarm, giver: str, signers: Sequence[str], *, forged: bool = False) -> None:
+    """Have one give the auditor the negative of each result; in its commit the `signers`, if any, say so."""
+    core, transport = s.peers[giver].core, s.network.peers[giver].transport
+    honest, _ = transport.handlers["held"]
+
+    async def negative(request: Request) -> Answer:
+        step = core.applied
+        if request.peer != AUDITOR or step is None or step.t != unpack(request.header, OpenHeld).t:
+            return await honest(request)
+        reduced, held, commit = step.reduced, step.prepared, step.commit
+        assert reduced is not None and held is not None and commit is not None
+        said = msgspec.structs.replace(held, digest=vectors_digest([-reduced], on_device=False))
+        report = ReplicaReport(
+            run=s.run.id, stage=1, generation=core.generation, version=core.version,
+            steps=(StepReport(t=step.t, prepared=said),),
+        )  # fmt: skip
+        proofs = list[Proof]()
+        for name in signers:
+            (signed,) = signed_report(report, SimSigner("nobody" if forged else name), None).steps
+            assert signed.prepared is not None
+            proofs.append(Proof(name, signed.prepared))
+        if proofs:
+            step.commit = msgspec.structs.replace(
+                commit, proofs=(commit.proofs[0], tuple(proofs), *commit.proofs[2:])
+            )
+        step.reduced = -reduced
+        try:
+            return await honest(request)
+        finally:
+            step.reduced, step.commit = reduced, commit
+
+    transport.serve("held", negative)
+
+
+@pytest.mark.parametrize("signers", [("s1p0",), ("x", "y")])
+async def test_who_takes_steps_alone_shows_an_auditor_no_other_result(signers: tuple[str, ...]) -> None:
+    """A true one, besides; or one of which it seems that several signed it."""
+    s, auditor = await play_alone(-1.0, lambda s: give_auditor_the_negative(s, "s1p0", signers))
+    assert auditor.found == {"s1p0"} and auditor.audited >= 3
+    assert len([said for said in s.seen(Trouble) if ALONE in said.text]) == auditor.audited
+
+
+@pytest.mark.parametrize("signers", [(), ("s1p0",)])
+async def test_who_was_left_out_has_an_auditor_blame_nobody(signers: tuple[str, ...]) -> None:
+    """It gives another gradient than was signed, or a commit with a forged signature of that."""
+
+    def also(s: Swarm) -> None:
+        give_auditor_the_negative(s, "s1p1", signers, forged=True)
+
+    s, auditor = await play_alone(1.0, also)
+    assert not auditor.found and not s.seen(Trouble)
+
+
+async def test_the_result_of_one_is_not_audited_with_a_state_that_another_alone_gives() -> None:
+    """With one that was made up it would look false."""
+    run = admitting(audited_run(steps=4), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=2) as s:
+        sybils.give_voice(s, *s.peers, steps={"s1p0": 80})
+        await s.until_serving()
+        take_steps_alone(s, "s1p0", "s1p1")
+        s.add_trainer(sybils.TRAINER, steps=1)
+        await s.until_version(1)
+        end, device = s.network.join(AUDITOR), SimDevice(s.dice, JOB_S)
+        compute = StageCompute(run, 1)
+        auditor = Auditor(run, end.transport, end.directory, device, [1], lambda _: compute, s.events.append)
+        await end.directory.lookup_all()
+        device.start()
+        for given_by, audited in (("s1p1", 0), ("s1p0", 1)):
+            assert await auditor._audit_result(compute, 0, {given_by})  # pyright: ignore[reportPrivateUsage]
+            assert auditor.audited == audited
+        device.stop()
+
+
+async def test_who_alone_signed_is_not_blamed_for_what_another_kept() -> None:
+    """One without voice has sent it something else than its microbatches add up to."""
+
+    def also(s: Swarm) -> None:
+        s.peers["s1p0"].contribution_audits._screen.strangest = lambda *_: None  # type: ignore[method-assign]
+        add_falsely(s.add_peer("s1p2", 1), -1.0)
+
+    s, auditor = await play_alone(1.0, also)
+    assert f"{ALONE} s1p0 s1p2 kept" in of_steps(s) and not auditor.found
+
+
+async def test_of_a_result_of_which_not_all_is_shown_an_auditor_says_so_and_blames_nobody() -> None:
+    """An honest one may have it from another, which is gone."""
+
+    async def hides(request: Request) -> Answer:
+        raise Stale("microbatch (0, 0) is not kept here", version=0)
+
+    s, auditor = await play_alone(1.0, lambda s: s.network.peers["s1p0"].transport.serve("kept", hides))
+    assert not auditor.audited and not auditor.found and not s.seen(Trouble)
+    assert any("alone, and not all that is in it is shown: microbatch" in said.text for said in s.seen(Note))
