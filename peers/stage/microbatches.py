@@ -327,7 +327,7 @@ class MicrobatchServer:
             came = self._receipts.came(caller, work, inputs)
             fwd = core.compute.forward(mb, inputs)
             onward, sent = self._receipts.feed(work, came, fwd.outputs)
-            if self._is_audited:
+            if self._is_audited and (work.m, came) not in step.sent_on:
                 sent_on = Kept(inputs, (), _done(0.0, ()), (), asked=(caller, work))
                 step.send_on(work.m, came, sent_on, most=2 * core.run.M)
             return _SentOn(fwd, came, onward, sent, self._took_s())
@@ -452,6 +452,8 @@ class MicrobatchServer:
                     raise NotReady(text, version=self._core.version) from None
                 step.kept[m] = kept
                 step.ledger.record(m)
+            else:
+                step.put_by(kept, most=2 * self._core.run.M)
         return kept
 
     def _took_s(self) -> float:

@@ -74,7 +74,9 @@ class OpenStep(ReplicaStep):
         ones, by what that signed of them.
         """
         self.sent_on: dict[tuple[int, Digest], Kept] = {}
-        """Where answers are audited: what went into those that were sent on, answered or not. The latest."""
+        """Where answers are audited: what went into those that were sent on, answered or not; of those that
+        were answered and do not count, all. The latest.
+        """
         self.reduced: torch.Tensor | None = None
         """The stage's summed gradient with each microbatch in it once, flat."""
         self.reduced_there = asyncio.Event()
@@ -98,9 +100,15 @@ class OpenStep(ReplicaStep):
 
     def send_on(self, m: int, inputs: Digest, kept: Kept, *, most: int) -> None:
         """Keep what goes into a microbatch that is sent on."""
+        self.sent_on.pop((m, inputs), None)
         if len(self.sent_on) >= most:
             del self.sent_on[next(iter(self.sent_on))]
         self.sent_on[m, inputs] = kept
+
+    def put_by(self, kept: Kept, *, most: int) -> None:
+        """Keep what was answered and does not count, or no more: it is audited as what does."""
+        if kept.asked is not None:
+            self.send_on(kept.asked[1].m, kept.inputs_digest, kept, most=most)
 
     def shown(self, m: int, inputs: Digest) -> Kept | None:
         """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""

@@ -208,7 +208,7 @@ class StageCore:
                     step.drop()
                     raise
                 step.ledger.remove(m)
-                del step.kept[m]
+                step.put_by(step.kept.pop(m), most=2 * self.run.M)
                 count += 1
             return count
 

@@ -6,18 +6,22 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replaced
 
 from peers.audit import answers as answer_audits
 from peers.audit import asking
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
+from peers.stage.open_step import Kept
 from peers.stage.server import StagePeer
 from swarm.errors import Busy, Refused, Stale, SwarmError
+from swarm.ids import Microbatch
 from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
 from swarm.protocol.voice import RENEW_EVERY
 from swarm.wire.codec import Encoded
@@ -271,6 +275,32 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
         lost = [event for event in s.seen(PeerLost) if event.peer == "s1p1"]
         assert lost and "its answer was computed again, and is another" in lost[0].why
         assert liar.microbatches.answered < run.steps * run.M / 3
+
+
+async def test_who_takes_a_microbatch_out_of_its_sum_shows_still_what_it_answered() -> None:
+    """Honest peers that had done so were said to have answered falsely."""
+    async with swarm(audited_run(steps=1), replicas=1) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        peer = s.peers["s1p0"]
+        step, server = peer.core.steps[0], cast(Any, peer.microbatches)
+        await s.until(lambda: bool(step.kept))
+        m, kept = next(iter(step.kept.items()))
+        await peer.core.retract(step, 1 << m)
+        assert m not in step.kept and step.shown(m, kept.inputs_digest) is kept
+        await s.until(lambda: m in step.kept)
+        assert step.kept[m] is not kept and step.sent_on[m, kept.inputs_digest] is kept
+        other = replaced_input(kept)
+        not_counted: Any = SimpleNamespace(mb=Microbatch(0, m), terms_wanted=False)
+        server._count(step, not_counted, other)
+        assert step.shown(m, other.inputs_digest) is other
+
+
+def replaced_input(kept: Kept) -> Kept:
+    """The same of other inputs."""
+    hop = kept.answer.hops[0]
+    receipt = replaced(hop.receipt, inputs=bytes(32))  # type: ignore[type-var]
+    return replace(kept, answer=replaced(kept.answer, hops=(replaced(hop, receipt=receipt),)))
 
 
 async def test_its_stage_says_that_a_convicted_peer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
