@@ -486,7 +486,7 @@ class Trainer:
         assert isinstance(self._batches, Proving), "a run with a data.root has one array of tokens"
         return body, [self._batches.prove(self._run, offsets)]
 
-    def _answered_wrongly(self, stage: Stage, fault: PeerFault) -> None:
+    def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
         self._verdicts.ask_soon()
         self._router.failed(fault.peer, now=now_s(), silent=False)
         self._emit(events.PeerLost.at_work(fault, 0, self._run.S))

@@ -107,24 +107,31 @@ class AnswerAudits:
         """What an answer was made of, or half of one, as its peer shows it.
 
         Raises:
-            PeerFault: it shows nothing, or something else than it signed, or than its neighbour did.
+            PeerFault: it shows nothing, or something else than it signed, or than its neighbours did.
             SwarmError: its step is over.
         """
         said, mb = ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         came = await self._shown(ask, made=False)
         try:
-            fed_by = self._kept.fed_by(mb, came) if said.is_half else []
+            neighbours = (self._kept.fed_by if said.is_half else self._kept.signed_by)(mb, came)
         except Refused as refused:
             raise BadAnswer(ask.peer, refused.text) from None
+        answer = came.told.next
         if said.is_half:
             came = came._replace(back=[])
         elif digest(came.back) != said.output_grads:
             raise BadAnswer(ask.peer, "shows other gradients than it signed")
+        elif answer and answer.receipt and answer.receipt.inputs != said.outputs:
+            raise BadAnswer(ask.peer, "shows gradients of something else than it sent on")
         if digest(came.forth) != said.inputs:
             raise BadAnswer(ask.peer, "shows other inputs than it signed")
         work = came.told.work
-        for peer, stage in fed_by:  # by a stranger, who may be the audited peer itself
-            if self._callers and work and work.fed and not self._kept.counts(peer, stage):
+        for peer, stage in neighbours:  # a stranger may be the audited peer itself
+            if self._kept.counts(peer, stage) or peer in self._convictions.convicted:
+                continue
+            if not await self._kept.is_known(peer, stage):
+                raise BadAnswer(ask.peer, f"peer {short(peer)}, which it names, is not announced")
+            if stage < self._core.stage and self._callers and work and work.fed:
                 self._callers.of_stranger(stage, mb, peer, work.fed, came.forth)
         return came
 

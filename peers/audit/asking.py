@@ -44,7 +44,7 @@ MAX_ASKED, BUSY_S = 8, 0.1
 
 class AuditCaller:
     """Args: on_fault: told of a peer of a stage that is to be left alone for a while, as its answer did not
-    fit; or what it sent on, as two judges say.
+    fit; or what it sent on, as two judges say. And whether two do.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AuditCaller:
         run: Run,
         transport: Transport,
         directory: Directory,
-        on_fault: Callable[[Stage, PeerFault], None],
+        on_fault: Callable[[Stage, PeerFault, bool], None],
     ) -> None:
         self._run, self._transport, self._directory = run, transport, directory
         self._voices = Voices(run, transport.signer, directory)
@@ -145,7 +145,7 @@ class AuditCaller:
                 if wanted == JUDGES or not sent:
                     what = "what it sent on" if sent else "its answer"
                     fault = BadAnswer(ask.peer, f"{what} was computed again, and is another")
-                    self._on_fault(ask.statement.stage, fault)
+                    self._on_fault(ask.statement.stage, fault, wanted == JUDGES)
                 return
 
     async def _judged(self, judge: PeerId, ask: AuditAnswer, body: Sequence[Buffer]) -> Audited:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from peers.vouching.receipts import was_fed
 from peers.vouching.tickets import check_ticket
 from swarm.audit.answers import digest, split_tensors
 from swarm.digest import Digest
-from swarm.errors import BadAnswer, Refused, Stale
+from swarm.errors import BadAnswer, NotNow, Refused, Stale
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
@@ -44,6 +45,7 @@ class KeptWork:
         self, run: Run, stage: Stage, transport: Transport, directory: Directory, version: Callable[[], int]
     ) -> None:
         self._run, self._stage, self._transport, self._version = run, stage, transport, version
+        self._directory = directory
         self._membership = Membership(directory)
         self._voices = Voices(run, transport.signer, directory)
         most = body_bytes(input_metas(run, stage))
@@ -109,6 +111,12 @@ class KeptWork:
         """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
         voice = self._voices.of(stage, version=self._version())
         return peer in voice if voice else self._membership.has(peer, stage)
+
+    async def is_known(self, peer: PeerId, stage: Stage) -> bool:
+        """Whether a peer of a stage is announced: it may have moved since. Other names cost nothing."""
+        with contextlib.suppress(NotNow):
+            await self._membership.require(peer, stage)
+        return self._directory.find(peer) is not None
 
 
 def serve_kept(core: StageCore) -> None:

@@ -384,16 +384,16 @@ class StagePeer:
         self.peer_gone(liar)
         self.actions.spawn(self.core.forget_work_of(liar))
 
-    def _answered_wrongly(self, stage: Stage, fault: PeerFault) -> None:
+    def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
+        core, now = self.core, now_s()
+        if two_say_so:
+            core.backoff.charge(fault.peer, t=core.version, since_s=now, now=now, rounds=1)
         if stage > self.stage:
             assert self._next_stage is not None
             self._next_stage.fault(fault)
-        else:  # it sent that on to this peer
-            core, now = self.core, now_s()
-            core.backoff.charge(fault.peer, t=core.version, since_s=now, now=now, rounds=1)
-            if core.backoff.rests(fault.peer, now=now):
-                text = f"peer {short(fault.peer)} is refused for a while: {fault.why}"
-                self._emit(events.Trouble(text=text))
+        elif core.backoff.rests(fault.peer, now=now):  # it sent that on to this peer
+            text = f"peer {short(fault.peer)} is refused for a while: {fault.why}"
+            self._emit(events.Trouble(text=text))
         self.actions.spawn(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -16,10 +17,13 @@ from msgspec.structs import replace as replaced
 
 from peers.audit import answers as answer_audits
 from peers.audit import asking
+from peers.clock import now_s
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
+from peers.sim.network import SimSigner
 from peers.stage.open_step import Kept
 from peers.stage.server import StagePeer
+from swarm.audit.answers import digest
 from swarm.errors import Busy, Refused, Stale, SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
@@ -27,6 +31,7 @@ from swarm.protocol.voice import RENEW_EVERY
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import Locate, Located, pack, unpack
+from swarm.wire.receipts import give_receipt, half_receipt
 from tests.peers import sybils
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
@@ -275,6 +280,101 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
         lost = [event for event in s.seen(PeerLost) if event.peer == "s1p1"]
         assert lost and "its answer was computed again, and is another" in lost[0].why
         assert liar.microbatches.answered < run.steps * run.M / 3
+
+
+Call = Callable[[Any, Any, Any, bytes], Awaitable[tuple[str, Any, list[Encoded]]]]
+"""How a peer has a microbatch done by the next stage: who did, what it said, and the gradients."""
+MakeUp = Callable[[StagePeer, Call, Any, Any, Any, bytes], Awaitable[tuple[str, Any, list[Encoded]]]]
+
+
+async def unsigned(
+    liar: StagePeer, call: Call, step: Any, work: Any, fwd: Any, sent: bytes
+) -> tuple[str, Any, list[Encoded]]:
+    """Of other gradients than the next stage signed."""
+    peer, done, grads = await call(step, work, fwd, sent)
+    grads, hop = changed(grads, LIES["sign flip"]), done.hops[0]
+    receipt = replaced(hop.receipt, input_grads=digest(grads))
+    return peer, replaced(done, hops=(replaced(hop, receipt=receipt),)), grads
+
+
+async def signed_by_nobody(
+    liar: StagePeer, call: Call, step: Any, work: Any, fwd: Any, sent: bytes
+) -> tuple[str, Any, list[Encoded]]:
+    """The same, signed by a name that is announced nowhere."""
+    peer, done, grads = await unsigned(liar, call, step, work, fwd, sent)
+    nobody, hop = SimSigner("nobody"), done.hops[0]
+    said = hop.receipt.statement(liar.stage + 1, fwd.mb, done.loss)
+    hop = replaced(hop, peer=nobody.peer_id, receipt=give_receipt(nobody, liar.core.run.id, said))
+    return peer, replaced(done, hops=(hop,)), grads
+
+
+async def of_other_outputs(
+    liar: StagePeer, call: Call, step: Any, work: Any, fwd: Any, sent: bytes
+) -> tuple[str, Any, list[Encoded]]:
+    """Of the gradients that the next stage answered truly, to something else."""
+    other = copy.copy(fwd)
+    other.outputs = changed(fwd.outputs, LIES["times 100"])
+    named, run = digest(other.outputs), liar.core.run.id
+    half = half_receipt(SimSigner(liar.core.me), run, liar.stage, fwd.mb, work.fed.inputs, named)
+    return await call(step, replaced(work, fed=half), other, named)
+
+
+def answer_of_other_gradients(liar: StagePeer, make_up: MakeUp) -> None:
+    """Have a peer answer what follows truly from gradients that were not answered to it."""
+    server: Any = liar.microbatches
+    call = server._call_next
+    server._call_next = lambda *args: make_up(liar, call, *args)
+
+
+@pytest.mark.parametrize("make_up", [unsigned, signed_by_nobody, of_other_outputs])
+async def test_who_answers_of_gradients_that_it_never_got_is_left_alone_by_its_callers(
+    make_up: MakeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it answers follows from those that it shows: computed again, it is right."""
+    audit(monkeypatch, share=1.0)
+    run = audited_run(steps=3)
+    async with swarm(run, replicas=3) as s:
+        await s.until_serving()
+        answer_of_other_gradients(s.peers["s1p1"], make_up)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=200.0)
+        lost = {event.peer for event in s.seen(PeerLost) if "and is another" in event.why}
+        assert lost == {"s1p1"} and not accused(s)
+        callers = [peer.core.backoff for peer in s.peers.values() if peer.stage == 0]
+        assert any(backoff.rests("s1p1", now=now_s()) for backoff in callers), "twice, and it is for a minute"
+
+
+async def test_of_two_replicas_one_has_the_other_left_alone_for_no_more_than_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    audit(monkeypatch, share=1.0)
+    async with swarm(audited_run(steps=3), replicas=2) as s:
+        await s.until_serving()
+
+        async def says_that_none_fits(request: Request) -> Answer:
+            return Answer(pack(Audited(fits=False)))
+
+        s.network.transports["s1p1"].serve("audit", says_that_none_fits)
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=200.0)
+        lost = [event.peer for event in s.seen(PeerLost) if "and is another" in event.why]
+        assert lost.count("s1p0") > 2
+        assert not any(peer.core.backoff.rests("s1p0", now=now_s()) for peer in s.peers.values())
+
+
+async def test_who_passed_on_gradients_of_a_peer_that_was_convicted_since_is_not_at_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To its judges that one is announced nowhere any more."""
+    audit(monkeypatch, share=1.0)
+    async with swarm(audited_run(steps=2), replicas=3) as s:
+        await s.until_serving()
+        for name in ("s1p0", "s1p2"):
+            s.peers[name].convictions.convicted.add("s2p1")
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=200.0)
+        assert s.peers["s2p1"].microbatches.answered
+        assert not [event for event in s.seen(PeerLost) if "and is another" in event.why]
 
 
 async def test_who_takes_a_microbatch_out_of_its_sum_shows_still_what_it_answered() -> None:
