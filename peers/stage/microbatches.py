@@ -213,16 +213,15 @@ class MicrobatchServer:
         """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds
         something else afterwards, must not have that counted.
         """
-        name = work.m, work.fed or work.ticket
-        while name not in step.fed_again:
-            if (job := step.jobs.get(work.m)) is not None:
-                await asyncio.wait([job.done])
-                continue
-            kept = await self._take(step, work, request)
-            if len(step.fed_again) >= self._core.run.M:
-                del step.fed_again[next(iter(step.fed_again))]
-            step.fed_again[name] = kept
-        return step.fed_again[name]
+        assert work.ticket is not None
+        inputs = work.fed.outputs if work.fed else work.ticket.inputs
+        while True:
+            known = step.shown(work.m, inputs)
+            if known and known.answer.hops and self._receipts.is_fed(request.peer, work, inputs):
+                return known
+            if (job := step.jobs.get(work.m)) is None:
+                return await self._take(step, work, request)
+            await asyncio.wait([job.done])
 
     # -- computing --------------------------------------------------------------------------------
 

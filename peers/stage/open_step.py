@@ -16,8 +16,7 @@ from swarm.protocol.ledger import Ledger, everything
 from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.step import ReplicaStep
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import Audit, Ticket, Work, WorkDone
-from swarm.wire.receipts import Receipt
+from swarm.wire.messages import Audit, Work, WorkDone
 
 
 @dataclass(slots=True)
@@ -69,13 +68,9 @@ class OpenStep(ReplicaStep):
         self.kept: dict[int, Kept] = {}
         self.audit_kept: dict[int, Kept] = {}
         """The same after the step was taken, where answers are audited; it goes with the next one."""
-        self.fed_again: dict[tuple[int, Receipt | Ticket | None], Kept] = {}
-        """What was computed anew of a microbatch, since a caller sent other inputs than were kept: the latest
-        ones, by what that signed of them.
-        """
         self.sent_on: dict[tuple[int, Digest], Kept] = {}
-        """Where answers are audited: what went into those that were sent on, answered or not; of those that
-        were answered and do not count, all. The latest.
+        """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
+        those that were answered and do not count, all. The latest.
         """
         self.reduced: torch.Tensor | None = None
         """The stage's summed gradient with each microbatch in it once, flat."""
@@ -113,11 +108,9 @@ class OpenStep(ReplicaStep):
     def shown(self, m: int, inputs: Digest) -> Kept | None:
         """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""
         kept = self.kept.get(m) or self.audit_kept.get(m)
-        if not inputs:
+        if not inputs or (kept and kept.inputs_digest == inputs):
             return kept
-        again = (other for (number, _), other in self.fed_again.items() if number == m)
-        made = (one for one in (kept, *again) if one is not None and one.inputs_digest == inputs)
-        return next(made, self.sent_on.get((m, inputs)))
+        return self.sent_on.get((m, inputs))
 
     def loss_of(self, m: int) -> float:
         """Last stage: the loss of a microbatch in the sum. Its sum may be lost at any moment: then 0."""

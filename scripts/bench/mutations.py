@@ -5780,11 +5780,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_receipts",),
     ),
     Mutation(
-        "remember-all-that-is-computed-anew",
+        "who-signed-nothing-is-answered-what-another-sent",
         "peers/stage/microbatches.py",
-        "if len(step.fed_again) >= self._core.run.M:",
-        "if False:",
-        "A peer that feeds a microbatch with ever other inputs fills the memory of its callee.",
+        "if known and known.answer.hops and self._receipts.is_fed(request.peer, work, inputs):",
+        "if known and known.answer.hops:",
+        "A peer is answered to inputs for which it never stood.",
+        ("test_receipts",),
+    ),
+    Mutation(
+        "what-is-only-sent-on-is-an-answer",
+        "peers/stage/microbatches.py",
+        "if known and known.answer.hops and self._receipts.is_fed(request.peer, work, inputs):",
+        "if known and self._receipts.is_fed(request.peer, work, inputs):",
+        "Who sends a microbatch that is under way is answered with nothing.",
         ("test_receipts",),
     ),
     Mutation(
