@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -29,18 +29,7 @@ from swarm.protocol.protocol import Message, ProtocolTimings, Ready, StepProtoco
 from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
 from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
-from swarm.wire.messages import (
-    MAX_LONG_BYTES,
-    Ack,
-    PeerStatus,
-    Watch,
-    Watched,
-    hear,
-    pack,
-    say,
-    unpack,
-    unpack_answer,
-)
+from swarm.wire.messages import MAX_LONG_BYTES, Ack, Watch, Watched, hear, pack, say, unpack, unpack_answer
 
 GATHER_S = 0.1
 """Progress within this time travels in one report; what a step waits for goes at once."""
@@ -260,12 +249,13 @@ class StepCoordination:
 
     async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
         """Ask peers whose word is lacking, and about those of which it has been for long."""
-        self._excuse(t, peers, await ask_status(self._run, self._transport, peers))
+        await self._excuse_absent(t, peers)
         await asyncio.gather(*map(self.word_overdue, self._overdue(peers, now_s())))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
-    def _excuse(self, t: int, peers: Sequence[PeerId], told: Mapping[PeerId, PeerStatus]) -> None:
-        """Do without the word of those that are away, or have nothing of the step, as they `told`."""
+    async def _excuse_absent(self, t: int, peers: Sequence[PeerId]) -> None:
+        """Do without the word of those that are away, or say that they have nothing of the step."""
+        told = await ask_status(self._run, self._transport, peers)
         there = {p: s for p, s in told.items() if s.state == "serving" and s.version == t}
         able = {peer for peer, status in there.items() if status.done or status.inflight}
         serving = {record.peer for record in self._directory.peers() if record.state == "serving"}

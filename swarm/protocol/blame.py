@@ -18,6 +18,7 @@ from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.ledger import everything
+from swarm.protocol.messages import StepDirective
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
 
 ALL_OWNERS = ""
@@ -83,8 +84,8 @@ class Blame:
         self._undoing: dict[tuple[int, Generation], dict[PeerId, tuple[float, float, int]]] = {}
         """When each replica was told last to retract, how long that took so far, what it has to keep."""
         self._judged: set[str] = set()
-        self._told: dict[tuple[int, str], tuple[Hashable, set[Hashable], float]] = {}
-        """By step and what this replica is told to do: who tells it, of which sums; each time; since when."""
+        self._told: dict[tuple[int, bool], tuple[object, set[str | int], float]] = {}
+        """By step, whether to retract: which coordinator tells it, of which sums; each time; since when."""
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
@@ -158,32 +159,27 @@ class Blame:
         for peer, since_s in late.items():
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)
 
-    def begun(self, t: int, plan: Plan, by: PeerId, *, now: float) -> bool:
-        """Another coordinator has this replica begin a round. Returns whether it is left out for that.
+    def told(self, step: StepDirective, returned: int, by: PeerId, *, now: float) -> bool:
+        """Another coordinator tells this replica what to do. Returns whether it is left out for that.
 
-        One that holds nothing up sees who does, and begins no third round with that one.
+        One that holds nothing up sees who does, and begins no third round with that one. And what it has this
+        replica retract others have: it is not computed here again, and a third time. `returned`: how many
+        microbatches of the step were.
         """
-        return self._repeats("begin", t, by, (plan.members, plan.ledgers), plan.round, now=now)
-
-    def retracted(self, t: int, returned: int, by: PeerId, *, now: float) -> bool:
-        """The same of one that has this replica retract something: others have that, so it is not computed
-        here again, and a third time. `returned`: microbatches of the step that were.
-        """
-        return self._repeats("retract", t, by, (), returned, now=now)
-
-    def _repeats(self, what: str, t: int, by: PeerId, sums: Hashable, time: Hashable, *, now: float) -> bool:
-        """Charge a coordinator that has this replica do the same, with the same sums, a third time, long
-        after the first. `time`: tells one time from another.
-        """
-        of, times, since_s = self._told.get((t, what), (None, set[Hashable](), now))
-        if of != (by, sums):
-            of, times, since_s = (by, sums), set(), now
+        if step.plan is None and not step.retract:
+            return False
+        at = step.t, step.plan is None
+        sums = (by, step.plan.members, step.plan.ledgers) if step.plan else by
+        time = step.plan.round if step.plan else returned
+        of, times, since_s = self._told.get(at, (None, set[str | int](), now))
+        if of != sums:
+            of, times, since_s = sums, set(), now
         again = time not in times and len(times) >= BUDGET_ROUNDS and now - since_s >= REPEATED_S
         if again:
-            self._backoff.charge(by, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+            self._backoff.charge(by, t=step.t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
         times.add(time)
-        self._told = {at: known for at, known in self._told.items() if at[0] >= t - 1}
-        self._told[t, what] = of, times, since_s
+        self._told = {one: known for one, known in self._told.items() if one[0] >= step.t - 1}
+        self._told[at] = of, times, since_s
         return again
 
     def leaves_out_all(self, by: PeerId, t: int, *, now: float) -> None:

@@ -9,7 +9,7 @@ others say; and then sends and does what `ready` returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -303,10 +303,11 @@ class StepProtocol:
         for step in directive.steps:
             if step.plan is not None:
                 self._coordinator.heard(step.t, step.plan)
-            if directive.coordinator != self._me and self._is_repeated(directive, step, now):
+            if self._is_repeated(directive, step, now):
                 self._followed_s = now
-        others = self._without(directive.coordinator)
-        if others and others <= set(directive.left_out):
+        others = self.belief.voice(self._stage).keys() - {directive.coordinator}
+        if self._me in others and len(others) > 1 and others <= set(directive.left_out):
+            # They can do without it: one of two might as well be wrong about the other.
             self._coordinator.blame.leaves_out_all(directive.coordinator, directive.version, now=now)
         if directive.coordinator != self._me:
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
@@ -318,26 +319,13 @@ class StepProtocol:
         self._actions += replica.follow(self._me, self._local, directive, known, now=now)
 
     def _is_repeated(self, directive: Directive, step: StepDirective, now: float) -> bool:
-        """Whether another coordinator has this replica do again and again what ends no step: it is left out.
-
-        One that leaves this replica out has it retract all that it adds meanwhile.
-        """
-        blame, by, mine = self._coordinator.blame, directive.coordinator, self._local.steps.get(step.t)
-        voice = self.belief.voice(self._stage)
-        if voice and not self._without(by):
-            return False
-        if step.plan is not None:
-            return blame.begun(step.t, step.plan, by, now=now)
-        if step.retract and mine is not None and self._me not in directive.left_out:
-            return blame.retracted(step.t, mine.ledger.returned, by, now=now)
-        return False
-
-    def _without(self, coordinator: PeerId) -> Set[PeerId]:
-        """This replica and the others with voice that can do without a coordinator; none, if they cannot:
-        one of two might as well be wrong about the other, whose word its results need.
-        """
-        others = self.belief.voice(self._stage).keys() - {coordinator}
-        return others if self._me in others and len(others) > 1 else set()
+        """Whether another coordinator has it do again and again what ends no step: that is left out."""
+        by, mine = directive.coordinator, self._local.steps.get(step.t)
+        if by == self._me or self.belief.voice(self._stage).keys() - {by} == {self._me}:
+            return False  # one of two needs the other's word
+        # One that leaves this replica out has it retract all that it adds meanwhile.
+        returned = mine.ledger.returned if mine and self._me not in directive.left_out else 0
+        return self._coordinator.blame.told(step, returned, by, now=now)
 
     # -- the stage's coordinator ------------------------------------------------------------------
 

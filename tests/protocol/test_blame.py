@@ -7,6 +7,7 @@ from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
 from swarm.protocol.ledger import Bitmap
+from swarm.protocol.messages import StepDirective
 from swarm.protocol.rounds import (
     FetchResult,
     Plan,
@@ -214,7 +215,8 @@ def test_a_coordinator_that_begins_a_third_round_with_the_same_sums_is_left_out(
     plan, other = plan_of(ann=step(0b0011), bob=step(0b1100)), plan_of(ann=step(0b0111), bob=step(0b1000))
 
     def began(number: int, of: Plan = plan, by: PeerId = "bob", now: float = 0.0) -> bool:
-        return this.begun(0, Plan(f"{number}", number, of.members, of.ledgers, of.parts), by, now=now)
+        plan = Plan(f"{number}", number, of.members, of.ledgers, of.parts)
+        return this.told(StepDirective(t=0, plan=plan), 0, by, now=now)
 
     assert not any(began(number, now=number) for number in range(9)), "lines break, and are there again"
     assert not began(9, other, now=20.0) and not began(10, now=21.0), "the sums changed"
@@ -228,7 +230,7 @@ def test_a_coordinator_that_has_one_retract_what_no_other_has_is_left_out() -> N
     this, backoff = blame()
 
     def retracted(returned: int, *, by: PeerId = "bob", now: float) -> bool:
-        return this.retracted(0, returned, by, now=now)
+        return this.told(StepDirective(t=0, retract=Bitmap(1)), returned, by, now=now)
 
     assert not any(retracted(0, now=float(now)) for now in range(30)), "it is said until it is done"
     assert not any(retracted(1, now=float(now)) for now in range(30, 60)), "a replica died that had it"
