@@ -351,8 +351,8 @@ class DemoOptions(Options):
     preempt: int = option(KILLS, "peers to kill on the way (default: %(default)s)", 1)
     codec: str | None = optional(
         CODEC,
-        "how activations and gradients travel: none, bf16, blockwise8 (default), or the largest of them "
-        "only: topk:0.1, topk:0.1+blockwise8",
+        f"how activations and gradients travel: {KNOWN}; a top-k sends the largest only, a part R of all "
+        "(default: blockwise8)",
     )
     data: tuple[Path, ...] = repeated(
         arg.NEEDED_FILE, "text to train on; repeatable (default: little tales that it tells itself)"
