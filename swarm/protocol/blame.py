@@ -7,7 +7,7 @@ itself, never on the word of another: docs/design.md, *What one peer may cost*.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import reduce
 from operator import or_
 
@@ -18,7 +18,7 @@ from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.ledger import everything
-from swarm.protocol.messages import StepDirective
+from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
 
 ALL_OWNERS = ""
@@ -159,33 +159,49 @@ class Blame:
         for peer, since_s in late.items():
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)
 
-    def told(self, step: StepDirective, returned: int, by: PeerId, *, now: float) -> bool:
+    def told(
+        self, directive: Directive, returned: Mapping[int, int], voice: Collection[PeerId], *, now: float
+    ) -> bool:
         """Another coordinator tells this replica what to do. Returns whether it is left out for that.
 
         One that holds nothing up sees who does, and begins no third round with that one. And what it has this
-        replica retract others have: it is not computed here again, and a third time. `returned`: how many
-        microbatches of the step were.
+        replica retract others have: it is not computed here again, and a third time.
+
+        Args:
+            returned: by step, how many microbatches were added that had been retracted before.
+            voice: the replicas that have it.
         """
-        if step.plan is None and not step.retract:
-            return False
-        at = step.t, step.plan is None
-        sums = (by, step.plan.members, step.plan.ledgers) if step.plan else by
-        time = step.plan.round if step.plan else returned
-        of, times, since_s = self._told.get(at, (None, set[str | int](), now))
-        if of != sums:
-            of, times, since_s = sums, set(), now
-        again = time not in times and len(times) >= BUDGET_ROUNDS and now - since_s >= REPEATED_S
-        if again:
-            self._backoff.charge(by, t=step.t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
-        times.add(time)
-        self._told = {one: known for one, known in self._told.items() if one[0] >= step.t - 1}
-        self._told[at] = of, times, since_s
+        by, left_out = directive.coordinator, set(directive.left_out)
+        others, again = set(voice) - {by}, False
+        if others == {self._me}:
+            return False  # one of two needs the other's word, and might as well be wrong about it
+        for step in directive.steps:
+            if step.plan is not None:
+                again |= self._again(step.t, by, (step.plan.members, step.plan.ledgers), step.plan.round, now)
+            elif step.retract:
+                # One that leaves this replica out has it retract all that it adds meanwhile.
+                times = returned.get(step.t, 0) if self._me not in left_out else 0
+                again |= self._again(step.t, by, None, times, now)
+        if self._me in others and others <= left_out and not self._backoff.rests(by, now=now):
+            # They go on without it.
+            self._backoff.charge(by, t=directive.version, since_s=now, now=now, rounds=BUDGET_ROUNDS)
         return again
 
-    def leaves_out_all(self, by: PeerId, t: int, *, now: float) -> None:
-        """A coordinator leaves out all others with voice: they go on without it."""
-        if not self._backoff.rests(by, now=now):
+    def _again(self, t: int, by: PeerId, sums: Hashable, time: str | int, now: float) -> bool:
+        """Charge a coordinator that has this replica do the same with the same sums a third time, long after
+        the first. `sums`: None: with its own; `time`: tells one time from another.
+        """
+        at = t, sums is None
+        of, times, since_s = self._told.get(at, (None, set[str | int](), now))
+        if of != (by, sums):
+            of, times, since_s = (by, sums), set(), now
+        again = time not in times and len(times) >= BUDGET_ROUNDS and now - since_s >= REPEATED_S
+        if again:
             self._backoff.charge(by, t=t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+        times.add(time)
+        self._told = {one: known for one, known in self._told.items() if one[0] >= t - 1}
+        self._told[at] = of, times, since_s
+        return again
 
     def owners(
         self, t: int, plan: Plan | None, reports: Mapping[PeerId, StepReport], *, now: float

@@ -303,13 +303,10 @@ class StepProtocol:
         for step in directive.steps:
             if step.plan is not None:
                 self._coordinator.heard(step.t, step.plan)
-            if self._is_repeated(directive, step, now):
-                self._followed_s = now
-        others = self.belief.voice(self._stage).keys() - {directive.coordinator}
-        if self._me in others and len(others) > 1 and others <= set(directive.left_out):
-            # They can do without it: one of two might as well be wrong about the other.
-            self._coordinator.blame.leaves_out_all(directive.coordinator, directive.version, now=now)
         if directive.coordinator != self._me:
+            returned = {t: step.ledger.returned for t, step in self._local.steps.items()}
+            if self._coordinator.blame.told(directive, returned, self.belief.voice(self._stage), now=now):
+                self._followed_s = now
             began = now - min(max(0, directive.behind_s), MAX_BEHIND_S)
             self._behind_since = began if directive.behind_s > 0 else None
             if self._stage == 0:
@@ -317,15 +314,6 @@ class StepProtocol:
         self._learn(directive.commits, directive.generation)
         known = self._agreed.known(self._local)
         self._actions += replica.follow(self._me, self._local, directive, known, now=now)
-
-    def _is_repeated(self, directive: Directive, step: StepDirective, now: float) -> bool:
-        """Whether another coordinator has it do again and again what ends no step: that is left out."""
-        by, mine = directive.coordinator, self._local.steps.get(step.t)
-        if by == self._me or self.belief.voice(self._stage).keys() - {by} == {self._me}:
-            return False  # one of two needs the other's word
-        # One that leaves this replica out has it retract all that it adds meanwhile.
-        returned = mine.ledger.returned if mine and self._me not in directive.left_out else 0
-        return self._coordinator.blame.told(step, returned, by, now=now)
 
     # -- the stage's coordinator ------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S, Backoff
 from swarm.policy.timeouts import AdaptiveTimeout
 from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import StepDirective
+from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import (
     FetchResult,
     Plan,
@@ -209,6 +209,10 @@ def test_one_without_microbatches_or_that_just_rested_owns_no_part() -> None:
     assert this.owners(0, None, reports, now=0.0) == ["ann"], "none owns all but who sees what is lacking"
 
 
+def directive_of(step: StepDirective, by: PeerId) -> Directive:
+    return Directive(run="", stage=0, coordinator=by, version=0, steps=(step,))
+
+
 def test_a_coordinator_that_begins_a_third_round_with_the_same_sums_is_left_out() -> None:
     """A tarpit that owned all had the others wait for its answers until its turn was over."""
     this, backoff = blame()
@@ -216,7 +220,7 @@ def test_a_coordinator_that_begins_a_third_round_with_the_same_sums_is_left_out(
 
     def began(number: int, of: Plan = plan, by: PeerId = "bob", now: float = 0.0) -> bool:
         plan = Plan(f"{number}", number, of.members, of.ledgers, of.parts)
-        return this.told(StepDirective(t=0, plan=plan), 0, by, now=now)
+        return this.told(directive_of(StepDirective(t=0, plan=plan), by), {}, (), now=now)
 
     assert not any(began(number, now=number) for number in range(9)), "lines break, and are there again"
     assert not began(9, other, now=20.0) and not began(10, now=21.0), "the sums changed"
@@ -230,7 +234,8 @@ def test_a_coordinator_that_has_one_retract_what_no_other_has_is_left_out() -> N
     this, backoff = blame()
 
     def retracted(returned: int, *, by: PeerId = "bob", now: float) -> bool:
-        return this.told(StepDirective(t=0, retract=Bitmap(1)), returned, by, now=now)
+        told = directive_of(StepDirective(t=0, retract=Bitmap(1)), by)
+        return this.told(told, {0: returned}, (), now=now)
 
     assert not any(retracted(0, now=float(now)) for now in range(30)), "it is said until it is done"
     assert not any(retracted(1, now=float(now)) for now in range(30, 60)), "a replica died that had it"
