@@ -155,7 +155,7 @@ async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_
 
         calls.call = noted  # type: ignore[method-assign]
         await s.until_finished()
-        assert auditor.audited and not auditor.found
+        assert auditor.audited >= 2 and not auditor.found
         assert ("s1p0", "s1p1") in asked and all(peer != member for peer, member in asked)
 
 
@@ -385,9 +385,11 @@ def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
     stage.directive_for = directive
 
 
-async def play_alone(factor: float, also: Callable[[Swarm], None] = lambda s: None) -> tuple[Swarm, Auditor]:
+async def play_alone(
+    factor: float, also: Callable[[Swarm], None] = lambda s: None, steps: int = 5
+) -> tuple[Swarm, Auditor]:
     """Of two with voice in stage 1 s1p0 takes each step alone; it adds `factor` times its gradients."""
-    run = admitting(audited_run(steps=8), sybils.TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=steps), sybils.TRAINER, AUDITOR)
     async with swarm(run, replicas=2) as s:
         sybils.give_voice(s, *s.peers, steps={"s1p0": 80})
         await s.until_serving()
@@ -412,7 +414,7 @@ ALONE = "its result was signed by peer s1p0 alone, and is not that of the microb
 async def test_of_two_one_that_takes_steps_alone_is_audited_by_their_results(factor: float) -> None:
     """The other one, which had no part in them, knows nothing of what was added; so nothing was audited."""
     s, auditor = await play_alone(factor)
-    assert auditor.audited >= 3 and not accused(s)
+    assert auditor.audited and not accused(s)
     assert auditor.found == (set() if factor == 1.0 else {"s1p0"})
     assert of_steps(s) == (set() if factor == 1.0 else {f"{ALONE} s1p0 kept"})
 
@@ -454,7 +456,7 @@ def give_auditor_the_negative(s: Swarm, giver: str, signers: Sequence[str], *, f
 @pytest.mark.parametrize("signers", [("s1p0",), ("x", "y")])
 async def test_who_takes_steps_alone_shows_an_auditor_no_other_result(signers: tuple[str, ...]) -> None:
     """A true one, besides; or one of which it seems that several signed it."""
-    s, auditor = await play_alone(-1.0, lambda s: give_auditor_the_negative(s, "s1p0", signers))
+    s, auditor = await play_alone(-1.0, lambda s: give_auditor_the_negative(s, "s1p0", signers), steps=8)
     assert auditor.found == {"s1p0"} and auditor.audited >= 3
     assert len([said for said in s.seen(Trouble) if ALONE in said.text]) == auditor.audited
 
