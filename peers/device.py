@@ -18,7 +18,7 @@ NO_GPU = (
 )
 
 
-class Device(NamedTuple):
+class ComputeDevice(NamedTuple):
     """A compute device that exists."""
 
     name: str
@@ -64,22 +64,24 @@ def choose_device(asked: str = "auto") -> str:
     return f"cuda:{index}"
 
 
-def describe(name: str) -> Device:
+def describe(name: str) -> ComputeDevice:
     """Model and memory of a device that `choose_device` returned."""
     if name == "cpu":
         free, total = host_memory()
         model = f"{cpu_model()}, {usable_cores()} cores"
-        return Device(name=name, model=model, free_bytes=free, total_bytes=total)
+        return ComputeDevice(name=name, model=model, free_bytes=free, total_bytes=total)
 
     import torch
 
     if name == "mps":  # its memory is the machine's
         total = torch.mps.recommended_max_memory()
         free = min(host_memory()[0], total - torch.mps.driver_allocated_memory())
-        return Device(name=name, model=f"GPU of {cpu_model()}", free_bytes=free, total_bytes=total)
+        return ComputeDevice(name=name, model=f"GPU of {cpu_model()}", free_bytes=free, total_bytes=total)
     index = int(name.partition(":")[2] or 0)
     free, total = torch.cuda.mem_get_info(index)
-    return Device(name=name, model=torch.cuda.get_device_name(index), free_bytes=free, total_bytes=total)
+    return ComputeDevice(
+        name=name, model=torch.cuda.get_device_name(index), free_bytes=free, total_bytes=total
+    )
 
 
 def free_bytes(name: str) -> int:

@@ -36,7 +36,7 @@ RUN, WEIGHTS, NETWORK = "the run", "the weights", "network"
 # --- how the text of an argument is read ---
 
 
-class Kind(NamedTuple):
+class OptionKind(NamedTuple):
     """What may stand after an option."""
 
     parse: Callable[[str], Any]
@@ -211,41 +211,41 @@ def _stages(text: str) -> tuple[int | None, ...]:
     return tuple(None if word == "-" else int(number(word)) for word in text.split(","))
 
 
-WORD = Kind(str, "NAME")
-FILE = Kind(path, "FILE", is_no_pipe)
-NEEDED_FILE = Kind(path, "FILE", is_there)
-DATA = Kind(data_file, "FILE", is_there)
-ANY_DIR = Kind(path, "DIR")
-DIR = Kind(path, "DIR", can_be_folder)
-NEEDED_DIR = Kind(path, "DIR", is_there)
-SOCKET = Kind(path, "SOCKET")
-IP = Kind(str, "IP")
-PORT = Kind(_port, "N")
-ADDRESS = Kind(str, "ADDR")
-PEER_ADDRESS = Kind(str, "ADDR", _is_peer_address)
-LISTEN = Kind(listen, "[IP:]PORT")
-ANY_RUN = Kind(_run_or_name, "ID|NAME@FINGERPRINT")
-PEER_ID_KIND = Kind(_peer_id, "PEER")
-COUNT = Kind(whole(1), "N")
-NUMBER = Kind(whole(0), "N")
-SEED = Kind(whole(0, 2**63 - 1), "N")
-THREADS = Kind(whole(1, 1024), "N")
-PID = Kind(int, "PID")
-STAGE = Kind(whole(0, or_auto=True), "auto|N")
-STAGES = Kind(_stages, "N,N,…")
-COUNT_OR_AUTO = Kind(whole(1, or_auto=True), "auto|N")
-SECONDS = Kind(between(86_400, "a number of seconds, 0 to 86400"), "S")
-RATE = Kind(_rate, "RATE")
-MEMORY = Kind(_memory, "SIZE")
-DEVICE = Kind(str, "auto|cpu|cuda[:N]|mps", _has_driver)
-DEVICES = Kind(str, "auto|cpu|cuda[:N]|mps|all", _has_driver)
+WORD = OptionKind(str, "NAME")
+FILE = OptionKind(path, "FILE", is_no_pipe)
+NEEDED_FILE = OptionKind(path, "FILE", is_there)
+DATA = OptionKind(data_file, "FILE", is_there)
+ANY_DIR = OptionKind(path, "DIR")
+DIR = OptionKind(path, "DIR", can_be_folder)
+NEEDED_DIR = OptionKind(path, "DIR", is_there)
+SOCKET = OptionKind(path, "SOCKET")
+IP = OptionKind(str, "IP")
+PORT = OptionKind(_port, "N")
+ADDRESS = OptionKind(str, "ADDR")
+PEER_ADDRESS = OptionKind(str, "ADDR", _is_peer_address)
+LISTEN = OptionKind(listen, "[IP:]PORT")
+ANY_RUN = OptionKind(_run_or_name, "ID|NAME@FINGERPRINT")
+PEER_ID_KIND = OptionKind(_peer_id, "PEER")
+COUNT = OptionKind(whole(1), "N")
+NUMBER = OptionKind(whole(0), "N")
+SEED = OptionKind(whole(0, 2**63 - 1), "N")
+THREADS = OptionKind(whole(1, 1024), "N")
+PID = OptionKind(int, "PID")
+STAGE = OptionKind(whole(0, or_auto=True), "auto|N")
+STAGES = OptionKind(_stages, "N,N,…")
+COUNT_OR_AUTO = OptionKind(whole(1, or_auto=True), "auto|N")
+SECONDS = OptionKind(between(86_400, "a number of seconds, 0 to 86400"), "S")
+RATE = OptionKind(_rate, "RATE")
+MEMORY = OptionKind(_memory, "SIZE")
+DEVICE = OptionKind(str, "auto|cpu|cuda[:N]|mps", _has_driver)
+DEVICES = OptionKind(str, "auto|cpu|cuda[:N]|mps|all", _has_driver)
 
 
 # --- how a field says what its argument is ---
 
 
 def option(
-    kind: Kind | None, help: str, default: Any = MISSING, *, group: str = "", one_of: str = "",
+    kind: OptionKind | None, help: str, default: Any = MISSING, *, group: str = "", one_of: str = "",
     positional: bool = False, variable: str = "", unless: tuple[str, ...] = (), **more: Any,
 ) -> Any:  # fmt: skip
     """A field that is an argument; without a default it is required.
@@ -263,7 +263,7 @@ def option(
     return field(default=default, metadata=told)
 
 
-def optional(kind: Kind, help: str, **more: Any) -> Any:
+def optional(kind: OptionKind, help: str, **more: Any) -> Any:
     """One that is None unless it is given."""
     return option(kind, help, None, **more)
 
@@ -273,12 +273,12 @@ def switch(help: str, **more: Any) -> Any:
     return option(None, help, False, action="store_true", **more)
 
 
-def repeated(kind: Kind, help: str, default: Any = (), **more: Any) -> Any:
+def repeated(kind: OptionKind, help: str, default: Any = (), **more: Any) -> Any:
     """A tuple: the option can be given several times."""
     return option(kind, help, default, action="append", **more)
 
 
-def several(kind: Kind, help: str, **more: Any) -> Any:
+def several(kind: OptionKind, help: str, **more: Any) -> Any:
     """A tuple: the option takes several values."""
     return option(kind, help, (), nargs="+", **more)
 
@@ -315,14 +315,14 @@ class ProcessOptions(Options):
     die_with_parent: int | None = optional(PID, argparse.SUPPRESS)
 
 
-class Membership(Options):
+class RunOptions(Options):
     """Which run, and where it is met."""
 
     run: str = option(ANY_RUN, RUN_HELP, group=RUN, variable="SWARM_RUN")
     join: tuple[str, ...] = repeated(PEER_ADDRESS, JOIN_HELP, MISSING, group=RUN, variable="SWARM_JOIN")
 
 
-class MemberOptions(Membership):
+class MemberOptions(RunOptions):
     """The same, of a role in it."""
 
     token: str | None = optional(
@@ -548,7 +548,7 @@ def options_from(cls: Callable[..., Any], args: argparse.Namespace) -> Any:
         value = given[one.name] = getattr(args, one.name)
         if isinstance(value, list):
             value = given[one.name] = tuple(value)
-        kind: Kind | None = one.metadata["kind"]
+        kind: OptionKind | None = one.metadata["kind"]
         if kind is not None and kind.check is not None:
             for each in value if isinstance(value, tuple) else (value,):
                 if each is not None:

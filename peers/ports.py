@@ -180,7 +180,7 @@ class Books:
         assert self._holder == threading.get_ident(), "a ledger changes outside of a job that holds the books"
 
 
-class Device(Protocol):
+class StageDevice(Protocol):
     """What computes for one stage. Jobs begin by rank, then by step, then in order of arrival.
 
     A job of rank `STEP` runs alone: it may change weights, and sees all at rest. The others run several at

@@ -44,8 +44,7 @@ from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
 from swarm.protocol.voice import heard
-from swarm.protocol.worklist import Work as Item
-from swarm.protocol.worklist import WorkList
+from swarm.protocol.worklist import WorkItem, WorkList
 from swarm.records import PeerRecord
 from swarm.wire.buffers import Buffer
 from swarm.wire.messages import (
@@ -315,7 +314,7 @@ class Trainer:
             )
         self._changed.set()
 
-    async def _microbatch(self, item: Item) -> None:
+    async def _microbatch(self, item: WorkItem) -> None:
         """Run one microbatch through one route."""
         mb, peer = item.microbatch, None
         began, route = now_s(), list[PeerId]()
@@ -453,7 +452,7 @@ class Trainer:
             route.append(found.peer)
         return route
 
-    async def _call(self, peer: PeerId, route: list[PeerId], item: Item) -> WorkDone:
+    async def _call(self, peer: PeerId, route: list[PeerId], item: WorkItem) -> WorkDone:
         t, m = item.microbatch
         offsets = sample_offsets(self._run, t, m)
         made, batches = partial(self._samples, offsets), self._batches

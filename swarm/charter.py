@@ -52,7 +52,7 @@ class Ban(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_unkno
     why: Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARS)]
 
 
-class Rule(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AdmissionRule(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Which peers are admitted as one role."""
 
     door: Door = "open"
@@ -68,9 +68,9 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
     sequence: Annotated[int, msgspec.Meta(ge=1, lt=1 << 48)]
     expires: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
     """Unix seconds."""
-    peers: Rule = Rule()
-    trainers: Rule = Rule("list")
-    keepers: Rule = Rule()
+    peers: AdmissionRule = AdmissionRule()
+    trainers: AdmissionRule = AdmissionRule("list")
+    keepers: AdmissionRule = AdmissionRule()
     work_bits: Annotated[int, msgspec.Meta(ge=0, le=MAX_WORK_BITS)] = 0
     """Of who enters by an open door."""
     founders: _PeerIds = ()
@@ -95,7 +95,7 @@ class Charter(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid
         of one sequence."""
         return self.sequence, hashlib.sha256(encode(self)).digest()
 
-    def rule(self, role: Role) -> Rule:
+    def rule(self, role: Role) -> AdmissionRule:
         return {"peer": self.peers, "trainer": self.trainers, "keeper": self.keepers}[role]
 
 
@@ -195,7 +195,7 @@ class TokenUses:
         self._count = sum(map(len, self._until.values()))
 
 
-class Candidate(NamedTuple):
+class Applicant(NamedTuple):
     """A peer that wants to take part, and as what."""
 
     peer: PeerId
@@ -207,7 +207,7 @@ class Candidate(NamedTuple):
     """Only who is named or invited comes in, whatever the charter says."""
 
 
-class Terms(NamedTuple):
+class AdmissionTerms(NamedTuple):
     """What is decided by: a charter, and what it says nothing of."""
 
     charter: Charter
@@ -226,7 +226,7 @@ class Terms(NamedTuple):
         return cell if cell is None or not self.stages else cell % self.stages
 
 
-def why_shut_out(terms: Terms, peer: PeerId) -> str:
+def why_shut_out(terms: AdmissionTerms, peer: PeerId) -> str:
     """Why a peer may not even read; empty if it may."""
     charter = terms.charter
     if peer in charter.revocations or peer in terms.revoked:
@@ -238,7 +238,7 @@ def why_shut_out(terms: Terms, peer: PeerId) -> str:
     return ""
 
 
-def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: float) -> str:
+def why_not_admitted(terms: AdmissionTerms, who: Applicant, uses: TokenUses, *, now: float) -> str:
     """Why a peer may not take part as that role; empty if it may. `now`: Unix seconds."""
     charter = terms.charter
     if {terms.owner} & {*charter.revocations, *terms.revoked}:
@@ -270,7 +270,7 @@ def why_not_admitted(terms: Terms, who: Candidate, uses: TokenUses, *, now: floa
     return ""
 
 
-def is_named(terms: Terms, who: Candidate) -> bool:
+def is_named(terms: AdmissionTerms, who: Applicant) -> bool:
     """Whether the owner named a peer as that role, in the charter or the manifest."""
     named: Iterable[PeerId] = terms.charter.rule(who.role).named
     if who.role == "peer":
@@ -316,7 +316,7 @@ def make(**fields: Any) -> Charter:
             fields[name] = tuple(sorted(set(fields[name])))
     for name in ("peers", "trainers", "keepers"):
         if name in fields:
-            fields[name] = Rule(fields[name].door, tuple(sorted(set(fields[name].named))))
+            fields[name] = AdmissionRule(fields[name].door, tuple(sorted(set(fields[name].named))))
     try:
         charter = Charter(**fields)
         decode(encode(charter))

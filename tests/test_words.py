@@ -67,6 +67,9 @@ IN_A_DOCSTRING = re.compile(rf'"""[^\n]*{PRONOUNS.pattern}', re.IGNORECASE)
 STANDARD = ("one_way", "Gauge", "gauge")
 """Terms of others that hold a retired word: a one-way cut, a gauge of Prometheus."""
 
+OTHER_SIDES = ("peers/events.py", "peers/sim/", "peers/api/")
+"""What happens to a thing, how it is simulated, and how users see it has its name."""
+
 
 def split_words(identifier: str) -> list[str]:
     """The lower-case words of a snake_case or CamelCase name."""
@@ -116,6 +119,17 @@ def all_findings() -> list[str]:
 def test_no_retired_word_is_used() -> None:
     found = all_findings()
     assert not found, "\n".join(found)
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(path for top in ("swarm", "peers") for path in (ROOT / top).rglob("*.py")):
+        place = str(path.relative_to(ROOT))
+        if not place.startswith(OTHER_SIDES):
+            for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(encoding="utf-8"), re.MULTILINE):
+                places.setdefault(name, []).append(place)
+    assert len(places) > 500
+    assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
 def test_the_finder_finds_words_in_every_style_of_name() -> None:

@@ -21,12 +21,12 @@ import torch
 
 from peers import events
 from peers.audit.answers import evidence_of
-from peers.audit.contributions import Claim, count_again, has_its_bits
+from peers.audit.contributions import SignedContribution, count_again, has_its_bits
 from peers.audit.kept import KeptWork, Shown
 from peers.audit.sum_check import any_chunk
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
-from peers.ports import Device, Directory, Rank, Transport
+from peers.ports import Directory, Rank, StageDevice, Transport
 from peers.stage.all_reduce import parts_of
 from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
@@ -66,7 +66,8 @@ class Auditor:
     """
 
     def __init__(
-        self, run: Run, transport: Transport, directory: Directory, device: Device, stages: Sequence[Stage],
+        self, run: Run, transport: Transport, directory: Directory, device: StageDevice,
+        stages: Sequence[Stage],
         build: Callable[[Stage], StageCompute], emit: events.Emit,
     ) -> None:  # fmt: skip
         self._run, self._transport, self._directory = run, transport, directory
@@ -243,7 +244,7 @@ class Auditor:
 
     # -- one contribution ---------------------------------------------------------------------------
 
-    async def _claim(self, compute: StageCompute, t: int, member: PeerId) -> Claim | None:
+    async def _claim(self, compute: StageCompute, t: int, member: PeerId) -> SignedContribution | None:
         """What a member signed, as others heard it: to an auditor it might say something else."""
         stage, ask = compute.stage, pack(AskProducts(run=self._run.id, t=t, member=member))
         others = heard([peer for peer in self._serving(stage) if peer != member], self._voices.of(stage))
@@ -259,7 +260,9 @@ class Auditor:
                 return claim
         return None
 
-    def _checked(self, compute: StageCompute, t: int, member: PeerId, told: Products) -> Claim | None:
+    def _checked(
+        self, compute: StageCompute, t: int, member: PeerId, told: Products
+    ) -> SignedContribution | None:
         """None: the member did not sign that, or it is no round of this step."""
         run, plan, said = self._run, told.plan, told.said
         ledgers = dict(zip(plan.members, plan.ledgers, strict=False))
@@ -271,11 +274,11 @@ class Auditor:
         signed = is_signed(self._transport.signer, member, run.id, statement, said.signature)
         if why or not signed:
             return None
-        claim = Claim(plan, plan.members.index(member), statement, said.signature)
+        claim = SignedContribution(plan, plan.members.index(member), statement, said.signature)
         due = [len(part) * SUM_BYTES if ledgers[member] else 0 for part in parts_of(plan)]
         return claim if [len(sums) for sums in said.sums] == due else None
 
-    async def _audit(self, compute: StageCompute, claim: Claim) -> bool:
+    async def _audit(self, compute: StageCompute, claim: SignedContribution) -> bool:
         """Compute a contribution again; False: its step is over, and nothing is known."""
         stage, t, parts, member = compute.stage, claim.said.t, parts_of(claim.plan), claim.member
         place, index = any_chunk(parts, self._coin(stage, t, f"chunk {member}"))
@@ -342,7 +345,7 @@ class Auditor:
             text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
             self._emit(events.Trouble(text=f"{text} than it computes"))
 
-    async def _tell(self, claim: Claim, what: str) -> None:
+    async def _tell(self, claim: SignedContribution, what: str) -> None:
         """Have the replicas of its stage look at what a member adds next, and say so here. Where that is one,
         others believe it with this one's word.
         """

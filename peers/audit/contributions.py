@@ -21,7 +21,7 @@ from peers.audit.kept import KeptWork, Shown
 from peers.audit.sum_check import Chunks, SumCheck, any_chunk, chunk_digests
 from peers.audit.sums import SumAudits
 from peers.clock import now_s
-from peers.ports import Device, Rank
+from peers.ports import Rank, StageDevice
 from peers.stage.state import StageCore
 from peers.waiting import for_each
 from swarm.audit import is_audited
@@ -61,7 +61,7 @@ class Counted(NamedTuple):
 
 async def count_again(
     kept: KeptWork,
-    device: Device,
+    device: StageDevice,
     recount: Recount,
     members: Sequence[PeerId],
     microbatches: Sequence[Microbatch],
@@ -114,7 +114,7 @@ def has_its_bits(recount: Recount, parts: Sequence[Chunks], said: Projected) -> 
     return tuple(digest_of(chunk_digests(total, part)) for part in parts) == said.contributions
 
 
-class Claim(NamedTuple):
+class SignedContribution(NamedTuple):
     """What a member signed of its contribution to a step."""
 
     plan: Plan
@@ -139,7 +139,7 @@ class Claim(NamedTuple):
 class _Case(NamedTuple):
     """What a member claims, and the chunk that is compared."""
 
-    claim: Claim
+    claim: SignedContribution
     parts: Sequence[Chunks]
     chunk: torch.Tensor
     recount: Recount
@@ -197,7 +197,7 @@ class ContributionAudits:
             compute = await core.device.run(Rank.STEP, check.t, core.compute.snapshot, check.t)
         except (SwarmError, RuntimeError):  # no memory for a copy
             return
-        claim = Claim(check.plan, place, *check.product_of(place))
+        claim = SignedContribution(check.plan, place, *check.product_of(place))
         case = _Case(claim, check.parts, chunk, Recount(compute, check.t, check.parts[part][index]))
         self._task = asyncio.get_running_loop().create_task(self._audit(case))
 
@@ -241,7 +241,7 @@ class ContributionAudits:
             self._doubted.pop(member, None)
             self._own.pop(member, None)
 
-    def _found(self, claim: Claim) -> None:
+    def _found(self, claim: SignedContribution) -> None:
         if claim.member in self._doubted:
             self._convict(claim.accusation)
         else:
@@ -252,7 +252,7 @@ class ContributionAudits:
         if self._convictions.convict(accusation):
             self._convictions.pass_on(accusation, [])
 
-    def _audit_again(self, claim: Claim) -> None:
+    def _audit_again(self, claim: SignedContribution) -> None:
         """With the others, which have one round to hear of it."""
         self._suspects[claim.member] = self._core.version + 1
         self._convictions.pass_on(claim.accusation, [], to_all=False)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from peers.audit.asking import AuditCaller
-from peers.stage.open_step import Kept
+from peers.stage.open_step import KeptMicrobatch
 from swarm.audit.directions import Directions, sample_of
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.model.gradient_sum import Gradients
@@ -48,7 +48,7 @@ class Neighbours:
         turned = self._answered.strange(mb.t, peer, seen.sample)
         self._callers.decoded(self._stage + 1, mb, done, seen.length, turned)
 
-    def fed(self, caller: PeerId, work: Work, kept: Kept, seen: Seen) -> None:
+    def fed(self, caller: PeerId, work: Work, kept: KeptMicrobatch, seen: Seen) -> None:
         """Note what followed from what `caller` sent on; at stage 0 that is the data, which proves itself."""
         if work.fed is None:
             return

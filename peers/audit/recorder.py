@@ -47,7 +47,7 @@ LATE_STEPS = 2
 """Replicas may be so far behind the first of them."""
 
 
-class Recorder:
+class TranscriptRecorder:
     """Keeps the transcript up to date with what an island signs, or a run without islands.
 
     Args:

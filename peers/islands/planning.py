@@ -15,7 +15,7 @@ from peers.programs.descriptions import as_now, heading, job_of, shown_bytes, sh
 from swarm.errors import SetupError, count
 from swarm.manifest import IslandsSpec, Run
 from swarm.plan.islands import (
-    Islands,
+    IslandLayout,
     IslandsPlan,
     check_cells,
     meeting_bytes,
@@ -23,7 +23,7 @@ from swarm.plan.islands import (
     propose,
     search_islands,
 )
-from swarm.plan.network import Job, Network
+from swarm.plan.network import Network, StepWork
 from swarm.plan.overlapped import IDLE
 from swarm.plan.search import search_overlapped
 
@@ -46,12 +46,12 @@ class IslandsAnswer:
     """How much of the network was measured, in words."""
 
 
-def islands_of(run: Run) -> Islands:
+def islands_of(run: Run) -> IslandLayout:
     from swarm.model.layout import stage_layout
     from swarm.model.meeting import difference_bytes
 
     layouts = [stage_layout(run, stage) for stage in range(run.S)]
-    return Islands(
+    return IslandLayout(
         count=run.islands.count,
         local_steps=run.islands.local_steps,
         difference_bytes=tuple(float(difference_bytes(run, layout)) for layout in layouts),
@@ -60,7 +60,7 @@ def islands_of(run: Run) -> Islands:
 
 
 def plan(
-    network: Network, run: Run, job: Job, *, seed: int, budget_s: float, now: Sequence[int] = ()
+    network: Network, run: Run, job: StepWork, *, seed: int, budget_s: float, now: Sequence[int] = ()
 ) -> IslandsAnswer:
     """The search's plan; seconds are those of this process's CPU time.
 

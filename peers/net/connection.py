@@ -49,7 +49,7 @@ MAX_WAITING = 4 * frames.MAX_PENDING
 """Frames for a peer that takes no bytes: four for each call that it may have pending."""
 
 
-class Waits:
+class StreamDelay:
     """How long p2pd and the line keep what a stream sends: asked of the other end, which answers at once.
 
     A `peers.net.bandwidth.Gauge`. What p2pd took has arrived, but for what its buffers hold.
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
         self._newest = 0
         """Number of the newest call."""
         self._last_byte_at = self._loop.time()
-        self.waits = Waits(self.outbox)
+        self.waits = StreamDelay(self.outbox)
         self._came = memoryview(b"")
         """What is still to be looked at."""
         self._opened = False

@@ -101,7 +101,7 @@ class Entry(NamedTuple):
         return len(self.value) + 80
 
 
-class Found(msgspec.Struct, frozen=True, array_like=True):
+class FoundEntries(msgspec.Struct, frozen=True, array_like=True):
     """What a node has under one key that the asker did not know."""
 
     entries: tuple[Entry, ...]
@@ -134,7 +134,7 @@ class Find(msgspec.Struct, frozen=True, array_like=True, tag=2):
     keys: Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS_PER_CALL)]
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class AskedKey(msgspec.Struct, frozen=True, array_like=True):
     """One key of a question."""
 
     key: Key
@@ -142,12 +142,12 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """What else is there? The answer has what was `Found` under each key."""
+    """What else is there? The answer has what was `FoundEntries` under each key."""
 
     most_bytes: Annotated[int, msgspec.Meta(ge=0)]
     salt: Annotated[bytes, msgspec.Meta(min_length=_SALT_BYTES, max_length=_SALT_BYTES)]
     """Another one each time: two records that look alike do so once."""
-    keys: Annotated[list[Asked], msgspec.Meta(max_length=MAX_KEYS_PER_CALL)]
+    keys: Annotated[list[AskedKey], msgspec.Meta(max_length=MAX_KEYS_PER_CALL)]
 
 
 class Welcome(NamedTuple):
@@ -162,7 +162,7 @@ class Welcome(NamedTuple):
 Request: TypeAlias = Ping | Store | Find | Question
 T = TypeVar("T")
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_found_decoder = msgspec.msgpack.Decoder(list[Found])
+_found_decoder = msgspec.msgpack.Decoder(list[FoundEntries])
 _near_decoder = msgspec.msgpack.Decoder(list[list[Annotated[str, msgspec.Meta(max_length=PEER_ID_LETTERS)]]])
 _pong_decoder = msgspec.msgpack.Decoder(Pong)
 _stored_decoder = msgspec.msgpack.Decoder(list[bool])
@@ -188,7 +188,7 @@ def ask(keys: Mapping[bytes, Mapping[str, float]], most_bytes: int, salt: bytes)
         key: b"".join([_KNOWN.pack(_mark(salt, peer), _ticks(ends)) for peer, ends in held.items()])
         for key, held in keys.items()
     }
-    return Question(most_bytes, salt, [Asked(*one) for one in known.items()])
+    return Question(most_bytes, salt, [AskedKey(*one) for one in known.items()])
 
 
 def read_request(data: bytes) -> Request:
@@ -202,7 +202,7 @@ def read_request(data: bytes) -> Request:
     return request
 
 
-def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> list[Found]:
+def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> list[FoundEntries]:
     """`held`: what the node has under a key, the most important first."""
     room, found = min(question.most_bytes, MAX_ANSWER_BYTES), []
     for number, one in enumerate(question.keys):
@@ -219,7 +219,7 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> list
             size += entry.size
             told += 1
         room -= size
-        found.append(Found(tuple(new[:told]), len(new) - told))
+        found.append(FoundEntries(tuple(new[:told]), len(new) - told))
     return found
 
 
@@ -321,7 +321,7 @@ def node_id_of(peer: PeerId) -> DHTID:
     return DHTID.generate(source=peer)
 
 
-class Kept(NamedTuple):
+class KeptEntry(NamedTuple):
     """A value that a node keeps for others."""
 
     entry: Entry
@@ -345,7 +345,7 @@ class DhtNode:
         self.welcomes: list[Welcome] = []
         """What the peers that we join at answered."""
         self._me, self._tasks, self._rng = me, tasks, random.Random()
-        self._kept: dict[bytes, dict[str, Kept]] = {}
+        self._kept: dict[bytes, dict[str, KeptEntry]] = {}
         self._entries = 0
         self._of: Counter[str] = Counter()
         """How many values are kept of each subkey."""
@@ -423,7 +423,7 @@ class DhtNode:
         self._entries += old is None
         self._of[entry.subkey] += old is None
         first_hand = first_hand or (old is not None and old.first_hand)
-        self._kept.setdefault(key, {})[entry.subkey] = Kept(entry, first_hand, rank)
+        self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, first_hand, rank)
         return True
 
     def _has_room(self, key: bytes, held: int, first_hand: bool) -> bool:
@@ -521,7 +521,7 @@ class DhtNode:
 
     async def read(
         self, peer: PeerId, keys: Mapping[bytes, Mapping[str, float]], most_bytes: int
-    ) -> tuple[dict[bytes, Found], int] | None:
+    ) -> tuple[dict[bytes, FoundEntries], int] | None:
         """What a node has under some keys besides what is known, and the bytes that crossed the line.
 
         None if it did not answer, or not as it should.

@@ -25,7 +25,7 @@ from peers.net.identity import AddressBook, Identity
 from peers.net.lookup import DEFAULT_SCALE, Scale
 from peers.net.p2pd_control import ControlError, DaemonControl
 from peers.net.record_reader import REFRESH_LIMIT_S, RecordReader
-from peers.net.record_table import Table
+from peers.net.record_table import RecordTable
 from peers.net.signed_records import (
     MAX_LIFE_S,
     manifest_key,
@@ -67,7 +67,7 @@ class NetDirectory:
         self._identity = identity
         self._timings = timings
         self._random = random.Random(identity.peer_id)
-        self._table = Table(identity.peer_id)
+        self._table = RecordTable(identity.peer_id)
         self.storage = DhtStorage(control, identity.peer_id, join, addresses or AddressBook(), self._random)
         self.storage.check.why_not = self.door.why_not_record
         self.door.on_change.append(self._recheck)

@@ -30,7 +30,7 @@ _SAID_BY = 1 / 8
 """Of the peers of a stage, so many have to be on a level before it is read: one liar must not add 84 keys."""
 
 
-class Shard(NamedTuple):
+class StageKey(NamedTuple):
     """One key of a stage."""
 
     stage: Stage
@@ -38,17 +38,19 @@ class Shard(NamedTuple):
     number: int
 
 
-def shards_at(stage: Stage, level: int) -> list[Shard]:
-    return [Shard(stage, level, number) for number in range(FAN**level)]
+def shards_at(stage: Stage, level: int) -> list[StageKey]:
+    return [StageKey(stage, level, number) for number in range(FAN**level)]
 
 
 @functools.lru_cache(maxsize=32768)
-def homes(peer: PeerId, stage: Stage, level: int) -> tuple[Shard, ...]:
+def homes(peer: PeerId, stage: Stage, level: int) -> tuple[StageKey, ...]:
     """Where the record of a peer that is on `level` lies: there, and perhaps above."""
     digest = hashlib.sha256(peer.encode()).digest()
     place, chance = digest[0], int.from_bytes(digest[1:9], "big")
     return tuple(
-        Shard(stage, at, place % FAN**at) for at in range(level, -1, -1) if chance % FAN ** (level - at) == 0
+        StageKey(stage, at, place % FAN**at)
+        for at in range(level, -1, -1)
+        if chance % FAN ** (level - at) == 0
     )
 
 
@@ -89,7 +91,7 @@ class Scale:
         # A peer on a level that only its sample above shows is found when its replicas are.
         return sorted(level for level in levels if level <= MAX_LEVEL)
 
-    def shards_to_read(self, stage: Stage, said: Mapping[int, int]) -> list[Shard]:
+    def shards_to_read(self, stage: Stage, said: Mapping[int, int]) -> list[StageKey]:
         """All keys under which records of the stage may be found."""
         return [shard for level in self.levels_to_read(said) for shard in shards_at(stage, level)]
 

@@ -25,7 +25,7 @@ from peers.net.dht_protocol import (
 )
 from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.lookup import Holder, Key, Scale, nodes_to_ask
-from peers.net.record_table import Table
+from peers.net.record_table import RecordTable
 from peers.net.signed_records import Announced, peers_key
 from swarm.ids import PeerId, Stage
 from swarm.records import NO_STAGE
@@ -106,7 +106,8 @@ class RecordReader:
     """What is known of one run, and what is read next."""
 
     def __init__(
-        self, storage: DhtStorage, table: Table, run_id: str | None, rng: random.Random, refresh_s: float,
+        self, storage: DhtStorage, table: RecordTable, run_id: str | None, rng: random.Random,
+        refresh_s: float,
         scale: Scale,
     ) -> None:  # fmt: skip
         self.run_id, self.scale = run_id, scale

@@ -18,7 +18,7 @@ MAX_KNOWN = 65_536
 """About 60 MB. Strangers' records beyond these are not taken."""
 
 
-class Table:
+class RecordTable:
     """The newest record of each peer, ours included."""
 
     def __init__(self, me: PeerId, most_known: int = MAX_KNOWN) -> None:

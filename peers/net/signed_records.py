@@ -19,7 +19,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signature, verify
-from peers.net.lookup import MAX_LEVEL, Shard, homes
+from peers.net.lookup import MAX_LEVEL, StageKey, homes
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import parse_run
@@ -99,7 +99,7 @@ def decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str, max_byt
         raise Refused(f"a malformed {what}: {error}") from None
 
 
-def peers_key(run_id: str, shard: Shard) -> str:
+def peers_key(run_id: str, shard: StageKey) -> str:
     return f"{run_id}.peers.{shard.stage}.{shard.level}.{shard.number}"
 
 

@@ -19,14 +19,14 @@ from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program
 from peers.storage import atomic_file, charters_folder
 from peers.storage.atomic_file import as_setup_error
 from swarm import charter as rules
-from swarm.charter import ROLES, Charter, Rule
+from swarm.charter import ROLES, AdmissionRule, Charter
 from swarm.errors import SetupError, clean, count
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import MAX_FOUNDERS, check_id, demo_run, load_run
 
 if TYPE_CHECKING:
     from peers.net.node import Node
-    from peers.options import Membership
+    from peers.options import RunOptions
     from peers.programs import tool_options
 
 DAY_S = 86_400
@@ -80,7 +80,8 @@ def run_init(options: tool_options.InitOptions) -> None:
     run = pinned(run, data, options.start, held_out)
     charter = rules.make(
         name=run.name, run=run.id, sequence=1, expires=int(unix_s() + options.days * DAY_S),
-        peers=Rule(options.peers), keepers=Rule(options.keepers), work_bits=options.work_bits,
+        peers=AdmissionRule(options.peers), keepers=AdmissionRule(options.keepers),
+        work_bits=options.work_bits,
     )  # fmt: skip
     with as_setup_error(f"{folder} cannot be made", ". Name another folder"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def run_invite(options: tool_options.InviteOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def _at_the_run(
-    options: Membership, identity: Path | None = None
+    options: RunOptions, identity: Path | None = None
 ) -> AsyncIterator[tuple[Node, Charter]]:
     """A node in the network of the run, and the highest charter, be it expired.
 
@@ -238,7 +239,7 @@ def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str
     for role in ROLES:
         old, door = charter.rule(role), getattr(options, f"{role}s")
         named = {*old.named, *getattr(options, f"name_{role}")}
-        new = Rule(door or old.door, tuple(sorted(named - gone)))
+        new = AdmissionRule(door or old.door, tuple(sorted(named - gone)))
         if new != old:
             found[f"{role}s"] = new
     founders = tuple(sorted({*charter.founders, *options.founder} - gone))

@@ -51,7 +51,7 @@ STEP_LINES, SILENCE_S = 40, 30.0
 """Of the steps, about so many are said, and more if nothing else was said of them for so long."""
 
 
-class Lines:
+class EventLines:
     """Prints each event as a line; steps now and then."""
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
@@ -92,7 +92,7 @@ def run_demo(options: DemoOptions) -> int:
     check_text(options.data)
     sizes = f"{sizes_of(terms)} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
-    lines = Lines(f"swarm demo: {sizes}", shown)
+    lines = EventLines(f"swarm demo: {sizes}", shown)
     from peers.api import Run  # torch, which takes seconds
 
     run = Run.of(terms, files=options.data, start=options.start, eval_data=options.eval_data)
@@ -162,7 +162,7 @@ def run_up(options: UpOptions) -> None:
     folder = options.folder.parent if options.folder.name == "run.toml" else options.folder
     check_folder(folder)
     terms, model = load_run(folder / "run.toml"), folder / "model.safetensors"
-    lines = Lines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
+    lines = EventLines(f"{terms.name}: {sizes_of(terms)}, {count(terms.steps, 'step')}", sys.stdout)
     from peers.storage import model_file  # torch, which takes seconds
 
     if not model_file.is_trained(model, terms):
@@ -171,7 +171,7 @@ def run_up(options: UpOptions) -> None:
     lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
 
 
-def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: Lines) -> None:
+def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: EventLines) -> None:
     """Train the run in the folder of `model`, and write that; raises as `run_up`."""
     from peers.api import Run, local
     from peers.api.processes import AGAIN_S

@@ -9,12 +9,12 @@ import numpy as np
 
 from swarm.errors import SetupError, count
 from swarm.manifest import Run
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, read_devices
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, read_devices
 
 NAMES_SHOWN = 6
 
 
-def job_of(run: Run) -> Job:
+def job_of(run: Run) -> StepWork:
     """The work of one step of a run, from its manifest alone; memory as its peers will reckon it.
 
     Raises:
@@ -31,7 +31,7 @@ def job_of(run: Run) -> Job:
     stages = range(run.S)
     alike = _alike(run)
     kept = {kind: foretold_bytes(run, alike.index(kind)) for kind in set(alike)}
-    return Job(
+    return StepWork(
         stages=run.S,
         microbatches=run.M,
         forward_flops=_forward_flops(run),

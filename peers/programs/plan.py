@@ -29,9 +29,9 @@ from swarm.model.stage_io import boundary_bytes
 from swarm.monitoring.health import Observation
 from swarm.plan.islands import check_cells
 from swarm.plan.measured_network import Machine, Pair, estimate
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap
-from swarm.plan.search import Plan, search_overlapped
+from swarm.plan.search import Placement, search_overlapped
 from swarm.plan.topk_ratios import boundary_bandwidths, boundary_codecs
 from swarm.records import NO_STAGE
 
@@ -47,8 +47,8 @@ WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    plan: Plan
+class Planned:
+    plan: Placement
     in_flight: np.ndarray
     """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
     now_s: float | None = None
@@ -147,7 +147,7 @@ def load_run_with_stages(path: Path, network: Network, *, seed: int, survive: bo
 
 def plan_view(
     run: Run, seen: Observation | Network, *, seed: int, budget_s: float, survive: bool = False
-) -> tuple[Answer, Network, Job]:
+) -> tuple[Planned, Network, StepWork]:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines; or
     for machines that are only described."""
     job = job_of(run)
@@ -169,7 +169,7 @@ def islands_view(
     return replace(answer, measured=words), run, network
 
 
-def measured(run: Run, seen: Observation | Network, job: Job) -> tuple[Network, list[Stage], str]:
+def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Network, list[Stage], str]:
     """The network of the peers that serve a run, the stage of each (of islands the cell), and in words how
     much is measured. Machines that are only described serve none.
     """
@@ -195,27 +195,27 @@ def measured(run: Run, seen: Observation | Network, job: Job) -> tuple[Network, 
     return found.network, [record.stage for record in serving], found.words
 
 
-def plan(network: Network, job: Job, *, seed: int, budget_s: float, survive: bool = False) -> Answer:
+def plan(network: Network, job: StepWork, *, seed: int, budget_s: float, survive: bool = False) -> Planned:
     """The search's plan; the budget is of this process's CPU time."""
     began_s = time.process_time()
     found = search_overlapped(
         network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s,
         survive=survive,
     )  # fmt: skip
-    return Answer(found, Overlap(network, job).in_flight(found.stage_of))
+    return Planned(found, Overlap(network, job).in_flight(found.stage_of))
 
 
 def with_codecs(
     run: Run,
     network: Network,
-    job: Job,
-    answer: Answer,
+    job: StepWork,
+    answer: Planned,
     least: float,
     *,
     seed: int,
     budget_s: float,
     survive: bool = False,
-) -> Answer:
+) -> Planned:
     """Codecs for a layout and a layout for these codecs: first for as little as may be sent, as far devices
     are of use only then; then for what was chosen.
 
@@ -236,7 +236,7 @@ def with_codecs(
 
 
 def plan_codecs(
-    run: Run, network: Network, job: Job, stage_of: Sequence[Stage] | np.ndarray, least: float
+    run: Run, network: Network, job: StepWork, stage_of: Sequence[Stage] | np.ndarray, least: float
 ) -> tuple[CodecSpec, float]:
     """AdaTopK for a layout: as little is compressed as costs nearly nothing of a step.
 
@@ -288,7 +288,7 @@ def plan_codecs(
     return codecs, found_s
 
 
-def worst_loss(network: Network, job: Job, stage_of: np.ndarray) -> tuple[str, float] | None:
+def worst_loss(network: Network, job: StepWork, stage_of: np.ndarray) -> tuple[str, float] | None:
     """The region without which a step takes longest, and how long; None: without some, a stage is empty."""
     overlap, found = Overlap(network, job), list[tuple[float, str]]()
     for region in np.unique(overlap.network.place_of[stage_of != IDLE]):
@@ -300,7 +300,7 @@ def worst_loss(network: Network, job: Job, stage_of: np.ndarray) -> tuple[str, f
     return name, total_s
 
 
-def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
+def as_json(answer: Planned, run: Run, network: Network) -> dict[str, Any]:
     """One object for programs; times in seconds."""
     step = answer.plan.step
     names = [device.name for device in network.devices]
@@ -328,7 +328,7 @@ def as_json(answer: Answer, run: Run, network: Network) -> dict[str, Any]:
     }
 
 
-def render(answer: Answer, run: Run, network: Network, job: Job) -> str:
+def render(answer: Planned, run: Run, network: Network, job: StepWork) -> str:
     step, stage_of = answer.plan.step, answer.plan.stage_of
     lines = [heading(run, network)]
     for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
@@ -387,7 +387,7 @@ def _in_memory(network: Network, stage_of: np.ndarray) -> list[str]:
     return lines
 
 
-def _losses(answer: Answer, network: Network) -> list[str]:
+def _losses(answer: Planned, network: Network) -> list[str]:
     """What the loss of a whole region would do."""
     if len(set(network.places)) < 2:
         return []
@@ -397,7 +397,7 @@ def _losses(answer: Answer, network: Network) -> list[str]:
     return [f"any one region may be lost: without {region}, the worst, a step takes about {total_s:.3g} s"]
 
 
-def _in_flight(answer: Answer, network: Network, job: Job) -> list[str]:
+def _in_flight(answer: Planned, network: Network, job: StepWork) -> list[str]:
     """What a layout needs at once on its devices, and which of them cannot hold that."""
     most = int(answer.in_flight.argmax())
     needs = count(int(answer.in_flight[most]), "microbatch")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from peers import options as arg
 from peers.options import (
-    Kind,
     Listen,
     MemberOptions,
-    Membership,
     NetworkOptions,
+    OptionKind,
     Options,
+    RunOptions,
     WeightsOptions,
     between,
     option,
@@ -42,21 +42,23 @@ def _codec(text: str) -> str:
 
 DOORS = ("open", "list", "token")
 OWNER_HELP = "the owner's key, as swarm init made it"
-TEXT = Kind(str, "PROMPT")
-WORDS = Kind(str, "TEXT")
-INTEGER = Kind(whole(-1024, 1023), "N")
-WORK_BITS = Kind(whole(0, MAX_WORK_BITS), "BITS")
-USES = Kind(whole(1, 1000), "N")
-KILLS = Kind(whole(0, 1000), "N")
-DAYS = Kind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
-MODEL = Kind(str, "MODEL")
-SHELL = Kind(str, "SHELL")
-CODEC = Kind(_codec, "NAME")
-HOURS = Kind(between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
-TEMPERATURE = Kind(between(100, "a temperature: 0 to 100"), "X")
-SPEED = Kind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
-PART = Kind(between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R")
-GIBIBYTES = Kind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
+TEXT = OptionKind(str, "PROMPT")
+WORDS = OptionKind(str, "TEXT")
+INTEGER = OptionKind(whole(-1024, 1023), "N")
+WORK_BITS = OptionKind(whole(0, MAX_WORK_BITS), "BITS")
+USES = OptionKind(whole(1, 1000), "N")
+KILLS = OptionKind(whole(0, 1000), "N")
+DAYS = OptionKind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
+MODEL = OptionKind(str, "MODEL")
+SHELL = OptionKind(str, "SHELL")
+CODEC = OptionKind(_codec, "NAME")
+HOURS = OptionKind(between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
+TEMPERATURE = OptionKind(between(100, "a temperature: 0 to 100"), "X")
+SPEED = OptionKind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
+PART = OptionKind(
+    between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R"
+)
+GIBIBYTES = OptionKind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
 
 WITHOUT = ("--replay", "--manifest", "--devices")
 """What is looked at instead of a run."""
@@ -124,7 +126,7 @@ class InitOptions(Options):
     swarm init myrun --manifest run.toml --data corpus.txt
     """
 
-    name: Path = option(Kind(arg.path, "NAME"), "of the run, and of a new folder", positional=True)
+    name: Path = option(OptionKind(arg.path, "NAME"), "of the run, and of a new folder", positional=True)
     manifest: Path | None = optional(arg.FILE, "the terms of the run (default: those of swarm demo)")
     data: tuple[Path | str, ...] = several(arg.DATA, arg.DATA_HELP)
     tokenizer: Path | None = optional(arg.NEEDED_FILE, arg.TOKENIZER_HELP)
@@ -165,7 +167,7 @@ class InviteOptions(Options):
     uses: int = option(USES, "identities that it admits at a time (default: 1)", 1)
 
 
-class BanOptions(Membership):
+class BanOptions(RunOptions):
     """Keep a peer out of your run.
 
     swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
@@ -176,7 +178,7 @@ class BanOptions(Membership):
     owner: Path = option(arg.FILE, OWNER_HELP)
 
 
-class UnbanOptions(Membership):
+class UnbanOptions(RunOptions):
     """Let a peer that you banned take part again.
 
     swarm unban PEER @join.txt --owner myrun/owner.key
@@ -186,7 +188,7 @@ class UnbanOptions(Membership):
     owner: Path = option(arg.FILE, OWNER_HELP)
 
 
-class CharterOptions(Membership):
+class CharterOptions(RunOptions):
     """Show which peers may take part in a run; with its key, change that.
 
     swarm charter @join.txt
@@ -213,7 +215,7 @@ class CharterOptions(Membership):
     work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
 
 
-class RevokeOptions(Membership):
+class RevokeOptions(RunOptions):
     """Say of a key of yours that it is to be trusted no more.
 
     swarm revoke @join.txt --identity stolen.key
@@ -280,7 +282,7 @@ class HealthOptions(Options):
 # --- everybody's ---
 
 
-class StatusOptions(Membership):
+class StatusOptions(RunOptions):
     """List which peer serves which stage, and how far the run is.
 
     swarm status @join.txt
@@ -330,7 +332,7 @@ class CheckOptions(Options):
     swarm check --port 31337 --join ADDRESS
     """
 
-    device: str = option(Kind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
+    device: str = option(OptionKind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
     host: str = option(arg.IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
     port: int = option(arg.PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(
@@ -504,7 +506,7 @@ class TokenizeOptions(Options):
     """
 
     files: tuple[Path | str, ...] = option(
-        Kind(lambda text: text if text.startswith("hf:") else arg.path(text), "FILE", arg.is_there),
+        OptionKind(lambda text: text if text.startswith("hf:") else arg.path(text), "FILE", arg.is_there),
         ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
         "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,

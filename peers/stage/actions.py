@@ -97,7 +97,7 @@ class Actions:
         assert not isinstance(action, replica.Ask)  # done by `coordination`
         step = self._core.steps[action.t]
         match action:
-            case replica.AllReduce(plan=plan):
+            case replica.BeginAllReduce(plan=plan):
                 if step.ending:
                     return  # it may be of the same round, whose end would be taken for the end of this one
                 step.stop("reduce")

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from peers.clock import now_s
-from peers.ports import Books, Device, Rank
+from peers.ports import Books, Rank, StageDevice
 from swarm.errors import DeviceHangs, Leaving, SetupError
 from swarm.ids import Stage
 
@@ -175,7 +175,7 @@ def longest_job_s(before_s: float, hung_s: float, *, owner_waits: bool) -> float
 
 
 async def watch_device(
-    device: Device, stage: Stage, hung_s: float, ends: Callable[[], tuple[bool, bool]]
+    device: StageDevice, stage: Stage, hung_s: float, ends: Callable[[], tuple[bool, bool]]
 ) -> None:
     """End a stage peer whose device hangs or fails: it still says that it lives, so its replicas wait.
 

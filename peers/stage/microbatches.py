@@ -15,7 +15,7 @@ from peers.fault_points import fault_point, job_point
 from peers.incoming import Incoming
 from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.next_stage import NextStage
-from peers.stage.open_step import Job, Kept, OpenStep
+from peers.stage.open_step import Job, KeptMicrobatch, OpenStep
 from peers.stage.state import StageCore
 from peers.voices import Membership
 from peers.vouching.answered import check_answer
@@ -186,7 +186,7 @@ class MicrobatchServer:
         finally:
             self._waiting -= 1
 
-    async def _claim(self, step: OpenStep, m: int) -> tuple[Claim, Kept | None]:
+    async def _claim(self, step: OpenStep, m: int) -> tuple[Claim, KeptMicrobatch | None]:
         """Claim a microbatch; what another request for it came to, if one was under way. If that one's body
         did not come, it is this one's turn: its caller would take this peer for the slow one.
         """
@@ -200,7 +200,7 @@ class MicrobatchServer:
                     raise
         return claim, None
 
-    def _is_fed_otherwise(self, work: Work, caller: PeerId, kept: Kept) -> bool:
+    def _is_fed_otherwise(self, work: Work, caller: PeerId, kept: KeptMicrobatch) -> bool:
         """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a
         liar, which its stage does without; what other devices compute differs as well.
         """
@@ -209,7 +209,7 @@ class MicrobatchServer:
             return False
         return not self._receipts.is_fed(caller, work, receipt.inputs)
 
-    async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> Kept:
+    async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> KeptMicrobatch:
         """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds
         something else afterwards, must not have that counted.
         """
@@ -225,7 +225,7 @@ class MicrobatchServer:
 
     # -- computing --------------------------------------------------------------------------------
 
-    async def _take(self, step: OpenStep, work: Work, request: Request) -> Kept:
+    async def _take(self, step: OpenStep, work: Work, request: Request) -> KeptMicrobatch:
         """Compute a microbatch. It goes on when its caller dies: the next caller gets the answer."""
         loop = asyncio.get_running_loop()
         job = Job(done=loop.create_future())
@@ -295,10 +295,12 @@ class MicrobatchServer:
         job.done.set_exception(error)
         job.done.exception()  # perhaps no caller waits any more
 
-    async def _last(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
+    async def _last(
+        self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]
+    ) -> KeptMicrobatch:
         began = now_s()
 
-        def compute() -> tuple[Kept, Seen | None]:
+        def compute() -> tuple[KeptMicrobatch, Seen | None]:
             mb = self._alive(step, work)
             fault_point("backward")
             named = self._receipts.came(caller, work, inputs)
@@ -310,14 +312,16 @@ class MicrobatchServer:
             answer = _done(found.loss, grads_in, hop)
             asked = (caller, work) if self._is_audited else None
             seen = seen_in(found) if self._neighbours else None
-            return self._count(step, found, Kept(inputs, (), answer, grads_in, (), asked)), seen
+            return self._count(step, found, KeptMicrobatch(inputs, (), answer, grads_in, (), asked)), seen
 
         kept, seen = await self._core.device.run(Rank.COMPUTE, work.t, compute)
         if self._neighbours and seen:
             self._neighbours.fed(caller, work, kept, seen)
         return kept
 
-    async def _middle(self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]) -> Kept:
+    async def _middle(
+        self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]
+    ) -> KeptMicrobatch:
         core = self._core
         began = now_s()
 
@@ -327,7 +331,7 @@ class MicrobatchServer:
             fwd = core.compute.forward(mb, inputs)
             onward, sent = self._receipts.feed(work, came, fwd.outputs)
             if self._is_audited and (work.m, came) not in step.sent_on:
-                sent_on = Kept(inputs, (), _done(0.0, ()), (), asked=(caller, work))
+                sent_on = KeptMicrobatch(inputs, (), _done(0.0, ()), (), asked=(caller, work))
                 step.send_on(work.m, came, sent_on, most=2 * core.run.M)
             return _SentOn(fwd, came, onward, sent, self._took_s())
 
@@ -341,7 +345,7 @@ class MicrobatchServer:
 
             def backward(
                 done: WorkDone = done, grads: Sequence[Encoded] = grads, behind_s: float = behind_s
-            ) -> tuple[Kept, Seen | None]:
+            ) -> tuple[KeptMicrobatch, Seen | None]:
                 mb = self._alive(step, work)
                 assert mb == fwd.mb
                 fault_point("backward")
@@ -352,7 +356,7 @@ class MicrobatchServer:
                 own_s = now_s() - began - behind_s
                 hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
                 answer = _done(done.loss, grads_in, hop, *done.hops)
-                kept = Kept(inputs, grads, answer, grads_in)
+                kept = KeptMicrobatch(inputs, grads, answer, grads_in)
                 if self._is_audited:
                     kept.outputs, kept.asked = fwd.outputs, (caller, work)
                 seen = seen_in(found) if self._neighbours else None
@@ -408,7 +412,7 @@ class MicrobatchServer:
             return Leaving("this peer is leaving, and no peer of the next stage answers", retry_after_s=0.0)
         return None
 
-    async def _pass_on(self, step: OpenStep, work: Work, kept: Kept) -> None:
+    async def _pass_on(self, step: OpenStep, work: Work, kept: KeptMicrobatch) -> None:
         """Feed a microbatch again to the later stages: one of them lost it, and this one has it."""
         core = self._core
         if work.m in step.jobs:
@@ -438,7 +442,7 @@ class MicrobatchServer:
             raise self._core.closed(step.t)
         return Microbatch(work.t, work.m)
 
-    def _count(self, step: OpenStep, found: Gradients, kept: Kept) -> Kept:
+    def _count(self, step: OpenStep, found: Gradients, kept: KeptMicrobatch) -> KeptMicrobatch:
         """Add a microbatch to the sum and the ledger, if it may count; if that breaks, both are lost."""
         m = found.mb.m
         with self._core.device.books:

@@ -14,7 +14,7 @@ from peers.transfer.spare import judged, words_of
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage
 from swarm.policy.rebalance import Moves, Stay, is_due, rebalance
-from swarm.policy.spares import Verdict
+from swarm.policy.spares import SpareDecision
 from swarm.records import PeerRecord
 
 BOUNDARY_S = 10.0
@@ -33,7 +33,7 @@ class Moving:
 
     def __init__(
         self, core: StageCore, directory: Directory, *, movable: bool, go: Callable[[Stage], None],
-        stand_by: Callable[[Verdict], None], record: Callable[[], PeerRecord],
+        stand_by: Callable[[SpareDecision], None], record: Callable[[], PeerRecord],
     ) -> None:  # fmt: skip
         self._core, self._directory = core, directory
         self._movable, self._go, self._stand_by, self._record = movable, go, stand_by, record

@@ -16,11 +16,11 @@ from swarm.protocol.ledger import Ledger, everything
 from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.step import ReplicaStep
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import Audit, Work, WorkDone
+from swarm.wire.messages import LedgerCounts, Work, WorkDone
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptMicrobatch:
     """A microbatch's boundary tensors, encoded, in host memory until the step is taken.
 
     They answer a repeated request, and retract a duplicate (run that backward again and subtract).
@@ -54,7 +54,7 @@ class Kept:
 class Job:
     """A microbatch that is being computed; more than one caller may wait for it."""
 
-    done: asyncio.Future[Kept]
+    done: asyncio.Future[KeptMicrobatch]
     has_body: bool = False
     """What it is computed from has come."""
 
@@ -65,10 +65,10 @@ class OpenStep(ReplicaStep):
     def __init__(self, t: int, ledger: Ledger) -> None:
         super().__init__(t, ledger)
         self.jobs: dict[int, Job] = {}
-        self.kept: dict[int, Kept] = {}
-        self.audit_kept: dict[int, Kept] = {}
+        self.kept: dict[int, KeptMicrobatch] = {}
+        self.audit_kept: dict[int, KeptMicrobatch] = {}
         """The same after the step was taken, where answers are audited; it goes with the next one."""
-        self.sent_on: dict[tuple[int, Digest], Kept] = {}
+        self.sent_on: dict[tuple[int, Digest], KeptMicrobatch] = {}
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
         those that were answered and do not count, all. The latest.
         """
@@ -87,25 +87,25 @@ class OpenStep(ReplicaStep):
         """`reduced` with those: what the step is taken with."""
         self.commit: Commit | None = None
         """The commit that the step was taken with."""
-        self.audited: Audit | None = None
+        self.audited: LedgerCounts | None = None
         self.work: dict[str, asyncio.Task[Any]] = {}
         """Running tasks of this step by kind: reduce, fetch, thaw, undo, meeting."""
         self.ending: set[asyncio.Task[Any]] = set()
         """Tasks that were told to stop and may not have noticed yet."""
 
-    def send_on(self, m: int, inputs: Digest, kept: Kept, *, most: int) -> None:
+    def send_on(self, m: int, inputs: Digest, kept: KeptMicrobatch, *, most: int) -> None:
         """Keep what goes into a microbatch that is sent on."""
         self.sent_on.pop((m, inputs), None)
         if len(self.sent_on) >= most:
             del self.sent_on[next(iter(self.sent_on))]
         self.sent_on[m, inputs] = kept
 
-    def put_by(self, kept: Kept, *, most: int) -> None:
+    def put_by(self, kept: KeptMicrobatch, *, most: int) -> None:
         """Keep what was answered and does not count, or no more: it is audited as what does."""
         if kept.asked is not None:
             self.send_on(kept.asked[1].m, kept.inputs_digest, kept, most=most)
 
-    def shown(self, m: int, inputs: Digest) -> Kept | None:
+    def shown(self, m: int, inputs: Digest) -> KeptMicrobatch | None:
         """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""
         kept = self.kept.get(m) or self.audit_kept.get(m)
         if not inputs or (kept and kept.inputs_digest == inputs):
@@ -150,11 +150,11 @@ class OpenStep(ReplicaStep):
             self.stop(kind)
 
 
-def audit(plan: Plan, microbatches: int) -> Audit:
+def audit(plan: Plan, microbatches: int) -> LedgerCounts:
     """Count, from the ledgers of a round, what is missing and what is in twice."""
     union, total = 0, 0
     for ledger in plan.ledgers:
         union |= ledger
         total += ledger.bit_count()
     missing = (everything(microbatches) & ~union).bit_count()
-    return Audit(steps=1, missing=missing, duplicated=total - union.bit_count())
+    return LedgerCounts(steps=1, missing=missing, duplicated=total - union.bit_count())

@@ -33,7 +33,7 @@ from peers.fault_points import fault_point
 from peers.islands.directory import Islands, own_directory, telling_cells
 from peers.islands.meeting import IslandMeeting
 from peers.liveness_probe import Prober
-from peers.ports import Device, Directory, Rank, Transport
+from peers.ports import Directory, Rank, StageDevice, Transport
 from peers.stage.actions import Actions
 from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
@@ -63,7 +63,7 @@ from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
-from swarm.policy.spares import Verdict
+from swarm.policy.spares import SpareDecision
 from swarm.protocol.messages import MAX_LEFT_OUT
 from swarm.protocol.rollback import may_leave
 from swarm.protocol.voice import heard
@@ -79,7 +79,7 @@ class StagePeer:
     def __init__(
         self, run: Run, stage: Stage, compute: StageCompute, transport: Transport, directory: Directory,
         settings: StageSettings, emit: events.Emit, *, kept: Snapshot | None = None,
-        device: Device | None = None,
+        device: StageDevice | None = None,
     ) -> None:  # fmt: skip
         """`kept`: of the pause that it comes back from. `device`: by default threads of its own."""
         emit = telling_cells(run, emit)
@@ -255,7 +255,7 @@ class StagePeer:
             self.paused = True
             self._stop()
 
-    def _stand_by(self, verdict: Verdict) -> None:
+    def _stand_by(self, verdict: SpareDecision) -> None:
         if not self._leaving.is_set():
             record = msgspec.structs.replace(self.status.record(), state="paused", spare=True)
             self.spare = Spare(self._run, record, words_of(verdict))

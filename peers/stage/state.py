@@ -12,7 +12,7 @@ import torch
 from peers.audit.trail import OwnTrail
 from peers.clock import now_s
 from peers.events import Emit, Undone
-from peers.ports import Device, Directory, Rank, Transport
+from peers.ports import Directory, Rank, StageDevice, Transport
 from peers.stage.open_step import OpenStep
 from peers.voices import Membership, Voices
 from peers.waiting import happens, pulse
@@ -26,8 +26,8 @@ from swarm.protocol.coordinator import realigns
 from swarm.protocol.ledger import Ledger, members_of
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit
-from swarm.protocol.voice import Contributed
-from swarm.wire.messages import Audit
+from swarm.protocol.voice import LastContributions
+from swarm.wire.messages import LedgerCounts
 
 AUDITS_S = 1.0
 """How long a step is not taken while an answer of it is computed again."""
@@ -68,7 +68,7 @@ class StageCore:
 
     def __init__(
         self, run: Run, stage: Stage, compute: StageCompute, transport: Transport, directory: Directory,
-        backoff: Backoff, emit: Emit, *, device: Device,
+        backoff: Backoff, emit: Emit, *, device: StageDevice,
     ) -> None:  # fmt: skip
         self.run, self.stage, self.compute, self.emit = run, stage, compute, emit
         self.me: PeerId = transport.peer_id
@@ -87,8 +87,8 @@ class StageCore:
         """The last meeting that this replica was at, kept for islands that come to it later."""
         self._digest = (-1, "")
         self.trail = OwnTrail()
-        self.contributed = Contributed()
-        self.audit = Audit()
+        self.contributed = LastContributions()
+        self.audit = LedgerCounts()
         self.undone = 0
         self.computed = 0
         self.report_trigger = ReportTrigger()
@@ -282,7 +282,7 @@ class StageCore:
         self.commits = {t: known for t, known in self.commits.items() if t > commit.t - COMMITS_KEPT}
         self.commits[commit.t] = commit
         if step.audited is not None:
-            self.audit = Audit(
+            self.audit = LedgerCounts(
                 steps=self.audit.steps + 1,
                 missing=self.audit.missing + step.audited.missing,
                 duplicated=self.audit.duplicated + step.audited.duplicated,

@@ -25,7 +25,7 @@ import msgspec
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.index import Index, TreeFile
-from peers.storage.shards import Part, Shards
+from peers.storage.shards import Shards, ShardSlice
 from swarm.errors import NotNow, SetupError, SwarmError
 from swarm.merkle import (
     BLOCK_BYTES,
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 class _Search(msgspec.Struct):
     """What was found for one block."""
 
-    had: dict[tuple[Part, str], bytes | bytearray] = {}
+    had: dict[tuple[ShardSlice, str], bytes | bytearray] = {}
     why: dict[str, str] = {}
     """Of addresses that cannot be used."""
     may_come: bool = False
@@ -248,7 +248,7 @@ class Blocks:
                 return found
         raise search.nowhere()
 
-    def _of_others(self, block: int, _: list[Part], search: _Search) -> Fetched | None:
+    def _of_others(self, block: int, _: list[ShardSlice], search: _Search) -> Fetched | None:
         if self.others is None:
             return None
         try:
@@ -258,7 +258,7 @@ class Blocks:
             search.others = f"; {error.text}"
             return None
 
-    def _of_addresses(self, block: int, parts: list[Part], search: _Search) -> Fetched | None:
+    def _of_addresses(self, block: int, parts: list[ShardSlice], search: _Search) -> Fetched | None:
         node = self.node(block)
         orders = [sorted(part.shard.at, key=self._rests) for part in parts]
         for picks in itertools.islice(_picks([len(order) for order in orders]), MAX_TRIES):
@@ -286,7 +286,7 @@ class Blocks:
     def _rests(self, address: str) -> bool:
         return time.monotonic() < self._resting.get(address, -REST_S) + REST_S
 
-    def _having(self, part: Part, addresses: list[str], search: _Search) -> str | None:
+    def _having(self, part: ShardSlice, addresses: list[str], search: _Search) -> str | None:
         """The first address that has a part, which `search` has then; None: none has."""
         for address in addresses:
             try:

@@ -39,7 +39,7 @@ KEEP = 3
 """Steps kept per stage. Two would do if all stages saved at the same instant; the third is for a laggard."""
 
 Tell: TypeAlias = Callable[[str], None]
-_KIND = safetensors_file.Kind("checkpoint", "Remove that step's folder to resume from an older one")
+_KIND = safetensors_file.FileKind("checkpoint", "Remove that step's folder to resume from an older one")
 
 _VOICED = "voiced"
 """In the index: false if no peer with voice said that it is the state of its version."""

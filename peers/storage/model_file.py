@@ -24,7 +24,7 @@ MAX_CONFIG_BYTES = 4 * MAX_MANIFEST_BYTES
 """The manifest, escaped, and as much again."""
 
 SUFFIX = ".safetensors"
-_KIND = safetensors_file.Kind("model", "Copy or export it again")
+_KIND = safetensors_file.FileKind("model", "Copy or export it again")
 
 
 class ModelConfig(safetensors_file.Described, frozen=True, kw_only=True, forbid_unknown_fields=False):

@@ -49,7 +49,7 @@ class Damaged(SetupError):
     """A file that cannot be used; the text says which, why, and what to do."""
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """A kind of such files, for errors."""
 
     name: str
@@ -152,7 +152,7 @@ def write_json(path: Path, value: msgspec.Struct) -> None:
     atomic_file.write_whole(path, text.encode())
 
 
-def read_json(kind: Kind, path: Path, form: type[T], max_bytes: int) -> T:
+def read_json(kind: FileKind, path: Path, form: type[T], max_bytes: int) -> T:
     """The JSON that describes such a file.
 
     Raises:
@@ -177,7 +177,7 @@ def read_json(kind: Kind, path: Path, form: type[T], max_bytes: int) -> T:
     return value
 
 
-def verify(kind: Kind, path: Path, sha256: str, bytes: int, progress: Progress = unheard) -> None:
+def verify(kind: FileKind, path: Path, sha256: str, bytes: int, progress: Progress = unheard) -> None:
     """Check that the file has the digest and the size that were told of it.
 
     Raises:
@@ -199,7 +199,7 @@ def verify(kind: Kind, path: Path, sha256: str, bytes: int, progress: Progress =
 
 
 def read(
-    kind: Kind,
+    kind: FileKind,
     path: Path,
     told: Described,
     expected: tuple[str, Mapping[str, TensorInfo]],

@@ -21,7 +21,7 @@ from swarm.errors import SetupError
 from swarm.merkle import BLOCK_BYTES, block_count, block_levels, grow
 
 
-class Part(NamedTuple):
+class ShardSlice(NamedTuple):
     """Some tokens of one shard."""
 
     shard: Shard
@@ -39,21 +39,21 @@ class Shards:
         self.size = self._ends[-1] * self._item if shards else 0
         """Bytes of all."""
 
-    def parts(self, start: int, end: int) -> list[Part]:
+    def parts(self, start: int, end: int) -> list[ShardSlice]:
         """What the bytes from a place up to another one are made of; both are between tokens."""
         first, last, found = start // self._item, end // self._item, []
         number = bisect_right(self._ends, first)
         while first < last:
             shard = self._shards[number]
             begins, stop = self._ends[number] - shard.tokens, min(last, self._ends[number])
-            found.append(Part(shard, first - begins, stop - begins))
+            found.append(ShardSlice(shard, first - begins, stop - begins))
             first, number = stop, number + 1
         return found
 
-    def of_block(self, block: int) -> list[Part]:
+    def of_block(self, block: int) -> list[ShardSlice]:
         return self.parts(block * BLOCK_BYTES, min(self.size, (block + 1) * BLOCK_BYTES))
 
-    def read(self, part: Part, address: str) -> bytes | bytearray:
+    def read(self, part: ShardSlice, address: str) -> bytes | bytearray:
         """The tokens of a part. Raises OSError: they are not at this address."""
         dtype = part.shard.dtype or self._dtype
         item, skip = ITEM_BYTES[dtype], part.shard.skip

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from peers import events
-from peers.audit.recorder import Recorder
+from peers.audit.recorder import TranscriptRecorder
 from peers.clock import now_s, unix_s
 from peers.islands.directory import Islands
 from peers.ports import Answer, Directory, Request, Transport
@@ -96,7 +96,8 @@ class CheckpointKeeper:
         islands = Islands(run.island(0), transport.signer, directory).all
         file = TranscriptWriter(settings.folder, run)
         self._recorders = [
-            Recorder(one.run, transport, one.directory, file, emit, settings.charter) for one in islands
+            TranscriptRecorder(one.run, transport, one.directory, file, emit, settings.charter)
+            for one in islands
         ]
         # What is saved is the same on all islands: those of one are asked.
         run, directory, self._voices = islands[0].run, islands[0].directory, islands[0].voices

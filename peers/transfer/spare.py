@@ -14,14 +14,14 @@ from peers.voices import Voices
 from swarm.errors import SwarmError
 from swarm.manifest import Run
 from swarm.model.layout import reduce_bytes
-from swarm.policy.spares import Exchange, Verdict, judge
+from swarm.policy.spares import Exchange, SpareDecision, judge
 from swarm.records import PeerRecord
 
 SPARE = "spare"
 """The reason of its pause."""
 
 
-async def judged(run: Run, directory: Directory, me: PeerRecord) -> Verdict | None:
+async def judged(run: Run, directory: Directory, me: PeerRecord) -> SpareDecision | None:
     """What the records that this peer sees now say of it. In a thread: a large run has thousands of them."""
     exchange = Exchange(
         stages=run.S, microbatches=run.M, delayed_updates=run.delayed_updates,
@@ -30,7 +30,7 @@ async def judged(run: Run, directory: Directory, me: PeerRecord) -> Verdict | No
     return await asyncio.to_thread(judge, me, list(directory.peers()), exchange)
 
 
-def words_of(verdict: Verdict) -> str:
+def words_of(verdict: SpareDecision) -> str:
     """Why a peer is a spare, and what would change that."""
     mbps = float(f"{verdict.upload_bps / 1e6:.3g}") if verdict.upload_bps else None
     enough = " like theirs" if mbps is None else f" of {mbps:,.9g} Mbit/s or more"

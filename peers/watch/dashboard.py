@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from peers.options import Listen
 from peers.programs.tool_options import DashboardOptions
 from peers.watch import history, tracking
-from peers.watch.terminal import Screen
+from peers.watch.terminal import LiveScreen
 from swarm.errors import SetupError
 from swarm.manifest import Run
 from swarm.monitoring.aggregator import Aggregator
@@ -112,7 +112,7 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
             print(f"metrics at {place}", flush=True)
         for name in dict.fromkeys(options.report_to):
             board.faces.append(stack.enter_context(tracking.reported(name, board.run)))
-        screen = stack.enter_context(Screen())
+        screen = stack.enter_context(LiveScreen())
         board.faces.append(screen)
         yield screen.live or options.metrics is not None or options.web is not None
 

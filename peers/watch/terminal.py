@@ -1,7 +1,8 @@
 """The dashboard in a terminal: a picture in, a screen of a given size out.
 
-`render` is pure, so that the screen has golden tests; it never draws more lines than there are. `Screen` owns
-the terminal: a live screen on one, plain lines anywhere else. Whatever strangers wrote was cleaned before.
+`render` is pure, so that the screen has golden tests; it never draws more lines than there are. `LiveScreen`
+owns the terminal: a live screen on one,
+plain lines anywhere else. Whatever strangers wrote was cleaned before.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[min(7, int((value - low) / (high - low) * 8))] for value in means)
 
 
-class Screen:
+class LiveScreen:
     """Shows pictures while a `with` block runs; call it with each."""
 
     def __init__(self, *, stream: TextIO | None = None) -> None:

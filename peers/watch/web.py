@@ -26,7 +26,7 @@ from peers.watch import topology
 from peers.watch.terminal import clock
 from swarm.errors import short
 from swarm.ids import PeerId
-from swarm.monitoring.health import Contribution, PeerHealth, Route, StageHealth, SwarmHealth
+from swarm.monitoring.health import PeerHealth, PeerShare, PeerTraffic, StageHealth, SwarmHealth
 
 CLOSE_S = 3
 """For open connections, at the end."""
@@ -129,14 +129,14 @@ OF_A_PEER: dict[str, Callable[[PeerHealth], object]] = {
     "up": lambda peer: "–" if peer.up_s is None else clock(peer.up_s),
     "last": lambda peer: peer.last,
 }
-OF_WORK: dict[str, Callable[[Contribution], object]] = {
+OF_WORK: dict[str, Callable[[PeerShare], object]] = {
     "id": lambda row: row.peer,
     "peer": lambda row: short(row.peer) + ("" if row.here else " (gone)"),
     "stage": lambda row: _sorted_as(row.label),
     "computed": lambda row: row.computed,
     "share": lambda row: f"{100 * row.share:.1f} %",
 }
-OF_A_ROUTE: dict[str, Callable[[tuple[Route, PeerId]], object]] = {
+OF_A_ROUTE: dict[str, Callable[[tuple[PeerTraffic, PeerId]], object]] = {
     "id": lambda route: route[1],
     "peer": lambda route: short(route[1]),
     "kind": lambda route: route[0].kind,
@@ -167,9 +167,9 @@ class WholeRun:
         self._stages = Table("Stages", OF_A_STAGE, rows=16)
         self._peers = Table("Peers", OF_A_PEER, rows=25, search=True)
         with div("pair"):
-            self._timeline = Lines("Timeline", "nothing has happened since we look")
+            self._timeline = TextLines("Timeline", "nothing has happened since we look")
             self._work = Table("Contributions", OF_WORK, rows=10)
-        self._moves = Lines("Moves", "no moves have been decided yet")
+        self._moves = TextLines("Moves", "no moves have been decided yet")
         self._show()
         ui.timer(REFRESH_S, self._show)
 
@@ -220,10 +220,10 @@ class OnePeer:
         self._health, self._peer = health, peer
         head(back=True).set_text(f"peer {peer}")
         self._stats = Stats(*STATS)
-        self._about = Lines("About it", "")
+        self._about = TextLines("About it", "")
         with div("pair"):
             self._routes = Table("Traffic with", OF_A_ROUTE, rows=15)
-            self._timeline = Lines("Timeline", "nothing has happened to it since we look")
+            self._timeline = TextLines("Timeline", "nothing has happened to it since we look")
         self._show()
         ui.timer(REFRESH_S, self._show)
 
@@ -299,7 +299,7 @@ class Stats:
             self._labels[name.replace("_", " ")].set_text(text)
 
 
-class Lines:
+class TextLines:
     """Lines of text, or a word that there are none."""
 
     def __init__(self, title: str, none: str) -> None:

@@ -4525,8 +4525,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "record-one-island",
         "peers/transfer/keeper.py",
-        "settings.charter) for one in islands\n",
-        "settings.charter) for one in islands[:1]\n",
+        "            for one in islands\n",
+        "            for one in islands[:1]\n",
         "What the other islands did cannot be computed again.",
         ("test_keeping", "test_verify"),
     ),
@@ -6499,7 +6499,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "stand-by-for-ever",
         "swarm/policy/spares.py",
-        "return Verdict(False, math.inf, math.inf) if me.spare else None",
+        "return SpareDecision(False, math.inf, math.inf) if me.spare else None",
         "return None",
         "A stage that has only a spare left stands still.",
         ("test_spares",),

@@ -27,8 +27,8 @@ from swarm.manifest.tables import (
     LoraSpec,
     ModelSpec,
     OptimizerSpec,
+    OptimizerTerms,
     StartSpec,
-    Terms,
     parts_summed,
 )
 from swarm.manifest.text import (

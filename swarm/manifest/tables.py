@@ -332,7 +332,7 @@ def _grown(batch: BatchSpec) -> tuple[int, ...]:
     return tuple(accumulate(map(batch.microbatches, range(batch.warmup_steps)), initial=0))
 
 
-class Terms(NamedTuple):
+class OptimizerTerms(NamedTuple):
     """How a weight is stepped."""
 
     lr: float
@@ -436,7 +436,7 @@ class OptimizerSpec(Spec, section="optimizer"):
         # C libraries disagree in the last bit of a cosine, and every peer must have the same rate.
         return float(f"{self.lr * ratio:.12g}")
 
-    def terms_of(self, name: str, dims: int) -> Terms:
+    def terms_of(self, name: str, dims: int) -> OptimizerTerms:
         """How a weight is stepped, by its full name and the number of its dimensions."""
         lr, decay = 1.0, self.weight_decay if dims >= 2 else 0.0
         for group in self.groups:
@@ -444,7 +444,9 @@ class OptimizerSpec(Spec, section="optimizer"):
             if fnmatchcase(name, pattern):
                 lr, decay = terms.get("lr", lr), terms.get("weight_decay", decay)
                 break
-        return Terms(lr, decay, dims == 2 and any(fnmatchcase(name, pattern) for pattern in self.muon))
+        return OptimizerTerms(
+            lr, decay, dims == 2 and any(fnmatchcase(name, pattern) for pattern in self.muon)
+        )
 
     @property
     def patterns(self) -> dict[str, tuple[str, ...]]:

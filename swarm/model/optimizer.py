@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from swarm.manifest import OptimizerSpec, Terms
+from swarm.manifest import OptimizerSpec, OptimizerTerms
 from swarm.model.seeded_random import fractions, seed_of
 
 _SLICE_CPU = 1 << 16
@@ -21,29 +21,31 @@ _SLICE_CUDA = 1 << 24
 """Elements: large enough to hide the launches, small enough (64 MB) to be no matter of memory."""
 
 
-class Part(NamedTuple):
+class ParameterGroup(NamedTuple):
     """A part of the flat vector whose weights are stepped alike."""
 
     start: int
     end: int
-    terms: Terms
+    terms: OptimizerTerms
     shape: torch.Size | None = None
     """Of a matrix of Muon's, which is a part of its own."""
     name: str = ""
     """Of a weight that is a part of its own."""
 
 
-def parts_of(spec: OptimizerSpec, spans: Mapping[str, tuple[int, int, torch.Size]]) -> tuple[Part, ...]:
+def parts_of(
+    spec: OptimizerSpec, spans: Mapping[str, tuple[int, int, torch.Size]]
+) -> tuple[ParameterGroup, ...]:
     """The vector in parts, in order; what lies between two weights belongs to the later one."""
-    parts: list[Part] = []
+    parts: list[ParameterGroup] = []
     for name, (start, end, shape) in spans.items():
         terms, last = spec.terms_of(name, len(shape)), parts[-1] if parts else None
         if terms.is_muon or spec.moments == "bfloat16":
-            parts.append(Part(start, end, terms, shape if terms.is_muon else None, name))
+            parts.append(ParameterGroup(start, end, terms, shape if terms.is_muon else None, name))
         elif last is not None and last.terms == terms:
             parts[-1] = last._replace(end=end)
         else:
-            parts.append(Part(last.end if last is not None else 0, end, terms))
+            parts.append(ParameterGroup(last.end if last is not None else 0, end, terms))
     return tuple(part for part in parts if part.start < part.end)
 
 
@@ -103,7 +105,7 @@ class FlatOptimizer:
     """The step of one stage."""
 
     def __init__(
-        self, spec: OptimizerSpec, parts: Sequence[Part], vectors: dict[str, torch.Tensor],
+        self, spec: OptimizerSpec, parts: Sequence[ParameterGroup], vectors: dict[str, torch.Tensor],
         device: torch.device, seed: int = 0,
     ) -> None:  # fmt: skip
         """`vectors`: the moments, as `vector_layout` has them, are among these. `seed`: the run's."""
@@ -137,14 +139,14 @@ class FlatOptimizer:
         kept = self.vectors[vector][part]
         return kept.float() if kept.dtype == torch.bfloat16 else kept
 
-    def _keep(self, vector: str, whole: Part, part: slice, moment: torch.Tensor) -> None:
+    def _keep(self, vector: str, whole: ParameterGroup, part: slice, moment: torch.Tensor) -> None:
         kept = self.vectors[vector][part]
         if kept.dtype == torch.bfloat16:
             seed = moment_seed(self._seed, self._number, vector, whole.name)
             kept.copy_(to_bfloat16(moment.view(-1), seed, part.start - whole.start))
 
     def _adamw(
-        self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
+        self, t: int, lr: float, whole: ParameterGroup, part: slice, weights: torch.Tensor, grad: torch.Tensor
     ) -> None:
         spec = self._spec
         mean, square = self._moment("exp_avg", part), self._moment("exp_avg_sq", part)
@@ -157,7 +159,7 @@ class FlatOptimizer:
         self._keep("exp_avg_sq", whole, part, square)
 
     def _muon(
-        self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
+        self, t: int, lr: float, whole: ParameterGroup, part: slice, weights: torch.Tensor, grad: torch.Tensor
     ) -> None:
         assert whole.shape is not None
         mean = self._moment("exp_avg", part).view(whole.shape)
@@ -165,7 +167,7 @@ class FlatOptimizer:
         self._keep("exp_avg", whole, part, mean)
 
     def _sgd(
-        self, t: int, lr: float, whole: Part, part: slice, weights: torch.Tensor, grad: torch.Tensor
+        self, t: int, lr: float, whole: ParameterGroup, part: slice, weights: torch.Tensor, grad: torch.Tensor
     ) -> None:
         if self._spec.momentum:
             grad = self._moment("momentum", part).mul_(self._spec.momentum).add_(grad)

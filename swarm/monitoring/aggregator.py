@@ -19,12 +19,12 @@ from swarm.ids import PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.monitoring import alerts, validation
 from swarm.monitoring.health import (
-    Contribution,
     Happening,
     HappeningKind,
     Observation,
     PeerHealth,
-    Route,
+    PeerShare,
+    PeerTraffic,
     StageHealth,
     SwarmHealth,
 )
@@ -514,8 +514,8 @@ class Aggregator:
             return 0.0
         return max(0.0, now - self._trainer_at)
 
-    def _routes(self) -> tuple[Route, ...]:
-        found: dict[tuple[PeerId, PeerId], Route] = {}
+    def _routes(self) -> tuple[PeerTraffic, ...]:
+        found: dict[tuple[PeerId, PeerId], PeerTraffic] = {}
         for peer, seen in self._peers.items():
             status, before = seen.status, seen.before
             if status is None or before is None or seen.heard_at <= seen.before_at:
@@ -530,7 +530,7 @@ class Aggregator:
                 source, target, kind = ends
                 known = found.get((source, target))
                 if bps > 0 and (known is None or known.bps < bps):  # both ends may report it
-                    found[source, target] = Route(source=source, target=target, kind=kind, bps=bps)
+                    found[source, target] = PeerTraffic(source=source, target=target, kind=kind, bps=bps)
         busiest = sorted(found.values(), key=lambda route: (-route.bps, route.source, route.target))
         return tuple(busiest[:MAX_ROUTES])
 
@@ -551,11 +551,11 @@ class Aggregator:
             return None
         return (peer, other, "work") if here < there else (other, peer, "work")
 
-    def _contributions(self) -> tuple[Contribution, ...]:
+    def _contributions(self) -> tuple[PeerShare, ...]:
         counted = {p: work for p, work in self._work.items() if work.total and not self._too_much(work.total)}
         total = sum(work.total for work in counted.values())
         return tuple(
-            Contribution(
+            PeerShare(
                 peer=peer, computed=work.total, share=work.total / total, stage=work.stage,
                 label=self.run.place(work.stage, short=True),
                 here=peer in self._peers,

@@ -14,7 +14,7 @@ import msgspec
 
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
-from swarm.wire.messages import Audit, PeerStatus
+from swarm.wire.messages import LedgerCounts, PeerStatus
 
 HappeningKind: TypeAlias = Literal[
     "joined", "left", "lost", "silent", "back", "moved", "restarted", "went back", "stage lost", "stage back",
@@ -54,7 +54,7 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     peer: PeerId | None = None
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
+class PeerTraffic(msgspec.Struct, frozen=True, kw_only=True):
     """Traffic between two peers, both directions together."""
 
     source: PeerId
@@ -98,7 +98,7 @@ class PeerHealth(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bps: float
     bytes_in: int
     bytes_out: int
-    audit: Audit
+    audit: LedgerCounts
     slower: float
     """Times by which the rest of its stage is faster; 0 = not known."""
     inconsistencies: tuple[str, ...]
@@ -140,7 +140,7 @@ class StageHealth(msgspec.Struct, frozen=True, kw_only=True):
     """By id."""
 
 
-class Contribution(msgspec.Struct, frozen=True, kw_only=True):
+class PeerShare(msgspec.Struct, frozen=True, kw_only=True):
     """Microbatches that one peer computed, all its visits together."""
 
     peer: PeerId
@@ -191,7 +191,7 @@ class SwarmHealth(msgspec.Struct, frozen=True, kw_only=True):
     trainers: tuple[PeerId, ...]
     trainer_away_s: float | None
     """How long no trainer has been seen; None: some peer of stage 0 has not answered yet."""
-    routes: tuple[Route, ...]
+    routes: tuple[PeerTraffic, ...]
     """The busiest first."""
     losses: tuple[tuple[int, float], ...]
     """(version, loss), ascending; not of every step."""
@@ -203,7 +203,7 @@ class SwarmHealth(msgspec.Struct, frozen=True, kw_only=True):
     """How long no peer has answered, if this machine is probably cut off; else None."""
     happenings: tuple[Happening, ...]
     """The newest last."""
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[PeerShare, ...]
     """The largest first."""
     rebalance: str
     """The last decision about moves of most peers, and why."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from swarm.errors import SetupError
 from swarm.manifest import parts_summed
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 from swarm.plan.search import fenced_row, search_overlapped
 
@@ -25,7 +25,7 @@ MEETING_PART = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Islands:
+class IslandLayout:
     """How many there are, and when and with how much they meet."""
 
     count: int
@@ -62,7 +62,7 @@ class IslandsPlan(NamedTuple):
         return self.inner.total_s + self.meeting_s / self.local_steps
 
 
-def check_cells(network: Network, job: Job, islands: Islands) -> None:
+def check_cells(network: Network, job: StepWork, islands: IslandLayout) -> None:
     """
     Raises:
         SetupError: there are fewer devices than cells.
@@ -78,7 +78,13 @@ def check_cells(network: Network, job: Job, islands: Islands) -> None:
 
 
 def search_islands(
-    network: Network, job: Job, islands: Islands, *, seed: int, budget_s: float, spent_s: Callable[[], float]
+    network: Network,
+    job: StepWork,
+    islands: IslandLayout,
+    *,
+    seed: int,
+    budget_s: float,
+    spent_s: Callable[[], float],
 ) -> IslandsPlan:
     """The better of two divisions into islands, the devices of each in the stages where the search puts them.
 
@@ -111,7 +117,7 @@ def search_islands(
 
 
 def predict_islands(
-    network: Network, job: Job, islands: Islands, cell_of: Sequence[int] | np.ndarray
+    network: Network, job: StepWork, islands: IslandLayout, cell_of: Sequence[int] | np.ndarray
 ) -> IslandsPlan:
     """The steps of a division into cells.
 
@@ -136,7 +142,7 @@ def part_of(network: Network, members: np.ndarray) -> Network:
     return replace(network, devices=tuple(network.devices[i] for i in members))
 
 
-def meeting_s(network: Network, job: Job, islands: Islands, cell_N: np.ndarray) -> float:
+def meeting_s(network: Network, job: StepWork, islands: IslandLayout, cell_N: np.ndarray) -> float:
     """Seconds of a meeting: each device gets from every other island what it has changed of its stage; or,
     where each adds up a part, that part of it and the sum of its own.
 
@@ -158,7 +164,7 @@ def meeting_s(network: Network, job: Job, islands: Islands, cell_N: np.ndarray) 
     return longest_s
 
 
-def meeting_bytes(job: Job, islands: Islands, cell_N: np.ndarray) -> float:
+def meeting_bytes(job: StepWork, islands: IslandLayout, cell_N: np.ndarray) -> float:
     """What all devices send in a meeting."""
     used = cell_N[cell_N != IDLE] % job.stages
     members_S = np.bincount(used, minlength=job.stages)
@@ -167,17 +173,17 @@ def meeting_bytes(job: Job, islands: Islands, cell_N: np.ndarray) -> float:
 
 def propose(
     network: Network,
-    job_of_islands: Callable[[int], Job],
-    islands: Islands,
+    job_of_islands: Callable[[int], StepWork],
+    islands: IslandLayout,
     counts: Sequence[int],
     *,
     seed: int,
-) -> tuple[Islands, IslandsPlan] | None:
+) -> tuple[IslandLayout, IslandsPlan] | None:
     """The fastest of so many islands each, that meet as seldom as they must; None: none can be.
 
     `job_of_islands`: the job of one of so many; `islands`: what is said of them, for any count.
     """
-    found = list[tuple[Islands, IslandsPlan]]()
+    found = list[tuple[IslandLayout, IslandsPlan]]()
     for count in counts:
         one = replace(islands, count=count, local_steps=LOCAL_STEPS[0])
         try:
@@ -192,7 +198,7 @@ def propose(
     return min(found, key=lambda each: each[1].step_s, default=None)
 
 
-def _divisions(network: Network, job: Job, count: int) -> Iterator[np.ndarray]:
+def _divisions(network: Network, job: StepWork, count: int) -> Iterator[np.ndarray]:
     """[N] islands of the devices: near ones together; and alike ones to each, which
     helps where the memories of near ones are too small.
     """

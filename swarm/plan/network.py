@@ -169,7 +169,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class StepWork:
     """The work of one step. Numbers per stage are tuples of S, per boundary (s to s + 1) of S - 1."""
 
     stages: int
@@ -232,7 +232,7 @@ class Job:
         return (self.fixed_bytes or self.state_bytes)[stage]
 
 
-def check_fit(network: Network, job: Job) -> None:
+def check_fit(network: Network, job: StepWork) -> None:
     """
     Raises:
         SetupError: no division of the devices can be: fewer than stages, or a stage that none can hold.

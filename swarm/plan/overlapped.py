@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Job, Network, check_fit
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, check_fit
 
 SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
@@ -85,7 +85,7 @@ class _Boundary(NamedTuple):
 class Overlap:
     """Predicts the step of one division after another; what did not change is not computed again."""
 
-    def __init__(self, network: Network, job: Job) -> None:
+    def __init__(self, network: Network, job: StepWork) -> None:
         """
         Raises:
             SetupError: no division can be: see `check_fit`.
@@ -233,7 +233,7 @@ class Overlap:
         )
 
     def _room(self, number: int, members: np.ndarray) -> np.ndarray:
-        """[n] as `Job.room`."""
+        """[n] as `StepWork.room`."""
         if not self.job.activation_bytes[number] or np.isinf(self.network.memory_bytes[members]).all():
             return np.full(len(members), np.inf)
         return np.array([self.job.room(number, self.network.devices[int(i)]) for i in members])

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 WALK_STEPS = 1500
@@ -34,7 +34,7 @@ MAX_REPLICAS = 2000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Placement:
     """A division of devices into stages."""
 
     stage_of: np.ndarray
@@ -46,13 +46,13 @@ class Plan:
 
 def search_overlapped(
     network: Network,
-    job: Job,
+    job: StepWork,
     *,
     seed: int,
     budget_s: float,
     spent_s: Callable[[], float],
     survive: bool = False,
-) -> Plan:
+) -> Placement:
     """A division of small predicted step time, with as many replicas of each stage as are good for it.
 
     `survive`: every stage has devices in two regions, so that the loss of any one leaves it some. Never worse
@@ -88,7 +88,7 @@ def search_overlapped(
             members[(walks - 1) % len(members)] = (lowest_s, order, walked)
         if lowest_s < best_s:
             best_s, best = lowest_s, walked.copy()
-    return Plan(best, overlap.predict(best), starts)
+    return Placement(best, overlap.predict(best), starts)
 
 
 def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
@@ -132,7 +132,7 @@ def fenced_row(network: Network) -> np.ndarray:
     return np.argsort(np.argsort(row)[network.region_of], kind="stable")
 
 
-def cut_row(network: Network, job: Job, row: np.ndarray) -> np.ndarray:
+def cut_row(network: Network, job: StepWork, row: np.ndarray) -> np.ndarray:
     """[N] stages: the row cut so that stages have speeds in proportion to their work, each with a device."""
     speed = network.flops_per_s[row]
     work = np.maximum(np.array(job.forward_flops), 1e-12)
@@ -312,7 +312,7 @@ MAX_SWAPS = 300
 
 
 def clustered_layouts(
-    network: Network, job: Job, cost_s: Callable[[np.ndarray], float], rng: np.random.Generator
+    network: Network, job: StepWork, cost_s: Callable[[np.ndarray], float], rng: np.random.Generator
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(shape, [N] stages) of every shape, if the devices divide evenly into stages.
 

@@ -22,7 +22,7 @@ class Use(NamedTuple):
     """Share of the time in which the device computed for them, 0 to 1."""
 
 
-class Verdict(NamedTuple):
+class PauseDecision(NamedTuple):
     """Whether to pause, and why (for logs and the status)."""
 
     pause: bool
@@ -39,7 +39,7 @@ class ContentionDetector:
         """Since when the observations have contradicted the present verdict."""
         self._paused = False
 
-    def observe(self, use: Use, *, now: float) -> Verdict:
+    def observe(self, use: Use, *, now: float) -> PauseDecision:
         """Add an observation made at `now` (monotonic seconds) and return the verdict."""
         baseline = use.held_bytes if self._baseline_bytes is None else self._baseline_bytes
         self._baseline_bytes = min(use.held_bytes, baseline)
@@ -53,4 +53,4 @@ class ContentionDetector:
             if now - self._since >= (self._free_after_s if self._paused else self._contended_after_s):
                 self._paused, self._since = not self._paused, None
         why = f"other programs have {more_bytes >> 20} MiB more than usual, and {use.share:.0%} of the time"
-        return Verdict(pause=self._paused, why=why)
+        return PauseDecision(pause=self._paused, why=why)

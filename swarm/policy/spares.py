@@ -61,7 +61,7 @@ def exchange_s(gradient_bytes: float, count: int, upload_bps: float) -> float:
     return 2.0 * (count - 1) / count * 8.0 * gradient_bytes / upload_bps
 
 
-class Verdict(NamedTuple):
+class SpareDecision(NamedTuple):
     """Whether a peer is to be a spare, and why; what a step takes with it, and without."""
 
     spare: bool
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
     """Those of its stage that take part."""
 
 
-def judge(me: PeerRecord, records: Iterable[PeerRecord], exchange: Exchange) -> Verdict | None:
+def judge(me: PeerRecord, records: Iterable[PeerRecord], exchange: Exchange) -> SpareDecision | None:
     """Whether `me` is to be a spare; None: nothing changes, or too little is known.
 
     Every peer that serves or is a spare asks this with the same records, and each goes by its own answer. All
@@ -86,7 +86,7 @@ def judge(me: PeerRecord, records: Iterable[PeerRecord], exchange: Exchange) -> 
         return None
     others = [r for r in pool if r.stage == me.stage and r.peer != me.peer and not r.spare]
     if not others:
-        return Verdict(False, math.inf, math.inf) if me.spare else None
+        return SpareDecision(False, math.inf, math.inf) if me.spare else None
     if {record.stage for record in pool} != set(range(exchange.stages)):
         return None
     sizes = [r.state_bytes for r in pool if r.state_bytes > 0]
@@ -97,10 +97,10 @@ def judge(me: PeerRecord, records: Iterable[PeerRecord], exchange: Exchange) -> 
     now_s, (best_s, counts) = _now_s(stages, exchange), _chosen(stages, exchange)
     kept = [replica.peer for replica in stages[me.stage].replicas[: counts[me.stage]]]
     if me.peer in kept:
-        return Verdict(False, best_s, now_s) if me.spare and best_s <= now_s else None
+        return SpareDecision(False, best_s, now_s) if me.spare and best_s <= now_s else None
     if me.spare or now_s <= best_s:
         return None
-    return Verdict(True, now_s, best_s, _enough_bps(stages, counts, me, best_s, exchange), tuple(kept))
+    return SpareDecision(True, now_s, best_s, _enough_bps(stages, counts, me, best_s, exchange), tuple(kept))
 
 
 def _stage_of(

@@ -42,7 +42,7 @@ class Local(NamedTuple):
 # -- actions ------------------------------------------------------------------------------------------
 
 
-class AllReduce(msgspec.Struct, frozen=True):
+class BeginAllReduce(msgspec.Struct, frozen=True):
     """Freeze the sum of step `t` for a round, and reduce it with the others."""
 
     t: int
@@ -120,7 +120,7 @@ class AskWitnesses(msgspec.Struct, frozen=True):
 StateChange = ApplyStep | BeginAgain | CatchUp | RestoreStage
 """One of them at a time."""
 Ask = AskWitnesses | AskLostStage | AskAbsent
-Action = StateChange | AllReduce | Fetch | Retract | Unfreeze | Retreat | Ask
+Action = StateChange | BeginAllReduce | Fetch | Retract | Unfreeze | Retreat | Ask
 
 
 # -- the report ---------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def _follow_step(me: PeerId, step: ReplicaStep, wanted: StepDirective, now: floa
         return None
     elif wanted.plan is not None and me in wanted.plan.members:
         if wanted.plan.round not in (step.failed_round, step.round and step.round.name):
-            return AllReduce(step.t, wanted.plan)
+            return BeginAllReduce(step.t, wanted.plan)
     elif step.state is not StepState.OPEN:
         return Unfreeze(step.t)
     elif wanted.retract:

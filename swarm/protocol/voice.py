@@ -195,7 +195,7 @@ class WorkCount:
         return due
 
 
-class Contributed:
+class LastContributions:
     """To which steps the replicas of a stage contributed lately, as one of them saw it."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ LOST_AFTER_S = 0.2
 a message later."""
 
 
-class Work(msgspec.Struct, frozen=True):
+class WorkItem(msgspec.Struct, frozen=True):
     """Run `microbatch`; `deepest` is the last stage that lacks it if some stages already have it, else -1."""
 
     microbatch: Microbatch
@@ -86,7 +86,7 @@ class WorkList:
             step.due_s.setdefault(m, now + (LOST_AFTER_S if step.had >> m & 1 else REPLAY_AFTER_S))
         step.had |= whole & ~anywhere
 
-    def next(self, newest: int, *, now: float) -> Work | None:
+    def next(self, newest: int, *, now: float) -> WorkItem | None:
         """The next microbatch to start, from the oldest step up to `newest`; None: nothing to do now."""
         for t in range(self._oldest, newest + 1):
             work = self._fresh(t) or self._again(t, now)
@@ -133,17 +133,17 @@ class WorkList:
         ]
         return max(now, min(due)) if due else None
 
-    def _fresh(self, t: int) -> Work | None:
+    def _fresh(self, t: int) -> WorkItem | None:
         step = self._step(t)
         skip = step.done | step.running | step.taken
         while step.cursor < len(step.order):
             m = step.order[step.cursor]
             if not skip >> m & 1:
-                return Work(Microbatch(t, m), -1, replay=False)
+                return WorkItem(Microbatch(t, m), -1, replay=False)
             step.cursor += 1
         return None
 
-    def _again(self, t: int, now: float) -> Work | None:
+    def _again(self, t: int, now: float) -> WorkItem | None:
         """A microbatch that was done or claimed, and has been lacking at some stage for long enough."""
         step = self._step(t)
         for m in step.order if step.due_s else ():  # not all trainers begin with the same
@@ -152,7 +152,7 @@ class WorkList:
                 step.due_s[m] = now + REPLAY_AFTER_S
                 step.had &= ~(1 << m)
                 had = any(not bitmap >> m & 1 for bitmap in step.lacking) or bool(step.done >> m & 1)
-                return Work(Microbatch(t, m), deepest if had else -1, replay=had)
+                return WorkItem(Microbatch(t, m), deepest if had else -1, replay=had)
         return None
 
     def _step(self, t: int) -> _Step:

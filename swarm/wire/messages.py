@@ -348,7 +348,7 @@ class PastStep(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     loss: float | None = None
 
 
-class Audit(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers counted from the ledgers of the rounds that were applied, not from what should be."""
 
     steps: int = 0
@@ -386,7 +386,7 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     computed: int = 0
     """Microbatches computed since it joined."""
     coordinator: PeerId = ""
-    audit: Audit = Audit()
+    audit: LedgerCounts = LedgerCounts()
     since: float
     up_s: float = 0.0
     """Seconds since its program started; 0: not said."""

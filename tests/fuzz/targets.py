@@ -523,7 +523,8 @@ def _charter(**changes: Any) -> charter.Charter:
 
 def _charters() -> list[bytes]:
     full = _charter(
-        peers=charter.Rule("token", (STRANGER.peer_id,)), bans=(charter.Ban(STRANGER.peer_id, "lies"),),
+        peers=charter.AdmissionRule("token", (STRANGER.peer_id,)), bans=(charter.Ban(STRANGER.peer_id,
+        "lies"),),
         founders=(ME.peer_id, STRANGER.peer_id), trusted_stages=(0, -1), work_bits=20,
         revocations=(STRANGER.peer_id,),
     )  # fmt: skip
@@ -547,9 +548,9 @@ def _(data: bytes) -> None:
     signed.key_of(opened, ME.peer_id)
     if isinstance(opened, charter.Charter):
         assert charter.decode(charter.encode(opened)) == opened
-        terms = charter.Terms(opened, ME.peer_id, stages=3)
+        terms = charter.AdmissionTerms(opened, ME.peer_id, stages=3)
         for role in charter.ROLES:
-            who = charter.Candidate(STRANGER.peer_id, role, stage=1)
+            who = charter.Applicant(STRANGER.peer_id, role, stage=1)
             assert charter.why_not_admitted(terms, who, charter.TokenUses(), now=SOON - 1).isprintable()
 
 
@@ -732,7 +733,7 @@ def _(data: bytes) -> None:
 @target(
     "answers of a node",
     lambda: [
-        msgspec.msgpack.encode([dht_protocol.Found(tuple(_HELD[:2]), 3)]),
+        msgspec.msgpack.encode([dht_protocol.FoundEntries(tuple(_HELD[:2]), 3)]),
         msgspec.msgpack.encode([[[], 0]] * 3),
     ],
 )
@@ -743,7 +744,7 @@ def _(data: bytes) -> None:
             node.check.open(bytes(20), entry)
 
 
-def _decoded_answer(data: bytes) -> Sequence[dht_protocol.Found]:
+def _decoded_answer(data: bytes) -> Sequence[dht_protocol.FoundEntries]:
     try:
         return dht_protocol._found_decoder.decode(data)
     except (ValueError, msgspec.MsgspecError, RecursionError):  # as `DhtNode.read`
@@ -859,7 +860,9 @@ def _(data: bytes) -> None:
     )
     infos = {name: safetensors_file.info(tensor) for name, tensor in _WEIGHTS.items()}
     with contextlib.suppress(safetensors_file.Damaged):
-        tensors = safetensors_file.read(safetensors_file.Kind("test", "Do"), path, told, ("expected", infos))
+        tensors = safetensors_file.read(
+            safetensors_file.FileKind("test", "Do"), path, told, ("expected", infos)
+        )
         assert {name: safetensors_file.info(tensor) for name, tensor in tensors.items()} == infos
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from swarm.manifest import OptimizerSpec
-from swarm.model.optimizer import FlatOptimizer, Part, muon_update, parts_of, to_bfloat16, vector_layout
+from swarm.model.optimizer import (
+    FlatOptimizer,
+    ParameterGroup,
+    muon_update,
+    parts_of,
+    to_bfloat16,
+    vector_layout,
+)
 
 CPU = torch.device("cpu")
 NUMEL, DECAYED = 200_000, 150_001
@@ -26,7 +33,11 @@ def flat_optimizer(spec: OptimizerSpec, numel: int, decayed: int, dtype: torch.d
 
 
 def optimizer_of(
-    spec: OptimizerSpec, numel: int, parts: Sequence[Part], dtype: torch.dtype = torch.float32, seed: int = 0
+    spec: OptimizerSpec,
+    numel: int,
+    parts: Sequence[ParameterGroup],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
 ) -> FlatOptimizer:
     """Before its first step."""
     lengths = vector_layout(spec, numel, dtype)

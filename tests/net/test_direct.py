@@ -20,7 +20,7 @@ import pytest_asyncio
 from peers.clock import now_s
 from peers.net.connection import ClientConnection, ServedCall, ServerConnection
 from peers.net.direct import paths as direct_paths
-from peers.net.direct.handshake import Agreed, AskDirect, Asking, GrantDirect, _asked, _granted
+from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, SharedSecret, _asked, _granted
 from peers.net.direct.paths import HELLO_BYTES, METHOD, OPENING, DirectOptions, DirectPaths
 from peers.net.direct.records import Opener, Sealer
 from peers.net.direct.stream import SMALL_AT_ONCE, SMALL_PER_S, SealedStream
@@ -305,7 +305,7 @@ async def test_a_banned_peer_gets_none_and_loses_the_one_that_it_has(relay: Rela
 # -- what opens it, and what does not ------------------------------------------------------------------------
 
 
-async def keys_of(callee: NetTransport, signer: Identity) -> tuple[Agreed, int]:
+async def keys_of(callee: NetTransport, signer: Identity) -> tuple[SharedSecret, int]:
     """As the peer of the signer asks for it over p2pd."""
     asking = Asking(signer, callee.peer_id)
     request = OneRequest(signer.peer_id, pack(asking.ask()))
@@ -320,7 +320,7 @@ class OneRequest:
         self.peer, self.header = peer, header
 
 
-def hello_of(keys: Agreed) -> bytes:
+def hello_of(keys: SharedSecret) -> bytes:
     return keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING]))
 
 

@@ -9,25 +9,32 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
-from swarm.plan.islands import Islands, meeting_bytes, meeting_s, predict_islands, propose, search_islands
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.islands import (
+    IslandLayout,
+    meeting_bytes,
+    meeting_s,
+    predict_islands,
+    propose,
+    search_islands,
+)
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import IDLE
 from swarm.plan.search import search_overlapped
 
 DIFFERENCE_BYTES = 1e6
 
 
-def job(*, microbatches: int = 8, gradient_bytes: float = 4e6) -> Job:
+def job(*, microbatches: int = 8, gradient_bytes: float = 4e6) -> StepWork:
     """Two stages that take a teraflop each."""
-    return Job(
+    return StepWork(
         stages=2, microbatches=microbatches, forward_flops=(1e12, 1e12), forward_bytes=(1e5,),
         backward_bytes=(1e5,), gradient_bytes=(gradient_bytes,) * 2, state_bytes=(1e9,) * 2,
         activation_bytes=(0.0,) * 2,
     )  # fmt: skip
 
 
-def islands(count: int = 2, local_steps: int = 10) -> Islands:
-    return Islands(
+def islands(count: int = 2, local_steps: int = 10) -> IslandLayout:
+    return IslandLayout(
         count=count, local_steps=local_steps,
         difference_bytes=(DIFFERENCE_BYTES,) * 2, sum_bytes=(4 * DIFFERENCE_BYTES,) * 2,
     )  # fmt: skip
@@ -43,7 +50,7 @@ def cities(each: int, *, count: int = 2, between_bps: float = 1e6, **device: flo
     return Network(devices, tuple(f"c{i}" for i in range(count)), latency_RR, line_RR)
 
 
-def searched(network: Network, job: Job, islands: Islands) -> np.ndarray:
+def searched(network: Network, job: StepWork, islands: IslandLayout) -> np.ndarray:
     return search_islands(network, job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0).cell_of
 
 

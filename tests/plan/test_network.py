@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarm.errors import SetupError
-from swarm.plan.network import CARDS_BPS, CARDS_LATENCY_S, Device, Job, Network, read_devices
+from swarm.plan.network import CARDS_BPS, CARDS_LATENCY_S, Device, Network, StepWork, read_devices
 from swarm.plan.search import search_overlapped
 from tests.plan.documented import DEVICES
 
@@ -43,7 +43,7 @@ def network(
     return Network(devices, ("Oslo", "Rome"), np.array(latency_s), np.array(bandwidth_bps))
 
 
-def job(**fields: object) -> Job:
+def job(**fields: object) -> StepWork:
     usual: dict[str, object] = {
         "stages": 2,
         "microbatches": 8,
@@ -54,7 +54,7 @@ def job(**fields: object) -> Job:
         "state_bytes": (1e8, 2e8),
         "activation_bytes": (1e6, 1e6),
     }
-    return Job(**{**usual, **fields})  # type: ignore[arg-type]
+    return StepWork(**{**usual, **fields})  # type: ignore[arg-type]
 
 
 def test_the_documented_example_is_a_network() -> None:
@@ -263,7 +263,7 @@ def test_consecutive_stages_are_on_one_machine(stages: int) -> None:
     """Two machines of four cards with 100 Mbit/s between them: one boundary crosses that."""
     text = CARDS.replace('[[devices]]\nname = "laptop"\nregion = "Oslo"\nupload_mbps = 40\n', "")
     network = read_devices(text.replace("upload_mbps = 400", "upload_mbps = 100"))
-    job = Job(
+    job = StepWork(
         stages=stages, microbatches=32, forward_flops=(1e12,) * stages, forward_bytes=(4e6,) * (stages - 1),
         backward_bytes=(4e6,) * (stages - 1), gradient_bytes=(4e7,) * stages, state_bytes=(1e8,) * stages,
         activation_bytes=(1e7,) * stages,
@@ -284,7 +284,7 @@ def test_consecutive_stages_are_on_one_machine(stages: int) -> None:
 
 def test_a_stage_on_two_machines_of_one_region_does_not_outlive_it() -> None:
     network = read_devices(CARDS)
-    job = Job(
+    job = StepWork(
         stages=1, microbatches=4, forward_flops=(1e12,), forward_bytes=(), backward_bytes=(),
         gradient_bytes=(1e6,), state_bytes=(1e6,), activation_bytes=(1e6,),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
 from scripts.bench.plan.worldwide import job_of, random_case, read_network
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.plan.search import (
     balanced,
@@ -38,8 +38,10 @@ def ticks() -> Callable[[], float]:
     return lambda: float(next(spent))
 
 
-def job(stages: int = 4, *, microbatches: int = 64, bytes_each: float = 1e6, gradient: float = 1e7) -> Job:
-    return Job(
+def job(
+    stages: int = 4, *, microbatches: int = 64, bytes_each: float = 1e6, gradient: float = 1e7
+) -> StepWork:
+    return StepWork(
         stages=stages,
         microbatches=microbatches,
         forward_flops=(1e10,) * stages,
@@ -72,7 +74,7 @@ def even(count: int, stages: int) -> np.ndarray:
 # --- against the simulation that runs the live policies -------------------------------------------------
 
 
-def simulated_s(net: Network, work: Job, of_N: np.ndarray) -> float:
+def simulated_s(net: Network, work: StepWork, of_N: np.ndarray) -> float:
     """Seconds of a step, once windows and routers have learnt."""
     settings = Settings(rebalance_every_s=0.0)
     return simulate(net, work, of_N.tolist(), end_s=1e9, steps=7, settings=settings).step_s(skip=3)
@@ -99,7 +101,7 @@ def test_one_device_a_stage_and_one_microbatch_is_a_walk_there_and_back() -> Non
     ids=["compute", "uplink", "downlink", "line", "all-reduce", "way", "memory"],
 )
 def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
-    net: Network, work: Job, limit: str
+    net: Network, work: StepWork, limit: str
 ) -> None:
     of = even(len(net), work.stages)
     said = Overlap(net, work).predict(of)
@@ -304,7 +306,7 @@ def test_by_speed_each_device_goes_to_the_slowest_stage_that_it_can_hold() -> No
         ),
     ],
 )
-def test_a_job_that_cannot_be_placed_is_refused(net: Network, work: Job, words: str) -> None:
+def test_a_job_that_cannot_be_placed_is_refused(net: Network, work: StepWork, words: str) -> None:
     with pytest.raises(SetupError) as caught:
         search_overlapped(net, work, seed=0, budget_s=0, spent_s=ticks())
     assert words in caught.value.text

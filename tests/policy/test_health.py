@@ -15,10 +15,10 @@ from swarm.ids import Generation
 from swarm.manifest import IslandsSpec, Run, demo_run
 from swarm.monitoring import alerts, validation
 from swarm.monitoring.aggregator import MAX_WORKERS, Aggregator
-from swarm.monitoring.health import Observation, PeerHealth, Route, SwarmHealth
+from swarm.monitoring.health import Observation, PeerHealth, PeerTraffic, SwarmHealth
 from swarm.monitoring.history import MAX_POINTS
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import Audit, LinkStatus, PastStep, PeerStatus
+from swarm.wire.messages import LedgerCounts, LinkStatus, PastStep, PeerStatus
 
 RUN = demo_run(stages=2, steps=40)
 START = 1_000_000.0
@@ -38,7 +38,7 @@ def status(peer: str, stage: int, **more: Any) -> PeerStatus:
         more["past"] = (PastStep(version=of, took_s=took_s, loss=more.pop("loss")),)
     usual = PeerStatus(
         peer=peer, stage=stage, version=3, state="serving", device="cpu", done=5, inflight=2, max_inflight=4,
-        speed=2.0, computed=70, coordinator="", audit=Audit(), since=START - 90,
+        speed=2.0, computed=70, coordinator="", audit=LedgerCounts(), since=START - 90,
     )  # fmt: skip
     return msgspec.structs.replace(usual, **more)
 
@@ -471,7 +471,7 @@ def test_weights_that_disagree_are_an_error_for_devices_of_one_kind() -> None:
 
 def test_a_count_that_is_wrong_is_the_worst_of_all() -> None:
     seen = Seen()
-    health = seen.say(audit=Audit(steps=3, missing=1, duplicated=2), trainers=("t",))
+    health = seen.say(audit=LedgerCounts(steps=3, missing=1, duplicated=2), trainers=("t",))
     assert health.alerts[0].level == "error"
     assert "peer a reports 1 microbatch missing from steps that were taken: report this bug" in texts(health)
     assert "peer a reports 2 microbatches counted twice: report this bug" in texts(health)
@@ -538,9 +538,9 @@ def test_routes_are_what_passed_between_two_answers() -> None:
     seen.look(statuses=told(0))
     health = seen.look(2.0, statuses=told(1000))
     assert health.routes == (
-        Route(source="a", target="c", kind="work", bps=8 * 40_000 / 2),
-        Route(source="a", target="b", kind="average", bps=8 * 2000 / 2),
-        Route(source="t", target="a", kind="feed", bps=8 * 2000 / 2),
+        PeerTraffic(source="a", target="c", kind="work", bps=8 * 40_000 / 2),
+        PeerTraffic(source="a", target="b", kind="average", bps=8 * 2000 / 2),
+        PeerTraffic(source="t", target="a", kind="feed", bps=8 * 2000 / 2),
     )
 
 
@@ -586,7 +586,7 @@ def test_a_record_is_made_fit_to_be_shown() -> None:
         ({"computed": 1 << 60}, "an impossible number: computed"),
         ({"speed": math.nan}, "an impossible number: speed nan"),
         ({"speed": 1e30}, "an impossible number: speed 1e\\+30"),
-        ({"audit": Audit(missing=-3)}, "an impossible number: audit.missing -3"),
+        ({"audit": LedgerCounts(missing=-3)}, "an impossible number: audit.missing -3"),
     ],
 )
 def test_an_answer_that_cannot_be_is_refused_with_what_is_wrong(lie: dict[str, object], text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.policy.spares import GAIN, Exchange, judge
 from swarm.records import PeerRecord
@@ -157,7 +157,7 @@ def test_the_planner_predicts_the_same(mbit: int) -> None:
     uploads = [10_000 * MBIT] * 4 + [mbit * MBIT]
     devices = tuple(Device(f"d{i}", 0, 30.0, upload_bps=bps) for i, bps in enumerate(uploads))
     net = Network(devices, ("here",), np.zeros((1, 1)), np.array([[math.inf]]))
-    job = Job(
+    job = StepWork(
         stages=1, microbatches=6400, forward_flops=(1.0,), forward_bytes=(), backward_bytes=(),
         gradient_bytes=(1e9,), state_bytes=(0.0,), activation_bytes=(0.0,),
     )  # fmt: skip

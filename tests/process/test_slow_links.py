@@ -20,7 +20,7 @@ from scripts.bench.speed.slow_links import Found, Lines, Sizes
 from swarm.manifest import CodecSpec
 from swarm.model.layout import stage_layout
 from swarm.model.meeting import difference_bytes
-from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+from swarm.wire.messages import LedgerCounts, LinkStatus, PeerStatus
 from tests.process.forkserver import ForkServer
 from tests.seeds import some
 
@@ -84,7 +84,8 @@ def test_adatopk_compresses_where_devices_would_wait_and_equal_manifests_are_mea
 def status(name: str, busy_s: float, links: dict[str, int]) -> PeerStatus:
     return PeerStatus(
         peer=name, stage=int(name[-1]), version=0, state="serving", device="cpu", done=0, inflight=0,
-        max_inflight=8, speed=1.0, computed=0, coordinator=name, audit=Audit(), since=0.0, busy_s=busy_s,
+        max_inflight=8, speed=1.0, computed=0, coordinator=name, audit=LedgerCounts(), since=0.0,
+        busy_s=busy_s,
         links=tuple(LinkStatus(peer=peer, bytes_in=half, bytes_out=half) for peer, half in links.items()),
     )  # fmt: skip
 

@@ -7,8 +7,8 @@ from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.replica import (
     Action,
-    AllReduce,
     ApplyStep,
+    BeginAllReduce,
     CatchUp,
     Fetch,
     Local,
@@ -47,7 +47,7 @@ def told(step: ReplicaStep, *steps: StepDirective, now: float = 0.0, **changes: 
 def test_each_order_is_an_action_of_its_own() -> None:
     step = opened()
     assert told(step) == []
-    assert told(step, StepDirective(t=0, plan=PLAN)) == [AllReduce(0, PLAN)]
+    assert told(step, StepDirective(t=0, plan=PLAN)) == [BeginAllReduce(0, PLAN)]
     assert told(step, StepDirective(t=0, retract=Bitmap(1))) == [Retract(0, 1)]
     assert told(step, RESULT) == [Fetch(0, "r", ("bob",))]
     assert told(prepared(), commits=(Commit(0, 1.0),)) == [ApplyStep(Commit(0, 1.0))]

@@ -9,7 +9,7 @@ from swarm.protocol.voice import (
     MIN_STEPS,
     RENEW_EVERY,
     VALID_STEPS,
-    Contributed,
+    LastContributions,
     WorkCount,
     Worked,
     renewal,
@@ -114,7 +114,7 @@ def test_a_count_knows_at_which_stage_a_peer_answered_last() -> None:
 
 
 def test_a_replica_knows_who_contributed_lately_as_long_as_it_adds_up_itself() -> None:
-    seen = Contributed()
+    seen = LastContributions()
     assert seen.last("a", version=0) is None is seen.last("a", version=50)
     for t in range(30, 40):
         seen.added_up({"a": 0b10 if t < 33 else 0, "b": 1, "c": 0}, t)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from swarm.ids import Microbatch
 from swarm.protocol.ledger import everything
-from swarm.protocol.worklist import LOST_AFTER_S, REPLAY_AFTER_S, Work, WorkList
+from swarm.protocol.worklist import LOST_AFTER_S, REPLAY_AFTER_S, WorkItem, WorkList
 
 M = 4
 ALL = everything(M)
@@ -20,14 +20,14 @@ def todo() -> WorkList:
     return WorkList(lambda t: [2, 0, 3, 1])
 
 
-def start_all(todo: WorkList, newest: int = 0, *, now: float = 0.0) -> list[Work]:
+def start_all(todo: WorkList, newest: int = 0, *, now: float = 0.0) -> list[WorkItem]:
     started = []
     while (work := todo.next(newest, now=now)) is not None:
         started.append(work)
     return started
 
 
-def numbers(started: list[Work]) -> list[int]:
+def numbers(started: list[WorkItem]) -> list[int]:
     return [work.microbatch.m for work in started]
 
 
@@ -81,7 +81,7 @@ def test_a_finished_one_that_is_lacking_runs_again_only_after_a_while(todo: Work
     assert todo.next(0, now=1.0) is None
     assert todo.next_wakeup(0, now=1.0) == 1.0 + REPLAY_AFTER_S
     again = todo.next(0, now=1.0 + REPLAY_AFTER_S)
-    assert again == Work(Microbatch(0, 2), deepest=1, replay=True)
+    assert again == WorkItem(Microbatch(0, 2), deepest=1, replay=True)
     assert todo.replayed == 1
 
 

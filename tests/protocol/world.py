@@ -19,12 +19,12 @@ from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSu
 from swarm.protocol.protocol import Message, ProtocolTimings, StepProtocol
 from swarm.protocol.replica import (
     Action,
-    AllReduce,
     ApplyStep,
     AskAbsent,
     AskLostStage,
     AskWitnesses,
     BeginAgain,
+    BeginAllReduce,
     CatchUp,
     Fetch,
     Local,
@@ -333,7 +333,7 @@ class World:
                 replica.steps.pop(action.t).abort()
                 self.open_steps(replica)
                 self.say(f"{name} drops its result and its sum of step {action.t}")
-            elif isinstance(action, AllReduce):
+            elif isinstance(action, BeginAllReduce):
                 self._reduce(replica, step, action)
             elif isinstance(action, Fetch):
                 self._fetch(replica, step, action)
@@ -346,7 +346,7 @@ class World:
                 self._retract(replica, step, action)
             self.changed(name)
 
-    def _reduce(self, replica: Replica, step: Step, action: AllReduce) -> None:
+    def _reduce(self, replica: Replica, step: Step, action: BeginAllReduce) -> None:
         plan = action.plan
         step.start_round(plan.round, now=self.now)
         why = check_plan(

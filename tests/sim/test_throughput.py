@@ -17,7 +17,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
 from scripts.bench.plan.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 from swarm.records import NO_STAGE
 from swarm.sim.dice import Dice
@@ -34,11 +34,11 @@ def network(count: int, *, latency_s: float = 0.0, line_bps: float = math.inf, *
     return Network(devices, ("here",), np.array([[latency_s]]), np.array([[line_bps]]))
 
 
-def job(stages: int, microbatches: int, **fields: float) -> Job:
+def job(stages: int, microbatches: int, **fields: float) -> StepWork:
     def each(name: str, count: int) -> tuple[float, ...]:
         return (fields.get(name, 0.0),) * count
 
-    return Job(
+    return StepWork(
         stages=stages,
         microbatches=microbatches,
         forward_flops=(FORWARD_S,) * stages,
@@ -202,7 +202,7 @@ def test_the_shipped_trainer_finds_the_window_that_long_lines_need() -> None:
 # --- whatever happens ---------------------------------------------------------------------------------------
 
 
-def random_case(seed: int, *, calm_s: float = 300.0) -> tuple[ThroughputReport, Job, float]:
+def random_case(seed: int, *, calm_s: float = 300.0) -> tuple[ThroughputReport, StepWork, float]:
     """A small swarm whose peers come, vanish and move, on any network, until all are back for `calm_s`."""
     dice = Dice(seed)
     stages = 1 + dice.below(4)
@@ -354,7 +354,7 @@ def test_smaller_transfers_make_no_step_longer() -> None:
     assert steps_s == sorted(steps_s)
 
 
-def learned_and_fixed(count: int, work: Job, window: int, latency_s: float) -> tuple[list[float], float]:
+def learned_and_fixed(count: int, work: StepWork, window: int, latency_s: float) -> tuple[list[float], float]:
     """How long each step takes with a window that learns, and the last with one of this size; 3 stages."""
     net, layout = network(count, latency_s=latency_s, flops_per_s=5.0), [i * 3 // count for i in range(count)]
     found, fixed = (

@@ -8,7 +8,7 @@ from swarm.manifest import BatchSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import Audit, LinkStatus, PastStep, PeerStatus
+from swarm.wire.messages import LedgerCounts, LinkStatus, PastStep, PeerStatus
 
 RUN = replace(demo_run(stages=3, steps=40), batch=BatchSpec(microbatch_size=4, microbatches_per_step=16))
 START = 1_000_000.0
@@ -28,7 +28,8 @@ def status(
     links = tuple(LinkStatus(peer=other, bytes_in=1000 * version, bytes_out=1000 * version) for other in to)
     return PeerStatus(
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
-        max_inflight=8, speed=speed, computed=20 * version, coordinator="", audit=Audit(), since=START - 90,
+        max_inflight=8, speed=speed, computed=20 * version, coordinator="", audit=LedgerCounts(),
+        since=START - 90,
         past=(PastStep(version=version, took_s=2.0, loss=5.0 - version / 10),), links=links,
         trainers=("trainer",) if stage == 0 else (),
     )  # fmt: skip

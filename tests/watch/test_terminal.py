@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from peers.watch.terminal import Screen, clock, render, sparkline
+from peers.watch.terminal import LiveScreen, clock, render, sparkline
 from peers.watch.topology import svg
 from swarm.manifest import IslandsSpec
 from swarm.monitoring.aggregator import Aggregator
@@ -149,7 +149,7 @@ def test_on_a_terminal_it_is_a_screen_that_is_given_back(monkeypatch: pytest.Mon
     reader = threading.Thread(target=drain)
     reader.start()
     aggregator, at = troubled()
-    with os.fdopen(theirs, "w") as stream, Screen(stream=stream) as screen:
+    with os.fdopen(theirs, "w") as stream, LiveScreen(stream=stream) as screen:
         assert screen.live
         screen(aggregator.health(now=at))
     reader.join()
@@ -162,7 +162,7 @@ def test_on_a_terminal_it_is_a_screen_that_is_given_back(monkeypatch: pytest.Mon
 def test_off_a_terminal_lines_tell_what_is_new_and_each_alert_once() -> None:
     out = io.StringIO()
     aggregator = Aggregator(RUN)
-    with Screen(stream=out) as screen:
+    with LiveScreen(stream=out) as screen:
         assert not screen.live
         aggregator.observe(
             Observation(at=START, records=(record("peer-a", 0), record("peer-b", 1), record("peer-c", 2)))

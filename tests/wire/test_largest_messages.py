@@ -42,10 +42,10 @@ from swarm.wire.messages import (
     MAX_HEADER_BYTES,
     MAX_HOPS,
     MAX_LONG_BYTES,
-    Audit,
     Evaluate,
     GiveVoucher,
     Hop,
+    LedgerCounts,
     LinkStatus,
     Located,
     Opened,
@@ -216,7 +216,17 @@ def kinds() -> list[type[msgspec.Struct]]:
         StepSummary,
         StepDirective,
     }
-    inner |= {StepLacking, Hop, Receipt, Voucher, TensorMeta, TensorForm, SavedStage, Audit, LinkStatus}
+    inner |= {
+        StepLacking,
+        Hop,
+        Receipt,
+        Voucher,
+        TensorMeta,
+        TensorForm,
+        SavedStage,
+        LedgerCounts,
+        LinkStatus,
+    }
     inner |= {PartProof, ReducedProof, Contribution, Ticket, TookSteps}
     return [kind for kind in declared if kind not in inner]
 

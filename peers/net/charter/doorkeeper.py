@@ -20,10 +20,10 @@ from swarm.charter import (
     MAX_WORK_BITS,
     NOTHING,
     REPLICAS_CALL,
-    Candidate,
+    AdmissionTerms,
+    Applicant,
     Credential,
     Role,
-    Terms,
     TokenUses,
     callees_of,
     callers_of,
@@ -46,7 +46,7 @@ class Doorkeeper:
     """The charter that holds for one run, and what peers brought."""
 
     def __init__(self) -> None:
-        self.terms: Terms | None = None
+        self.terms: AdmissionTerms | None = None
         self.stage: Stage | None = None
         """That we serve, if we serve one; of a run with islands the cell."""
         self.on_change: list[Callable[[], None]] = []
@@ -54,7 +54,7 @@ class Doorkeeper:
         """Credentials, the latest last."""
         self._uses = TokenUses()
 
-    def set(self, terms: Terms) -> None:
+    def set(self, terms: AdmissionTerms) -> None:
         """Go by these from now on."""
         if terms != self.terms:
             self.terms = terms
@@ -118,7 +118,7 @@ class Doorkeeper:
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
         if credential.token is not None and not why_shut_out(self.terms, peer):  # a banned thief is no user
             self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
-        who = Candidate(peer, role, credential, self.terms.stage_of(stage), closed)
+        who = Applicant(peer, role, credential, self.terms.stage_of(stage), closed)
         return why_not_admitted(self.terms, who, self._uses, now=now)
 
     def _open(self, peer: PeerId, credential: bytes) -> Credential:

@@ -28,7 +28,7 @@ from peers.net.charter.signed import (
 from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
-from swarm.charter import ROLES, Candidate, Charter, Terms, check_life, is_named
+from swarm.charter import ROLES, AdmissionTerms, Applicant, Charter, check_life, is_named
 from swarm.errors import Refused, SetupError, lasting
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import Run
@@ -219,7 +219,7 @@ class CharterKeeper:
     def names(self, peer: PeerId) -> bool:
         """Whether the owner named a peer as anything, in the charter or the manifest."""
         terms = self._door.terms
-        return terms is not None and any(is_named(terms, Candidate(peer, role)) for role in ROLES)
+        return terms is not None and any(is_named(terms, Applicant(peer, role)) for role in ROLES)
 
     @property
     def revoked(self) -> frozenset[PeerId]:
@@ -249,7 +249,7 @@ class CharterKeeper:
     def _tell(self) -> None:
         """Let the doorkeeper go by what we know."""
         if self.charter is not None:
-            terms = Terms(self.charter, self.owner, revoked=self.revoked)
+            terms = AdmissionTerms(self.charter, self.owner, revoked=self.revoked)
             if (run := self.run) is not None:
                 named = run.admission
                 terms = terms._replace(stages=run.S, trainers=named.trainers, founders=named.founders)

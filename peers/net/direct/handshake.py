@@ -54,7 +54,7 @@ class GrantDirect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class SharedSecret:
     """What only the two ends know."""
 
     ticket: bytes
@@ -71,14 +71,14 @@ def _granted(caller: PeerId, callee: PeerId, asked: bytes, key: bytes, place: tu
     return msgspec.msgpack.encode(("swarm direct grant 2", caller, callee, asked, key, place))
 
 
-def _agree(secret: X25519PrivateKey, other: bytes, transcript: bytes) -> Agreed:
+def _agree(secret: X25519PrivateKey, other: bytes, transcript: bytes) -> SharedSecret:
     try:
         shared = secret.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:  # of a key that leaves no secret
         raise Refused("a key for a direct connection that is none") from None
     made = HKDF(SHA256(), TICKET_BYTES + 2 * KEY_BYTES, hashlib.sha256(transcript).digest(), b"keys")
     keys = made.derive(shared)
-    return Agreed(keys[:TICKET_BYTES], keys[TICKET_BYTES:-KEY_BYTES], keys[-KEY_BYTES:])
+    return SharedSecret(keys[:TICKET_BYTES], keys[TICKET_BYTES:-KEY_BYTES], keys[-KEY_BYTES:])
 
 
 class Asking:
@@ -92,7 +92,7 @@ class Asking:
         said = _asked(self._signer.peer_id, self._callee, self._key, (host, port))
         return AskDirect(key=self._key, host=host, port=port, signature=self._signer.sign(said))
 
-    def agree(self, grant: GrantDirect) -> Agreed:
+    def agree(self, grant: GrantDirect) -> SharedSecret:
         """The keys, from the answer. Raises Refused: another peer signed it, or for another question."""
         place = grant.host, grant.port
         transcript = _granted(self._signer.peer_id, self._callee, self._key, grant.key, place)
@@ -103,7 +103,7 @@ class Asking:
 
 def grant(
     signer: Identity, caller: PeerId, ask: AskDirect, port: int, host: str = ""
-) -> tuple[GrantDirect, Agreed]:
+) -> tuple[GrantDirect, SharedSecret]:
     """The callee's side: the answer, and the keys. Raises Refused: another peer signed the question."""
     asked = _asked(caller, signer.peer_id, ask.key, (ask.host, ask.port))
     if not Identity.verify(caller, asked, ask.signature):

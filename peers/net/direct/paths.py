@@ -16,7 +16,7 @@ from peers.clock import now_s
 from peers.net.bandwidth import Allowance
 from peers.net.connection import ClientConnection, Connection, ServerConnection
 from peers.net.direct import memory
-from peers.net.direct.handshake import TICKET_BYTES, Agreed, AskDirect, Asking, GrantDirect, grant
+from peers.net.direct.handshake import TICKET_BYTES, AskDirect, Asking, GrantDirect, SharedSecret, grant
 from peers.net.direct.records import LENGTH_BYTES, TAG_BYTES, Opener, Sealer
 from peers.net.direct.stream import PlainStream, SealedStream, Stream
 from peers.net.identity import Identity, plain_ip
@@ -69,7 +69,7 @@ class _Granted:
     """A connection that may come."""
 
     peer: PeerId
-    keys: Agreed
+    keys: SharedSecret
     until: float
 
 
@@ -304,7 +304,9 @@ class DirectPaths:
         tcp = await _first_that_connects([(host, given.port) for host in hosts][:MAX_HOSTS], limit_s)
         return await self._open(link, keys, tcp)
 
-    async def _hand_over(self, link: ClientConnection, near: socket.socket, keys: Agreed) -> ClientConnection:
+    async def _hand_over(
+        self, link: ClientConnection, near: socket.socket, keys: SharedSecret
+    ) -> ClientConnection:
         """The connection in memory, by a socket of this machine."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(near, keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING])))
@@ -316,7 +318,7 @@ class DirectPaths:
         self._keep(end)
         return end
 
-    async def _open(self, link: ClientConnection, keys: Agreed, tcp: socket.socket) -> ClientConnection:
+    async def _open(self, link: ClientConnection, keys: SharedSecret, tcp: socket.socket) -> ClientConnection:
         """The connection that was granted, over a socket that is connected."""
         end = self._end_of(link, OPENING)
         stream = SealedStream(end, Sealer(keys.to_callee), Opener(keys.to_caller))

@@ -16,14 +16,14 @@ from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import World
 from swarm.errors import SetupError, did_you_mean, stages_named
 from swarm.ids import Stage
-from swarm.plan.network import Job, Network
+from swarm.plan.network import Network, StepWork
 from swarm.records import NO_STAGE
 from swarm.sim.trace import Trace
 
 
 def simulate(
     network: Network,
-    job: Job,
+    job: StepWork,
     layout: Sequence[Stage],
     *,
     end_s: float,
@@ -83,7 +83,7 @@ def simulate(
     return report
 
 
-def _check(network: Network, job: Job, layout: Sequence[Stage], trace: Trace | None) -> None:
+def _check(network: Network, job: StepWork, layout: Sequence[Stage], trace: Trace | None) -> None:
     if len(layout) != len(network):
         raise SetupError(f"the layout names {len(layout)} stages for {len(network)} devices")
     for device, stage in zip(network.devices, layout, strict=True):

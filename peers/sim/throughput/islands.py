@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
 from swarm.errors import SetupError
-from swarm.plan.islands import Islands, meeting_bytes, meeting_s, members_of_islands, part_of
-from swarm.plan.network import Job, Network
+from swarm.plan.islands import IslandLayout, meeting_bytes, meeting_s, members_of_islands, part_of
+from swarm.plan.network import Network, StepWork
 from swarm.sim.trace import Trace
 
 STEPS = 16
@@ -28,7 +28,7 @@ class IslandsReport:
     """The outcome of some steps of each island; what is said of a step has its part of a meeting in it."""
 
     islands: list[ThroughputReport]
-    job: Job
+    job: StepWork
     """Of one island."""
     local_steps: int
     meeting_s: float
@@ -65,8 +65,8 @@ class IslandsReport:
 
 def simulate_islands(
     network: Network,
-    job: Job,
-    islands: Islands,
+    job: StepWork,
+    islands: IslandLayout,
     cell_of: Sequence[int] | np.ndarray,
     *,
     end_s: float,

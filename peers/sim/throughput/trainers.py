@@ -17,7 +17,7 @@ from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import Claim
-from swarm.protocol.worklist import Work, WorkList
+from swarm.protocol.worklist import WorkItem, WorkList
 from swarm.sim.dice import Dice
 
 RETRY_S = 0.05
@@ -44,7 +44,7 @@ class Flight:
 
     __slots__ = ("deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t", "trainer")
 
-    def __init__(self, trainer: Trainer, work: Work, hops: list[Peer]) -> None:
+    def __init__(self, trainer: Trainer, work: WorkItem, hops: list[Peer]) -> None:
         self.trainer, self.hops, self.deepest = trainer, hops, work.deepest
         self.route = [hop.name for hop in hops]
         """As it was chosen."""
@@ -111,7 +111,7 @@ class Trainers:
         if due_s is not None:
             self._wakeup = self._loop.call_at(max(due_s, self._loop.now_s + 0.001), self.start_all)
 
-    def _launch(self, trainer: Trainer, work: Work) -> bool:
+    def _launch(self, trainer: Trainer, work: WorkItem) -> bool:
         """Send a microbatch on its way; False if some stage cannot be reached."""
         t, m = work.microbatch
         hops = self._route(trainer, t, m)

@@ -13,7 +13,7 @@ from peers.sim.loop import VirtualLoop
 from peers.sim.throughput.report import Settings, ThroughputReport
 from peers.stage.device import MeanLength
 from swarm.ids import Microbatch, PeerId, Stage
-from swarm.plan.network import Job, Network
+from swarm.plan.network import Network, StepWork
 from swarm.protocol.ledger import Ledger, everything
 from swarm.sim.dice import Dice
 
@@ -145,7 +145,9 @@ class Peer:
 class World:
     """One run: its peers, its version, and the microbatches in the sums of its open steps."""
 
-    def __init__(self, loop: VirtualLoop, network: Network, job: Job, settings: Settings, seed: int) -> None:
+    def __init__(
+        self, loop: VirtualLoop, network: Network, job: StepWork, settings: Settings, seed: int
+    ) -> None:
         self.network, self.job, self.settings, self.seed = network, job, settings, seed
         self.loop, self.lines, self.dice = loop, SharedLines(network), Dice(seed)
         self.report = ThroughputReport(

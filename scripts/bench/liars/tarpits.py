@@ -33,7 +33,7 @@ from peers.stage.server import StagePeer
 from swarm.errors import Busy
 from swarm.ids import PeerId
 from swarm.manifest import audit_run
-from swarm.protocol.replica import AllReduce
+from swarm.protocol.replica import BeginAllReduce
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
 from tests.peers.tarpits import answer_late, never_answered, send_no_part, trickle, trickle_in_all
@@ -86,7 +86,7 @@ def starts_no_reduce(s: Swarm, slow: Slow) -> None:
     for peer in slow.values():
 
         def some(action: object, act: Callable[..., None] = peer.actions.act) -> None:
-            if not isinstance(action, AllReduce):
+            if not isinstance(action, BeginAllReduce):
                 act(action)
 
         peer.coordination.act = some

@@ -36,7 +36,7 @@ def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     """Train in a swarm, then in one process."""
     from peers.api import Run, reference
     from peers.events import Event, Killed, StepDone
-    from peers.programs.demo import DemoOptions, Lines, play
+    from peers.programs.demo import DemoOptions, EventLines, play
     from scripts.bench.common.harness import machine
     from swarm.manifest import demo_run
 
@@ -44,7 +44,7 @@ def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     options = DemoOptions(stages=run.terms.S, peers=peers, steps=steps, preempt=kills)
     killed: list[dict[str, int]] = []
 
-    class Recorder(Lines):
+    class Recorder(EventLines):
         taken = 0
 
         def __call__(self, event: Event) -> None:

@@ -53,7 +53,7 @@ from swarm.manifest import (
     Run,
 )
 from swarm.plan.islands import IslandsPlan, search_islands
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.search import search_overlapped
 from swarm.sim.trace import Trace, read_trace
 
@@ -112,7 +112,7 @@ class Churn:
         return Churn(trace._replace(counts=counts, regions=()), min(end_s, trace.end_s))
 
 
-def without(network: Network, run: Run, job: Job, budget_s: float, churn: Churn) -> dict[str, Any]:
+def without(network: Network, run: Run, job: StepWork, budget_s: float, churn: Churn) -> dict[str, Any]:
     """One row: no islands."""
     began_s = time.process_time()
     plan = search_overlapped(

@@ -34,7 +34,7 @@ import numpy as np
 from scripts.bench.plan.additive_objective import AdditiveTerms, additive_cost, additive_terms
 from scripts.bench.plan.additive_search import megatron_grid, random_grid, search_additive
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 from swarm.plan.search import search_overlapped
 
@@ -186,12 +186,12 @@ def measure(case: dict[str, Any], data: dict[str, Any], *, budget_s: float, seed
     }
 
 
-def overlapped_job(model: dict[str, Any]) -> Job:
+def overlapped_job(model: dict[str, Any]) -> StepWork:
     """DT-FM's job for the overlapped objective: its bytes, and the arithmetic that belongs to them."""
     stages = int(model["stages"])
     parameters = model["grad_GB"] * 1e9 / GRADIENT_BYTES
     boundary_bytes = model["act_GB_as_coded"] * 1e9 * model["dp"] / MICROBATCHES
-    return Job(
+    return StepWork(
         stages=stages,
         microbatches=MICROBATCHES,
         forward_flops=(2 * parameters * boundary_bytes / TOKEN_BYTES,) * stages,

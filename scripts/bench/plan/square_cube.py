@@ -35,7 +35,7 @@ from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
-from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
+from swarm.plan.network import BACKWARD_FORWARDS, Device, Network, StepWork
 
 TOKENS = 512
 LINE_BPS = 500e6
@@ -69,7 +69,7 @@ def measure(name: str, codec: str, round_trip_ms: float, options: argparse.Names
     )
     network = Network(devices, ("here",), np.array([[round_trip_ms / 2e3]]), np.array([[float("inf")]]))
     flops = forward_flops(width, layers)
-    job = Job(
+    job = StepWork(
         stages=stages, microbatches=options.microbatches, forward_flops=(flops,) * stages,
         forward_bytes=(boundary_bytes,) * (stages - 1), backward_bytes=(boundary_bytes,) * (stages - 1),
         gradient_bytes=(0.0,) * stages, state_bytes=(0.0,) * stages, activation_bytes=(0.0,) * stages,

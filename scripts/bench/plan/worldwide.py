@@ -38,7 +38,7 @@ from scripts.bench.plan.additive_objective import additive_terms
 from scripts.bench.plan.additive_search import megatron_grid, random_grid, search_additive
 from scripts.bench.plan.plan import network_of
 from swarm.errors import SetupError
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 from swarm.plan.search import search_overlapped
 
@@ -54,10 +54,10 @@ RENAMED = 3
 """Orders of the devices, of which the fastest and the slowest are shown: routes must not hang on names."""
 
 
-def job_of(microbatches: int) -> Job:
+def job_of(microbatches: int) -> StepWork:
     flops = 2.0 * TOKENS * LAYERS * (12 * WIDTH**2 + WIDTH * TOKENS)
     boundary_bytes = 2.0 * TOKENS * WIDTH
-    return Job(
+    return StepWork(
         stages=STAGES, microbatches=microbatches, forward_flops=(flops,) * STAGES,
         forward_bytes=(boundary_bytes,) * (STAGES - 1), backward_bytes=(boundary_bytes,) * (STAGES - 1),
         gradient_bytes=(GRADIENT_BYTES,) * STAGES, state_bytes=(0.0,) * STAGES,
@@ -81,7 +81,7 @@ def read_network(path: Path, case: int) -> Network:
     return Network(devices, lines.regions, lines.latency_s, lines.bandwidth_bps)
 
 
-def random_case(seed: int, most: int = 256) -> tuple[Network, Job]:
+def random_case(seed: int, most: int = 256) -> tuple[Network, StepWork]:
     """Cities on a square; devices of one speed or 20 times apart, every third time with uploads; at most
     `most` microbatches."""
     rng = np.random.default_rng([seed, 5])
@@ -98,7 +98,7 @@ def random_case(seed: int, most: int = 256) -> tuple[Network, Job]:
     each_bytes, each_flops = (
         float(np.exp(rng.uniform(*np.log(ends)))) for ends in ((1e6, 1e7), (2e11, 4e12))
     )
-    job = Job(
+    job = StepWork(
         stages=stages, microbatches=int(rng.integers(64, most + 1)), forward_flops=(each_flops,) * stages,
         forward_bytes=(each_bytes,) * (stages - 1), backward_bytes=(each_bytes,) * (stages - 1),
         gradient_bytes=(float(rng.uniform(0.05, 0.6)) * 1e9,) * stages, state_bytes=(0.0,) * stages,
@@ -148,7 +148,7 @@ def stages_of(grid_SD: np.ndarray) -> list[int]:
     return layout
 
 
-def layouts(network: Network, job: Job, options: argparse.Namespace) -> dict[str, list[list[int]]]:
+def layouts(network: Network, job: StepWork, options: argparse.Namespace) -> dict[str, list[list[int]]]:
     """By name, the layouts to be averaged over."""
     began_s = time.process_time()
     overlapped = search_overlapped(
@@ -178,7 +178,7 @@ def renamed(network: Network, layout: Sequence[int], seed: int) -> tuple[Network
 
 
 def row(
-    name: str, network: Network, job: Job, found: Sequence[list[int]], *, steps: int, delayed: bool
+    name: str, network: Network, job: StepWork, found: Sequence[list[int]], *, steps: int, delayed: bool
 ) -> dict[str, Any]:
     settings = Settings(rebalance_every_s=0.0, delayed_updates=delayed)
 

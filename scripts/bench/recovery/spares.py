@@ -23,7 +23,7 @@ import numpy as np
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings, ThroughputReport
 from scripts.bench.common.harness import machine, report
-from swarm.plan.network import BACKWARD_FORWARDS, Device, Job, Network
+from swarm.plan.network import BACKWARD_FORWARDS, Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 
 COLUMNS = ("stages", "upload_mbit", "alone_s", "with_s", "always_s", "planned_s", "times")
@@ -34,10 +34,10 @@ FLOPS_PER_S = 150e12
 UPLOADS_MBIT = (1000, 100, 40, 20, 10)
 
 
-def job_of(stages: int) -> Job:
+def job_of(stages: int) -> StepWork:
     flops = COMPUTE_S * FLOPS_PER_S * GPUS / stages / MICROBATCHES / (1 + BACKWARD_FORWARDS)
     boundary, each = (8e6,) * (stages - 1), (GRADIENT_BYTES,) * stages
-    return Job(
+    return StepWork(
         stages=stages, microbatches=MICROBATCHES, forward_flops=(flops,) * stages, forward_bytes=boundary,
         backward_bytes=boundary, gradient_bytes=each, state_bytes=each, activation_bytes=(0.0,) * stages,
     )  # fmt: skip

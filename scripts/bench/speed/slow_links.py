@@ -56,7 +56,7 @@ from scripts.bench.loss.codecs_loss import codec_spec
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec, Run
 from swarm.model.stage_io import body_bytes, boundary_bytes, gradient_metas, input_metas
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 
 COLUMNS = (
     "lines", "rtt_ms", "codec", "planned", "tokens_per_s", "busy", "to_none", "to_bf16", "wire",
@@ -133,7 +133,7 @@ def stage_of_host(host: str) -> int | None:
     return int(number.partition(".")[0]) if kind == "stage" else None
 
 
-def described(base: Run, lines: Lines, sizes: Sizes) -> tuple[Network, Job, list[int]]:
+def described(base: Run, lines: Lines, sizes: Sizes) -> tuple[Network, StepWork, list[int]]:
     """These lines and devices of this speed, as the planner and the simulation have them, and the layout."""
     # A device of the last stage does one job for a microbatch, the others two; a backward is two forwards.
     flops = [sizes.job_s * (1 if stage == base.S - 1 else 2) / 3 for stage in range(base.S)]

@@ -18,7 +18,7 @@ from typing import Any
 from peers.net import dht_protocol, record_reader, signed_records
 from peers.net.dht_protocol import (
     Entry,
-    Found,
+    FoundEntries,
     Question,
     RecordCheck,
     Store,
@@ -31,7 +31,7 @@ from peers.net.dht_protocol import _encode as encode
 from peers.net.dht_protocol import _found_decoder as decoder
 from peers.net.identity import Identity
 from peers.net.lookup import DEFAULT_SCALE
-from peers.net.record_table import Table
+from peers.net.record_table import RecordTable
 from peers.net.timings import DEFAULT_TIMINGS
 from swarm.records import PeerRecord
 
@@ -54,7 +54,11 @@ class Stages:
     """The records of three stages, as a peer knows them, and as they are since a part of them was renewed."""
 
     def __init__(self, members: int, renewed: float) -> None:
-        self.level, self.check, self.table = DEFAULT_SCALE.level_for(members), RecordCheck(), Table("me")
+        self.level, self.check, self.table = (
+            DEFAULT_SCALE.level_for(members),
+            RecordCheck(),
+            RecordTable("me"),
+        )
         self.held: dict[bytes, list[Entry]] = {}
         now, rng = time.time(), random.Random(members)
         for number in range(3 * members):
@@ -86,7 +90,7 @@ class Stages:
         for stage in range(3):
             self.table.at(stage, now=self.now)
 
-    def take(self, key: bytes, found: Found) -> None:
+    def take(self, key: bytes, found: FoundEntries) -> None:
         for one in found.entries:
             opened = self.check.open(key, one)
             assert isinstance(opened, signed_records.Announced), self.check.rejected

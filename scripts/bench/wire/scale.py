@@ -48,7 +48,7 @@ from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.recovery.stage_speeds import Fluid, ours
 from scripts.bench.wire.directory import directory
-from swarm.plan.network import Device, Job, Network
+from swarm.plan.network import Device, Network, StepWork
 from swarm.policy.rebalance import Moves, choose_stages, is_due, rebalance
 from swarm.policy.router import Router
 from swarm.records import NO_STAGE, PeerRecord
@@ -205,7 +205,7 @@ def decisions(peers: int) -> dict[str, Any]:
 def event_speed() -> dict[str, Any]:
     devices = tuple(Device(f"d{i}", 0, 1.0) for i in range(64))
     network = Network(devices, ("here",), np.array([[0.02]]), np.array([[1e9]]))
-    job = Job(
+    job = StepWork(
         stages=8, microbatches=256, forward_flops=(0.1,) * 8, forward_bytes=(1e6,) * 7,
         backward_bytes=(1e6,) * 7, gradient_bytes=(1e8,) * 8, state_bytes=(0.0,) * 8,
         activation_bytes=(0.0,) * 8,

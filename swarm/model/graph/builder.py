@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from swarm.errors import SetupError
 from swarm.model.graph import operators
 from swarm.model.graph.capture import Captured, WithLoss
-from swarm.model.graph.ir import DEVICE, Call, Operator, OpGraph, Ref, Statistic, Value, refs
+from swarm.model.graph.ir import DEVICE, Call, NormStatistic, Operator, OpGraph, Ref, Value, refs
 from swarm.model.graph.kernels import draw_through, write_through
 from swarm.model.graph.untraceable import Untraceable, where
 
@@ -36,7 +36,7 @@ class Traced:
     """The model's own, by full name, with the values it has. Those not in the graph never change."""
     buffers: Mapping[str, torch.Tensor]
     """Buffers, frozen parameters and constants that the graph reads."""
-    statistics: Mapping[int, tuple[Statistic, ...]]
+    statistics: Mapping[int, tuple[NormStatistic, ...]]
     """Operator (a batch norm's) -> what it tells."""
 
 
@@ -253,12 +253,12 @@ class Builder:
             tied=tuple(tuple(groups[name]) for name in parameters if len(groups[name]) > 1),
         )
 
-    def _statistics(self, graph: OpGraph) -> dict[int, tuple[Statistic, ...]]:
+    def _statistics(self, graph: OpGraph) -> dict[int, tuple[NormStatistic, ...]]:
         told = {op.index: self._told[op.name] for op in graph.operators if op.name in self._told}
         calls = Counter(buffer for found in told.values() for buffer, _, _ in found)
         return {
             index: tuple(
-                Statistic(buffer=buffer, value=value, weight=1.0 / calls[buffer], momentum=momentum)
+                NormStatistic(buffer=buffer, value=value, weight=1.0 / calls[buffer], momentum=momentum)
                 for buffer, value, momentum in found
             )
             for index, found in told.items()

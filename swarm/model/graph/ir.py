@@ -112,7 +112,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistic:
+class NormStatistic:
     """A batch norm call's statistic of a microbatch, and the buffer that it is for."""
 
     buffer: str

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from peers.clock import unix_s
 from peers.net import dht_protocol, signed_records
 from peers.net.dht_protocol import (
-    Asked,
+    AskedKey,
     DhtNode,
     Entry,
     Find,
-    Found,
+    FoundEntries,
     Ping,
     Pong,
     Question,
@@ -32,7 +32,7 @@ from peers.net.dht_protocol import (
     read_request,
 )
 from peers.net.identity import Identity
-from peers.net.lookup import Shard
+from peers.net.lookup import StageKey
 from peers.waiting import TaskKeeper
 from swarm.errors import Refused
 from swarm.records import PeerRecord
@@ -42,7 +42,7 @@ from tests.net.directory.memory_dht import MemoryDht
 
 RUN = "f" * 32
 KEY, OTHER_KEY, SALT = b"k" * 20, b"o" * 20, b"saltsalt"
-STAGE_0 = signed_records.peers_key(RUN, Shard(0, 0, 0))
+STAGE_0 = signed_records.peers_key(RUN, StageKey(0, 0, 0))
 
 
 @functools.lru_cache(maxsize=1)
@@ -59,7 +59,7 @@ def entry(number: int, stage: int = 0, later_s: float = 0.0) -> Entry:
 
 def asked(
     keys: Mapping[bytes, Mapping[str, float]], held: Mapping[bytes, list[Entry]], most_bytes: int = 10**6
-) -> list[Found]:
+) -> list[FoundEntries]:
     return answer(ask(keys, most_bytes, SALT), lambda key: held.get(key, []))
 
 
@@ -70,17 +70,20 @@ def test_only_what_is_not_known_is_told() -> None:
     old, renewed, new = Entry("a", b"A", 1.0), Entry("b", b"B", 2.0), Entry("c", b"C", 3.0)
     known = {"a": 1.0, "b": 1.5, "gone": 9.0}
     (found,) = asked({KEY: known}, {KEY: [old, renewed, new]})
-    assert found == Found((new, renewed), 0)
-    assert asked({KEY: {}, OTHER_KEY: {}}, {OTHER_KEY: [new]}) == [Found((), 0), Found((new,), 0)]
+    assert found == FoundEntries((new, renewed), 0)
+    assert asked({KEY: {}, OTHER_KEY: {}}, {OTHER_KEY: [new]}) == [
+        FoundEntries((), 0),
+        FoundEntries((new,), 0),
+    ]
 
 
 def test_what_is_older_than_what_is_known_is_not_told_again() -> None:
     """A node that missed a renewal would tell of the version before it, each time."""
     stale = Entry("a", b"A", 100.0)
     later = 100.0 + 2 * dht_protocol.VERSION_S
-    assert asked({KEY: {"a": later}}, {KEY: [stale]}) == [Found((), 0)]
+    assert asked({KEY: {"a": later}}, {KEY: [stale]}) == [FoundEntries((), 0)]
     renewed = Entry("a", b"B", later)
-    assert asked({KEY: {"a": 100.0}}, {KEY: [renewed]}) == [Found((renewed,), 0)]
+    assert asked({KEY: {"a": 100.0}}, {KEY: [renewed]}) == [FoundEntries((renewed,), 0)]
     wrapped = 2.0**32 * dht_protocol.VERSION_S
     assert asked({KEY: {"a": wrapped - 5.0}}, {KEY: [Entry("a", b"C", wrapped + 5.0)]})[0].entries
 
@@ -101,8 +104,8 @@ def test_an_answer_takes_no_more_than_it_may_shared_by_the_keys() -> None:
     one, all_else = asked(
         {KEY: dict.fromkeys((e.subkey for e in held[KEY]), 1.0), OTHER_KEY: {}}, held, 20_000
     )
-    assert one == Found((), 0) and len(all_else.entries) == 20, "what one does not need the other gets"
-    assert asked({KEY: {}}, held, most_bytes=999) == [Found((), 50)]
+    assert one == FoundEntries((), 0) and len(all_else.entries) == 20, "what one does not need the other gets"
+    assert asked({KEY: {}}, held, most_bytes=999) == [FoundEntries((), 50)]
     assert [len(found.entries) for found in asked({KEY: {}, OTHER_KEY: {}}, held, most_bytes=1000)] == [1, 0]
 
 
@@ -131,7 +134,7 @@ def test_a_strangers_question_is_refused_or_bounded(data: bytes) -> None:
     [
         ask({bytes([n]) * 20: {} for n in range(65)}, 1, SALT),
         ask({b"short": {}}, 1, SALT),
-        Question(1, SALT, [Asked(KEY, b"half")]),
+        Question(1, SALT, [AskedKey(KEY, b"half")]),
         Find([KEY] * 65),
         Find([bytes(10**6)]),
         Store([(KEY, Entry("a", b"A", 1.0))] * 65),
@@ -186,7 +189,7 @@ async def test_of_one_identity_a_few_records_are_kept_and_the_next_one_finds_roo
     at.max_entries = 20 * dht_protocol.MAX_OF_ONE
     for number in range(10):
         for stage in range(2 * dht_protocol.MAX_OF_ONE):
-            key = signed_records.peers_key(RUN, Shard(stage, 0, 0))
+            key = signed_records.peers_key(RUN, StageKey(stage, 0, 0))
             stored = await store(at, entry(number, stage), sender=number, key=key)
             assert stored == [stage < dht_protocol.MAX_OF_ONE]
     assert await store(at, entry(99), sender=99) == [True]
@@ -293,7 +296,7 @@ async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_i
 
 
 async def test_a_node_that_is_full_makes_room_in_its_largest_key() -> None:
-    at, other = node(), signed_records.peers_key(RUN, Shard(1, 0, 0))
+    at, other = node(), signed_records.peers_key(RUN, StageKey(1, 0, 0))
     at.max_entries = 10
     assert all(await store(at, *(entry(n) for n in range(100, 110)), sender=99))
     assert await store(at, entry(1, 1), sender=99, key=other) == [False]
@@ -319,7 +322,7 @@ async def test_a_strangers_records_are_not_stored() -> None:
     packed = signed_records._pack(about_victim, 0)
     forged = msgspec.msgpack.encode([packed, soon(), me.sign(b"not what it should be"), PROTOCOL_VERSION])
     good = signed_records.seal_record(own, soon(), me)
-    other_run = signed_records.peers_key("e" * 32, Shard(0, 0, 0))
+    other_run = signed_records.peers_key("e" * 32, StageKey(0, 0, 0))
     wrong: list[tuple[str, str, str, bytes, float]] = [
         ("a record with a wrong signature", STAGE_0, victim.peer_id, forged, soon()),
         ("a record with a wrong signature", STAGE_0, victim.peer_id, good, soon()),
@@ -380,9 +383,9 @@ class Control:
 @pytest.mark.parametrize(
     ("said", "believed"),
     [
-        ([Found((Entry("a", bytes(50), 1.0),), 0)], True),
-        ([Found((Entry("a", bytes(100_000), 1.0),), 0)], False),
-        ([Found((), 0), Found((), 0)], False),
+        ([FoundEntries((Entry("a", bytes(50), 1.0),), 0)], True),
+        ([FoundEntries((Entry("a", bytes(100_000), 1.0),), 0)], False),
+        ([FoundEntries((), 0), FoundEntries((), 0)], False),
         ([["nonsense"]], False),
     ],
 )

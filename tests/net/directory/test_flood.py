@@ -11,7 +11,7 @@ from peers.clock import now_s, unix_s
 from peers.net import signed_records
 from peers.net.dht_protocol import DhtNode, Entry, Store, key_bytes
 from peers.net.identity import Identity
-from peers.net.lookup import Shard
+from peers.net.lookup import StageKey
 from swarm.records import PeerRecord
 from tests.net.directory.memory_dht import RUN, MemoryDht, record
 
@@ -33,7 +33,7 @@ class Flood:
         expires = unix_s() + 20.0
         said = PeerRecord(peer=liar.peer_id, run=RUN, stage=stage, state="serving", version=0)
         entry = Entry(liar.peer_id, signed_records.seal_record(said, expires, liar), expires)
-        key = key_bytes(signed_records.peers_key(RUN, Shard(stage, 0, 0)))
+        key = key_bytes(signed_records.peers_key(RUN, StageKey(stage, 0, 0)))
         return msgspec.msgpack.encode(Store([(key, entry)]))
 
     async def run(self) -> None:

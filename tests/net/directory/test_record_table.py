@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.net.record_table import Table
+from peers.net.record_table import RecordTable
 from peers.net.signed_records import Announced
 from swarm.records import PeerRecord
 
@@ -21,7 +21,7 @@ def names(records: Any) -> list[str]:
 
 
 def test_of_two_records_of_a_peer_the_later_one_counts_whichever_comes_first() -> None:
-    table = Table("me")
+    table = RecordTable("me")
     assert table.put(announced("b", 10.0, stage=2), [KEY])
     assert table.put(announced("a", 10.0), [KEY])
     assert not table.put(announced("b", 9.0, stage=1), [OTHER_KEY])
@@ -33,7 +33,7 @@ def test_of_two_records_of_a_peer_the_later_one_counts_whichever_comes_first() -
 
 
 def test_a_record_leaves_when_its_time_is_up_unless_it_was_renewed() -> None:
-    table = Table("me")
+    table = RecordTable("me")
     table.put(announced("a", 10.0), [KEY])
     table.put(announced("b", 10.0), [KEY])
     table.put(announced("a", 20.0), [KEY])
@@ -46,7 +46,7 @@ def test_a_record_leaves_when_its_time_is_up_unless_it_was_renewed() -> None:
 
 
 def test_the_list_of_a_stage_is_the_same_object_until_that_stage_changes() -> None:
-    table = Table("me")
+    table = RecordTable("me")
     table.put(announced("a", 10.0), [KEY])
     table.put(announced("b", 10.0, stage=1), [KEY])
     zero, one, both = table.at(0, now=0.0), table.at(1, now=0.0), table.all(now=0.0)
@@ -61,7 +61,7 @@ def test_the_list_of_a_stage_is_the_same_object_until_that_stage_changes() -> No
 
 
 def test_our_own_record_is_what_we_say_and_no_other_peer() -> None:
-    table = Table("me")
+    table = RecordTable("me")
     mine = announced("me", 0.0, stage=1).record
     table.set_own(mine)
     assert not table.put(announced("me", 99.0, state="left"), [KEY])
@@ -76,7 +76,7 @@ def test_our_own_record_is_what_we_say_and_no_other_peer() -> None:
 
 
 def test_how_many_are_on_each_level_is_known_by_stage() -> None:
-    table = Table("me")
+    table = RecordTable("me")
     for number in range(5):
         table.put(announced(f"p{number}", 10.0, level=number % 2), [KEY])
     assert table.levels(0) == {0: 3, 1: 2} and table.levels(1) == {}
@@ -85,7 +85,7 @@ def test_how_many_are_on_each_level_is_known_by_stage() -> None:
 
 
 def test_strangers_do_not_fill_our_memory() -> None:
-    table = Table("me", most_known=3)
+    table = RecordTable("me", most_known=3)
     assert [table.put(announced(f"p{number}", 10.0), [KEY]) for number in range(5)] == [True] * 3 + [
         False
     ] * 2

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from peers.net.lookup import MAX_LEVEL, Scale, Shard, homes, shards_at
+from peers.net.lookup import MAX_LEVEL, Scale, StageKey, homes, shards_at
 
 SCALE = Scale()
 FULL = SCALE.full
@@ -19,8 +19,8 @@ def peers(count: int) -> list[str]:
 
 def test_a_small_stage_has_one_key() -> None:
     assert level_for(1) == level_for(FULL) == 0
-    assert {homes(peer, 3, 0) for peer in peers(50)} == {(Shard(3, 0, 0),)}
-    assert shards_to_read(3, Counter({0: 9})) == [Shard(3, 0, 0)]
+    assert {homes(peer, 3, 0) for peer in peers(50)} == {(StageKey(3, 0, 0),)}
+    assert shards_to_read(3, Counter({0: 9})) == [StageKey(3, 0, 0)]
 
 
 @pytest.mark.parametrize("members", [9, 130, 1000, 10_000])
@@ -30,13 +30,13 @@ def test_no_key_of_any_level_holds_much_more_than_it_should(members: int) -> Non
     assert max(held.values()) <= 2 * FULL
     assert sum(held.values()) <= 1.5 * members
     if members > FULL:
-        assert held[Shard(0, 0, 0)] > FULL / 8, "enough to learn from how far the others are spread"
+        assert held[StageKey(0, 0, 0)] > FULL / 8, "enough to learn from how far the others are spread"
 
 
 def test_every_peer_is_found_by_one_that_knows_only_the_sample_of_level_0() -> None:
     level = level_for(2000)
     lies = {peer: homes(peer, 5, level) for peer in peers(2000)}
-    seen = [peer for peer, where in lies.items() if Shard(5, 0, 0) in where]
+    seen = [peer for peer, where in lies.items() if StageKey(5, 0, 0) in where]
     read = set(shards_to_read(5, Counter({level: len(seen)})))
     assert all(read.intersection(where) for where in lies.values())
 

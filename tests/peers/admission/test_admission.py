@@ -18,7 +18,7 @@ from peers.net.p2pd import DaemonOptions
 from peers.net.transport import SHOW_METHOD, NetTransport
 from peers.ports import Answer, Request
 from swarm import charter as rules
-from swarm.charter import Ban, Rule, Terms
+from swarm.charter import AdmissionRule, AdmissionTerms, Ban
 from swarm.errors import NotAdmitted, PeerGone, Refused
 from tests.net.relay import Relay, open_links
 
@@ -56,9 +56,9 @@ class Guarded:
         return bytes((await self.transport.call(other.peer, method, b"")).header)
 
 
-def terms(**changes: Any) -> Terms:
+def terms(**changes: Any) -> AdmissionTerms:
     fields = {"name": "demo", "run": RUN, "sequence": 1, "expires": int(2e9)}
-    return Terms(rules.make(**(fields | changes)), OWNER.peer_id, stages=2)
+    return AdmissionTerms(rules.make(**(fields | changes)), OWNER.peer_id, stages=2)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +113,7 @@ async def test_a_banned_callee_is_not_called(relay: Relay, pair: tuple[Guarded, 
 
 async def test_who_is_not_admitted_may_read_and_nothing_else(pair: tuple[Guarded, Guarded]) -> None:
     caller, callee = pair
-    callee.door.set(terms(peers=Rule("list")))
+    callee.door.set(terms(peers=AdmissionRule("list")))
     assert await caller.call(callee, "status") == b"done"
     for method, text in (
         ("part", "not admitted as a peer: "),
@@ -128,7 +128,7 @@ async def test_a_peer_that_is_not_admitted_is_not_called_for_work(
     relay: Relay, pair: tuple[Guarded, Guarded]
 ) -> None:
     caller, callee = pair
-    caller.door.set(terms(peers=Rule("list", (caller.peer,))))
+    caller.door.set(terms(peers=AdmissionRule("list", (caller.peer,))))
     with pytest.raises(PeerGone, match="not admitted as a peer: the run's charter names its peers"):
         await caller.call(callee, "work")
     assert relay.dials == []
@@ -137,7 +137,7 @@ async def test_a_peer_that_is_not_admitted_is_not_called_for_work(
 async def test_a_caller_shows_its_token_before_its_first_call(relay: Relay) -> None:
     """So a trainer, which has no record, is admitted too; also by a callee that did not know of it."""
     caller, callee = Guarded(await relay.add()), Guarded(await relay.add())
-    closed = terms(peers=Rule("token"), trainers=Rule("token"))
+    closed = terms(peers=AdmissionRule("token"), trainers=AdmissionRule("token"))
     callee.door.set(closed)
     callee.door.stage = 0
     with pytest.raises(Refused, match="not admitted as a trainer: the run admits trainers that were invited"):
@@ -192,7 +192,7 @@ async def test_the_transport_of_a_node_asks_its_doorkeeper_who_may_call_and_who_
     node, friend, stranger = Node(daemon=daemon, run_id=RUN), *(Identity.generate().peer_id for _ in "ab")
     async with node:
         assert not node.transport.invited(friend) and not node.transport.refusal(stranger, "part", True)
-        node.door.set(terms(peers=Rule("list", (friend,))))
+        node.door.set(terms(peers=AdmissionRule("list", (friend,))))
         assert node.transport.invited(friend) and not node.transport.invited(stranger)
         assert "not admitted" in node.transport.refusal(stranger, "part", True)
 

@@ -21,12 +21,12 @@ from swarm.charter import (
     MAX_CHARTER_BYTES,
     MAX_LIFE_S,
     MAX_USES,
+    AdmissionRule,
+    AdmissionTerms,
+    Applicant,
     Ban,
-    Candidate,
     Charter,
     Credential,
-    Rule,
-    Terms,
     Token,
     TokenUses,
 )
@@ -52,14 +52,14 @@ def why(who: Identity, role: rules.Role = "peer", **changes: Any) -> str:
     }
     candidate = {name: changes.pop(name) for name in ("credential", "stage") if name in changes}
     uses, now = changes.pop("uses", TokenUses()), changes.pop("now", NOW)
-    terms = Terms(
+    terms = AdmissionTerms(
         charter(**changes),
         OWNER.peer_id,
         stages=more.get("stages", 3),
         trainers=more.get("trainers_of_manifest", ()),
         revoked=frozenset(more.get("revoked", ())),
     )
-    return rules.why_not_admitted(terms, Candidate(who.peer_id, role, **candidate), uses, now=now)
+    return rules.why_not_admitted(terms, Applicant(who.peer_id, role, **candidate), uses, now=now)
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -85,7 +85,9 @@ def test_what_is_no_name_of_a_run_is_none(text: str) -> None:
 # --- charters as bytes --------------------------------------------------------------------------------------
 
 _peers = st.sampled_from([one.peer_id for one in (OWNER, THIEF, PETER, TINA, KIM, SAM)])
-_rules = st.builds(Rule, st.sampled_from(["open", "list", "token"]), st.lists(_peers, max_size=4).map(tuple))
+_rules = st.builds(
+    AdmissionRule, st.sampled_from(["open", "list", "token"]), st.lists(_peers, max_size=4).map(tuple)
+)
 _charters = st.builds(
     charter,
     sequence=st.integers(1, 2**40),
@@ -198,13 +200,13 @@ def test_by_default_all_may_serve_and_keep_and_only_the_named_train() -> None:
         why(PETER, "trainer")
         == "the run's charter names its trainers, and this is none of them: ask the owner"
     )
-    named = Rule("list", (TINA.peer_id,))
+    named = AdmissionRule("list", (TINA.peer_id,))
     assert why(TINA, "trainer", trainers=named) == ""
     assert why(OWNER, "trainer", trainers=named) == "", "the owner may be all"
 
 
 def test_a_list_admits_those_that_it_names_and_no_token() -> None:
-    closed = Rule("list", (PETER.peer_id,))
+    closed = AdmissionRule("list", (PETER.peer_id,))
     assert why(PETER, peers=closed) == ""
     assert "names its peers" in why(KIM, peers=closed)
     assert "names its peers" in why(KIM, peers=closed, credential=invitation())
@@ -224,14 +226,16 @@ def test_a_list_admits_those_that_it_names_and_no_token() -> None:
 def test_a_run_for_the_invited_says_what_is_wrong_with_others(credential: Credential, text: str) -> None:
     import re
 
-    found = why(KIM, peers=Rule("token"), credential=credential)
+    found = why(KIM, peers=AdmissionRule("token"), credential=credential)
     assert re.match(f"the run admits peers that were invited: {text}", found)
-    assert why(KIM, peers=Rule("token"), credential=invitation()) == ""
-    assert why(KIM, peers=Rule("token", (KIM.peer_id,)), credential=credential) == "", "it is named, too"
+    assert why(KIM, peers=AdmissionRule("token"), credential=invitation()) == ""
+    assert why(KIM, peers=AdmissionRule("token", (KIM.peer_id,)), credential=credential) == "", (
+        "it is named, too"
+    )
 
 
 def test_a_token_that_more_identities_use_than_it_admits_admits_none() -> None:
-    uses, closed = TokenUses(), Rule("token")
+    uses, closed = TokenUses(), AdmissionRule("token")
     uses.saw(b"token", KIM.peer_id, until=NOW + 20, now=NOW)
     assert why(KIM, peers=closed, credential=invitation(), uses=uses) == ""
     uses.saw(b"token", SAM.peer_id, until=NOW + 30, now=NOW)
@@ -274,7 +278,7 @@ def test_an_open_door_may_ask_for_work() -> None:
     assert why(KIM, work_bits=20) == "the run asks for a stamp of 20 bits of work, and this has 0"
     assert why(KIM, work_bits=20, credential=Credential(stamp_bits=20)) == ""
     assert why(KIM, work_bits=20, credential=invitation()) == "", "who is invited needs none"
-    assert why(KIM, work_bits=20, peers=Rule("open", (KIM.peer_id,))) == ""
+    assert why(KIM, work_bits=20, peers=AdmissionRule("open", (KIM.peer_id,))) == ""
 
 
 def test_a_trusted_stage_is_for_the_named_and_the_invited() -> None:
@@ -288,7 +292,7 @@ def test_a_trusted_stage_is_for_the_named_and_the_invited() -> None:
 
 def test_a_ban_is_above_all_that_admits() -> None:
     named = {
-        "peers": Rule("open", (KIM.peer_id,)),
+        "peers": AdmissionRule("open", (KIM.peer_id,)),
         "founders": (KIM.peer_id,),
         "bans": (Ban(KIM.peer_id, "wrong gradients"),),
         "credential": invitation(),
@@ -321,9 +325,14 @@ def test_an_expired_charter_admits_nobody() -> None:
 def test_a_manifest_that_names_its_trainers_is_above_the_charter() -> None:
     """It is what the run is; a charter can only take away from it."""
     text = "the run's manifest names its trainers (admission.trainers): give the --identity of one"
-    assert why(KIM, "trainer", trainers=Rule("open"), trainers_of_manifest=(TINA.peer_id,)) == text
+    assert why(KIM, "trainer", trainers=AdmissionRule("open"), trainers_of_manifest=(TINA.peer_id,)) == text
     assert (
-        why(KIM, "trainer", trainers=Rule("list", (KIM.peer_id,)), trainers_of_manifest=(TINA.peer_id,))
+        why(
+            KIM,
+            "trainer",
+            trainers=AdmissionRule("list", (KIM.peer_id,)),
+            trainers_of_manifest=(TINA.peer_id,),
+        )
         == text
     )
     assert why(TINA, "trainer", trainers_of_manifest=(TINA.peer_id,)) == "", "named there is named"
@@ -426,8 +435,8 @@ def door(**changes: Any) -> Doorkeeper:
     return found
 
 
-def terms(**changes: Any) -> Terms:
-    return Terms(charter(**({"expires": int(4e9)} | changes)), OWNER.peer_id, stages=3)
+def terms(**changes: Any) -> AdmissionTerms:
+    return AdmissionTerms(charter(**({"expires": int(4e9)} | changes)), OWNER.peer_id, stages=3)
 
 
 @pytest.fixture(autouse=True)
@@ -451,7 +460,9 @@ def test_a_banned_peer_may_nothing_and_is_asked_nothing() -> None:
 
 
 def test_each_method_is_for_who_needs_it() -> None:
-    closed = door(peers=Rule("list", (PETER.peer_id,)), trainers=Rule("list", (TINA.peer_id,)))
+    closed = door(
+        peers=AdmissionRule("list", (PETER.peer_id,)), trainers=AdmissionRule("list", (TINA.peer_id,))
+    )
     closed.stage = 1
     admitted = {
         method: [who for who in (PETER, TINA, KIM) if not closed.refusal(who.peer_id, method, True)]
@@ -482,7 +493,9 @@ def test_it_was_thought_of_each_method_that_is_served() -> None:
 
 
 def test_only_peers_are_called_for_work() -> None:
-    closed = door(peers=Rule("list", (PETER.peer_id,)), trainers=Rule("list", (TINA.peer_id,)))
+    closed = door(
+        peers=AdmissionRule("list", (PETER.peer_id,)), trainers=AdmissionRule("list", (TINA.peer_id,))
+    )
     closed.stage = 0
     assert closed.refusal(PETER.peer_id, "work", False) == closed.refusal(KIM.peer_id, "status", False) == ""
     for who in (TINA, KIM):
@@ -494,7 +507,7 @@ def test_only_peers_are_called_for_work() -> None:
 
 def test_only_trainers_ask_for_blocks_of_the_data_and_only_trainers_and_keepers_are_asked() -> None:
     lists = {"peers": PETER, "trainers": TINA, "keepers": KIM}
-    closed = door(**{role: Rule("list", (who.peer_id,)) for role, who in lists.items()})
+    closed = door(**{role: AdmissionRule("list", (who.peer_id,)) for role, who in lists.items()})
     asks = {who: closed.refusal(who.peer_id, "block", True) for who in (PETER, TINA, KIM)}
     assert [who for who, why in asks.items() if not why] == [TINA]
     asked = {who: closed.refusal(who.peer_id, "block", False) for who in (PETER, TINA, KIM)}
@@ -513,7 +526,7 @@ def record(who: Identity, credential: bytes = b"", **changes: Any) -> Any:
 
 
 def test_a_record_carries_what_admits_its_peer() -> None:
-    invited = door(peers=Rule("token"), keepers=Rule("list"))
+    invited = door(peers=AdmissionRule("token"), keepers=AdmissionRule("list"))
     token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
     assert "it has no token" in invited.why_not_record(record(KIM))
     assert invited.why_not_record(record(KIM, credential_of(token))) == ""
@@ -545,7 +558,7 @@ def test_the_largest_record_with_a_credential_is_under_a_kilobyte() -> None:
 
 
 def test_two_that_use_one_token_are_both_refused_while_both_are_there() -> None:
-    invited = door(peers=Rule("token"))
+    invited = door(peers=AdmissionRule("token"))
     token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
     assert invited.why_not_record(record(KIM, credential_of(token))) == ""
     for who in (SAM, KIM):
@@ -559,7 +572,7 @@ def test_two_that_use_one_token_are_both_refused_while_both_are_there() -> None:
 def test_who_is_named_or_has_a_token_is_invited_whatever_the_door(named: str) -> None:
     """They need not wait behind a crowd: `tests/peers/transfer/test_state_leases.py`."""
     assert not Doorkeeper().invited(KIM.peer_id), "there is no charter"
-    who = Rule("open", (PETER.peer_id,)) if named == "peers" else (PETER.peer_id,)
+    who = AdmissionRule("open", (PETER.peer_id,)) if named == "peers" else (PETER.peer_id,)
     opened = door(**{named: who})
     token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
     for_keepers = signed.make_token(RUN, OWNER, "keeper", expires=int(4e9))
@@ -573,14 +586,14 @@ def test_who_is_named_or_has_a_token_is_invited_whatever_the_door(named: str) ->
 
 
 def test_a_banned_thief_of_a_token_does_not_use_it() -> None:
-    invited = door(peers=Rule("token"), bans=(Ban(SAM.peer_id, "thief"),))
+    invited = door(peers=AdmissionRule("token"), bans=(Ban(SAM.peer_id, "thief"),))
     token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
     assert "thief" in invited.why_not_record(record(SAM, credential_of(token, SAM)))
     assert invited.why_not_record(record(KIM, credential_of(token))) == ""
 
 
 def test_a_record_at_a_trusted_stage_is_of_a_trusted_peer() -> None:
-    trusting = door(trusted_stages=(0,), peers=Rule("open", (PETER.peer_id,)))
+    trusting = door(trusted_stages=(0,), peers=AdmissionRule("open", (PETER.peer_id,)))
     assert "stage 0 is served only by peers that the owner named" in trusting.why_not_record(record(KIM))
     assert trusting.why_not_record(record(KIM, stage=1)) == trusting.why_not_record(record(PETER)) == ""
 
@@ -645,7 +658,7 @@ def test_what_admits_nobody_is_not_kept() -> None:
     assert asking.shown(KIM.peer_id) == b""
     stamp = signed.seal_credential(None, signed.find_stamp(RUN, KIM.peer_id, 1))
     with pytest.raises(Refused, match="a credential that is worth nothing here"):
-        door(peers=Rule("token")).show(KIM.peer_id, stamp)  # two hashes, and a place in memory
+        door(peers=AdmissionRule("token")).show(KIM.peer_id, stamp)  # two hashes, and a place in memory
 
 
 def test_a_new_charter_is_told_of_once() -> None:

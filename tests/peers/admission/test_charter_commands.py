@@ -33,7 +33,7 @@ from peers.programs.stage_choice import choose_stage
 from peers.start_line import program
 from peers.storage import atomic_file
 from swarm import charter as rules
-from swarm.charter import Ban, Charter, Rule, Terms
+from swarm.charter import AdmissionRule, AdmissionTerms, Ban, Charter
 from swarm.errors import SetupError
 from swarm.ids import RunName, fingerprint_of
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run, load_run
@@ -70,7 +70,11 @@ def test_a_run_is_made_with_all_that_its_owner_needs(
     assert set(run.admission.trainers) == {keys["trainer"], keys["auditor"]}
     assert set(run.admission.founders) == {keys["peer0"], keys["peer1"]}
     assert (charter.name, charter.run, charter.sequence, owner) == ("mine", run.id, 1, keys["owner"])
-    assert (charter.peers, charter.trainers, charter.keepers) == (Rule("token"), Rule("list"), Rule())
+    assert (charter.peers, charter.trainers, charter.keepers) == (
+        AdmissionRule("token"),
+        AdmissionRule("list"),
+        AdmissionRule(),
+    )
     assert unix_s() + 29 * 86_400 < charter.expires < unix_s() + 31 * 86_400
     printed = capsys.readouterr().out
     assert printed.startswith(f"run mine@{fingerprint_of(owner)} ({run.id})\n")
@@ -509,7 +513,7 @@ class FakeNode:
             self.go_by(**changes)
 
     def go_by(self, **changes: Any) -> None:
-        self.door.set(Terms(charter_of(**changes), OWNER.peer_id, stages=2))
+        self.door.set(AdmissionTerms(charter_of(**changes), OWNER.peer_id, stages=2))
 
     def _show(self, credential: bytes) -> None:
         self.shown = credential
@@ -532,7 +536,7 @@ async def enter(
 
 async def test_a_token_admits_and_is_shown_to_all() -> None:
     token = signed.make_token(RUN.id, OWNER, "peer", expires=int(unix_s()) + 100)
-    node = FakeNode(KIM, peers=Rule("token"))
+    node = FakeNode(KIM, peers=AdmissionRule("token"))
     await enter(node, token=token)
     assert node.shown == node.directory.credential != b""
     opened = signed.open_credential(node.shown, RUN.id, OWNER.peer_id, KIM.peer_id)
@@ -542,7 +546,7 @@ async def test_a_token_admits_and_is_shown_to_all() -> None:
     with pytest.raises(SetupError, match="--token: this run has no charter and admits everybody"):
         await enter(FakeNode(KIM, has_charter=False), token=token)
     with pytest.raises(SetupError, match=rf"does not admit this peer \({KIM.peer_id}\): .*has no token"):
-        await enter(FakeNode(KIM, peers=Rule("token")))
+        await enter(FakeNode(KIM, peers=AdmissionRule("token")))
 
 
 async def test_a_program_ends_when_its_peer_is_banned() -> None:
@@ -559,7 +563,7 @@ async def test_a_program_ends_when_its_peer_is_banned() -> None:
 async def test_a_program_ends_when_its_run_gets_a_charter_that_does_not_admit_it() -> None:
     node = FakeNode(KIM, has_charter=False)
     await enter(node)
-    node.go_by(peers=Rule("list"))
+    node.go_by(peers=AdmissionRule("list"))
     assert "the run's charter names its peers, and this is none of them: ask the owner" in node.ended[0]
 
 

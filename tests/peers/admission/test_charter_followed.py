@@ -17,7 +17,7 @@ from peers.net.dht_protocol import REPLICAS, Entry, key_bytes, nearest
 from peers.net.identity import Identity
 from peers.net.signed_records import record_keys
 from swarm import charter as rules
-from swarm.charter import Ban, Charter, Rule
+from swarm.charter import AdmissionRule, Ban, Charter
 from swarm.errors import SetupError
 from swarm.ids import RunName, fingerprint_of
 from swarm.manifest import Run, audit_run
@@ -416,7 +416,7 @@ async def test_a_crowd_that_revokes_itself_costs_one_look_at_all_that_is_known()
 async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:
     async with MemoryDht() as dht:
         nodes = await swarm(dht, 4)
-        closed = charter(1, peers=Rule("token"))
+        closed = charter(1, peers=AdmissionRule("token"))
         await nodes[0].directory.charters.publish(closed, OWNER)
         await within(FOLLOWED_S, lambda: sequences(nodes) == [1] * 4)
         token = signed.make_token(RUN.id, OWNER, "peer", expires=int(unix_s()) + 1000)

@@ -21,7 +21,7 @@ from peers.clock import now_s
 from peers.events import PeerLost, Trouble
 from peers.ports import Answer, Buffer, Request
 from peers.sim.network import SimSigner
-from peers.stage.open_step import Kept
+from peers.stage.open_step import KeptMicrobatch
 from peers.stage.server import StagePeer
 from swarm.audit.answers import digest
 from swarm.errors import Busy, Refused, Stale, SwarmError
@@ -396,7 +396,7 @@ async def test_who_takes_a_microbatch_out_of_its_sum_shows_still_what_it_answere
         assert step.shown(m, other.inputs_digest) is other
 
 
-def replaced_input(kept: Kept) -> Kept:
+def replaced_input(kept: KeptMicrobatch) -> KeptMicrobatch:
     """The same of other inputs."""
     hop = kept.answer.hops[0]
     receipt = replaced(hop.receipt, inputs=bytes(32))  # type: ignore[type-var]

@@ -12,7 +12,7 @@ import pytest
 from peers.audit.asking import STRANGERS_SHARE
 from peers.events import Trouble
 from peers.sim.network import SimSigner
-from peers.stage.open_step import Kept
+from peers.stage.open_step import KeptMicrobatch
 from peers.stage.server import StagePeer
 from swarm.audit.answers import digest
 from swarm.ids import Microbatch
@@ -52,7 +52,7 @@ def of_other_inputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Cha
     came = step.sent_on[work.m, work.fed.inputs]
     inputs = changed(came.inputs, change)
     named = digest(inputs)
-    step.sent_on[work.m, named] = Kept(inputs, (), came.answer, (), asked=came.asked)
+    step.sent_on[work.m, named] = KeptMicrobatch(inputs, (), came.answer, (), asked=came.asked)
     made = liar.core.compute.forward(Microbatch(work.t, work.m), inputs, grad=False)
     return named, made.outputs
 

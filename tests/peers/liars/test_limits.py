@@ -25,7 +25,7 @@ from swarm.manifest import audit_run
 from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap, everything
 from swarm.protocol.messages import ReplicaReport
-from swarm.protocol.replica import Action, AllReduce
+from swarm.protocol.replica import Action, BeginAllReduce
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
 from swarm.wire.messages import Located, pack
@@ -209,7 +209,7 @@ async def test_a_replica_that_reports_and_never_has_the_result_costs_its_budget(
 
 @pytest.mark.slow
 async def test_a_replica_that_starts_no_reduce_costs_its_budget(limit_s: float) -> None:
-    assert await lasts_s(ignoring(AllReduce)) <= limit_s
+    assert await lasts_s(ignoring(BeginAllReduce)) <= limit_s
 
 
 @pytest.mark.slow

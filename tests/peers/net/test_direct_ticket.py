@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from peers.net.connection import ServerConnection
-from peers.net.direct.handshake import Agreed, Asking, GrantDirect
+from peers.net.direct.handshake import Asking, GrantDirect, SharedSecret
 from peers.net.direct.paths import HELLO_BYTES, OPENING, DirectOptions, DirectPaths
 from peers.net.direct.records import Opener, Sealer
 from peers.net.identity import Identity
@@ -58,7 +58,7 @@ class Callee:
         self.met.append(peer)
         return ServerConnection(lambda link, _: (peer, link.line), lambda link, call: None)
 
-    async def grant(self) -> Agreed:
+    async def grant(self) -> SharedSecret:
         asking = Asking(CALLER, CALLEE.peer_id)
         answer = await self.paths.grant(Question(CALLER.peer_id, pack(asking.ask())))
         return asking.agree(unpack(answer.header, GrantDirect))
@@ -73,7 +73,7 @@ class Callee:
         return tcp.said
 
 
-def hello_of(keys: Agreed) -> bytes:
+def hello_of(keys: SharedSecret) -> bytes:
     return keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING]))
 
 

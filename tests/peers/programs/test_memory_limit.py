@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers.device import Device
+from peers.device import ComputeDevice
 from peers.options import PeerOptions
 from peers.owner.memory_limit import MEMORY_SHARE, Needs, needs_of, weight_bytes
 from peers.programs.roles import Peer
@@ -27,8 +27,8 @@ from tests.peers.network import CalmNetwork
 MIB = 1 << 20
 
 
-def device_of(name: str, total: int) -> Device:
-    return Device(name=name, model="", free_bytes=total, total_bytes=total)
+def device_of(name: str, total: int) -> ComputeDevice:
+    return ComputeDevice(name=name, model="", free_bytes=total, total_bytes=total)
 
 
 def held_bytes(compute: StageCompute) -> int:

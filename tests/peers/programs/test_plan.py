@@ -33,7 +33,7 @@ from swarm.monitoring.health import Observation
 from swarm.plan.network import Device, Network, read_devices
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.records import PeerRecord
-from swarm.wire.messages import Audit, LinkStatus, PeerStatus
+from swarm.wire.messages import LedgerCounts, LinkStatus, PeerStatus
 from tests.plan.documented import DEVICES
 
 
@@ -346,7 +346,7 @@ def peer(name: str, stage: int, *links: LinkStatus, speed: float = 2.0, why: str
     record = PeerRecord(peer=name, run="r", stage=stage, state="serving", version=3, speed=speed)
     status = PeerStatus(
         peer=name, stage=stage, version=3, state="serving", device="cpu", done=0, inflight=0, max_inflight=4,
-        speed=speed, computed=9, coordinator=name, audit=Audit(), since=1.0, links=links,
+        speed=speed, computed=9, coordinator=name, audit=LedgerCounts(), since=1.0, links=links,
     )  # fmt: skip
     return record, why or status
 

@@ -20,7 +20,7 @@ from peers.stage.joining import LOST_S
 from peers.stage.membership import keep_stage
 from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
-from peers.stage.open_step import Kept, OpenStep
+from peers.stage.open_step import KeptMicrobatch, OpenStep
 from peers.stage.pause import serve
 from peers.status_query import refusing
 from peers.transfer.client import Download
@@ -33,14 +33,14 @@ from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive
-from swarm.protocol.replica import AllReduce, ApplyStep, CatchUp, Unfreeze
+from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Unfreeze
 from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
 from swarm.protocol.step import StepState
 from swarm.records import PeerRecord
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import (
-    Audit,
+    LedgerCounts,
     Located,
     Opened,
     PeerStatus,
@@ -55,12 +55,12 @@ RUN = audit_run(stages=1, steps=2, microbatches_per_step=4)
 TWO = audit_run(stages=2, steps=2, microbatches_per_step=4)
 
 
-def gradients(alone: Alone, m: int) -> tuple[Gradients, Kept]:
+def gradients(alone: Alone, m: int) -> tuple[Gradients, KeptMicrobatch]:
     """What the backward of a microbatch gives, in no sum yet."""
     inputs = [Encoded(meta, [bytes(9)]) for meta in input_metas(RUN, 0)]
     found = alone.core.compute.loss_gradients(Microbatch(0, m), inputs, weights=True)
 
-    return found, Kept(inputs, (), WorkDone(loss=found.loss), ())
+    return found, KeptMicrobatch(inputs, (), WorkDone(loss=found.loss), ())
 
 
 async def count(alone: Alone, *microbatches: int) -> None:
@@ -318,13 +318,13 @@ async def test_a_round_is_not_begun_again_before_its_end_has_ended() -> None:
     alone = await Alone(RUN).opened()
     peer, step, plan = await promised(alone)
     step.give_up_round()
-    peer.actions.act(AllReduce(0, plan))
+    peer.actions.act(BeginAllReduce(0, plan))
     await asyncio.sleep(0)
     peer.actions.act(Unfreeze(0))
-    peer.actions.act(AllReduce(0, plan))
+    peer.actions.act(BeginAllReduce(0, plan))
     assert step.ending and step.round is None
     await step.stopped()
-    peer.actions.act(AllReduce(0, plan))
+    peer.actions.act(BeginAllReduce(0, plan))
     await asyncio.sleep(0)
     assert step.round is not None and step.round.name == plan.round
     await asyncio.sleep(1.0)
@@ -448,7 +448,8 @@ def replica(**changes: Any) -> PeerRecord:
 def status(**changes: Any) -> PeerStatus:
     usual = {
         "peer": "other", "stage": 0, "version": 0, "state": "serving", "device": "cpu", "done": 0,
-        "inflight": 0, "max_inflight": 1, "speed": 0.0, "computed": 0, "coordinator": "", "audit": Audit(),
+        "inflight": 0, "max_inflight": 1, "speed": 0.0, "computed": 0, "coordinator": "",
+        "audit": LedgerCounts(),
         "since": 0.0,
     }  # fmt: skip
     return PeerStatus(**{**usual, **changes})

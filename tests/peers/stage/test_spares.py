@@ -13,7 +13,7 @@ from peers.stage.status import ANNOUNCE_S
 from peers.transfer.spare import words_of
 from peers.watch.monitor import ask_one
 from swarm.manifest import Run, audit_run
-from swarm.policy.spares import Verdict
+from swarm.policy.spares import SpareDecision
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -156,5 +156,5 @@ async def test_a_spare_comes_back_when_its_owner_resumes_it_and_is_judged_again(
 def test_the_upload_that_would_let_a_spare_take_part_is_said_in_plain_figures(
     upload_bps: float, words: str
 ) -> None:
-    verdict = Verdict(spare=True, with_s=1.2, without_s=0.1, upload_bps=upload_bps)
+    verdict = SpareDecision(spare=True, with_s=1.2, without_s=0.1, upload_bps=upload_bps)
     assert f"; one{words} would let it take part" in words_of(verdict)

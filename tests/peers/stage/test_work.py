@@ -26,7 +26,7 @@ from swarm.policy.router import Router
 from swarm.policy.timeouts import MIN_S
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
-from swarm.protocol.worklist import Work as Item
+from swarm.protocol.worklist import WorkItem
 from swarm.records import PeerRecord, State
 from swarm.wire.codec import TensorMeta, encode
 from swarm.wire.messages import (
@@ -132,7 +132,7 @@ async def test_a_microbatch_takes_the_route_that_its_trainer_chose(monkeypatch: 
     chosen = list[tuple[str, ...]]()
     call = Trainer._call
 
-    async def note(self: Trainer, peer: str, route: list[str], item: Item) -> WorkDone:
+    async def note(self: Trainer, peer: str, route: list[str], item: WorkItem) -> WorkDone:
         done = await call(self, peer, route, item)
         chosen.append(tuple(route))
         taken.append(tuple(hop.peer for hop in done.hops))

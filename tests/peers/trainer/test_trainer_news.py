@@ -20,7 +20,7 @@ from swarm.manifest import IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
-from swarm.protocol.worklist import REPLAY_AFTER_S, Work
+from swarm.protocol.worklist import REPLAY_AFTER_S, WorkItem
 from swarm.records import PeerRecord
 from swarm.wire.messages import Hop, Watched, WorkDone
 from tests.peers.alone import Line, Records
@@ -154,7 +154,7 @@ async def test_a_loss_that_is_none_is_the_peers_fault(loss: float) -> None:
     this: Any = trainer()
     this._transport.answers["work"] = lambda *_: WorkDone(loss=loss)
     with pytest.raises(BadAnswer, match=r"malformed WorkDone header: .* `\$\.loss`"):
-        await this._call("p", ["p"], Work(Microbatch(0, 0), -1, replay=False))
+        await this._call("p", ["p"], WorkItem(Microbatch(0, 0), -1, replay=False))
 
 
 async def test_times_of_an_answer_that_cannot_be_reach_no_router() -> None:
@@ -166,7 +166,7 @@ async def test_times_of_an_answer_that_cannot_be_reach_no_router() -> None:
     hops = tuple(Hop(stage=0, peer="p", own_s=own_s, compute_s=0.0) for own_s in wrong)
     for hop in hops:
         this._transport.answers["work"] = lambda *_, hop=hop: WorkDone(loss=0.0, hops=(hop,))
-        await this._microbatch(Work(Microbatch(0, 0), -1, replay=False))
+        await this._microbatch(WorkItem(Microbatch(0, 0), -1, replay=False))
     assert not this._router._queue_of(0).known["p"].measured
 
 
@@ -198,10 +198,10 @@ async def test_what_is_over_for_one_peer_of_the_first_stage_goes_to_another_that
     mb = Microbatch(0, 0)
     this._attempts[mb] = 1
     for _ in range(2):
-        await this._microbatch(Work(mb, -1, replay=True))
+        await this._microbatch(WorkItem(mb, -1, replay=True))
     assert asked == ["ahead", "behind"]
     this._past["behind"] = 0
-    await this._microbatch(Work(Microbatch(0, 1), -1, replay=True))
+    await this._microbatch(WorkItem(Microbatch(0, 1), -1, replay=True))
     assert len(asked) == 3, "all say so: perhaps that is no longer true"
 
 

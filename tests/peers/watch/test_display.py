@@ -14,7 +14,7 @@ from peers.api import Run, reference
 from peers.cli import build_parser
 from peers.events import Event, Killed, Note, StepDone
 from peers.programs import demo
-from peers.programs.demo import ALONE, CURVE, STEP_LINES, STEPS, Lines, recorded, summary, told_as_json
+from peers.programs.demo import ALONE, CURVE, STEP_LINES, STEPS, EventLines, recorded, summary, told_as_json
 from peers.programs.tool_options import DemoOptions
 from peers.watch.terminal import curve
 from swarm.manifest import demo_run
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("greenwich")
 
 def said(*events: Event) -> list[str]:
     out = io.StringIO()
-    lines = Lines("swarm demo", out)
+    lines = EventLines("swarm demo", out)
     for event in events:
         lines(event)
     return out.getvalue().splitlines()

@@ -19,7 +19,7 @@ from swarm.manifest import demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import AskStatus, Audit, PastStep, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, LedgerCounts, PastStep, PeerStatus, pack, unpack
 from tests.peers.network import CalmNetwork
 
 pytestmark = pytest.mark.virtual_time
@@ -34,7 +34,7 @@ def record(peer: str, stage: int) -> PeerRecord:
 def status(peer: str, stage: int) -> PeerStatus:
     return PeerStatus(
         peer=peer, stage=stage, version=4, state="serving", device="cpu", done=5, inflight=2, max_inflight=4,
-        speed=2.25, computed=70, coordinator=peer, audit=Audit(), since=0.0,
+        speed=2.25, computed=70, coordinator=peer, audit=LedgerCounts(), since=0.0,
         past=(PastStep(version=4, took_s=1.0, loss=3.25),),
     )  # fmt: skip
 

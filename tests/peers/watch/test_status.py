@@ -20,7 +20,7 @@ from swarm.manifest import demo_run
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
-from swarm.wire.messages import AskStatus, Audit, LinkStatus, PastStep, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, LedgerCounts, LinkStatus, PastStep, PeerStatus, pack, unpack
 from tests.peers.alone import Line, Records
 from tests.peers.network import CalmNetwork
 
@@ -42,11 +42,12 @@ def record(peer: str, stage: int, *, state: State = "serving", version: int = 3)
     )
 
 
-def status(peer: str, stage: int, *, version: int = 4, audit: Audit | None = None) -> PeerStatus:
+def status(peer: str, stage: int, *, version: int = 4, audit: LedgerCounts | None = None) -> PeerStatus:
     return PeerStatus(
         trainers=("trainer",),
         peer=peer, stage=stage, version=version, state="serving", device="cpu", done=5, inflight=2,
-        max_inflight=4, speed=2.25, computed=70, coordinator=peer, audit=audit or Audit(), since=1000.0,
+        max_inflight=4, speed=2.25, computed=70, coordinator=peer, audit=audit or LedgerCounts(),
+        since=1000.0,
         past=(PastStep(version=4, took_s=1.0, loss=3.25),),
     )  # fmt: skip
 
@@ -223,7 +224,7 @@ def test_a_run_without_peers_says_what_is_missing() -> None:
 
 
 def test_a_count_that_is_wrong_is_shouted() -> None:
-    bad = status("a", 0, audit=Audit(steps=3, missing=1, duplicated=2))
+    bad = status("a", 0, audit=LedgerCounts(steps=3, missing=1, duplicated=2))
     text = drawn(picture(RUN, Observation(at=0.0, records=(record("a", 0),), statuses=(bad,))))
     assert "1 microbatch missing from steps that were taken" in text
     assert "2 microbatches counted twice" in text
