@@ -122,6 +122,16 @@ def _entries(file: BinaryIO, start: int) -> Iterator[tuple[Entry, int]]:
         yield entry, end
 
 
+def _goes_on(file: BinaryIO, start: int) -> bool:
+    """Whether an entry follows the one that begins there: if that cannot be read, it was not cut off."""
+    file.seek(start)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return False
+    size, _ = _HEAD.unpack(head)
+    return next(_entries(file, start + _HEAD.size + size), None) is not None
+
+
 class TranscriptWriter:
     """Appends to a transcript, which several keepers of one folder may write. Any thread may call it."""
 
@@ -175,7 +185,8 @@ class TranscriptWriter:
                 case Terms(run=run) if run != self._run.id:
                     self._size = 0
                     break
-        if not self._size or there - self._size > _HEAD.size + MAX_ENTRY_BYTES:
+        long = there - self._size > _HEAD.size + MAX_ENTRY_BYTES
+        if not self._size or long or _goes_on(file, self._size):
             text = f"{self._path} is damaged, or of another run: move it away, and a new one is begun"
             raise SetupError(text)
         file.truncate(self._size)

@@ -4443,6 +4443,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_transcript",),
     ),
     Mutation(
+        "cut-off-what-follows-a-damaged-entry",
+        "peers/storage/transcript.py",
+        " or _goes_on(file, self._size):",
+        ":",
+        "A bit that flips on a keeper's disk costs all that was written down after it.",
+        ("test_transcript",),
+    ),
+    Mutation(
         "accuse-peers-of-what-they-did-not-sign",
         "peers/audit/account.py",
         " if verify(s.peer, words, s.signature)",

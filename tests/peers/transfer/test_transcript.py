@@ -106,24 +106,29 @@ def test_a_transcript_says_whose_it_is_and_is_continued(tmp_path: Path) -> None:
     assert read(path_of(tmp_path, RUN)).run == RUN
 
 
-@pytest.mark.parametrize("kept", [1, 7, 8, 30])
+@pytest.mark.parametrize("zeros", [0, 1, 200])
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 30])
 def test_an_entry_that_was_cut_off_is_not_read_and_the_next_writer_removes_it(
-    tmp_path: Path, kept: int
+    tmp_path: Path, kept: int, zeros: int
 ) -> None:
+    """After a power cut there may be zeros."""
     writer, last = TranscriptWriter(tmp_path, RUN), Took(took(4, 4), ())
     writer.append([Took(took(0, 4), ())])
     path = path_of(tmp_path, RUN)
     whole = path.read_bytes()
-    path.write_bytes(whole + packed(last)[:kept])
-    assert len(read(path).entries) == 2 and read(path).rest_bytes == kept
+    path.write_bytes(whole + packed(last)[:kept] + bytes(zeros))
+    assert len(read(path).entries) == 2 and read(path).rest_bytes == kept + zeros
     again = TranscriptWriter(tmp_path, RUN)
     again.append([last])
     assert path.read_bytes() == whole + packed(last) and again.ends == {0: 8}
 
 
-def test_a_flipped_bit_ends_the_reading_and_a_file_that_is_damaged_is_not_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("charter_bytes", [100, 1 << 19])
+def test_a_flipped_bit_ends_the_reading_and_a_file_that_is_damaged_is_not_cut(
+    tmp_path: Path, charter_bytes: int
+) -> None:
     writer = TranscriptWriter(tmp_path, RUN)
-    writer.append([Took(took(0, 4), ()), *(CharterSeen(PEER, bytes(1 << 19)) for _ in range(3))])
+    writer.append([Took(took(0, 4), ()), *(CharterSeen(PEER, bytes(charter_bytes)) for _ in range(3))])
     path = path_of(tmp_path, RUN)
     data = bytearray(path.read_bytes())
     data[len(transcript.MAGIC) + 8 + len(packed(Terms(RUN.id, RUN.to_toml()))) + 20] ^= 1
