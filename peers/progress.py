@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 REDRAW_S = 0.1
@@ -52,3 +54,25 @@ class Bar:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+@contextmanager
+def spending(
+    what: str, budget_s: float, *, stream: TextIO | None = None,
+    spent: Callable[[], float] = time.process_time,
+) -> Iterator[Callable[[], float]]:  # fmt: skip
+    """A bar over CPU seconds. Gives a function that returns how many this process has spent since: each call
+    of it moves the bar.
+    """
+    began_s, told_s = spent(), 0
+    with Bar(what, math.ceil(budget_s), unit="CPU seconds", stream=stream) as bar:
+
+        def spent_s() -> float:
+            nonlocal told_s
+            now_s = spent() - began_s
+            if now_s >= told_s + 1:
+                bar(int(now_s) - told_s)
+                told_s = int(now_s)
+            return now_s
+
+        yield spent_s

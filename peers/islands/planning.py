@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from peers.programs.descriptions import as_now, heading, job_of, shown_bytes, shown_names
+from peers.progress import spending
 from swarm.errors import SetupError, count
 from swarm.manifest import IslandsSpec, Run
 from swarm.plan.islands import (
@@ -71,13 +71,9 @@ def plan(
     """
     islands, one = islands_of(run), job_of(run.island(0))
     check_cells(network, one, islands)
-    began_s = time.process_time()
-
-    def spent_s() -> float:
-        return time.process_time() - began_s
-
-    without = search_overlapped(network, job, seed=seed, budget_s=budget_s / 2, spent_s=spent_s)
-    found = search_islands(network, one, islands, seed=seed, budget_s=budget_s, spent_s=spent_s)
+    with spending("searching", budget_s) as spent_s:
+        without = search_overlapped(network, job, seed=seed, budget_s=budget_s / 2, spent_s=spent_s)
+        found = search_islands(network, one, islands, seed=seed, budget_s=budget_s, spent_s=spent_s)
     now_s = None
     if now:
         whole = set(now) == set(range(run.cells))

@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from peers.islands.planning import IslandsAnswer, islands_of
 from peers.programs.descriptions import as_now, heading, job_of, load_devices, read_text, shown_names
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
+from peers.progress import spending
 from swarm.errors import SetupError, count
 from swarm.ids import Stage
 from swarm.manifest import CodecSpec, IslandsSpec, Run, parse_run, run_of, tomllib
@@ -197,11 +197,10 @@ def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Netw
 
 def plan(network: Network, job: StepWork, *, seed: int, budget_s: float, survive: bool = False) -> Planned:
     """The search's plan; the budget is of this process's CPU time."""
-    began_s = time.process_time()
-    found = search_overlapped(
-        network, job, seed=seed, budget_s=budget_s, spent_s=lambda: time.process_time() - began_s,
-        survive=survive,
-    )  # fmt: skip
+    with spending("searching", budget_s) as spent_s:
+        found = search_overlapped(
+            network, job, seed=seed, budget_s=budget_s, spent_s=spent_s, survive=survive
+        )
     return Planned(found, Overlap(network, job).in_flight(found.stage_of))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 
-from peers.progress import LINE_S, Bar
+from peers.progress import LINE_S, Bar, spending
 
 
 class Terminal(io.StringIO):
@@ -41,3 +41,10 @@ def test_elsewhere_short_work_says_nothing_and_long_work_a_line() -> None:
     with Bar("reading", 4, unit="files", stream=out, clock=itertools.count(step=LINE_S).__next__) as bar:
         bar(1)
     assert out.getvalue() == "reading [#####...............] 1 of 4 files\n"
+
+
+def test_cpu_seconds_are_shown_as_they_are_asked_for() -> None:
+    out, spent = Terminal(), iter([7.0, 7.4, 8.1, 30.0]).__next__
+    with spending("searching", 4.5, stream=out, spent=spent) as spent_s:
+        assert [round(spent_s(), 1) for _ in range(3)] == [0.4, 1.1, 23.0]
+    assert "\rsearching [####................] 1 of 5 CPU seconds" in out.getvalue()
