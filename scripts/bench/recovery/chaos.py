@@ -163,7 +163,7 @@ def quick(options: Options) -> Options:
         pause_s=0.7,
         longest_spell_s=5.0,
         thin_s=12.0,
-        job_s=0.1,
+        job_s=0.2,
     )
 
 
