@@ -4539,6 +4539,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_keeping", "test_verify"),
     ),
     Mutation(
+        "who-only-fetches-says-that-it-keeps",
+        "peers/transfer/keeper.py",
+        "await self._keep(announces=False)",
+        "await self._keep()",
+        "Others ask a visitor that is gone, and the dashboard shows a keeper that does not answer.",
+        ("test_keeping",),
+    ),
+    Mutation(
         "a-transcript-that-takes-islands-for-one-another",
         "peers/storage/transcript.py",
         "cell = island * self._run.S + steps.stage",
