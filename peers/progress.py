@@ -36,6 +36,11 @@ class Bar:
             self._next = now + (REDRAW_S if self._live else LINE_S)
             self._write(("\r" if self._live else "") + self.words() + ("" if self._live else "\n"))
 
+    def reach(self, done: float) -> None:
+        """Say what was done in all; parts of one count once it is whole."""
+        if (more := int(done) - self._done) > 0:
+            self(more)
+
     def words(self) -> str:
         """`exporting [####................] 20.0 of 100.0 MB`"""
         filled = WIDTH * self._done // self._total
@@ -64,15 +69,12 @@ def spending(
     """A bar over CPU seconds. Gives a function that returns how many this process has spent since: each call
     of it moves the bar.
     """
-    began_s, told_s = spent(), 0
+    began_s = spent()
     with Bar(what, math.ceil(budget_s), unit="CPU seconds", stream=stream) as bar:
 
         def spent_s() -> float:
-            nonlocal told_s
-            now_s = spent() - began_s
-            if now_s >= told_s + 1:
-                bar(int(now_s) - told_s)
-                told_s = int(now_s)
-            return now_s
+            so_far_s = spent() - began_s
+            bar.reach(so_far_s)
+            return so_far_s
 
         yield spent_s

@@ -111,7 +111,7 @@ def simulate_run(
     )
     with Bar("simulating", int(end_s), unit="virtual seconds") as bar:
         report = simulate(
-            network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed, progress=bar
+            network, job, layout, end_s=end_s, settings=settings, trace=trace, seed=seed, progress=bar.reach
         )
     if trace is None and len(network) <= MAX_REPLICAS * run.S:
         report.predicted = Overlap(network, job).predict(layout)

@@ -31,7 +31,7 @@ def simulate(
     trace: Trace | None = None,
     steps: int | None = None,
     seed: int = 0,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> ThroughputReport:
     """A run from version 0, until `end_s` or after `steps` steps.
 
@@ -39,7 +39,7 @@ def simulate(
         layout: the stage of each device of the network, `NO_STAGE` for those that are not used.
         trace: how many devices are up. Those at its beginning take their stages from the layout, later ones
             go where they are needed most. None: all of the layout, for ever.
-        progress: told of virtual seconds, as they pass.
+        progress: told how many virtual seconds have passed, as they do.
 
     Raises:
         SetupError: the layout, the job and the network do not fit together; the text says where.
@@ -62,13 +62,8 @@ def simulate(
                 loop.create_task(members.rebalance())
             loop.call_later(0.0, trainers.start_all)  # when all that begin together are there
 
-        told_s = 0
-
         def over() -> bool:
-            nonlocal told_s
-            if passed_s := int(loop.now_s) - told_s:
-                progress(passed_s)
-                told_s += passed_s
+            progress(loop.now_s)
             return bool(loop.bugs) or (steps is not None and world.version >= steps)
 
         everybody.start(loop, live())
