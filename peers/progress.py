@@ -66,9 +66,7 @@ def spending(
     what: str, budget_s: float, *, stream: TextIO | None = None,
     spent: Callable[[], float] = time.process_time,
 ) -> Iterator[Callable[[], float]]:  # fmt: skip
-    """A bar over CPU seconds. Gives a function that returns how many this process has spent since: each call
-    of it moves the bar.
-    """
+    """A bar over CPU seconds. Each call of what it gives moves it, and says how many were spent since."""
     began_s = spent()
     with Bar(what, math.ceil(budget_s), unit="CPU seconds", stream=stream) as bar:
 

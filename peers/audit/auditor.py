@@ -67,8 +67,7 @@ class Auditor:
 
     def __init__(
         self, run: Run, transport: Transport, directory: Directory, device: StageDevice,
-        stages: Sequence[Stage],
-        build: Callable[[Stage], StageCompute], emit: events.Emit,
+        stages: Sequence[Stage], build: Callable[[Stage], StageCompute], emit: events.Emit,
     ) -> None:  # fmt: skip
         self._run, self._transport, self._directory = run, transport, directory
         self._device, self._stages, self._build, self._emit = device, stages, build, emit

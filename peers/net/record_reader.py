@@ -107,8 +107,7 @@ class RecordReader:
 
     def __init__(
         self, storage: DhtStorage, table: RecordTable, run_id: str | None, rng: random.Random,
-        refresh_s: float,
-        scale: Scale,
+        refresh_s: float, scale: Scale,
     ) -> None:  # fmt: skip
         self.run_id, self.scale = run_id, scale
         self.stages = 0

@@ -1318,8 +1318,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "follow-an-overtaken-directive",
         PROTOCOL,
-        "if directive.is_overtaken_by(its_last):",
-        "if False:",
+        " and directive.is_overtaken_by(last):",
+        " and False:",
         "A late directive takes a replica back to an older plan.",
         ("test_council",),
     ),

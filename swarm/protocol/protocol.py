@@ -288,10 +288,10 @@ class StepProtocol:
 
     def directive_came(self, directive: Directive, *, now: float) -> None:
         """Follow a directive of this replica's coordinator: the answer to its report, or its own decision."""
-        last, seen = self.directive, self.coordinator(self._stage, now=now)
-        its_last = last if last and last.coordinator == directive.coordinator else None
-        if directive.is_overtaken_by(its_last):
+        last = self.directive
+        if last and last.coordinator == directive.coordinator and directive.is_overtaken_by(last):
             return
+        seen = self.coordinator(self._stage, now=now)
         if directive.coordinator == seen:
             self._led_s = now
         elif last is not None and last.coordinator == seen and now - self._led_s < LED_S:
