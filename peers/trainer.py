@@ -458,7 +458,7 @@ class Trainer:
         made, batches = partial(self._samples, offsets), self._batches
         is_here = not isinstance(batches, Fetching) or batches.has(offsets)
         body, proof = made() if is_here else await asyncio.to_thread(made)  # fetched there
-        ticket = self._vouchers.ticket(item.microbatch, body)
+        ticket = self._vouchers.ticket(item.microbatch, body, peer)
         body += proof
         work = Work(
             run=self._run.id, t=t, m=m, version=self._run.weight_version(t),

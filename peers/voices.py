@@ -35,6 +35,11 @@ class Voices:
         serving = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
         return heard(serving, self.of(stage, version=version))
 
+    def counts(self, peer: PeerId, stage: Stage, *, version: int = 0) -> bool:
+        """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
+        voice = self.of(stage, version=version)
+        return peer in voice if voice else Membership(self._directory).has(peer, stage)
+
     def has(self, peer: PeerId) -> bool:
         """Whether the word of a peer counts at the stage that it is announced at."""
         record = self._directory.find(peer)

@@ -7,6 +7,7 @@ the weights of the step. The others see it in a later step: a liar goes on lying
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit import is_audited
 from swarm.audit.answers import digest, make, proves_answer, split_tensors
-from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, Stale, short
+from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, Stale, SwarmError, short
 from swarm.ids import Microbatch, PeerId
 from swarm.model.stage_io import body_bytes, input_metas
 from swarm.protocol.statements import is_signed
-from swarm.wire.evidence import AuditAnswer, Audited, WrongAnswer
+from swarm.wire.codec import Encoded
+from swarm.wire.evidence import AuditAnswer, Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import pack, unpack
 from swarm.wire.receipts import Answered
 
@@ -85,8 +87,10 @@ class AnswerAudits:
     async def _audit(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Audited:
         core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         try:
-            came = await self._what_came(ask)
+            came = await (self._what_was_sent(ask, sent) if said.is_half else self._what_came(ask))
             back = None if said.is_half else came.back
+            if said.is_half:
+                self._look_back(ask, came)
             made = await self._compute(said.t, lambda: make(core.compute, mb, came.forth, back))
             self.audited += 1
             if made.is_of(said):
@@ -95,7 +99,7 @@ class AnswerAudits:
                 return Audited(fits=False, asks=True)
             there = await self._what_it_made(ask, came, sent)
         except PeerFault:
-            return Audited(fits=False)
+            return Audited(fits=False, asks=said.is_half and not core.stage and not sent)
         evidence, body = evidence_of(ask.peer, said, ask.signature, came, there)
         if not await self.judge(evidence, body):
             return Audited(fits=True)
@@ -103,8 +107,45 @@ class AnswerAudits:
         self._convictions.pass_on(evidence, body)
         return Audited(fits=False)
 
+    async def _what_was_sent(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Shown:
+        """What half an answer was made of, as its peer shows it, or the one before. Who got the half saw by
+        whom that was signed.
+
+        Raises:
+            PeerFault: neither shows it.
+            SwarmError: its step is over.
+        """
+        try:
+            return await self._shown(ask, made=False)
+        except PeerFault:
+            before = await self._before(ask, sent)
+            if digest(before) != ask.statement.inputs:
+                raise
+            return Shown(KeptTensors(forth=(), back=()), before, [])
+
+    async def _before(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> list[Encoded]:
+        """What the peer before sent on to the audited one, as that shows it; at stage 0 the tokens, which are
+        in what each stage is `sent`. Nothing: it is not to be had.
+        """
+        run, said, link = self._core.run, ask.statement, next(iter(ask.through), None)
+        if not self._core.stage:
+            tensors = split_tensors([ask.sent], sent)
+            return tensors[0][-len(input_metas(run, 0)) :] if tensors else []
+        with contextlib.suppress(SwarmError):
+            if link is not None:
+                mb, made_of = Microbatch(said.t, said.m), link.half.inputs
+                return (await self._kept.of(link.peer, mb, made=True, inputs=made_of)).forth
+        return []
+
+    def _look_back(self, ask: AuditAnswer, came: Shown) -> None:
+        """Have what a peer without voice had sent on to the audited one computed again as well."""
+        stage, mb = self._core.stage - 1, Microbatch(ask.statement.t, ask.statement.m)
+        for link in ask.through[:1]:
+            if self._callers and not self._kept.counts(link.peer, stage):
+                self._callers.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
+
     async def _what_came(self, ask: AuditAnswer) -> Shown:
-        """What an answer was made of, or half of one, as its peer shows it.
+        """What an answer was made of, as its peer shows it.
 
         Raises:
             PeerFault: it shows nothing, or something else than it signed, or than its neighbours did.
@@ -113,26 +154,19 @@ class AnswerAudits:
         said, mb = ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         came = await self._shown(ask, made=False)
         try:
-            neighbours = (self._kept.fed_by if said.is_half else self._kept.signed_by)(mb, came)
+            neighbour = self._kept.answered_by(mb, came)
         except Refused as refused:
             raise BadAnswer(ask.peer, refused.text) from None
         answer = came.told.next
-        if said.is_half:
-            came = came._replace(back=[])
-        elif digest(came.back) != said.output_grads:
+        if digest(came.back) != said.output_grads:
             raise BadAnswer(ask.peer, "shows other gradients than it signed")
-        elif answer and answer.receipt and answer.receipt.inputs != said.outputs:
+        if answer and answer.receipt and answer.receipt.inputs != said.outputs:
             raise BadAnswer(ask.peer, "shows gradients of something else than it sent on")
-        if digest(came.forth) != said.inputs:
-            raise BadAnswer(ask.peer, "shows other inputs than it signed")
-        work = came.told.work
-        for peer, stage in neighbours:  # a stranger may be the audited peer itself
+        for peer, stage in neighbour:  # a stranger may be the audited peer itself
             if self._kept.counts(peer, stage) or peer in self._convictions.convicted:
                 continue
             if not await self._kept.is_known(peer, stage):
                 raise BadAnswer(ask.peer, f"peer {short(peer)}, which it names, is not announced")
-            if stage < self._core.stage and self._callers and work and work.fed:
-                self._callers.of_stranger(stage, mb, peer, work.fed, came.forth)
         return came
 
     async def _what_it_made(self, ask: AuditAnswer, came: Shown, sent: Sequence[Buffer]) -> Shown:
@@ -140,7 +174,7 @@ class AnswerAudits:
 
         Raises:
             Refused: that shows something else.
-            SwarmError: as `_what_came`.
+            SwarmError: its step is over.
         """
         said = ask.statement
         if not said.is_half:
@@ -151,11 +185,16 @@ class AnswerAudits:
         return Shown(came.told, tensors[0], [])
 
     async def _shown(self, ask: AuditAnswer, *, made: bool) -> Shown:
-        """What a peer keeps. It cannot be past a step that its stage has not taken, nor ever be busy."""
+        """What a peer keeps of what it signed. It cannot be past a step that its stage has not taken, nor
+        ever be busy.
+        """
         said = ask.statement
         mb = Microbatch(said.t, said.m)
         try:
-            return await self._kept.of(ask.peer, mb, made=made, inputs=said.inputs)
+            shown = await self._kept.of(ask.peer, mb, made=made, inputs=said.inputs)
+            if not made and digest(shown.forth) != said.inputs:
+                raise BadAnswer(ask.peer, "shows other inputs than it signed")
+            return shown._replace(back=[]) if said.is_half else shown
         except (NotNow, Stale, Refused) as why:
             if self._core.version > said.t:
                 raise

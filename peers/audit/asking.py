@@ -19,10 +19,10 @@ from swarm.audit.unusual import AnswerScreen, Honest
 from swarm.errors import BadAnswer, Busy, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.statements import Coin, Toss
+from swarm.protocol.statements import Coin, Signature, Toss
 from swarm.wire.evidence import AuditAnswer, Audited
-from swarm.wire.messages import WorkDone, pack, unpack_answer
-from swarm.wire.receipts import Receipt
+from swarm.wire.messages import Work, WorkDone, pack, unpack_answer
+from swarm.wire.receipts import Answered, Link
 
 if TYPE_CHECKING:  # a trainer needs no torch
     from swarm.wire.codec import Encoded
@@ -77,20 +77,29 @@ class AuditCaller:
             self._ask_again(stage, mb, done, turned or strange)
 
     def sent_on(
-        self, stage: Stage, mb: Microbatch, peer: PeerId, half: Receipt, tensors: Sequence[Encoded],
-        loss: float, turned: Honest | None,
+        self, stage: Stage, peer: PeerId, work: Work, tensors: Sequence[Encoded], loss: float,
+        turned: Honest | None,
     ) -> None:  # fmt: skip
         """Note what a peer of a stage sent on to this one, with its receipt, and which loss followed."""
-        strange, voice = self._sent_on.strange_loss(loss), self._voices.of(stage)
-        share = STRANGERS_SHARE if voice and peer not in voice else SENT_ON_SHARE
+        assert work.fed is not None
+        strange, sent = self._sent_on.strange_loss(loss), Link(peer, work.fed)
+        came_by = (peer, *(link.peer for link in work.through))
+        voices = [self._voices.of(stage - n) for n in range(len(came_by))]
+        strangers = any(voice and one not in voice for one, voice in zip(came_by, voices, strict=True))
+        share = STRANGERS_SHARE if strangers else SENT_ON_SHARE
+        mb, me = Microbatch(work.t, work.m), self._transport.peer_id
         if turned or strange or self._falls(share, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):
-            self._ask(stage, mb, peer, half, 0.0, turned or strange, tensors)
+            self.half(stage, mb, sent, me, work.through, tensors, turned or strange)
 
-    def of_stranger(
-        self, stage: Stage, mb: Microbatch, peer: PeerId, half: Receipt, tensors: Sequence[Encoded]
-    ) -> None:
-        """Have what a peer without voice sent on to one that is audited computed again."""
-        self._ask(stage, mb, peer, half, 0.0, None, tensors)
+    def half(
+        self, stage: Stage, mb: Microbatch, link: Link, to: PeerId, through: tuple[Link, ...],
+        tensors: Sequence[Encoded], honest: Honest | None = None,
+    ) -> None:  # fmt: skip
+        """Have the `tensors` that a peer of a stage sent on `to` another computed again. `through`: the way
+        that they came to it.
+        """
+        said = link.half.statement(stage, mb, 0.0, to)
+        self._ask(link.peer, said, link.half.signature, honest, tensors, through)
 
     def _falls(self, share: float, toss: Toss) -> bool:
         return Coin(self._transport.signer, self._run.id, toss).falls(share)
@@ -98,13 +107,15 @@ class AuditCaller:
     def _ask_again(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
         hop = done.hops[0] if done.hops else None
         if hop is not None and hop.receipt is not None:
-            self._ask(stage, mb, hop.peer, hop.receipt, done.loss, honest)
+            said = hop.receipt.statement(stage, mb, done.loss)
+            self._ask(hop.peer, said, hop.receipt.signature, honest)
 
     def _ask(
-        self, stage: Stage, mb: Microbatch, accused: PeerId, receipt: Receipt, loss: float,
-        honest: Honest | None, sent: Sequence[Encoded] = (),
+        self, accused: PeerId, said: Answered, signature: Signature, honest: Honest | None,
+        sent: Sequence[Encoded] = (), through: tuple[Link, ...] = (),
     ) -> None:  # fmt: skip
         """Have an answer computed again, or what was `sent` on, by its receipt."""
+        stage = said.stage
         if len(self._tasks) >= AT_ONCE:
             return
         voice = self._voices.of(stage)
@@ -112,10 +123,11 @@ class AuditCaller:
         others = sorted(peer for peer in there if peer != accused and (peer in voice or not voice))
         if not others:
             return
-        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, mb.t, str(mb.m)))
+        coin = Coin(self._transport.signer, self._run.id, Toss("judge", stage, said.t, str(said.m)))
         metas = tuple(one.meta for one in sent)
-        said, signature = receipt.statement(stage, mb, loss), receipt.signature
-        ask = AuditAnswer(run=self._run.id, peer=accused, statement=said, signature=signature, sent=metas)
+        ask = AuditAnswer(
+            run=self._run.id, peer=accused, statement=said, signature=signature, sent=metas, through=through
+        )
         first = coin.below(len(others))
         judges = [*others[first:], *others[:first]]
         self._tasks.create_task(self._audit(judges, ask, honest, sent))

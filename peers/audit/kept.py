@@ -74,8 +74,8 @@ class KeptWork:
             raise BadAnswer(peer, "keeps buffers that do not fit their tensors")
         return Shown(told, split[0], split[1])
 
-    def fed_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
-        """The peer that signed what went in; at stage 0 a trainer's ticket names that instead.
+    def fed_by(self, peer: PeerId, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
+        """The one that signed what `peer` was sent; at stage 0 a trainer's ticket names that instead.
 
         Raises:
             Refused: it does not, or nobody signed it.
@@ -85,32 +85,38 @@ class KeptWork:
         if work is None or (work.t, work.m) != mb:
             raise Refused(f"nobody asked for {mb}")
         check_ticket(signer, run, work)
-        if not was_fed(signer, run, stage, told.caller, work, digest(shown.forth)):
+        if not was_fed(signer, run, stage, peer, told.caller, work, digest(shown.forth)):
             raise Refused(f"nobody sent these inputs of {mb}")
         return [(told.caller, stage - 1)] if stage else []
 
-    def signed_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
-        """The neighbours that signed what came in: a replica cannot choose that later, to suit its sum.
+    def signed_by(self, peer: PeerId, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
+        """The neighbours that signed what came in at `peer`, which cannot choose that later, to suit its sum.
 
         Raises:
             Refused: nobody signed it.
         """
+        return [*self.fed_by(peer, mb, shown), *self.answered_by(mb, shown)]
+
+    def answered_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
+        """The one that signed the gradients; at the last stage nobody.
+
+        Raises:
+            Refused: nobody signed them.
+        """
         run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
         hop, is_last, back = told.next, stage == run.S - 1, digest(shown.back)
-        found = self.fed_by(mb, shown)
         if is_last and not shown.back:
-            return found
+            return []
         receipt = None if hop is None else hop.receipt
         if hop is None or receipt is None or receipt.input_grads != back or is_last:
             raise Refused(f"nobody answered this gradient of {mb}")
         if not is_receipt(signer, hop.peer, run.id, stage + 1, mb, told.loss, receipt):
             raise Refused(f"the gradient of {mb} is not signed by whom it should be")
-        return [*found, (hop.peer, stage + 1)]
+        return [(hop.peer, stage + 1)]
 
     def counts(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
-        voice = self._voices.of(stage, version=self._version())
-        return peer in voice if voice else self._membership.has(peer, stage)
+        return self._voices.counts(peer, stage, version=self._version())
 
     async def is_known(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer of a stage is announced: it may have moved since. Other names cost nothing."""
@@ -120,14 +126,17 @@ class KeptWork:
 
 
 def serve_kept(core: StageCore) -> None:
-    """Answer `kept`: to replicas, and each microbatch once to each auditor."""
+    """Answer `kept`: to replicas; to peers of the next stage, which judge what others made of that, what was
+    sent on; and each microbatch once to each auditor.
+    """
     shown: dict[int, set[tuple[PeerId, int, bool]]] = {}
     """To auditors, by step."""
 
     async def answer(request: Request) -> Answer:
         ask = unpack(request.header, AskKept, core.run.id)
         audits, once = core.run.admission.may_audit(request.peer), (request.peer, ask.m, ask.made)
-        if not audits:
+        is_fed = ask.made and core.membership.has(request.peer, core.stage + 1)
+        if not audits and not is_fed:
             await core.membership.require(request.peer, core.stage)
         elif core.membership.has(request.peer, core.stage):
             audits = False  # it is a replica besides
@@ -144,6 +153,8 @@ def serve_kept(core: StageCore) -> None:
                 del shown[old]
             shown.setdefault(ask.t, set()).add(once)
         forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
+        if is_fed:
+            back = ()
         caller, work = kept.asked or ("", None)
         told = KeptTensors(
             forth=tuple(one.meta for one in forth), back=tuple(one.meta for one in back),

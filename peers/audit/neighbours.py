@@ -53,5 +53,4 @@ class Neighbours:
         if work.fed is None:
             return
         turned = self._fed.strange(work.t, caller, seen.sample)
-        mb, loss = Microbatch(work.t, work.m), kept.answer.loss
-        self._callers.sent_on(self._stage - 1, mb, caller, work.fed, kept.inputs, loss, turned)
+        self._callers.sent_on(self._stage - 1, caller, work, kept.inputs, kept.answer.loss, turned)

@@ -23,7 +23,7 @@ from peers.vouching.receipts import Receipts
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.audit import is_audited
 from swarm.data import most_proof_bytes, proof_bytes
-from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError
+from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.gradient_sum import Gradients, SumLost
@@ -78,7 +78,7 @@ class MicrobatchServer:
         self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
-        self._receipts = Receipts(core.run, core.stage, transport.signer)
+        self._receipts = Receipts(core.run, core.stage, transport.signer, core.counts)
         self._incoming = Incoming()
         self._takes = input_metas(core.run, core.stage)
         self._gradients = gradient_metas(core.run, core.stage) if next_stage is not None else ()
@@ -122,6 +122,9 @@ class MicrobatchServer:
         self._check(work, request)
         if self._core.stage > 0:
             await self._membership.require(request.peer, self._core.stage - 1)
+        if not self._receipts.is_followed(self._core.stage, work):
+            text = f"peer {short(request.peer)} does not show how ({work.t}, {work.m}) came to it"
+            raise NotReady(text, version=self._core.version, retry_after_s=0.5)
         step = await self._open(work.t)
         claim, kept = await self._claim(step, work.m)
         if claim is Claim.NEW:
@@ -134,7 +137,7 @@ class MicrobatchServer:
             if self._is_fed_otherwise(work, request.peer, kept):
                 kept = await self._feed_again(step, work, request)
             elif known is not None and work.deepest > self._core.stage:
-                await self._pass_on(step, work, known)
+                await self._pass_on(step, request.peer, work, known)
         self.answered += 1
         return Answer(pack(kept.answer), [buffer for grad in kept.grads_in for buffer in grad.buffers])
 
@@ -323,15 +326,15 @@ class MicrobatchServer:
         self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]
     ) -> KeptMicrobatch:
         core = self._core
-        began = now_s()
+        began, through = now_s(), self._receipts.through(caller, work)
 
         def forward() -> _SentOn:
             mb = self._alive(step, work)
             came = self._receipts.came(caller, work, inputs)
             fwd = core.compute.forward(mb, inputs)
-            onward, sent = self._receipts.feed(work, came, fwd.outputs)
+            onward, sent = self._receipts.feed(work, came, fwd.outputs, through)
             if self._is_audited and (work.m, came) not in step.sent_on:
-                sent_on = KeptMicrobatch(inputs, (), _done(0.0, ()), (), asked=(caller, work))
+                sent_on = KeptMicrobatch(inputs, (), _done(0.0, ()), (), fwd.outputs, (caller, work))
                 step.send_on(work.m, came, sent_on, most=2 * core.run.M)
             return _SentOn(fwd, came, onward, sent, self._took_s())
 
@@ -399,31 +402,37 @@ class MicrobatchServer:
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
             work, body, max_answer_bytes=body_bytes(self._gradients), check=check,
-            closed=lambda: self._pointless(step),
+            closed=lambda: self._pointless(step, work), addressed=self._receipts.addressed,
         )  # fmt: skip
         return peer, done, split(done.tensors, answer.body)
 
-    def _pointless(self, step: OpenStep) -> SwarmError | None:
-        """Why a microbatch need not go on: its step is over, or this peer leaves and cannot finish it."""
+    def _pointless(self, step: OpenStep, onward: Work) -> SwarmError | None:
+        """Why a microbatch need not go on: its step is over, those that it came through are gone, or this
+        peer leaves, and cannot finish it.
+        """
         if step.over:
             return self._core.closed(step.t)
+        if not self._receipts.is_followed(self._core.stage + 1, onward):
+            text = f"the peers that ({onward.t}, {onward.m}) came through are gone"
+            return NotReady(text, version=self._core.version)
         if self._core.leaving and self._next is not None and self._next.is_deserted():
             # All of a swarm that are stopped together would else wait for one another.
             return Leaving("this peer is leaving, and no peer of the next stage answers", retry_after_s=0.0)
         return None
 
-    async def _pass_on(self, step: OpenStep, work: Work, kept: KeptMicrobatch) -> None:
+    async def _pass_on(self, step: OpenStep, caller: PeerId, work: Work, kept: KeptMicrobatch) -> None:
         """Feed a microbatch again to the later stages: one of them lost it, and this one has it."""
         core = self._core
         if work.m in step.jobs:
             await asyncio.shield(step.jobs[work.m].done)
             return
         job = step.jobs[work.m] = Job(done=asyncio.get_running_loop().create_future())
+        through = self._receipts.through(caller, work)
         try:
 
             def again() -> tuple[Forward, Work, bytes]:
                 fwd = core.compute.forward(self._alive(step, work), kept.inputs, grad=False)
-                return fwd, *self._receipts.feed(work, kept.inputs_digest, fwd.outputs)
+                return fwd, *self._receipts.feed(work, kept.inputs_digest, fwd.outputs, through)
 
             fwd, onward, sent = await core.device.run(Rank.COMPUTE, work.t, again)
             await self._call_next(step, onward, fwd, sent)

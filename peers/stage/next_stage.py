@@ -51,12 +51,14 @@ class NextStage:
         max_answer_bytes: int,
         check: Callable[[PeerId, WorkDone, Answer], None],
         closed: Callable[[], SwarmError | None],
+        addressed: Callable[[Work, PeerId], Work] = lambda work, to: work,
     ) -> tuple[PeerId, WorkDone, Answer]:
         """Have `work` done by some peer of the stage.
 
         Args:
             check: raises BadAnswer for an answer that cannot be used.
             closed: why the work need not be done any more, if so; it is raised.
+            addressed: the work as it is sent to a peer.
 
         Raises:
             Stale: the step is over, here, or for every peer there that can be asked.
@@ -81,7 +83,8 @@ class NextStage:
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
                 await self._directory.refresh({self.stage})
                 continue
-            began, header = now_s(), pack(msgspec.structs.replace(work, route=work.route[1:]))
+            onward = addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
+            began, header = now_s(), pack(onward)
             try:
                 begun = peer == holder
                 with self._limits.call(peer, self._serving(), t=work.t, begun=begun) as limit_s:

@@ -45,9 +45,12 @@ class KeptMicrobatch:
         return b"" if receipt is None else receipt.inputs
 
     def is_of(self, peer: PeerId) -> bool:
-        """Whether a peer sent the inputs, or computed a gradient of them at this stage or a later one."""
-        fed = self.asked is not None and self.asked[0] == peer
-        return fed or any(hop.peer == peer for hop in self.answer.hops)
+        """Whether the inputs came through a peer, or it computed a gradient of them at this stage or a later
+        one.
+        """
+        caller, work = self.asked or ("", None)
+        came = peer == caller or (work is not None and any(link.peer == peer for link in work.through))
+        return came or any(hop.peer == peer for hop in self.answer.hops)
 
 
 @dataclass(slots=True)

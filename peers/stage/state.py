@@ -228,6 +228,10 @@ class StageCore:
         self.leaving = True
         pulse(self._moved)
 
+    def counts(self, peer: PeerId, stage: Stage) -> bool:
+        """Whether the word of a peer counts at a stage; see `Voices`."""
+        return self.voices.counts(peer, stage, version=self.version)
+
     async def step(self, t: int, *, wait_s: float) -> OpenStep:
         """The open step `t`; waits for it a while, since peers do not step at the same instant.
 

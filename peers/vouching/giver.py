@@ -12,7 +12,7 @@ from peers.voices import Voices
 from peers.vouching.tickets import ticket_for
 from peers.waiting import TaskKeeper, for_each
 from swarm.errors import SwarmError
-from swarm.ids import Microbatch, Stage
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.voice import MIN_STEPS, WorkCount, Worked, renewal, voice_of, vouch, weight
 from swarm.records import PeerRecord
@@ -44,9 +44,9 @@ class VoucherGiver:
         self._count = WorkCount()
         self._giving = TaskKeeper()
 
-    def ticket(self, mb: Microbatch, body: Sequence[Buffer]) -> Ticket | None:
-        """What the stages want to see, if the manifest names trainers. `body`: as stage 0 is sent it."""
-        return ticket_for(self._signer, self._run, mb, body) if self._named else None
+    def ticket(self, mb: Microbatch, body: Sequence[Buffer], to: PeerId) -> Ticket | None:
+        """What the stages want to see, if the manifest names trainers. `body`: as a peer is sent it."""
+        return ticket_for(self._signer, self._run, mb, body, to) if self._named else None
 
     def answered(self, mb: Microbatch, inputs: bytes, done: WorkDone) -> None:
         """Count what an answer shows that passed `check_answer`: `inputs` is the digest of what stage 0 was

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from swarm.audit import is_audited
 from swarm.audit.answers import digest
 from swarm.errors import Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Signer
 from swarm.wire.codec import Encoded
-from swarm.wire.messages import Work, WorkDone
-from swarm.wire.receipts import Answered, Receipt, give_receipt, half_receipt, is_sent_on, tensors_digest
+from swarm.wire.messages import MAX_RECEIPTS, Work, WorkDone
+from swarm.wire.receipts import (
+    Answered,
+    Link,
+    Receipt,
+    give_receipt,
+    half_receipt,
+    is_sent_on,
+    tensors_digest,
+)
 
 NOTHING = tensors_digest((), ())
 
@@ -21,44 +30,71 @@ NOTHING = tensors_digest((), ())
 class Receipts:
     """Nothing in a run that names no trainers."""
 
-    def __init__(self, run: Run, stage: Stage, signer: Signer) -> None:
-        self._run, self._stage, self._signer = run, stage, signer
-        self._wanted = bool(run.admission.trainers)
+    def __init__(
+        self, run: Run, stage: Stage, signer: Signer, counts: Callable[[PeerId, Stage], bool]
+    ) -> None:
+        """`counts`: whether the word of a peer of a stage counts."""
+        self._run, self._stage, self._signer, self._counts = run, stage, signer, counts
+        self._wanted, self._is_audited = bool(run.admission.trainers), is_audited(run)
 
-    def feed(self, work: Work, inputs: bytes, outputs: Sequence[Encoded]) -> tuple[Work, bytes]:
-        """`work` for the next stage, with this peer's word for what it computed, of `inputs` by their digest;
-        and the digest of that.
+    def through(self, caller: PeerId, work: Work) -> tuple[Link, ...]:
+        """The way that a microbatch of `caller` came, as the next stage is shown it."""
+        if work.fed is None or not self._is_audited:
+            return ()
+        before = () if self._counts(caller, self._stage - 1) else work.through
+        return (Link(caller, work.fed), *before)[:MAX_RECEIPTS]
+
+    def is_followed(self, stage: Stage, work: Work) -> bool:
+        """Whether the way that `work` came to a stage goes back to the ticket, or to a peer whose word counts
+        before the one that sent it: a stranger could have another name of its own sign what it makes up.
         """
-        onward = msgspec.structs.replace(work, tensors=tuple(output.meta for output in outputs), fed=None)
+        first = stage - 1 - len(work.through)
+        if first <= 0 or not self._is_audited:
+            return True
+        return bool(work.through) and self._counts(work.through[-1].peer, first)
+
+    def feed(
+        self, work: Work, inputs: bytes, outputs: Sequence[Encoded], through: tuple[Link, ...]
+    ) -> tuple[Work, bytes]:
+        """`work` for the next stage, to be signed (`addressed`), with what this peer computed of `inputs`, by
+        their digest; and the digest of that.
+        """
+        onward = msgspec.structs.replace(
+            work, tensors=tuple(output.meta for output in outputs), fed=None, through=through
+        )
         if not self._wanted:
             return onward, b""
-        named, mb = digest(outputs), Microbatch(work.t, work.m)
-        half = half_receipt(self._signer, self._run.id, self._stage, mb, inputs, named)
-        return msgspec.structs.replace(onward, fed=half), named
+        named = digest(outputs)
+        return msgspec.structs.replace(onward, fed=Receipt(inputs, named, b"", b"", b"")), named
+
+    def addressed(self, work: Work, to: PeerId) -> Work:
+        """What `feed` made, with this peer's word, to another."""
+        if work.fed is None:
+            return work
+        mb, made = Microbatch(work.t, work.m), (work.fed.inputs, work.fed.outputs)
+        half = half_receipt(self._signer, self._run.id, self._stage, mb, *made, to)
+        return msgspec.structs.replace(work, fed=half)
 
     def came(self, caller: PeerId, work: Work, inputs: Sequence[Encoded]) -> bytes:
         """The digest of what came for a microbatch; of stage 0 the ticket names it, at the others its caller.
 
-        Takes 0.1 ms, and 0.7 ms for each MB.
+        Takes 0.2 ms, and 0.7 ms for each MB.
 
         Raises:
-            Refused: its caller did not sign that.
+            Refused: it was not signed, to this peer, by its caller and those that it came through.
         """
         if not self._wanted:
             return b""
-        if self._stage == 0:
-            assert work.ticket is not None
-            return work.ticket.inputs
-        named = digest(inputs)
+        named = digest(inputs) if self._stage or work.ticket is None else work.ticket.inputs
         if not self.is_fed(caller, work, named):
-            raise Refused(
-                f"stage {self._stage} takes what a peer of stage {self._stage - 1} signed, and this is not"
-            )
+            by = f"a peer of stage {self._stage - 1}" if self._stage else "a trainer"
+            raise Refused(f"stage {self._stage} takes what {by} signed to who gets it, and this is not")
         return named
 
     def is_fed(self, caller: PeerId, work: Work, inputs: bytes) -> bool:
         """Whether a caller signed that these are the inputs. At stage 0 the ticket says so."""
-        return was_fed(self._signer, self._run, self._stage, caller, work, inputs)
+        me = self._signer.peer_id
+        return was_fed(self._signer, self._run, self._stage, me, caller, work, inputs)
 
     def give(
         self,
@@ -87,13 +123,20 @@ class Receipts:
         )  # fmt: skip
 
 
-def was_fed(signer: Signer, run: Run, stage: Stage, caller: PeerId, work: Work, inputs: bytes) -> bool:
-    """Whether what went into a microbatch at a stage is signed: at stage 0 by a trainer, with its ticket;
-    else by `caller`, a peer of the stage before. At stage 1 the ticket names what that made it of.
+def was_fed(
+    signer: Signer, run: Run, stage: Stage, peer: PeerId, caller: PeerId, work: Work, inputs: bytes
+) -> bool:
+    """Whether what went into a microbatch at a `peer` of a stage was sent to it: at stage 0 by a trainer,
+    with its ticket; else by `caller`, which had been sent what it made that of, and so on, as far back as the
+    work says that it came.
     """
-    if stage == 0:
-        return work.ticket is not None and work.ticket.inputs == inputs
-    if work.fed is None or (stage == 1 and (work.ticket is None or work.fed.inputs != work.ticket.inputs)):
+    way = [Link(caller, work.fed), *work.through] if work.fed else []
+    if len(way) > stage or (stage and not way):
         return False
-    mb = Microbatch(work.t, work.m)
-    return is_sent_on(signer, caller, run.id, stage - 1, mb, inputs, work.fed)
+    mb, to = Microbatch(work.t, work.m), peer
+    for back, link in enumerate(way, 1):
+        if not is_sent_on(signer, link.peer, run.id, stage - back, mb, inputs, link.half, to):
+            return False
+        inputs, to = link.half.inputs, link.peer
+    ticket = work.ticket
+    return len(way) < stage or (ticket is not None and (ticket.inputs, ticket.to) == (inputs, to))

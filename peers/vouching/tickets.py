@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from peers.ports import Buffer
 from swarm.data import check_samples
 from swarm.errors import Refused
-from swarm.ids import Microbatch, Stage
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Signer, is_signed, sign
@@ -18,11 +18,11 @@ from swarm.wire.messages import Ticket, Work
 from swarm.wire.receipts import Asked, tensors_digest
 
 
-def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer]) -> Ticket:
-    """The signer's ticket for a microbatch. `body`: as stage 0 is sent it."""
+def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer], to: PeerId) -> Ticket:
+    """The signer's ticket for a microbatch. `body`: as a peer of stage 0, `to`, is sent it."""
     inputs = tensors_digest(input_metas(run, 0), body)
-    signature = sign(signer, run.id, Asked(*mb, inputs))
-    return Ticket(trainer=signer.peer_id, inputs=inputs, signature=signature)
+    signature = sign(signer, run.id, Asked(*mb, inputs, to))
+    return Ticket(trainer=signer.peer_id, inputs=inputs, to=to, signature=signature)
 
 
 def check_ticket(signer: Signer, run: Run, work: Work) -> None:
@@ -31,7 +31,7 @@ def check_ticket(signer: Signer, run: Run, work: Work) -> None:
         return
     ticket = work.ticket
     if ticket is not None and ticket.trainer in run.admission.trainers:
-        asked = Asked(work.t, work.m, ticket.inputs)
+        asked = Asked(work.t, work.m, ticket.inputs, ticket.to)
         if is_signed(signer, ticket.trainer, run.id, asked, ticket.signature):
             return
     raise Refused(

@@ -16,7 +16,7 @@ from swarm.protocol.rounds import Plan
 from swarm.protocol.statements import Signature, Statement
 from swarm.protocol.sums import Nonce, Projected, Reduced
 from swarm.wire.messages import Hop, RunMessage, Work
-from swarm.wire.receipts import Answered
+from swarm.wire.receipts import Answered, Link
 from swarm.wire.tensor_meta import TensorMeta
 
 MAX_EVIDENCE_BYTES = 1 << 26
@@ -124,6 +124,8 @@ class AuditAnswer(RunMessage, frozen=True, kw_only=True):
     statement: Answered
     signature: Signature
     sent: tuple[TensorMeta, ...] = ()
+    through: tuple[Link, ...] = ()
+    """Of what was sent on: the way to `peer`, as it came with that."""
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ from swarm.protocol.statements import Signature
 from swarm.protocol.sums import PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire.buffers import Buffer
-from swarm.wire.receipts import Receipt
+from swarm.wire.receipts import Link, Receipt
 from swarm.wire.tensor_meta import TensorMeta
 from swarm.wire.trails import TookSteps, Word
 
@@ -59,7 +59,8 @@ microbatches takes 0.5 MB at most, the plan of a reduce of 1,000 replicas 0.1 MB
 MAX_HOPS = 256
 """Of those in an answer: 31 kB. What the others spent is told to nobody."""
 MAX_RECEIPTS = 60
-"""Of those in an answer: 12 kB. Those of stages further behind are checked by their callers only."""
+"""Of those in an answer, or of the way to a peer: 12 kB. Those of stages further behind are checked by their
+callers only."""
 UNFOLDED_BYTES = 1 << 20
 """Bytes of bitmaps that a header may say in short: those of a plan with 1,000 members. A body: twice that."""
 
@@ -79,6 +80,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     trainer: PeerId
     inputs: Digest
+    to: PeerId
     signature: Signature
 
 
@@ -98,6 +100,9 @@ class Work(RunMessage, frozen=True, kw_only=True):
     """In a run that names trainers."""
     fed: Receipt | None = None
     """The caller's, for what it sends on: in such a run, from a stage peer."""
+    through: tuple[Link, ...] = ()
+    """Where answers are audited: the peers that the microbatch came through before, from the caller's feeder
+    back to the first whose word counts, or to stage 0."""
 
 
 class Evaluate(RunMessage, frozen=True, kw_only=True):

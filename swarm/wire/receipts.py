@@ -35,6 +35,8 @@ class Answered(Statement, frozen=True, array_like=True):
     input_grads: Digest
     """What it answers; of nothing at stage 0."""
     loss: float
+    to: PeerId = ""
+    """Of a half: the peer that it is sent to. Another one has nothing of it."""
 
     @property
     def is_half(self) -> bool:
@@ -48,6 +50,8 @@ class Asked(Statement, frozen=True, array_like=True):
     t: int
     m: int
     inputs: Digest
+    to: PeerId
+    """The peer of stage 0 that it asks."""
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
@@ -59,8 +63,15 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
     input_grads: Digest
     signature: Signature
 
-    def statement(self, stage: Stage, mb: Microbatch, loss: float) -> Answered:
-        return Answered(stage, *mb, self.inputs, self.outputs, self.output_grads, self.input_grads, loss)
+    def statement(self, stage: Stage, mb: Microbatch, loss: float, to: PeerId = "") -> Answered:
+        return Answered(stage, *mb, self.inputs, self.outputs, self.output_grads, self.input_grads, loss, to)
+
+
+class Link(msgspec.Struct, frozen=True, array_like=True):
+    """One peer of the way that a microbatch came, with its half of a receipt."""
+
+    peer: PeerId
+    half: Receipt
 
 
 def tensors_digest(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> bytes:
@@ -74,10 +85,10 @@ def give_receipt(signer: Signer, run: str, answered: Answered) -> Receipt:
 
 
 def half_receipt(
-    signer: Signer, run: str, stage: Stage, mb: Microbatch, inputs: Digest, outputs: Digest
+    signer: Signer, run: str, stage: Stage, mb: Microbatch, inputs: Digest, outputs: Digest, to: PeerId
 ) -> Receipt:
-    """The receipt for what a peer sends on, before that is answered."""
-    return give_receipt(signer, run, Answered(stage, *mb, inputs, outputs, b"", b"", 0.0))
+    """The receipt for what a peer sends on to another, before that is answered."""
+    return give_receipt(signer, run, Answered(stage, *mb, inputs, outputs, b"", b"", 0.0, to))
 
 
 def is_receipt(
@@ -89,8 +100,9 @@ def is_receipt(
 
 
 def is_sent_on(
-    signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, outputs: Digest, half: Receipt
-) -> bool:
-    """Whether `peer` signed that it computed these outputs of a stage."""
-    said = half.statement(stage, mb, 0.0)
+    signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, outputs: Digest, half: Receipt,
+    to: PeerId,
+) -> bool:  # fmt: skip
+    """Whether `peer` signed that it computed these outputs of a stage, and sent them `to` another."""
+    said = half.statement(stage, mb, 0.0, to)
     return said.is_half and half.outputs == outputs and is_signed(signer, peer, run, said, half.signature)

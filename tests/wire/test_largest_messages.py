@@ -42,6 +42,7 @@ from swarm.wire.messages import (
     MAX_HEADER_BYTES,
     MAX_HOPS,
     MAX_LONG_BYTES,
+    MAX_RECEIPTS,
     Evaluate,
     GiveVoucher,
     Hop,
@@ -68,7 +69,7 @@ from swarm.wire.messages import (
     unpack,
     with_latency,
 )
-from swarm.wire.receipts import Receipt
+from swarm.wire.receipts import Link, Receipt
 from swarm.wire.tensor_meta import TensorMeta
 from swarm.wire.trails import MAX_STEPS as MAX_TRAIL_STEPS
 from swarm.wire.trails import ROW_BYTES, Signed, TookSteps
@@ -92,6 +93,9 @@ def peer(number: int) -> PeerId:
 
 
 PEERS = tuple(sorted(peer(number) for number in range(REPLICAS)))
+
+
+HALF = Receipt(DIGEST, DIGEST, b"", b"", bytes(SIGNATURE_BYTES))
 
 
 def worst() -> Bitmap:
@@ -149,7 +153,8 @@ LARGEST: dict[type, msgspec.Struct] = {
     Watched: Watched(generation=GENERATION, version=T, revision=HUGE, status=RUN_STATUS),
     Work: Work(
         run=RUN, t=T, m=M, version=T, attempt=1 << 30, deepest=S, route=PEERS[:MAX_HOPS], tensors=metas(400),
-        ticket=Ticket(trainer=PEERS[0], inputs=DIGEST, signature=bytes(SIGNATURE_BYTES)),
+        ticket=Ticket(trainer=PEERS[0], inputs=DIGEST, to=PEERS[0], signature=bytes(SIGNATURE_BYTES)),
+        fed=HALF, through=(Link(PEERS[0], HALF),) * MAX_RECEIPTS,
     ),
     Evaluate: Evaluate(run=RUN, t=T, e=HUGE, route=PEERS[:MAX_HOPS], tensors=metas(400)),
     WorkDone: WorkDone(
@@ -219,6 +224,7 @@ def kinds() -> list[type[msgspec.Struct]]:
     inner |= {
         StepLacking,
         Hop,
+        Link,
         Receipt,
         Voucher,
         TensorMeta,

@@ -48,10 +48,11 @@ def test_a_signature_covers_all_that_came_and_went(name: str) -> None:
 
 def test_half_a_receipt_is_of_what_is_sent_on_and_none_of_an_answer() -> None:
     signer, mb = SimSigner("me"), Microbatch(7, 3)
-    half = half_receipt(signer, "run", 1, mb, b"a" * 32, b"b" * 32)
+    half = half_receipt(signer, "run", 1, mb, b"a" * 32, b"b" * 32, "to")
     of = (signer, "me", "run", 1, mb)
-    assert is_sent_on(*of, b"b" * 32, half) and not is_receipt(*of, 0.0, half)
-    assert not is_sent_on(*of, b"c" * 32, half)
-    assert not is_sent_on(signer, "me", "run", 2, mb, b"b" * 32, half)
-    assert not is_sent_on(*of, b"b" * 32, msgspec.structs.replace(half, inputs=b"c" * 32))
-    assert not is_sent_on(*of, b"b" * 32, give_receipt(signer, "run", ANSWERED))
+    assert is_sent_on(*of, b"b" * 32, half, "to") and not is_receipt(*of, 0.0, half)
+    assert not is_sent_on(*of, b"b" * 32, half, "another")
+    assert not is_sent_on(*of, b"c" * 32, half, "to")
+    assert not is_sent_on(signer, "me", "run", 2, mb, b"b" * 32, half, "to")
+    assert not is_sent_on(*of, b"b" * 32, msgspec.structs.replace(half, inputs=b"c" * 32), "to")
+    assert not is_sent_on(*of, b"b" * 32, give_receipt(signer, "run", ANSWERED), "to")

@@ -32,9 +32,9 @@ LIAR = "s1z-liar"
 GRADIENT = TensorMeta((1, 1, 1), "float64", "none")
 
 
-def work_of(run: Run, **changes: Any) -> Work:
-    """A good request to stage 0, but for the changes."""
-    ticket = ticket_for(SimSigner(TRAINER), run, Microbatch(0, 0), [bytes(9)])
+def work_of(run: Run, *, to: str = "s0p0", **changes: Any) -> Work:
+    """A good request to a peer of stage 0, but for the changes."""
+    ticket = ticket_for(SimSigner(TRAINER), run, Microbatch(0, 0), [bytes(9)], to)
     good = Work(run=run.id, t=0, m=0, version=0, tensors=input_metas(run, 0), ticket=ticket)
     return msgspec.structs.replace(good, **changes)
 
@@ -160,7 +160,7 @@ async def test_a_trainer_takes_no_answer_that_it_could_not_have_computed_again(l
         assert lost and all(why in text for text in lost)
 
 
-@pytest.mark.parametrize("lie", ["nobody's", "another's", "other bytes", "of other inputs"])
+@pytest.mark.parametrize("lie", ["nobody's", "another's", "other bytes", "of other inputs", "to another"])
 async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
     """So that an audit is shown what came, and nothing that suits."""
     async with swarm(RUN, replicas=1) as s:
@@ -172,17 +172,19 @@ async def test_a_stage_takes_only_what_its_caller_signed(lie: str) -> None:
         named = tensors_digest(metas, [bytes(len(hidden)) if lie != "other bytes" else b"\1" * 8, tokens])
         fed = fed_by("s0p0" if lie == "another's" else "s0x", named)
         if lie == "of other inputs":
-            fed = half_receipt(SimSigner("s0x"), RUN.id, 0, Microbatch(0, 0), NOTHING, named)
-        work = work_of(RUN, tensors=metas, fed=None if lie == "nobody's" else fed)
+            fed = half_receipt(SimSigner("s0x"), RUN.id, 0, Microbatch(0, 0), NOTHING, named, "s1p0")
+        if lie == "to another":
+            fed = fed_by("s0x", named, to="s1p1")
+        work = work_of(RUN, to="s0x", tensors=metas, fed=None if lie == "nobody's" else fed)
         with pytest.raises(Refused, match="takes what a peer of stage 0 signed"):
             await feeder.ask("s1p0", "work", work, WorkDone, [hidden, tokens])
 
 
-def fed_by(name: str, outputs: bytes) -> Receipt:
+def fed_by(name: str, outputs: bytes, *, to: str = "s1p0") -> Receipt:
     """What a peer of stage 0 signs of what it sends on of microbatch (0, 0)."""
     ticket = work_of(RUN).ticket
     assert ticket is not None
-    return half_receipt(SimSigner(name), RUN.id, 0, Microbatch(0, 0), ticket.inputs, outputs)
+    return half_receipt(SimSigner(name), RUN.id, 0, Microbatch(0, 0), ticket.inputs, outputs, to)
 
 
 class Feeders:
@@ -197,7 +199,7 @@ class Feeders:
         """Feed these bytes, which have to be what is answered; their digest. `signer`: if it is another."""
         metas, tokens = input_metas(RUN, 1), bytes(9)
         named = tensors_digest(metas, [hidden, tokens])
-        work = work_of(RUN, tensors=metas, fed=fed_by(signer or name, named))
+        work = work_of(RUN, to=name, tensors=metas, fed=fed_by(signer or name, named))
         done = await self._feeders[name].ask("s1p0", "work", work, WorkDone, [hidden, tokens])
         receipt = done.hops[0].receipt
         assert receipt is not None and receipt.inputs == named

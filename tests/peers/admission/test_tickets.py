@@ -28,9 +28,14 @@ FORGED = [struct.pack("<d", 1e6), TOKENS]
 
 
 def ticket(
-    mb: tuple[int, int] = (0, 0), *, by: str = TRAINER, tokens: bytes = TOKENS, run: Run = RUN
+    mb: tuple[int, int] = (0, 0),
+    *,
+    by: str = TRAINER,
+    tokens: bytes = TOKENS,
+    run: Run = RUN,
+    to: str = "s0p0",
 ) -> Ticket:
-    return ticket_for(SimSigner(by), run, Microbatch(*mb), [tokens])
+    return ticket_for(SimSigner(by), run, Microbatch(*mb), [tokens], to)
 
 
 def work(stage: int, **changes: Any) -> Work:
@@ -54,6 +59,7 @@ BAD: dict[str, Ticket | None] = {
     "of another microbatch": ticket((0, 1)),
     "of another step": ticket((1, 0)),
     "of another run": ticket(run=replace(RUN, seed=9)),
+    "for another peer, altered": msgspec.structs.replace(ticket(to="s0p1"), to="s0p0"),
     "with other inputs": msgspec.structs.replace(TRUE, inputs=bytes(32)),
     "of nobody": msgspec.structs.replace(TRUE, trainer="", signature=b""),
 }

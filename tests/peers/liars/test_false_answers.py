@@ -31,7 +31,7 @@ from swarm.protocol.voice import RENEW_EVERY
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import Locate, Located, pack, unpack
-from swarm.wire.receipts import give_receipt, half_receipt
+from swarm.wire.receipts import give_receipt
 from tests.peers import sybils
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
@@ -314,9 +314,8 @@ async def of_other_outputs(
     """Of the gradients that the next stage answered truly, to something else."""
     other = copy.copy(fwd)
     other.outputs = changed(fwd.outputs, LIES["times 100"])
-    named, run = digest(other.outputs), liar.core.run.id
-    half = half_receipt(SimSigner(liar.core.me), run, liar.stage, fwd.mb, work.fed.inputs, named)
-    return await call(step, replaced(work, fed=half), other, named)
+    named = digest(other.outputs)
+    return await call(step, replaced(work, fed=replaced(work.fed, outputs=named)), other, named)
 
 
 def answer_of_other_gradients(liar: StagePeer, make_up: MakeUp) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,11 @@ import pytest
 
 from peers.audit.asking import STRANGERS_SHARE
 from peers.events import Trouble
-from peers.sim.network import SimSigner
-from peers.stage.open_step import KeptMicrobatch
+from peers.ports import Answer, Request
 from peers.stage.server import StagePeer
 from swarm.audit.answers import digest
-from swarm.ids import Microbatch
+from swarm.errors import Refused
 from swarm.wire.codec import Encoded
-from swarm.wire.receipts import half_receipt
 from tests.peers import sybils
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.liars.test_false_answers import (
@@ -47,16 +46,6 @@ def of_no_inputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Change
     return bytes(len(work.fed.inputs)), changed(fwd.outputs, change)
 
 
-def of_other_inputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Change) -> Made:
-    """Truly computed of inputs that nobody sent it; it shows those."""
-    came = step.sent_on[work.m, work.fed.inputs]
-    inputs = changed(came.inputs, change)
-    named = digest(inputs)
-    step.sent_on[work.m, named] = KeptMicrobatch(inputs, (), came.answer, (), asked=came.asked)
-    made = liar.core.compute.forward(Microbatch(work.t, work.m), inputs, grad=False)
-    return named, made.outputs
-
-
 def feed_falsely(liar: StagePeer, change: Change, make_up: MakeUp = other_outputs) -> set[bytes]:
     """Have a peer send on each microbatch falsely, and then truly; the digests of what is false."""
     server: Any = liar.microbatches
@@ -65,10 +54,11 @@ def feed_falsely(liar: StagePeer, change: Change, make_up: MakeUp = other_output
     async def twice(step: Any, work: Any, fwd: Any, sent: bytes) -> Any:
         other = copy.copy(fwd)
         made_of, other.outputs = make_up(liar, step, work, fwd, change)
-        named, mb = digest(other.outputs), Microbatch(work.t, work.m)
+        named = digest(other.outputs)
         false.add(named)
-        half = half_receipt(SimSigner(liar.core.me), liar.core.run.id, liar.stage, mb, made_of, named)
-        await call(step, msgspec.structs.replace(work, fed=half), other, named)
+        half = msgspec.structs.replace(work.fed, inputs=made_of, outputs=named)
+        with contextlib.suppress(Refused):
+            await call(step, msgspec.structs.replace(work, fed=half), other, named)
         return await call(step, work, fwd, sent)
 
     server._call_next = twice
@@ -88,11 +78,15 @@ def audit_what_is_sent_on(s: Swarm, *peers: str) -> None:
         audits._falls = lambda _, toss, name=name: toss.purpose == "sent on" and (not peers or name in peers)
 
 
-def audit_strangers(s: Swarm) -> None:
-    """Have what comes from a stranger audited each time, and nothing else: nothing looks strange."""
+def audit_strangers(s: Swarm, *, stage: int = -1) -> None:
+    """Have what comes from a stranger audited each time, by all or a stage, and nothing else: nothing looks
+    strange.
+    """
     for peer in s.peers.values():
         audits: Any = peer._audits  # pyright: ignore[reportPrivateUsage]
-        audits._falls = lambda share, toss: toss.purpose == "sent on" and share == STRANGERS_SHARE
+        audits._falls = lambda share, toss, by=peer.stage: (
+            toss.purpose == "sent on" and share == STRANGERS_SHARE and stage in (-1, by)
+        )
         audits._screen.strange_loss = audits._sent_on.strange_loss = lambda _: None
 
 
@@ -134,17 +128,34 @@ async def test_where_none_has_voice_no_more_is_computed_again() -> None:
         assert not any(peer.answer_audits.audited for peer in s.peers.values() if peer.stage == 1)
 
 
-@pytest.mark.parametrize("make_up", [of_no_inputs, of_other_inputs])
-async def test_who_names_inputs_that_it_never_got_is_refused_by_those_that_it_feeds(make_up: MakeUp) -> None:
-    """It proves nothing to others. At stage 0 the ticket names the inputs, so it is refused at once."""
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_nobody_takes_what_was_made_of_inputs_that_were_never_sent(stage: int) -> None:
     async with swarm(RUN, replicas=3) as s:
         await s.until_serving()
-        audit_what_is_sent_on(s)
-        feed_falsely(s.peers["s1p1"], LIES["sign flip"], make_up)
+        audit_what_is_sent_on(s, "nobody")
+        false = feed_falsely(s.peers[f"s{stage}p1"], LIES["sign flip"], of_no_inputs)
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.finished, limit_s=100.0)
+        assert false and not false & {
+            kept.inputs_digest
+            for peer in s.peers.values()
+            if peer.core.applied is not None
+            for kept in peer.core.applied.audit_kept.values()
+        }
+
+
+async def test_who_shows_nothing_of_what_it_sent_on_is_refused_by_those_that_it_feeds() -> None:
+    """If who fed it shows that as little. It proves nothing to others."""
+    async with swarm(RUN, replicas=3) as s:
+        await s.until_serving()
+        audit_what_is_sent_on(s, "s2p0", "s2p1", "s2p2")
+        feed_falsely(s.peers["s1p1"], LIES["sign flip"])
+        for silent in ("s1p1", "s0p0", "s0p1", "s0p2"):
+            s.peers[silent].core.transport.serve("kept", shows_nothing)
         s.add_trainer(TRAINER)
         fed = [peer for peer in s.peers.values() if peer.stage == 2]
         await s.until(lambda: s.finished, limit_s=100.0)
-        assert refused(s) == {"s1p1"} and accused(s) == set()
+        assert "s1p1" in refused(s) and accused(s) == set()
         applied = [peer.core.applied for peer in fed]
         last = [kept for step in applied if step is not None for kept in step.audit_kept.values()]
         assert last and not any(kept.is_of("s1p1") for kept in last)
@@ -154,7 +165,9 @@ async def test_of_two_replicas_one_has_none_refused_that_it_judges_alone() -> No
     async with swarm(RUN, replicas=2) as s:
         await s.until_serving()
         audit_what_is_sent_on(s)
-        feed_falsely(s.peers["s1p1"], LIES["sign flip"], of_no_inputs)
+        feed_falsely(s.peers["s1p1"], LIES["sign flip"])
+        for silent in ("s1p1", "s0p0", "s0p1"):
+            s.peers[silent].core.transport.serve("kept", shows_nothing)
         s.add_trainer(TRAINER)
         await s.until(lambda: s.finished, limit_s=100.0)
         assert refused(s) == set()
@@ -174,19 +187,44 @@ async def test_honest_peers_are_never_refused_for_what_they_sent_on() -> None:
         assert accused(s) == set() == refused(s)
 
 
-async def test_of_whom_strangers_fed_what_those_sent_on_is_computed_again() -> None:
-    """Else a peer could sign what suits by another name of its own, and have it called its inputs."""
+@pytest.mark.parametrize(("stage", "by"), [(0, 1), (0, 2), (1, 2), (1, 3)])
+async def test_a_stranger_is_convicted_of_what_it_sent_on_whoever_passed_it_on_though_it_shows_nothing(
+    stage: int, by: int
+) -> None:
+    """Else one with voice could pass on what another name of its own makes up. `by`: who audits."""
+    run = audited_run(stages=4)
+    liar = f"s{stage}p1"
+    async with swarm(sybils.admitting(run), replicas=3) as s:
+        sybils.give_voice(s, *(f"s{at}p{n}" for at in range(4) for n in range(3) if (at, n) != (stage, 1)))
+        await s.until_serving()
+        audit_strangers(s, stage=by)
+        feed_falsely(s.peers[liar], LIES["sign flip"])
+        s.peers[liar].core.transport.serve("kept", shows_nothing)
+        s.add_trainer(sybils.TRAINER)
+        await s.until(lambda: accused(s) == {liar}, limit_s=100.0)
+
+
+async def test_what_a_convicted_stranger_sent_on_counts_nowhere_that_it_came_through() -> None:
     known = [f"s{stage}p{n}" for stage in range(3) for n in range(3) if (stage, n) != (0, 1)]
     async with swarm(sybils.admitting(RUN), replicas=3) as s:
         sybils.give_voice(s, *known)
         await s.until_serving()
-        audit_what_is_sent_on(s, "s2p0", "s2p1", "s2p2")
-        for replica in range(3):
-            blind: Any = s.peers[f"s1p{replica}"].microbatches
-            blind._observe_inputs = lambda *_: None
-        feed_falsely(s.peers["s0p1"], LIES["sign flip"])
         s.add_trainer(sybils.TRAINER)
-        await s.until(lambda: accused(s) == {"s0p1"}, limit_s=100.0)
+        last = [s.peers[f"s2p{n}"] for n in range(3)]
+
+        def of_liar() -> list[StagePeer]:
+            steps = [(peer, step) for peer in last for step in peer.core.steps.values()]
+            return [p for p, step in steps if any(kept.is_of("s0p1") for kept in step.kept.values())]
+
+        await s.until(lambda: bool(of_liar()))
+        undone = of_liar()[0]
+        before = undone.core.undone
+        undone.convictions.on_conviction("s0p1")
+        await s.until(lambda: undone.core.undone > before)
+
+
+async def shows_nothing(request: Request) -> Answer:
+    raise Refused("it is not shown")
 
 
 async def test_who_sends_on_what_turns_others_sums_around_is_found_by_what_follows() -> None:

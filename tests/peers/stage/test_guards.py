@@ -280,11 +280,11 @@ async def test_a_peer_that_refuses_since_it_has_moved_is_not_one_that_refuses() 
 async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
     alone = await Alone(TWO).opened()
     step, desk = alone.core.steps[0], alone.peer.microbatches
-    assert desk._pointless(step) is None  # pyright: ignore[reportPrivateUsage]
+    assert desk._pointless(step, work()) is None  # pyright: ignore[reportPrivateUsage]
     alone.core.leave()
-    assert isinstance(desk._pointless(step), Leaving), "and nobody serves the next stage"  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(desk._pointless(step, work()), Leaving), "and nobody serves the next stage"  # pyright: ignore[reportPrivateUsage]
     step.close()
-    assert isinstance(desk._pointless(step), NotReady)  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(desk._pointless(step, work()), NotReady)  # pyright: ignore[reportPrivateUsage]
 
 
 # --- a round ------------------------------------------------------------------------------------------------
