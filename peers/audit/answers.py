@@ -90,7 +90,7 @@ class AnswerAudits:
             came = await (self._what_was_sent(ask, sent) if said.is_half else self._what_came(ask))
             back = None if said.is_half else came.back
             if said.is_half:
-                self._look_back(ask, came)
+                self._audit_stranger(ask, came)
             made = await self._compute(said.t, lambda: make(core.compute, mb, came.forth, back))
             self.audited += 1
             if made.is_of(said):
@@ -108,8 +108,8 @@ class AnswerAudits:
         return Audited(fits=False)
 
     async def _what_was_sent(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Shown:
-        """What half an answer was made of, as its peer shows it, or the one before. Who got the half saw by
-        whom that was signed.
+        """What half an answer was made of, as its peer shows it, or the one before. The caller saw that
+        it was signed.
 
         Raises:
             PeerFault: neither shows it.
@@ -137,7 +137,7 @@ class AnswerAudits:
                 return (await self._kept.of(link.peer, mb, made=True, inputs=made_of)).forth
         return []
 
-    def _look_back(self, ask: AuditAnswer, came: Shown) -> None:
+    def _audit_stranger(self, ask: AuditAnswer, came: Shown) -> None:
         """Have what a peer without voice had sent on to the audited one computed again as well."""
         stage, mb = self._core.stage - 1, Microbatch(ask.statement.t, ask.statement.m)
         for link in ask.through[:1]:

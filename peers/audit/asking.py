@@ -95,8 +95,8 @@ class AuditCaller:
         self, stage: Stage, mb: Microbatch, link: Link, to: PeerId, through: tuple[Link, ...],
         tensors: Sequence[Encoded], honest: Honest | None = None,
     ) -> None:  # fmt: skip
-        """Have the `tensors` that a peer of a stage sent on `to` another computed again. `through`: the way
-        that they came to it.
+        """Have the `tensors` that a peer of a stage sent on `to` another computed again. `through`: the
+        chain behind that.
         """
         said = link.half.statement(stage, mb, 0.0, to)
         self._ask(link.peer, said, link.half.signature, honest, tensors, through)

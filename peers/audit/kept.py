@@ -98,7 +98,7 @@ class KeptWork:
         return [*self.fed_by(peer, mb, shown), *self.answered_by(mb, shown)]
 
     def answered_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
-        """The one that signed the gradients; at the last stage nobody.
+        """The one that signed the gradients; at the last stage there is none.
 
         Raises:
             Refused: nobody signed them.

@@ -38,15 +38,15 @@ class Receipts:
         self._wanted, self._is_audited = bool(run.admission.trainers), is_audited(run)
 
     def through(self, caller: PeerId, work: Work) -> tuple[Link, ...]:
-        """The way that a microbatch of `caller` came, as the next stage is shown it."""
+        """The chain behind a microbatch of `caller`, as the next stage is shown it."""
         if work.fed is None or not self._is_audited:
             return ()
         before = () if self._counts(caller, self._stage - 1) else work.through
         return (Link(caller, work.fed), *before)[:MAX_RECEIPTS]
 
     def is_followed(self, stage: Stage, work: Work) -> bool:
-        """Whether the way that `work` came to a stage goes back to the ticket, or to a peer whose word counts
-        before the one that sent it: a stranger could have another name of its own sign what it makes up.
+        """Whether the chain behind `work`, as it comes to a stage, begins with the ticket, or with a peer
+        before the sender whose word counts: a stranger could have another name of its own sign anything.
         """
         first = stage - 1 - len(work.through)
         if first <= 0 or not self._is_audited:
@@ -130,13 +130,13 @@ def was_fed(
     with its ticket; else by `caller`, which had been sent what it made that of, and so on, as far back as the
     work says that it came.
     """
-    way = [Link(caller, work.fed), *work.through] if work.fed else []
-    if len(way) > stage or (stage and not way):
+    chain = [Link(caller, work.fed), *work.through] if work.fed else []
+    if len(chain) > stage or (stage and not chain):
         return False
     mb, to = Microbatch(work.t, work.m), peer
-    for back, link in enumerate(way, 1):
+    for back, link in enumerate(chain, 1):
         if not is_sent_on(signer, link.peer, run.id, stage - back, mb, inputs, link.half, to):
             return False
         inputs, to = link.half.inputs, link.peer
     ticket = work.ticket
-    return len(way) < stage or (ticket is not None and (ticket.inputs, ticket.to) == (inputs, to))
+    return len(chain) < stage or (ticket is not None and (ticket.inputs, ticket.to) == (inputs, to))

@@ -125,7 +125,7 @@ class AuditAnswer(RunMessage, frozen=True, kw_only=True):
     signature: Signature
     sent: tuple[TensorMeta, ...] = ()
     through: tuple[Link, ...] = ()
-    """Of what was sent on: the way to `peer`, as it came with that."""
+    """Of what was sent on: the chain behind that at `peer`, as it came with it."""
 
 
 class Audited(msgspec.Struct, frozen=True, kw_only=True):

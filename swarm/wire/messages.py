@@ -59,8 +59,8 @@ microbatches takes 0.5 MB at most, the plan of a reduce of 1,000 replicas 0.1 MB
 MAX_HOPS = 256
 """Of those in an answer: 31 kB. What the others spent is told to nobody."""
 MAX_RECEIPTS = 60
-"""Of those in an answer, or of the way to a peer: 12 kB. Those of stages further behind are checked by their
-callers only."""
+"""Of those in an answer, or in a request: 12 kB. Those of stages further behind are checked by their callers
+only."""
 UNFOLDED_BYTES = 1 << 20
 """Bytes of bitmaps that a header may say in short: those of a plan with 1,000 members. A body: twice that."""
 

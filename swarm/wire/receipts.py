@@ -68,7 +68,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Link(msgspec.Struct, frozen=True, array_like=True):
-    """One peer of the way that a microbatch came, with its half of a receipt."""
+    """A peer that a microbatch came through, with its half of a receipt."""
 
     peer: PeerId
     half: Receipt

@@ -188,7 +188,7 @@ async def test_honest_peers_are_never_refused_for_what_they_sent_on() -> None:
 
 
 @pytest.mark.parametrize(("stage", "by"), [(0, 1), (0, 2), (1, 2), (1, 3)])
-async def test_a_stranger_is_convicted_of_what_it_sent_on_whoever_passed_it_on_though_it_shows_nothing(
+async def test_a_stranger_is_convicted_of_what_it_sent_on_though_it_shows_nothing_and_another_passed_it_on(
     stage: int, by: int
 ) -> None:
     """Else one with voice could pass on what another name of its own makes up. `by`: who audits."""

@@ -1,4 +1,4 @@
-"""The way that a microbatch came: who signed what it was made of, back to one whose word counts."""
+"""The chain behind a microbatch: who signed what it was made of, back to one whose word counts."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ MB = Microbatch(0, 0)
 KNOWN = [f"s{stage}p{n}" for stage in range(RUN.S) for n in range(2)]
 
 
-def came(*way: str, to: str = "s3p0", shown: int = RUN.S) -> Work:
+def came(*chain: str, to: str = "s3p0", shown: int = RUN.S) -> Work:
     """A microbatch that came through these peers, of stage 0 at first; `shown`: the last links of that."""
     body = [bytes(n) for n in buffer_sizes(input_metas(RUN, 0))]
-    ticket = ticket_for(SimSigner(sybils.TRAINER), RUN, MB, body, way[0])
+    ticket = ticket_for(SimSigner(sybils.TRAINER), RUN, MB, body, chain[0])
     inputs, links = ticket.inputs, list[Link]()
-    for stage, (peer, onward) in enumerate(zip(way, (*way[1:], to), strict=True)):
+    for stage, (peer, onward) in enumerate(zip(chain, (*chain[1:], to), strict=True)):
         metas = input_metas(RUN, stage + 1)
         outputs = tensors_digest(metas, zeros(stage + 1))
         links.append(Link(peer, half_receipt(SimSigner(peer), RUN.id, stage, MB, inputs, outputs, onward)))
         inputs = outputs
     return Work(
-        run=RUN.id, t=0, m=0, version=0, tensors=input_metas(RUN, len(way)), ticket=ticket,
+        run=RUN.id, t=0, m=0, version=0, tensors=input_metas(RUN, len(chain)), ticket=ticket,
         fed=links[-1].half, through=tuple(reversed(links[:-1]))[:shown],
     )  # fmt: skip
 
@@ -69,76 +69,81 @@ async def open_swarm(s: Swarm) -> Strangers:
 
 
 @pytest.mark.parametrize(
-    ("way", "shown"),
+    ("chain", "shown"),
     [(("s0p0", "s1p0", "s2x"), 1), (("s0p0", "s1x", "s2x"), 2), (("s0x", "s1x", "s2x"), 2)],
 )
-async def test_what_a_stranger_sends_on_is_taken_if_its_way_is_shown(way: Sequence[str], shown: int) -> None:
+async def test_what_a_stranger_sends_on_is_taken_with_the_chain_behind_it(
+    chain: Sequence[str], shown: int
+) -> None:
     async with swarm(RUN, replicas=2) as s:
         sybils.give_voice(s, *KNOWN)
         strangers = await open_swarm(s)
-        done = await strangers.feed(came(*way, shown=shown))
+        done = await strangers.feed(came(*chain, shown=shown))
         assert [hop.stage for hop in done.hops] == [3, 4]
 
 
 @pytest.mark.parametrize(
-    ("way", "shown"), [(("s0p0", "s1p0", "s2x"), 0), (("s0p0", "s1x", "s2x"), 1), (("s0x", "s1x", "s2x"), 1)]
+    ("chain", "shown"),
+    [(("s0p0", "s1p0", "s2x"), 0), (("s0p0", "s1x", "s2x"), 1), (("s0x", "s1x", "s2x"), 1)],
 )
-async def test_of_a_way_that_ends_at_a_stranger_nothing_is_taken(way: Sequence[str], shown: int) -> None:
+async def test_of_a_chain_that_begins_with_a_stranger_nothing_is_taken(
+    chain: Sequence[str], shown: int
+) -> None:
     """Another name of the liar's would sign what it makes up."""
     async with swarm(RUN, replicas=2) as s:
         sybils.give_voice(s, *KNOWN)
         strangers = await open_swarm(s)
         with pytest.raises(NotReady, match=r"does not show how \(0, 0\) came to it"):
-            await strangers.feed(came(*way, shown=shown))
+            await strangers.feed(came(*chain, shown=shown))
 
 
 @pytest.mark.parametrize("lie", ["a ticket for another", "sent to another", "made of something else"])
-async def test_a_way_that_a_microbatch_did_not_come_is_refused(lie: str) -> None:
+async def test_a_chain_that_is_broken_is_refused(lie: str) -> None:
     """What an honest peer signed for another is known to all that it came to."""
     async with swarm(RUN, replicas=2) as s:
         sybils.give_voice(s, *KNOWN)
         strangers = await open_swarm(s)
-        way = came("s0x", "s1x", "s2x")
+        chain = came("s0x", "s1x", "s2x")
         if lie == "a ticket for another":
-            way = msgspec.structs.replace(way, ticket=came("s0p0", "s1x", "s2x").ticket)
+            chain = msgspec.structs.replace(chain, ticket=came("s0p0", "s1x", "s2x").ticket)
         elif lie == "sent to another":
             half = came("s0p0", "s1p0", to="s2p0").fed
             assert half is not None
-            way = msgspec.structs.replace(way, through=(Link("s1p0", half),))
+            chain = msgspec.structs.replace(chain, through=(Link("s1p0", half),))
         else:
-            outputs = way.through[0].half.outputs
+            outputs = chain.through[0].half.outputs
             half = half_receipt(SimSigner("s1x"), RUN.id, 1, MB, bytes(32), outputs, "s2x")
-            way = msgspec.structs.replace(way, through=(Link("s1x", half), way.through[1]))
+            chain = msgspec.structs.replace(chain, through=(Link("s1x", half), chain.through[1]))
         with pytest.raises(Refused, match="takes what a peer of stage 2 signed to who gets it"):
-            await strangers.feed(way)
+            await strangers.feed(chain)
 
 
-async def test_a_way_from_before_the_first_stage_is_refused() -> None:
+async def test_a_chain_from_before_the_first_stage_is_refused() -> None:
     async with swarm(RUN, replicas=2) as s:
         sybils.give_voice(s, *KNOWN)
         strangers = await open_swarm(s)
-        way, made_up = came("s0x", "s1x", "s2x"), bytes(32)
-        assert way.ticket is not None
-        outputs = way.through[1].half.outputs
-        first = half_receipt(SimSigner("s0x"), RUN.id, -1, MB, way.ticket.inputs, made_up, "s0x")
+        chain, made_up = came("s0x", "s1x", "s2x"), bytes(32)
+        assert chain.ticket is not None
+        outputs = chain.through[1].half.outputs
+        first = half_receipt(SimSigner("s0x"), RUN.id, -1, MB, chain.ticket.inputs, made_up, "s0x")
         second = half_receipt(SimSigner("s0x"), RUN.id, 0, MB, made_up, outputs, "s1x")
-        through = (way.through[0], Link("s0x", second), Link("s0x", first))
+        through = (chain.through[0], Link("s0x", second), Link("s0x", first))
         with pytest.raises(Refused, match="takes what"):
-            await strangers.feed(msgspec.structs.replace(way, through=through))
+            await strangers.feed(msgspec.structs.replace(chain, through=through))
 
 
 async def test_nothing_is_taken_of_a_peer_that_rests_for_what_it_sent_on() -> None:
     async with swarm(RUN, replicas=2) as s:
         sybils.give_voice(s, *KNOWN)
-        strangers, way = await open_swarm(s), came("s0p0", "s1p0", "s2x")
+        strangers, chain = await open_swarm(s), came("s0p0", "s1p0", "s2x")
         for _ in range(2):
-            assert (await strangers.feed(way)).hops
+            assert (await strangers.feed(chain)).hops
             s.peers["s3p0"].core.backoff.charge("s2x", t=0, since_s=now_s(), now=now_s(), rounds=1)
         with pytest.raises(NotReady, match="takes nothing of its caller for a while"):
-            await strangers.feed(way)
+            await strangers.feed(chain)
 
 
-async def test_before_anybody_has_voice_the_way_of_all_that_are_announced_is_taken() -> None:
+async def test_before_anybody_has_voice_the_chains_of_all_that_are_announced_are_taken() -> None:
     async with swarm(RUN, replicas=2) as s:
         strangers = await open_swarm(s)
         assert (await strangers.feed(came("s0p0", "s1x", "s2x", shown=1))).hops
