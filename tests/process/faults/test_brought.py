@@ -102,8 +102,8 @@ def test_a_folder_of_transformers_is_trained_further_to_the_bits_of_one_process(
     With adapters, so what is frozen as well; without them such a run is like those above from version 0 on.
     """
     import torch
-    import transformers
 
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     torch.manual_seed(5)
     config = json.loads(gpt2().model.config)  # type: ignore[union-attr]
     given = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
