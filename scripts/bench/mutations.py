@@ -5696,6 +5696,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "After a cut of 27 s neither of two replicas coordinated for minutes: each had another one rest.",
     ),
     Mutation(
+        "take-a-turn-back-that-all-have-seen",
+        PROTOCOL,
+        "passed = partial(_is_passed, following, self._me, *seen)",
+        "passed = partial(_is_passed, self._local.version, self._me, *seen)",
+        "Who hears of a late step's commit last sees other turns than the rest for twenty steps.",
+        ("test_council",),
+    ),
+    Mutation(
+        "no-turn-is-taken-back-at-the-end",
+        PROTOCOL,
+        "following = min(self._local.version + 1, self._run.steps - 1)",
+        "following = self._local.version + 1",
+        "A replica whose cut has healed coordinates itself alone at the last step.",
+        ("test_council",),
+    ),
+    Mutation(
         "without-voice-nobody-is-told-of",
         PROTOCOL,
         "others = {told, *there[:more]} & able",

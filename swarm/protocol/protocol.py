@@ -219,7 +219,9 @@ class StepProtocol:
                 first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
             away = any(self._backoff.is_away(peer, now=now) for peer in first)
             seen = self._stage, self._peers, self.belief.voice
-            passed = partial(_is_passed, self._local.version, self._me, *seen)
+            # Those that have only just taken this step counted its time as well.
+            following = min(self._local.version + 1, self._run.steps - 1)
+            passed = partial(_is_passed, following, self._me, *seen)
             if self._rotation.waits(now=now, counts=not away, passed=passed):
                 self._followed_s = now
         coordinator = self.coordinator(self._stage, now=now)

@@ -216,13 +216,20 @@ def test_one_that_rests_coordinates_in_its_turn_where_there_is_no_other(
 
 
 @pytest.mark.parametrize("vouched", [1, 0], ids=["by voice", "where nobody has voice"])
-@pytest.mark.parametrize(("further", "stays"), [("zoe yan bob", True), ("bob", False), ("zoe yan", False)])
+@pytest.mark.parametrize(
+    ("further", "at", "by", "stays"),
+    [
+        ("zoe yan bob", 0, 3, True), ("zoe yan bob", 0, 1, False), ("zoe yan bob", RUN.steps - 1, 1, True),
+        ("bob", 0, 3, False), ("zoe yan", 0, 3, False),
+    ],
+)  # fmt: skip
 def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
-    further: str, stays: bool, vouched: int
+    further: str, at: int, by: int, stays: bool, vouched: int
 ) -> None:
     """Seeds of a simulation: cut off from the others, which went on, it came to another turn, and stood by
     itself for a minute. One alone says that in vain, else it kept its turn by it; and those of other
-    stages do not count alone: its own may hold a step back."""
+    stages do not count alone: its own may hold a step back. Those that are one step further have perhaps
+    only just taken it, and counted its time as well."""
     voices = {"zoe": (0, 90), "yan": (0, 60), "bob": (1, 90), "ann": (1, 60), "cid": (1, 40)}
 
     def seen(version: int) -> dict[Stage, list[PeerRecord]]:
@@ -236,7 +243,8 @@ def test_time_in_which_most_others_took_the_step_does_not_count_for_turns(
 
     this = protocol_of("ann", *seen(0)[0], *seen(0)[1])
     for second in range(60):
-        this.observe(this._local, seen(3 if second > 45 else 0), now=NOW - 60.0 + second)
+        local = this._local._replace(version=at)
+        this.observe(local, seen(at + by if second > 45 else at), now=NOW - 60.0 + second)
         this.speak(now=NOW - 60.0 + second)
     assert (this.coordinator(1, now=NOW) == "bob") is stays
 
