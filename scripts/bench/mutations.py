@@ -5691,9 +5691,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "two-replicas-leave-it-to-each-other",
         PROTOCOL,
-        "        if first in reporting and self._me in ranked:\n",
+        "        if first in lately and self._me in ranked:\n",
         "        if False:\n",
         "After a cut of 27 s neither of two replicas coordinated for minutes: each had another one rest.",
+    ),
+    Mutation(
+        "go-on-when-another-turn-has-begun",
+        PROTOCOL,
+        "if now - m.seen_s <= LATELY * self._timings.refresh_s}",
+        "if not gone(m.seen_s, now=now)}",
+        "Who had the turn coordinates for 3.5 s more, since the next one has just reported to it.",
     ),
     Mutation(
         "take-a-turn-back-that-all-have-seen",

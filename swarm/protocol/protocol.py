@@ -45,6 +45,8 @@ from swarm.records import PeerRecord
 MAX_BEHIND_S = 3600
 UNFOLLOWED_S = 3.0
 """Others hear within a second or two on whose turn it is."""
+LATELY = 1.5
+"""What is told again each `refresh_s` was told within so many of them, if it still is."""
 LED_S = 1.5
 """After the last directive of the coordinator that a replica sees, it follows no other for so long."""
 MAX_TOLD = 4
@@ -175,10 +177,11 @@ class StepProtocol:
         since_s = {r.peer: r.since or math.inf for r in records}
         since_s[self._me] = self._since_s
         serving = {r.peer for r in records if r.state == "serving"}
-        reporting: set[PeerId] = set()
+        lately: set[PeerId] = set()
         if stage == self._stage:
-            reporting = {p for p, m in self._coordinator.members.items() if not gone(m.seen_s, now=now)}
-            serving |= reporting
+            members = self._coordinator.members
+            lately = {p for p, m in members.items() if now - m.seen_s <= LATELY * self._timings.refresh_s}
+            serving |= {p for p, m in members.items() if not gone(m.seen_s, now=now)}
             serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
             if self._local.joined and not (self._local.leaving and serving):
@@ -196,7 +199,7 @@ class StepProtocol:
         if not alone:
             in_turn.sort(key=lambda peer: peer != self._me and self._backoff.is_tried(peer, now=now))
         first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)
-        if first in reporting and self._me in ranked:
+        if first in lately and self._me in ranked:
             # It reports, so it does not coordinate: after late steps two may leave that to each other.
             first = min(first, self._me, key=[*ranked, first].index)
         return first
@@ -458,7 +461,7 @@ class StepProtocol:
         """
         if self._stage == 0 and (self.belief.needs_proof or self.coordinates(0, now=now)):
             check_summary(summary, self._run)
-            stage, lately_s = summary.stage, now - 1.5 * self._timings.refresh_s
+            stage, lately_s = summary.stage, now - LATELY * self._timings.refresh_s
             voice, rival = self.belief.voice(stage), self._run_coordinator.stages.get(stage)
             serving = (r.peer for r in self._peers.get(stage, ()) if r.state == "serving")
             if voice and sender not in heard({sender, *serving}, voice):
