@@ -5703,6 +5703,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Who had the turn coordinates for 3.5 s more, since the next one has just reported to it.",
     ),
     Mutation(
+        "first-turns-as-long-as-later-ones",
+        "swarm/policy/rotation.py",
+        "turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
+        "turn_s = BUDGET_S",
+        "A coordinator that lies for its turn, and then holds two rounds up, costs 40 s.",
+    ),
+    Mutation(
+        "later-turns-as-short-as-first-ones",
+        "swarm/policy/rotation.py",
+        "turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
+        "turn_s = FIRST_TURN_S",
+        "The next one's turn is over before it has seen who holds its rounds up: of two that one is back.",
+    ),
+    Mutation(
         "take-a-turn-back-that-all-have-seen",
         PROTOCOL,
         "passed = partial(_is_passed, following, self._me, *seen)",

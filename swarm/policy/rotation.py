@@ -17,6 +17,9 @@ LATE_S = 10.0
 """A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it."""
 FIRST_LATE_S = 30.0
 """The same, before this peer has taken a step."""
+FIRST_TURN_S = BUDGET_S / 2
+"""Who had it may hold two rounds up besides, 5 s each. Later turns are longer: there is time to see who does
+that, and to do its work again."""
 FIRST_SHARE = 0.3
 """So much of the first step that was in time counts as usual: it may have waited for peers, or a cut."""
 MAX_DOUBLED = 6
@@ -71,7 +74,8 @@ class Rotation:
         if passed():
             self._used, self._stepped_s = self._used_before, now
         else:
-            self._used += (now - self._counted_s) / max(BUDGET_S, limit_s)
+            turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S
+            self._used += (now - self._counted_s) / max(turn_s, limit_s)
         self._counted_s = now
         return int(self._used) != turn
 

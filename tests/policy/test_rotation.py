@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import STEPS
-from swarm.policy.rotation import FIRST_LATE_S, LATE_S, SLEPT_S, Rotation
+from swarm.policy.rotation import FIRST_LATE_S, FIRST_TURN_S, LATE_S, SLEPT_S, Rotation
 
 PEERS = ["ann", "bob", "cid"]
 
@@ -58,7 +58,7 @@ def test_a_first_step_that_was_held_up_by_a_cut_is_not_taken_for_usual() -> None
 def test_a_coordinator_under_which_no_step_is_taken_makes_way_for_the_next() -> None:
     this = Watched()
     this.steps(3)
-    this.waits(24.0)
+    this.waits(FIRST_TURN_S - 1.0)
     assert this.first == "ann"
     this.waits(2.0)
     assert this.first == "bob"
@@ -101,7 +101,7 @@ def test_what_is_usual_follows_from_the_steps() -> None:
 def test_time_in_which_others_took_the_step_is_taken_back() -> None:
     this = Watched()
     this.steps(3)
-    this.steps(1, each_s=LATE_S + 20.0)
+    this.steps(1, each_s=LATE_S + 10.0)
     this.waits(LATE_S + 30.0)
     assert this.first == "cid"
     this.rotation.waits(now=this.now, passed=lambda: True)
@@ -132,11 +132,11 @@ def test_two_that_saw_the_same_steps_see_the_same_turns_whomever_they_reached() 
 def test_each_has_a_turn_before_one_has_another_and_later_turns_are_longer() -> None:
     this = Watched()
     this.steps(3)
-    seen = this.waits(25.0 * 3 * 7)
+    seen = this.waits(25.0 * 3 * 7 - FIRST_TURN_S - 2.0)
     began = [0, *(at for at in range(1, len(seen)) if seen[at] != seen[at - 1]), len(seen)]
     lasted = [end - start for start, end in pairwise(began)]
     assert [seen[at] for at in began[:-1]] == PEERS * 3
-    assert [round(s / 25.0) for s in lasted] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
+    assert [round(s / FIRST_TURN_S) for s in lasted] == [1, 2, 2, 4, 4, 4, 8, 8, 8]
 
 
 def test_a_late_step_is_told_of_until_twenty_were_in_time() -> None:

@@ -274,12 +274,14 @@ def test_one_that_has_just_rested_coordinates_only_where_there_is_no_other() -> 
 
 
 def rests_for_ann() -> StepProtocol:
-    """Ann's, of whose stage bob has the turn. The step is late."""
-    of_1 = [record("bob", steps=90), record("ann", steps=60), record("cid", steps=40)]
+    """Ann's, of whose stage bob has the turn, after dan's. The step is late."""
+    of_1 = [
+        record(name, steps=steps) for name, steps in (("dan", 120), ("bob", 90), ("ann", 60), ("cid", 40))
+    ]
     this = protocol_of("ann", record("zoe", 0, steps=90), *of_1)
     this._rotation._usual.answered(1.0)
-    for second in range(12):
-        this.speak(now=NOW - 12.0 + second)
+    for second in range(15):
+        this.speak(now=NOW - 15.0 + second)
     this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
     return this
 

@@ -147,6 +147,33 @@ async def test_a_coordinator_that_has_all_retract_and_sends_no_part_costs_no_tur
     assert await lasts_s(1, retracts_and_sends_no_part) - honest_s <= BUDGET_S / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "lie"), [(3, says_nothing), (2, retracts_in_each_round)])
+async def test_a_coordinator_that_lies_for_its_turn_and_then_sends_no_part_costs_one_budget(
+    replicas: int, lie: Callable[[StepProtocol], None]
+) -> None:
+    """Its turn is over by the time that it has cost half of that."""
+
+    def lies_and_sends_no_part(s: Swarm) -> None:
+        lie(s.peers["s1p0"].coordination.protocol)
+        send_no_part(s.peers["s1p0"])
+
+    clean_s = await lasts_s(1, None, replicas=replicas, dtype="float32")
+    lied_s = await lasts_s(1, lies_and_sends_no_part, replicas=replicas, dtype="float32")
+    assert lied_s - clean_s <= BUDGET_S
+
+
+@pytest.mark.slow
+async def test_a_coordinator_that_hides_that_its_stage_is_ready_has_one_turn() -> None:
+    """With seed 4 a replica that heard of the commit a moment after the others took its turn back."""
+
+    def hides(s: Swarm) -> None:
+        hides_that_its_stage_is_ready(s.peers["s1p0"].coordination.protocol)
+
+    clean_s = await lasts_s(1, None, dtype="float32", seed=4)
+    assert await lasts_s(1, hides, dtype="float32", seed=4) - clean_s <= BUDGET_S / 2
+
+
 async def test_a_peer_that_tells_a_trainer_old_news_costs_its_budget(honest_s: float) -> None:
     """The one with voice that it watches: no trainer hears of a new step, or of what is lacking."""
 
