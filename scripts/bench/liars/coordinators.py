@@ -19,9 +19,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from peers.sim.loop import run_virtual
+from scripts.bench.liars import tarpits
 from tests.peers.liars import test_lying_coordinators as lying
 from tests.peers.loops import Swarm
-from tests.peers.tarpits import send_no_part
 
 GOAL_S = 30.0
 LIES = {
@@ -31,6 +31,11 @@ LIES = {
     "says that its stage is further": (1, lying.says_that_its_stage_is_further),
     "commits nothing": (0, lying.commits_nothing),
 }
+BESIDES: dict[str, tarpits.Way] = {
+    "": lambda s, liars: None,
+    ", and sends no part": tarpits.sends_no_part,
+    ", and answers no work": tarpits.silent("work"),
+}
 
 
 @cache
@@ -38,15 +43,13 @@ def clean_s(seed: int, replicas: int) -> float:
     return run_virtual(lying.lasts_s(1, None, replicas=replicas, dtype="float32", seed=seed))
 
 
-def lost_s(what: str, seed: int, replicas: int, *, holds_up: bool) -> float:
-    """`holds_up`: it gives the owners of sums nothing either."""
+def lost_s(what: str, besides: str, seed: int, replicas: int) -> float:
     stage, lie = LIES[what]
 
     def begin(s: Swarm) -> None:
-        liar = s.peers[f"s{stage}p0"]
-        lie(liar.coordination.protocol)
-        if holds_up:
-            send_no_part(liar)
+        name = f"s{stage}p0"
+        lie(s.peers[name].coordination.protocol)
+        BESIDES[besides](s, {name: s.peers[name]})
 
     took_s = run_virtual(lying.lasts_s(stage, begin, replicas=replicas, dtype="float32", seed=seed))
     return took_s - clean_s(seed, replicas)
@@ -62,12 +65,12 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = list[dict[str, object]]()
     for what in LIES:
-        for holds_up in (False, True):
+        for besides in BESIDES:
             seeds = range(1, options.seeds + 1)
-            lost = [lost_s(what, seed, options.replicas, holds_up=holds_up) for seed in seeds]
+            lost = [lost_s(what, besides, seed, options.replicas) for seed in seeds]
             rows.append(
                 {
-                    "what": f"{what}, and sends no part" if holds_up else what,
+                    "what": what + besides,
                     "replicas": options.replicas,
                     "measured": ", ".join(f"{one_s:.1f}" for one_s in lost),
                     "missed": max(lost) > GOAL_S,
