@@ -69,9 +69,12 @@ class Membership:
         """Return if `peer` is announced at `stage`. Raises NotNow: it is not, as far as is known now."""
         if self.has(peer, stage):
             return
+        await self.refresh({stage})
+        if not self.has(peer, stage):
+            raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)
+
+    async def refresh(self, stages: Iterable[Stage]) -> None:
+        """Read the records of some stages anew, if that was not done just now."""
         if now_s() - self._asked_at > REFRESH_S:
             self._asked_at = now_s()
-            await self._directory.refresh({stage})
-            if self.has(peer, stage):
-                return
-        raise NotNow(f"peer {short(peer)} is not announced at stage {stage}", retry_after_s=REFRESH_S)
+            await self._directory.refresh(set(stages))

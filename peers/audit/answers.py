@@ -89,7 +89,7 @@ class AnswerAudits:
         try:
             came = await (self._what_was_sent(ask, sent) if said.is_half else self._what_came(ask))
             back = None if said.is_half else came.back
-            if said.is_half:
+            if said.is_half and not sent:
                 self._audit_stranger(ask, came)
             made = await self._compute(said.t, lambda: make(core.compute, mb, came.forth, back))
             self.audited += 1
@@ -138,10 +138,13 @@ class AnswerAudits:
         return []
 
     def _audit_stranger(self, ask: AuditAnswer, came: Shown) -> None:
-        """Have what a peer without voice had sent on to the audited one computed again as well."""
+        """Have what the audited peer was sent computed again as well, if one of the two has no voice: only
+        accomplices may have that.
+        """
         stage, mb = self._core.stage - 1, Microbatch(ask.statement.t, ask.statement.m)
+        both = self._kept.counts(ask.peer, stage + 1)
         for link in ask.through[:1]:
-            if self._callers and not self._kept.counts(link.peer, stage):
+            if self._callers and not (both and self._kept.counts(link.peer, stage)):
                 self._callers.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
 
     async def _what_came(self, ask: AuditAnswer) -> Shown:

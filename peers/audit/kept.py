@@ -135,7 +135,7 @@ def serve_kept(core: StageCore) -> None:
     async def answer(request: Request) -> Answer:
         ask = unpack(request.header, AskKept, core.run.id)
         audits, once = core.run.admission.may_audit(request.peer), (request.peer, ask.m, ask.made)
-        is_fed = ask.made and core.membership.has(request.peer, core.stage + 1)
+        is_fed = ask.made and core.counts(request.peer, core.stage + 1)
         if not audits and not is_fed:
             await core.membership.require(request.peer, core.stage)
         elif core.membership.has(request.peer, core.stage):

@@ -17,9 +17,9 @@ from peers.ports import Answer, Rank, Request, Transport
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, KeptMicrobatch, OpenStep
 from peers.stage.state import StageCore
-from peers.voices import Membership
+from peers.voices import REFRESH_S, Membership
 from peers.vouching.answered import check_answer
-from peers.vouching.receipts import Receipts
+from peers.vouching.receipts import Receipts, signed_inputs
 from peers.vouching.tickets import check_inputs, check_ticket
 from swarm.audit import is_audited
 from swarm.data import most_proof_bytes, proof_bytes
@@ -122,9 +122,11 @@ class MicrobatchServer:
         self._check(work, request)
         if self._core.stage > 0:
             await self._membership.require(request.peer, self._core.stage - 1)
-        if not self._receipts.is_followed(self._core.stage, work):
-            text = f"peer {short(request.peer)} does not show how ({work.t}, {work.m}) came to it"
-            raise NotReady(text, version=self._core.version, retry_after_s=0.5)
+        if not self._receipts.is_followed(self._core.stage, request.peer, work):
+            await self._membership.refresh(range(self._core.stage))
+            if not self._receipts.is_followed(self._core.stage, request.peer, work):
+                text = f"peer {short(request.peer)} does not show how ({work.t}, {work.m}) came to it"
+                raise NotReady(text, version=self._core.version, retry_after_s=REFRESH_S)
         step = await self._open(work.t)
         claim, kept = await self._claim(step, work.m)
         if claim is Claim.NEW:
@@ -134,7 +136,7 @@ class MicrobatchServer:
             kept = kept or known
             if kept is None:
                 raise self._core.closed(step.t)  # what is kept goes when the step is taken
-            if self._is_fed_otherwise(work, request.peer, kept):
+            if self._is_fed_otherwise(work, kept):
                 kept = await self._feed_again(step, work, request)
             elif known is not None and work.deepest > self._core.stage:
                 await self._pass_on(step, request.peer, work, known)
@@ -171,6 +173,7 @@ class MicrobatchServer:
         if self._core.leaving:
             raise Leaving("this peer is leaving")
         check_ticket(self._transport.signer, core.run, work)
+        self._receipts.check(request.peer, work)
         if core.stage > 0 and core.backoff.rests(request.peer, now=now_s()):
             text = "this peer takes nothing of its caller for a while: what that sent on was judged false"
             raise NotReady(text, version=core.version, retry_after_s=0.5)
@@ -201,26 +204,26 @@ class MicrobatchServer:
             except NotReady:
                 if job.has_body:
                     raise
+            except Refused:
+                pass  # the first caller's inputs were: a stranger could have those of others refused
         return claim, None
 
-    def _is_fed_otherwise(self, work: Work, caller: PeerId, kept: KeptMicrobatch) -> bool:
+    def _is_fed_otherwise(self, work: Work, kept: KeptMicrobatch) -> bool:
         """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a
         liar, which its stage does without; what other devices compute differs as well.
         """
         receipt = kept.answer.hops[0].receipt
         if not self._is_audited or receipt is None:
             return False
-        return not self._receipts.is_fed(caller, work, receipt.inputs)
+        return signed_inputs(work) != receipt.inputs
 
     async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> KeptMicrobatch:
         """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds
         something else afterwards, must not have that counted.
         """
-        assert work.ticket is not None
-        inputs = work.fed.outputs if work.fed else work.ticket.inputs
         while True:
-            known = step.shown(work.m, inputs)
-            if known and known.answer.hops and self._receipts.is_fed(request.peer, work, inputs):
+            known = step.shown(work.m, signed_inputs(work))
+            if known and known.answer.hops:
                 return known
             if (job := step.jobs.get(work.m)) is None:
                 return await self._take(step, work, request)
@@ -306,7 +309,7 @@ class MicrobatchServer:
         def compute() -> tuple[KeptMicrobatch, Seen | None]:
             mb = self._alive(step, work)
             fault_point("backward")
-            named = self._receipts.came(caller, work, inputs)
+            named = self._receipts.came(work, inputs)
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
             grads_in = found.answer
             receipt = self._receipts.give(mb, named, grads_in, found.loss)
@@ -330,7 +333,7 @@ class MicrobatchServer:
 
         def forward() -> _SentOn:
             mb = self._alive(step, work)
-            came = self._receipts.came(caller, work, inputs)
+            came = self._receipts.came(work, inputs)
             fwd = core.compute.forward(mb, inputs)
             onward, sent = self._receipts.feed(work, came, fwd.outputs, through)
             if self._is_audited and (work.m, came) not in step.sent_on:
@@ -412,7 +415,7 @@ class MicrobatchServer:
         """
         if step.over:
             return self._core.closed(step.t)
-        if not self._receipts.is_followed(self._core.stage + 1, onward):
+        if not self._receipts.is_followed(self._core.stage + 1, self._core.me, onward):
             text = f"the peers that ({onward.t}, {onward.m}) came through are gone"
             return NotReady(text, version=self._core.version)
         if self._core.leaving and self._next is not None and self._next.is_deserted():

@@ -13,7 +13,7 @@
     reveal    member → member of a round     Reveal                 → Projecting (evidence.py)
     show      member → member of a round     ShowChunk              → ShownChunk + contribution (evidence.py)
     audit     caller of a peer → its replica AuditAnswer            → Audited (evidence.py)
-    kept      replica → replica              AskKept                → KeptTensors + tensors (evidence.py)
+    kept      neighbour → replica            AskKept                → KeptTensors + tensors (evidence.py)
     convicted peer → replica of a stage      AskConvicted           → Convicted (evidence.py)
     evidence  anyone → peer                  ShowEvidence + data    → Ack (evidence.py)
     state     newcomer → replica             OpenState              → Opened + hashes

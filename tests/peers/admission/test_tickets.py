@@ -17,6 +17,7 @@ from swarm.manifest import Run, audit_run
 from swarm.model.stage_io import input_metas
 from swarm.records import PeerRecord
 from swarm.wire.messages import Ticket, Work, WorkDone
+from swarm.wire.receipts import half_receipt, tensors_digest
 from tests.peers.admitted import OTHER, TRAINER, admitting
 from tests.peers.loops import Stranger, Swarm, swarm
 
@@ -85,13 +86,21 @@ async def test_stage_0_takes_no_work_of_a_named_trainer_without_its_ticket(name:
             await s.add_stranger(TRAINER).send("s0p0", "work", work(0, ticket=BAD[name]), [TOKENS])
 
 
+def forged(tokens: bytes) -> Work:
+    """What a liar of stage 0 sends on of a microbatch that it was sent."""
+    mine, metas = ticket(to="liar"), input_metas(RUN, 1)
+    named = tensors_digest(metas, [FORGED[0], tokens])
+    half = half_receipt(SimSigner("liar"), RUN.id, 0, Microbatch(0, 0), mine.inputs, named, "s1p0")
+    return work(1, ticket=mine, fed=half)
+
+
 async def test_other_inputs_than_the_trainer_signed_are_refused() -> None:
     async with swarm(RUN, replicas=1) as s:
         await s.until_serving()
         with pytest.raises(Refused, match=r"what came for \(0, 0\) is not what its ticket names"):
             await s.add_stranger(TRAINER).send("s0p0", "work", work(0), [bytes(9)])
         with pytest.raises(Refused, match=r"what came for \(0, 0\) is not what its ticket names"):
-            await announced(s).send("s1p0", "work", work(1), [FORGED[0], bytes(9)])
+            await announced(s).send("s1p0", "work", forged(bytes(9)), [FORGED[0], bytes(9)])
         for peer in ("s0p0", "s1p0"):
             assert (s.step(peer).ledger.done, s.step(peer).ledger.in_progress) == (0, 0)
             assert s.peers[peer].microbatches.inflight == 0

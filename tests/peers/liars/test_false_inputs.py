@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -46,10 +47,18 @@ def of_no_inputs(liar: StagePeer, step: Any, work: Any, fwd: Any, change: Change
     return bytes(len(work.fed.inputs)), changed(fwd.outputs, change)
 
 
-def feed_falsely(liar: StagePeer, change: Change, make_up: MakeUp = other_outputs) -> set[bytes]:
-    """Have a peer send on each microbatch falsely, and then truly; the digests of what is false."""
+def feed_falsely(
+    liar: StagePeer, change: Change, make_up: MakeUp = other_outputs, *, to: str = ""
+) -> set[bytes]:
+    """Have a peer send on each microbatch falsely, and then truly; the digests of what is false. `to`: who
+    alone is sent it falsely, and nothing else.
+    """
     server: Any = liar.microbatches
-    call, false = server._call_next, set[bytes]()
+    call, choose, false = server._call_next, server._next._choose, set[bytes]()
+    lying = contextvars.ContextVar("lying", default=False)
+
+    def chosen(work: Any, away: set[str]) -> str:
+        return to if lying.get() else choose(work, away | {to})
 
     async def twice(step: Any, work: Any, fwd: Any, sent: bytes) -> Any:
         other = copy.copy(fwd)
@@ -57,10 +66,14 @@ def feed_falsely(liar: StagePeer, change: Change, make_up: MakeUp = other_output
         named = digest(other.outputs)
         false.add(named)
         half = msgspec.structs.replace(work.fed, inputs=made_of, outputs=named)
+        token = lying.set(True)
         with contextlib.suppress(Refused):
             await call(step, msgspec.structs.replace(work, fed=half), other, named)
+        lying.reset(token)
         return await call(step, work, fwd, sent)
 
+    if to:
+        server._next._choose = chosen
     server._call_next = twice
     return false
 
@@ -200,6 +213,21 @@ async def test_a_stranger_is_convicted_of_what_it_sent_on_though_it_shows_nothin
         audit_strangers(s, stage=by)
         feed_falsely(s.peers[liar], LIES["sign flip"])
         s.peers[liar].core.transport.serve("kept", shows_nothing)
+        s.add_trainer(sybils.TRAINER)
+        await s.until(lambda: accused(s) == {liar}, limit_s=100.0)
+
+
+@pytest.mark.parametrize("shows", [True, False])
+async def test_one_with_voice_does_not_feed_falsely_through_a_stranger(shows: bool) -> None:
+    """The stranger computes that truly, and nobody else gets it."""
+    run, liar, stranger = audited_run(stages=4), "s1p1", "s2p1"
+    async with swarm(sybils.admitting(run), replicas=3) as s:
+        sybils.give_voice(s, *(f"s{at}p{n}" for at in range(4) for n in range(3) if f"s{at}p{n}" != stranger))
+        await s.until_serving()
+        audit_strangers(s, stage=3)
+        feed_falsely(s.peers[liar], LIES["sign flip"], to=stranger)
+        if not shows:
+            s.peers[liar].core.transport.serve("kept", shows_nothing)
         s.add_trainer(sybils.TRAINER)
         await s.until(lambda: accused(s) == {liar}, limit_s=100.0)
 
