@@ -338,7 +338,7 @@ class MicrobatchServer:
             onward, sent = self._receipts.feed(work, came, fwd.outputs, through)
             if self._is_audited and (work.m, came) not in step.sent_on:
                 sent_on = KeptMicrobatch(inputs, (), _done(0.0, ()), (), fwd.outputs, (caller, work))
-                step.send_on(work.m, came, sent_on, most=2 * core.run.M)
+                step.send_on(work.m, came, sent_on)
             return _SentOn(fwd, came, onward, sent, self._took_s())
 
         fwd, came, onward, sent, forward_s = await core.device.run(Rank.COMPUTE, work.t, forward)
@@ -468,7 +468,7 @@ class MicrobatchServer:
                 step.kept[m] = kept
                 step.ledger.record(m)
             else:
-                step.put_by(kept, most=2 * self._core.run.M)
+                step.put_by(kept)
         return kept
 
     def _took_s(self) -> float:

@@ -73,7 +73,7 @@ class OpenStep(ReplicaStep):
         """The same after the step was taken, where answers are audited; it goes with the next one."""
         self.sent_on: dict[tuple[int, Digest], KeptMicrobatch] = {}
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
-        those that were answered and do not count, all. The latest.
+        those that were answered and do not count, all. The latest two for each microbatch of the step.
         """
         self.reduced: torch.Tensor | None = None
         """The stage's summed gradient with each microbatch in it once, flat."""
@@ -96,17 +96,17 @@ class OpenStep(ReplicaStep):
         self.ending: set[asyncio.Task[Any]] = set()
         """Tasks that were told to stop and may not have noticed yet."""
 
-    def send_on(self, m: int, inputs: Digest, kept: KeptMicrobatch, *, most: int) -> None:
+    def send_on(self, m: int, inputs: Digest, kept: KeptMicrobatch) -> None:
         """Keep what goes into a microbatch that is sent on."""
         self.sent_on.pop((m, inputs), None)
-        if len(self.sent_on) >= most:
+        if len(self.sent_on) >= 2 * self.ledger.microbatches:
             del self.sent_on[next(iter(self.sent_on))]
         self.sent_on[m, inputs] = kept
 
-    def put_by(self, kept: KeptMicrobatch, *, most: int) -> None:
+    def put_by(self, kept: KeptMicrobatch) -> None:
         """Keep what was answered and does not count, or no more: it is audited as what does."""
         if kept.asked is not None:
-            self.send_on(kept.asked[1].m, kept.inputs_digest, kept, most=most)
+            self.send_on(kept.asked[1].m, kept.inputs_digest, kept)
 
     def shown(self, m: int, inputs: Digest) -> KeptMicrobatch | None:
         """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""

@@ -208,7 +208,7 @@ class StageCore:
                     step.drop()
                     raise
                 step.ledger.remove(m)
-                step.put_by(step.kept.pop(m), most=2 * self.run.M)
+                step.put_by(step.kept.pop(m))
                 count += 1
             return count
 

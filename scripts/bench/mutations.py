@@ -7217,7 +7217,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-is-taken-out-of-a-sum-is-forgotten",
         "peers/stage/state.py",
-        "step.put_by(step.kept.pop(m), most=2 * self.run.M)",
+        "step.put_by(step.kept.pop(m))",
         "del step.kept[m]",
         "Who retracted a duplicate that it had answered is said to have answered falsely.",
         ("test_false_answers",),
@@ -7225,7 +7225,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-was-answered-and-is-not-counted-is-forgotten",
         "peers/stage/microbatches.py",
-        "                step.put_by(kept, most=2 * self._core.run.M)\n",
+        "                step.put_by(kept)\n",
         "                pass\n",
         "Who answered while its sum was promised is said to have answered falsely.",
         ("test_false_answers",),
@@ -7273,7 +7273,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "remember-all-that-is-sent-on",
         "peers/stage/open_step.py",
-        "        if len(self.sent_on) >= most:\n",
+        "        if len(self.sent_on) >= 2 * self.ledger.microbatches:\n",
         "        if False:\n",
         "A peer that feeds a microbatch with ever other inputs fills the memory of its callee.",
         ("test_receipts",),

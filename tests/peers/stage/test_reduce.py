@@ -18,7 +18,7 @@ from peers.ports import Answer, Request
 from peers.sim.lines import Lines, Sent, SharedLines
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
-from peers.stage.open_step import OpenStep
+from peers.stage.open_step import KeptMicrobatch, OpenStep
 from swarm.errors import BadAnswer, Busy, NotReady, Refused
 from swarm.manifest import audit_run
 from swarm.model.reductions import sqnorm, vectors_digest
@@ -28,7 +28,7 @@ from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
 from swarm.sim.dice import Dice
 from swarm.wire.codec import TensorMeta, round_trip
-from swarm.wire.messages import Part, PartDone, pack
+from swarm.wire.messages import Part, PartDone, WorkDone, pack
 from tests.peers.loops import obey, swarm
 from tests.peers.network import CalmNetwork, calm
 
@@ -502,6 +502,13 @@ async def test_a_sum_is_not_opened_again_before_its_reduce_has_ended(monkeypatch
         obey(peer, directive())
         await s.until(lambda: step.ledger.frozen_for is None)
         assert ended == [name]
+
+
+def test_a_step_keeps_two_inputs_for_each_of_its_microbatches_the_latest() -> None:
+    step, answer = OpenStep(0, Ledger(0, 2)), WorkDone(loss=0.0)
+    for n in range(5):
+        step.send_on(0, bytes([n]), KeptMicrobatch([], (), answer, ()))
+    assert [inputs for _, inputs in step.sent_on] == [b"\1", b"\2", b"\3", b"\4"]
 
 
 async def test_a_closed_step_waits_for_all_that_it_stopped() -> None:
