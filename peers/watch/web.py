@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Response
 from nicegui import ui
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
 
 from peers.events import time_of_day
 from peers.programs.status import to_json
@@ -48,7 +52,7 @@ async def served(listen: tuple[str, int], health: Callable[[], SwarmHealth]) -> 
             place.bind(listen)
         port = place.getsockname()[1]
         config = uvicorn.Config(
-            _app(health), log_level="error", access_log=False, timeout_graceful_shutdown=CLOSE_S
+            _ByAddress(_app(health)), log_level="error", access_log=False, timeout_graceful_shutdown=CLOSE_S
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[place]))
@@ -59,6 +63,35 @@ async def served(listen: tuple[str, int], health: Callable[[], SwarmHealth]) -> 
         finally:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+
+
+class _ByAddress:
+    """Answers those only that ask for an address, or for localhost.
+
+    Any web page can have its own name lead to this machine, and its scripts would read what is served under
+    that name (DNS rebinding).
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        app: Any = self._app
+        if scope["type"] in ("http", "websocket") and not _is_address(Headers(scope=scope).get("host", "")):
+            text = (
+                "the dashboard answers to no such name: open it by an address, such as http://127.0.0.1:PORT/"
+            )
+            app = PlainTextResponse(text, status_code=421)
+        await app(scope, receive, send)
+
+
+def _is_address(host: str) -> bool:
+    """Whether a header `Host` is an IP address or localhost, with a port or without."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name.split(".")[-1] == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 class _Server(uvicorn.Server):

@@ -122,6 +122,23 @@ def test_the_page_names_no_other_host_and_is_for_this_machine_only(address: str)
 
 
 @pytest.mark.process
+def test_who_comes_by_a_name_of_another_is_refused(address: str) -> None:
+    """A web page may have its own name lead to this machine, and would read the answer (DNS rebinding)."""
+    port = address.rpartition(":")[2].strip("/")
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", ""):
+        for path in ("", "api/health", "_nicegui_ws/socket.io/?EIO=4&transport=polling"):
+            request = urllib.request.Request(address + path, headers={"Host": host})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=30)
+            with refused.value as answer:
+                assert answer.code == 421 and b"open it by an address, such as http://" in answer.read()
+    for host in ("localhost", f"LocalHost:{port}", f"[::1]:{port}", "192.0.2.7", "swarm.localhost"):
+        request = urllib.request.Request(f"{address}api/health", headers={"Host": host})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.process
 def test_visitors_write_nothing_on_the_terminal(tmp_path: Path) -> None:
     path, said = tmp_path / "history.jsonl", tmp_path / "stderr"
     with Recorder(path, RUN) as take:
