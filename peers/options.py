@@ -129,7 +129,13 @@ def _peer_id(text: str) -> str:
 
 
 def _is_peer_address(flag: str, text: str) -> None:
-    """Raise SetupError for an address without a peer id: p2pd dials none of these."""
+    """Raise SetupError for an address without a peer id, or with a port that cannot be: p2pd dials none."""
+    for port in re.findall("(?:/tcp/|:(?=[0-9]+$))([0-9]+)", text):
+        if len(port) > 5 or not 0 < int(port) < 65536:
+            raise SetupError(
+                f"{flag} {text[:200]!r} cannot be: a port is a number from 1 to 65535, and {port[:20]} is "
+                "none"
+            )
     transport, found, peer = text.rpartition("/p2p/")
     if found and transport.startswith("/") and peer and "/" not in peer:
         return

@@ -357,6 +357,16 @@ sys.exit(main(sys.argv[1:]))
             "Write --join /dns4/swarm.example.org/tcp/1/p2p/ID: that peer printed its ID in its first line",
         ),
         (
+            ["status", "--run", RUN, "--join", "localhost:99999"],
+            Exit.SETUP,
+            "--join 'localhost:99999' cannot be: a port is a number from 1 to 65535, and 99999 is none",
+        ),
+        (
+            ["status", "--run", RUN, "--join", f"/ip4/192.0.2.7/tcp/0/p2p/{PEER}"],
+            Exit.SETUP,
+            "cannot be: a port is a number from 1 to 65535, and 0 is none",
+        ),
+        (
             ["train", "--run", RUN, "--join", "foo"],
             Exit.SETUP,
             "--join 'foo' is not the address of a peer: it ends in /p2p/ and a peer id",
