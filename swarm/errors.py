@@ -22,7 +22,7 @@ Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 DIVERGED = "; the run diverged, or a sample is bad: begin another with a lower optimizer.lr, or other data"
@@ -171,10 +171,14 @@ def from_wire(peer: str, fields: dict[str, Any]) -> SwarmError:
     return cls(one_line(text[:500]), **{name: told[name] for name in cls.numbers})
 
 
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A hint for an unknown name: the one of `names` that is most like it, or nothing."""
-    near = difflib.get_close_matches(name[:80], names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def did_you_mean(name: str, names: Iterable[str], places: Mapping[str, str] | None = None) -> str:
+    """A hint for an unknown name: the one of `names` that is most like it, or nothing.
+
+    `places`: of names that belong elsewhere, where; they are likely, too.
+    """
+    places = places or {}
+    near = difflib.get_close_matches(name[:80], [*names, *places], n=1)
+    return f" (did you mean {near[0]}{places.get(near[0], '')}?)" if near else ""
 
 
 def count(n: int, noun: str) -> str:

@@ -166,10 +166,12 @@ def _refuse_unknown(spec: type[Spec], values: dict[str, Any]) -> None:
         others = [(table, one) for table, one in TABLES.items() if table != spec.section]
         at = [f" (it stands in [{table}])" for table, one in others if name in _known(one)]
         at += [" (it stands before all tables)"] * (name in _known(Run))
-        hint = at[0] if at else did_you_mean(name, names if spec.section else [*names, *TABLES])
+        here = names if spec.section else [*names, *TABLES]
+        elsewhere = {key: f" in [{table}]" for table, one in others for key in _known(one).keys() - here}
+        near = did_you_mean(name, here, None if spec.section else elsewhere)
         more = "" if spec.section else f"; its tables are {', '.join(tables)}"
         raise SetupError(
-            f"{key[:80]} = {shown(value)} in the run's manifest: unknown key{hint}; "
+            f"{key[:80]} = {shown(value)} in the run's manifest: unknown key{at[0] if at else near}; "
             f"{where} takes {', '.join(names)}{more}"
         )
 

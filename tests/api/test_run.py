@@ -301,6 +301,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"rate": 1}}, r"optimizer.rate = 1 in the run's manifest: unknown key"),
     ({"optimizer": "adamw"}, r"optimizer = \"adamw\" .* a table: .* its keys; or a dict$"),
     ({"optimizer": torch.optim.SGD(net().parameters())}, r"^optimizer = SGD \( Parameter .* or a dict$"),
+    ({"stage": 2}, r"stage = 2 in the run's manifest: unknown key \(did you mean stages in \[model\]\?\)"),
     ({"lr": 0.1}, r"lr = 0.1 in the run's manifest: unknown key \(it stands in \[optimizer\]\)"),
     ({"optimizer": {"lr": 0.1, "seed": 3}}, r"optimizer.seed = 3 .* \(it stands before all tables\)"),
     ({"batch": 8}, "batch = 8 in the run's manifest: it must be a table"),
