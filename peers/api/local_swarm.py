@@ -14,7 +14,7 @@ from peers.api.processes import Processes, Tally
 from peers.api.run import Run, check_run
 from peers.api.steps import Progress, Step
 from peers.events import Emit
-from peers.programs.fleet import check_folder, check_size
+from peers.programs.fleet import check_folder, check_size, check_unused
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import load_run
@@ -147,6 +147,7 @@ def local(
     own = None if folder is None else Path(folder).expanduser()
     if own is not None:
         check_folder(own)
+        check_unused(own)
         if load_run(path := own / "run.toml").id != run.id:
             raise SetupError(f"{own} holds another run than {run!r}: take swarm.Run.from_toml({str(path)!r})")
     processes = Processes(run, peers, on_event or (lambda event: None), folder=own, device=device)

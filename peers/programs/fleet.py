@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shlex
 import signal
@@ -134,6 +135,19 @@ def check_folder(folder: Path) -> None:
         raise SetupError(f"{folder} holds no run: {'take the folder that swarm init made' if there else new}")
     if not os.access(folder, os.W_OK):
         raise SetupError(f"{folder} cannot be written, and checkpoints go there: make it, or a copy, yours")
+
+
+def check_unused(folder: Path) -> None:
+    """Raises SetupError: another swarm trains the run in that folder."""
+    with (folder / "owner.key").open("rb") as key:
+        try:  # a p2pd holds it for as long as it runs
+            fcntl.flock(key, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            here = shlex.quote(str(folder))
+            raise SetupError(
+                f"{folder} is in use: another {program()} up, or a bootstrap, runs with its owner.key. Watch "
+                f"it with {program()} dashboard @{here}/join.txt, or stop it with Ctrl-C where it runs"
+            ) from None
 
 
 def check_size(stages: int, peers: int, yes: bool) -> None:

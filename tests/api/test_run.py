@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -355,6 +356,11 @@ def test_a_folder_that_holds_no_run_or_another_one_is_refused_before_a_process_s
     with pytest.raises(SetupError, match=r"myrun holds another run than <swarm\.Run note.* 1 steps>: take"):
         swarm.local(found, folder=folder)
     (folder / "run.toml").write_text(found.to_toml())
+    swarm.local(found, folder=folder)
+    with (folder / "owner.key").open() as key:
+        fcntl.flock(key, fcntl.LOCK_EX)  # as the p2pd of a bootstrap there has it
+        with pytest.raises(SetupError, match=r"myrun is in use: another .* dashboard @\S+join.txt, or"):
+            swarm.local(found, folder=folder)
     swarm.local(found, folder=folder)
     monkeypatch.setattr("peers.programs.fleet.os.access", lambda path, mode: False)  # of root all is writable
     with pytest.raises(SetupError, match="myrun cannot be written, and checkpoints go there"):
