@@ -5,12 +5,15 @@ With $SWARM_PORTABLE set, Linux takes the portable forms too; so they are tested
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import platform
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -71,6 +74,34 @@ def killed_with_parent(command: Sequence[str]) -> list[str]:
     """A command whose process the kernel kills when its parent ends, where there is a way to have it so."""
     setpriv = shutil.which("setpriv") if on_linux() else None
     return [*command] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--", *command]
+
+
+# --- folders that are removed though all programs that know of them were killed ---
+
+STALE_AFTER_S = 60.0
+"""One younger than this may not have taken its lock yet."""
+
+
+def private_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder, mode 700, and the descriptor of its held lock, which who inherits it holds as well.
+
+    Those of this kind whose lock is free, since all their owners died at once, are removed.
+    """
+    for folder in parent.glob(f"{prefix}????????"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < STALE_AFTER_S:
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
 
 
 # --- the allocator ---

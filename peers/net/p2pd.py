@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.net.identity import Identity, host_part, to_multiaddr
-from peers.system import killed_with_parent
+from peers.system import killed_with_parent, private_folder
 from peers.waiting import happens
 from swarm.errors import SetupError
 from swarm.ids import PeerId
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 15.0
 """p2pd answers in 0.15 s on an idle core; this allows for a very busy one."""
-_STALE_AFTER_S = 60.0
-"""A private directory younger than this may not have taken its lock yet."""
 
 MAX_RELAYS = 4
 """That p2pd is told of. It takes a place at each, and nowhere for three minutes if one of them is dead or no
@@ -181,31 +179,10 @@ def _claim_port(options: DaemonOptions) -> None:
 
 
 def _private_dir() -> tuple[Path, int]:
-    """A new directory, mode 700, and the descriptor of its held lock. Sweeps those left behind.
-
-    In /tmp, because the path of a unix socket has to be shorter than 108 bytes.
-    """
-    parent = Path("/tmp") if os.access("/tmp", os.W_OK) else Path(tempfile.gettempdir())
-    _sweep(parent)
-    directory = Path(tempfile.mkdtemp(prefix="swarm-", dir=parent))
-    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return directory, lock
-
-
-def _sweep(parent: Path) -> None:
-    """Remove private directories of ours whose owners all died at once: their locks are free."""
-    for directory in parent.glob("swarm-????????"):
-        with contextlib.suppress(OSError):
-            status = directory.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _STALE_AFTER_S:
-                continue
-            lock = os.open(directory / "lock", os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
-            finally:
-                os.close(lock)
+    """In /tmp, because the path of a unix socket has to be shorter than 108 bytes."""
+    return private_folder(
+        Path("/tmp") if os.access("/tmp", os.W_OK) else Path(tempfile.gettempdir()), "swarm-"
+    )
 
 
 class Daemon:

@@ -20,6 +20,7 @@ import msgspec
 
 from peers.sim.loop import PROCESS, Killed
 from peers.storage import atomic_file
+from peers.system import private_folder
 
 MEMORY = Path("/dev/shm")
 SIZE_BYTES = 1 << 40
@@ -55,7 +56,8 @@ class Disks:
     """All disks of a world, which vanish with it."""
 
     def __init__(self) -> None:
-        self._root: tempfile.TemporaryDirectory[str] | None = None
+        self._root: Path | None = None
+        self._lock = -1
         self.all: list[Disk] = []
         self._of: dict[str, Disk] = {}
         """By the name of a process."""
@@ -64,9 +66,9 @@ class Disks:
     def add(self) -> Disk:
         """An empty one."""
         if self._root is None:
-            where = MEMORY if os.access(MEMORY, os.W_OK) else None
-            self._root = tempfile.TemporaryDirectory(prefix="swarm-sim-", dir=where)
-        disk = Disk(Path(self._root.name) / f"disk{len(self.all)}")
+            where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+            self._root, self._lock = private_folder(where, "swarm-sim-")
+        disk = Disk(self._root / f"disk{len(self.all)}")
         self.all.append(disk)
         return disk
 
@@ -76,7 +78,7 @@ class Disks:
 
     def without_root(self, text: str) -> str:
         """`text` with folders named as they are in each replay."""
-        return text if self._root is None else text.replace(self._root.name, "")
+        return text if self._root is None else text.replace(str(self._root), "")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -87,7 +89,8 @@ class Disks:
                 yield
         finally:
             if self._root is not None:
-                self._root.cleanup()
+                shutil.rmtree(self._root)
+                os.close(self._lock)
 
     def _usage(self, path: Path) -> _Usage:
         full = any(disk.full and path.is_relative_to(disk.folder) for disk in self.all)

@@ -49,6 +49,7 @@ from peers.net.signed_records import (
 )
 from peers.storage import model_file, safetensors_file
 from peers.storage.checkpoint import Checkpoint
+from peers.system import private_folder
 from peers.watch import history
 from swarm import charter
 from swarm.errors import PeerFault, Refused, SetupError, SwarmError, from_wire
@@ -828,9 +829,7 @@ def _(data: bytes) -> None:
 # --- files --------------------------------------------------------------------------------------------------
 
 _MEMORY = Path("/dev/shm")
-FOLDER = Path(
-    tempfile.mkdtemp(prefix=f"swarm-fuzz-{os.getpid()}-", dir=_MEMORY if _MEMORY.is_dir() else None)
-)
+FOLDER, _ = private_folder(_MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir()), "swarm-fuzz-")
 _WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.float64)}
 
 

@@ -6,10 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from peers.system import cpu_model, killed_with_parent, tune_malloc, usable_cores
+from peers.system import (
+    STALE_AFTER_S,
+    cpu_model,
+    killed_with_parent,
+    private_folder,
+    tune_malloc,
+    usable_cores,
+)
 
 
 @pytest.fixture
@@ -23,6 +32,19 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Both."""
     monkeypatch.setenv("SWARM_PORTABLE", "1" if request.param == "portable" else "")
     return request.param
+
+
+def test_a_folder_whose_owners_were_killed_is_removed_when_the_next_is_made(tmp_path: Path) -> None:
+    (left, lock), (young, its_lock), (used, _) = (private_folder(tmp_path, "swarm-x-") for _ in range(3))
+    for ended in (lock, its_lock):
+        os.close(ended)
+    (other := tmp_path / "swarm-x-12345678").mkdir()
+    old = time.time() - STALE_AFTER_S - 1
+    for folder in (left, used, other):
+        os.utime(folder, (old, old))
+    made, _ = private_folder(tmp_path, "swarm-x-")
+    assert {*tmp_path.iterdir()} == {young, used, other, made}
+    assert made.stat().st_mode & 0o777 == 0o700
 
 
 def test_glibc_takes_the_allocator_settings() -> None:
