@@ -112,14 +112,14 @@ def runs(draw: st.DrawFn) -> Run:
     at_boundaries: st.SearchStrategy[Any] = st.one_of(codecs, at_each) if stages > 1 else codecs
     name: Any = draw(st.sampled_from(["adamw", "sgd"]))
     ratio = st.floats(0, 1, exclude_max=True)
-    pinned = draw(st.booleans())
+    pinned, rounds = draw(st.booleans()), draw(st.booleans())
     return Run(
         name=draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}\Z")),
         seed=draw(st.integers(0, 2**63 - 1)),
         steps=steps,
-        dtype=draw(st.sampled_from(["float32", "bfloat16", "float64"])),
-        delayed_updates=draw(st.booleans()),
-        exact_sums=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", *["float64"][rounds:]])),
+        delayed_updates=not rounds and draw(st.booleans()),
+        exact_sums=rounds or draw(st.booleans()),
         checkpoint_every=draw(st.integers(0, 10**9)),
         model=ModelSpec(
             kind=draw(st.sampled_from(["gpt", "counting"])),
@@ -161,7 +161,7 @@ def runs(draw: st.DrawFn) -> Run:
         codec=CodecSpec(
             forward=draw(at_boundaries),
             backward=draw(st.sampled_from(["none", "bf16", "blockwise8"])),
-            reduce=draw(codecs),
+            reduce=draw(st.sampled_from(["rounded16", "rounded8"])) if rounds else "none",
         ),
         admission=AdmissionSpec(
             owner=draw(st.sampled_from(["", ALICE])),
@@ -234,7 +234,7 @@ def test_every_value_is_in_the_hash() -> None:
             "groups": (),
             "moments": "float32",
         },
-        "codec": {"forward": "none", "backward": "none", "reduce": "bf16"},
+        "codec": {"forward": "none", "backward": "none", "reduce": "rounded8"},
         "admission": {"owner": BOB, "trainers": (), "founders": ()},
         "start": {"weights": "folder", "digests": tuple(c * 64 for c in "124")},
         "eval": {"every": 5, "samples": 160, "sha256": "e" * 64, "tokens": 98_000},
@@ -857,8 +857,6 @@ def test_a_run_adds_exactly_unless_it_is_told_not_to_or_cannot() -> None:
     for floats in (
         replace(run, exact_sums=False),
         replace(run, dtype="float64"),
-        replace(run, codec=CodecSpec(reduce="bf16")),
-        replace(run, codec=CodecSpec(reduce="blockwise8")),
     ):
         assert not floats.adds_exactly
 
@@ -885,6 +883,15 @@ def test_a_list_of_equal_codecs_is_the_run_with_one() -> None:
     alike = replace(example_run(), codec=CodecSpec(forward=("bf16", "bf16")))
     assert alike == replace(example_run(), codec=CodecSpec(forward="bf16"))
     assert alike.id == replace(example_run(), codec=CodecSpec(forward="bf16")).id
+
+
+def test_sums_take_no_codec_by_which_they_would_depend_on_who_computed_what() -> None:
+    allowed = (
+        r'^codec.reduce = "\S+" in the run\'s manifest: it must be one of "none", "rounded16", "rounded8"$'
+    )
+    for codec in ("bf16", "blockwise8", "hadamard4", "topk:0.05"):
+        with pytest.raises(SetupError, match=allowed):
+            CodecSpec(reduce=codec)
 
 
 @pytest.mark.parametrize("codecs", [(), ("none",), ("none", "bf16", "none")])

@@ -2,7 +2,7 @@
 
 A butterfly: each replica owns a part of the flat gradient, and the *answer* to a contribution is the reduced
 part: a replica has either every part or no result. The owner adds contributions in the order of the replicas'
-ids, encodes the sum once, and uses the decoded bytes itself: all end with identical bits whatever the codec.
+ids, so all end with identical bits.
 Nothing changes the replicas' own sums, so an aborted round costs only its time.
 """
 
@@ -159,7 +159,7 @@ class AllReduce:
     """This peer's side of the all-reduces of its stage."""
 
     def __init__(
-        self, run: str, me: PeerId, transport: Transport, codec: str, sum_dtype: torch.dtype,
+        self, run: str, me: PeerId, transport: Transport, sum_dtype: torch.dtype,
         answer: Callable[[torch.Tensor], torch.Tensor], sqnorm: Callable[[torch.Tensor], float] = sqnorm,
         audits: SumAudits | None = None,
     ) -> None:  # fmt: skip
@@ -168,7 +168,7 @@ class AllReduce:
         they count.
         """
         self._audits = audits
-        self._run, self._me, self._transport, self._codec = run, me, transport, codec
+        self._run, self._me, self._transport = run, me, transport
         self._sum_dtype, self._answer, self._sqnorm = sum_dtype, answer, sqnorm
         self._dtype = answer(torch.zeros(1, dtype=sum_dtype)).dtype
         self._rounds: dict[str, _Round] = {}
@@ -277,9 +277,7 @@ class AllReduce:
         reduced = host_empty((total.numel(),), self._dtype, total.device)
         for start, numel in chunks_of(0, total.numel()):
             part = self._answer(total[start : start + numel])
-            if self._codec != "none":  # among several the host encodes, whose bytes are others than a GPU's
-                part = decode(*encode(part.cpu(), self._codec, name="a reduced gradient"))
-            elif not part.abs().max() < math.inf:
+            if not part.abs().max() < math.inf:
                 raise Refused("a reduced gradient is not finite")
             reduced[start : start + numel] = part
         return reduced
@@ -313,13 +311,13 @@ class AllReduce:
         chunk.contributions.clear()
         try:
             result = self._answer(total)
-            meta, buffers = packed(result, self._codec, name="a reduced gradient")
+            meta, buffers = packed(result, name="a reduced gradient")
         except Refused as refused:
             chunk.result.set_exception(refused)
             chunk.result.exception()
             return
         reduced = this.reduced[start : start + total.numel()]
-        reduced.copy_(result if self._codec == "none" else decode(meta, buffers))
+        reduced.copy_(result)
         proof, crc = None, 0
         if this.check is None:
             crc = checksum(buffers)
@@ -371,7 +369,7 @@ class AllReduce:
             body: Sequence[Buffer] = ()
             if this.plan.ledgers[this.plan.members.index(self._me)]:
                 meta, body = await asyncio.to_thread(
-                    packed, this.total[start : start + numel], self._codec, name="a gradient sum"
+                    packed, this.total[start : start + numel], name="a gradient sum"
                 )
                 tensors = (meta,)
             part = Part(
@@ -382,8 +380,7 @@ class AllReduce:
             answer = await self._call_until_ready(owner, part, body, this.deadline_s)
             done = unpack_answer(owner, answer.header, PartDone)
             this.reduced[start : start + numel] = read_part(
-                owner, done.tensors, None if check else done.crc, answer.body, numel, self._codec,
-                self._dtype,
+                owner, done.tensors, None if check else done.crc, answer.body, numel, self._dtype
             )  # fmt: skip
             if check is not None:
                 check.came(place, done.proof)
@@ -435,7 +432,7 @@ class AllReduce:
         if part.tensors:
             crc = None if this.check else part.crc
             contribution = await asyncio.to_thread(
-                read_part, request.peer, part.tensors, crc, body, part.numel, self._codec, self._sum_dtype,
+                read_part, request.peer, part.tensors, crc, body, part.numel, self._sum_dtype,
                 error=Refused,
             )  # fmt: skip
         if this.check is not None:
@@ -470,7 +467,7 @@ def parts_of(plan: Plan) -> list[list[tuple[int, int]]]:
 
 def read_part(
     peer: PeerId, metas: Sequence[TensorMeta], crc: int | None, body: Sequence[Buffer], numel: int,
-    codec: str, dtype: torch.dtype, *, error: type[Refused] | None = None,
+    dtype: torch.dtype, *, error: type[Refused] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A checked flat chunk; `crc` None: its bytes are checked by their digest.
 
@@ -482,11 +479,11 @@ def read_part(
         if crc is not None and checksum(body) != crc:
             raise Refused("the checksum of a chunk does not fit its bytes")
         if dtype == torch.int64:
-            if metas[0] != TensorMeta((numel,), dtype_name(dtype), codec):
+            if metas[0] != TensorMeta((numel,), dtype_name(dtype), "none"):
                 raise Refused(f"{metas[0]} where {numel} whole numbers were expected")
             return whole_numbers.unpack(body, numel, name="a chunk")
         return decode(
-            metas[0], body, expect_shape=(numel,), expect_dtype=dtype, expect_codec=codec, name="a chunk"
+            metas[0], body, expect_shape=(numel,), expect_dtype=dtype, expect_codec="none", name="a chunk"
         )
     except Refused as refused:
         if error is not None:
@@ -494,12 +491,12 @@ def read_part(
         raise BadAnswer(peer, refused.text) from None
 
 
-def packed(total: torch.Tensor, codec: str, *, name: str) -> Encoded:
+def packed(total: torch.Tensor, *, name: str) -> Encoded:
     """A chunk of a sum, as it is sent."""
     if total.dtype == torch.int64:
-        meta = TensorMeta((total.numel(),), dtype_name(total.dtype), codec)
+        meta = TensorMeta((total.numel(),), dtype_name(total.dtype), "none")
         return Encoded(meta, whole_numbers.pack(total))
-    return encode(total, codec, name=name)
+    return encode(total, "none", name=name)
 
 
 def fits(meta: TensorMeta, sizes: Sequence[int], dtype: torch.dtype) -> bool:

@@ -2102,14 +2102,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_reduce",),
     ),
     Mutation(
-        "owner-keeps-its-own-bits",
-        ALL_REDUCE,
-        'result if self._codec == "none" else decode(meta, buffers)',
-        "result",
-        "With a codec the owner of a part has other numbers than those it sent.",
-        ("test_reduce",),
-    ),
-    Mutation(
         "void-round-not-told",
         ALL_REDUCE,
         "                if not chunk.result.done():\n",

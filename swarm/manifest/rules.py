@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, ClassVar, NamedTuple, cast
 
-from swarm.codecs import KNOWN, ROUNDED, parse_codec
+from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
 
 
@@ -146,7 +146,6 @@ CODECS = Rule(
     lambda v: v if type(v) is str else tuple(v),
 )
 """A codec, or one for each boundary; the number of boundaries is not known here."""
-REDUCE = Rule(f"{', '.join(ROUNDED)}, or {CODEC.allowed}", lambda v: v in [*ROUNDED] or is_codec(v))
 
 
 def peers(most: int) -> Rule:

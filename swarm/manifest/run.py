@@ -66,7 +66,7 @@ class Run(Spec):
     in short runs."""
     exact_sums: bool = setting(FLAG, True)
     """Add gradients as fixed-point numbers, so that the result does not depend on the order of additions, not
-    by a bit; costs 2 to 4 % on a CPU. float64 runs, and a lossy codec.reduce, add floats in any case."""
+    by a bit; costs 2 to 4 % on a CPU. float64 runs add floats in any case."""
     checkpoint_every: int = setting(integer(0, 1_000_000_000), 0)
     """Steps between checkpoints; 0 = never."""
     rebalance_every_s: int = setting(integer(0, 86_400), 60)
@@ -233,7 +233,7 @@ class Run(Spec):
     @property
     def adds_exactly(self) -> bool:
         """Whether the sum of a step is the same to the last bit, whichever peers computed its parts."""
-        return self.exact_sums and self.dtype != "float64" and self.codec.reduce in ("none", *ROUNDED)
+        return self.exact_sums and self.dtype != "float64"
 
     @property
     def rounds_sums(self) -> bool:
@@ -244,11 +244,6 @@ class Run(Spec):
     def kept_bits(self) -> int:
         """Of a block's largest sum in the step before; of a run that rounds gradients."""
         return ROUNDED[self.codec.reduce]
-
-    @property
-    def sum_codec(self) -> str:
-        """The codec of sums between replicas; exact ones are packed as they are."""
-        return "none" if self.adds_exactly else self.codec.reduce
 
     # -- islands --------------------------------------------------------------------------------------------
 

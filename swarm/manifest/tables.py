@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from swarm.codecs import PPM, VALUES, parse_codec
+from swarm.codecs import PPM, ROUNDED, VALUES, parse_codec
 from swarm.manifest.rules import (
     CODECS,
     CUT,
@@ -21,7 +21,6 @@ from swarm.manifest.rules import (
     MIXTURE,
     NAMES,
     PEER_ID,
-    REDUCE,
     Rule,
     Spec,
     choice,
@@ -466,10 +465,10 @@ class CodecSpec(Spec, section="codec"):
     backward: str | tuple[str, ...] = setting(CODECS, "blockwise8")
     """Gradients of what was sent, likewise; after a top-k, the values of its positions. Not a top-k
     itself."""
-    reduce: str = setting(REDUCE, "none")
+    reduce: str = setting(choice("none", *ROUNDED), "none")
     """Weight gradients between the replicas of a stage. `rounded16` and `rounded8` round those of each
     microbatch at random, by names: half and a quarter of the bytes, and the result is still a function of the
-    manifest. With a codec it depends on which peer computed what."""
+    manifest."""
 
     def _cross_check(self) -> None:
         forward = [self.forward] if isinstance(self.forward, str) else self.forward

@@ -25,7 +25,6 @@ from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import CACHE_LINE_BYTES
-from swarm.wire.tensor_meta import TensorMeta, encoded_sizes
 
 LINE = CACHE_LINE_BYTES // 4
 """Numbers of float32 in a cache line; parameters begin at multiples of it."""
@@ -297,9 +296,8 @@ def named_weights(
 
 def reduce_bytes(run: Run, stage: Stage) -> float:
     """Of a stage's sum and of the settled answer to it, the mean: a reduce sends as many of either."""
-    settled = "float64" if run.dtype == "float64" else "float32"
     numel = stage_layout(run, stage).sum_numel
     if run.rounds_sums:
         return ROUNDED_BYTES[run.codec.reduce] * numel
-    settled_bytes = sum(encoded_sizes(TensorMeta((numel,), settled, run.sum_codec)))
+    settled_bytes = (8 if run.dtype == "float64" else 4) * numel
     return ((SUM_BYTES * numel if run.adds_exactly else settled_bytes) + settled_bytes) / 2

@@ -112,7 +112,7 @@ def serve(run: Run) -> dict[str, Any]:
     compute, last = StageCompute(run, stage), stage == run.S - 1
     sums, applied = compute.sums, None
     transport: Any = Alone()
-    reducer = AllReduce(run.id, "me", transport, run.codec.reduce, sums.dtype, sums.answer)
+    reducer = AllReduce(run.id, "me", transport, sums.dtype, sums.answer)
     for t in range(3):
         mb = Microbatch(t, 0)
         sums.begin(t)

@@ -488,11 +488,10 @@ def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
                     f"{error.text}. Cut elsewhere (model.cut), or change the model there"
                 ) from None
     for name, stages in (*shared_parameters(plans).items(), *_shared_statistics(traced, plans).items()):
-        if not (run.adds_exactly or (run.dtype == "float64" and run.codec.reduce == "none")):
+        if not (run.adds_exactly or run.dtype == "float64"):
             raise SetupError(
                 f"{name} is in stages {' and '.join(map(str, stages))}, where it has to stay the same: their "
-                'sums of its gradient must be exact. Set exact_sums = true and codec.reduce = "none", or cut '
-                "so that one stage has it"
+                "sums of its gradient must be exact. Set exact_sums = true, or cut so that one stage has it"
             )
 
 

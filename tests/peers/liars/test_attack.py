@@ -211,7 +211,7 @@ async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
         "run",
         Plan(round_id("run", 0, 0, 0, ("a", "z"), (1, 2), (3, 3)), 0, ("a", "z"), (1, 2), (3, 3)),
     )
-    mine = AllReduce(run, "a", network.join("a").transport, "none", torch.float64, lambda total: total)
+    mine = AllReduce(run, "a", network.join("a").transport, torch.float64, lambda total: total)
 
     async def stale(request: Request) -> Answer:
         raise Stale("step 0 is over", version=7)
