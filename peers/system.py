@@ -83,7 +83,7 @@ STALE_AFTER_S = 60.0
 
 
 def private_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder, mode 700, and the descriptor of its held lock, which who inherits it holds as well.
+    """A new folder, mode 700, and the descriptor of its held lock: processes that inherit it hold it, too.
 
     Those of this kind whose lock is free, since all their owners died at once, are removed.
     """

@@ -111,7 +111,7 @@ def reference(run: Run) -> Reference:
     """The same run in one process: its losses and weights are what every swarm has to arrive at.
 
     Raises:
-        SetupError: the run has none, since its result depends on routes, or its optimizer needs a GPU.
+        SetupError: `run` is no `swarm.Run`.
     """
     check_run(run)
     return Reference(run)
