@@ -62,10 +62,6 @@ class NetworkPath:
     """Of both, handed over in memory: the other is on the same machine."""
 
 
-PROBE_BYTES = 64 * 1024
-"""A body of so much tells the bandwidth: it takes 5 ms at 100 Mbit/s, far more than a read is late."""
-
-
 class Transport(Protocol):
     """Calls between peers. A call is answered with `accepted`, `alive` each second, then the result."""
 

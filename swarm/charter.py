@@ -345,7 +345,7 @@ def unban(charter: Charter, peer: PeerId) -> tuple[Ban, ...]:
 READS = frozenset({"status", "state", "saved", "trail", "convicted", "chunk", "close", "version", "reach"})
 """Methods that answer everybody who is not banned, at everybody."""
 TRAINERS_CALL = frozenset(
-    {"work", "locate", "watch", "line", "voucher", "audit", "products", "kept", "evidence"}
+    {"work", "locate", "watch", "voucher", "audit", "products", "kept", "evidence"}
     | {"eval", "evaluated", "block"}
 )
 """Trainers and peers; all others only peers, as long as nobody has thought of them."""

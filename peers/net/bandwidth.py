@@ -9,12 +9,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
-from peers.ports import PROBE_BYTES, NetworkPath
+from peers.ports import NetworkPath
 from swarm.ids import PeerId
 from swarm.wire import frames
 
 SMALL_BYTES = 4096
 """A call with no more tells the round trip: its own time on the line is 3 ms at 10 Mbit/s."""
+TELLING_BYTES = 64 * 1024
+"""A body of so much tells the bandwidth: it takes 5 ms at 100 Mbit/s, far more than a read is late."""
 MAX_BPS = 1e12
 """Faster than any line: the body lay in a buffer when it was seen."""
 _ROUND_TRIPS = 32
@@ -244,7 +246,7 @@ class Line:
     def received(self, size_bytes: int, all_bytes: int, took_s: float) -> None:
         """A body of `size_bytes` is complete, so long after the header that announced it; `all_bytes` came
         over the line meanwhile."""
-        if size_bytes >= PROBE_BYTES:
+        if size_bytes >= TELLING_BYTES:
             self._rates_bps.append(min(MAX_BPS, 8 * all_bytes / took_s) if took_s > 0 else MAX_BPS)
 
     def count(self, *, sent: int = 0, received: int = 0, in_memory: bool) -> None:

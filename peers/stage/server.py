@@ -13,7 +13,6 @@ memory.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 
 import msgspec
@@ -44,7 +43,6 @@ from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import OpenStep
-from peers.stage.path_probe import PathProber
 from peers.stage.recovery import Recovery
 from peers.stage.settings import StageSettings
 from peers.stage.state import StageCore
@@ -91,7 +89,6 @@ class StagePeer:
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         backoff = Backoff(probed=True)
         self.core = core = StageCore(run, stage, compute, transport, directory, backoff, emit, device=device)
-        self._lines = PathProber(run.id, transport, directory, random.Random(core.me))
         self._prober = Prober(run.id, transport, directory, backoff)
         next_stage = None
         if stage < run.S - 1:
@@ -202,7 +199,7 @@ class StagePeer:
                 )
             )  # fmt: skip
             self.actions.spawn(self._tell_of_no_trainer())
-            often = [self.coordination.run(), self._lines.run(), self.status.run()]
+            often = [self.coordination.run(), self.status.run()]
             if self._run.rebalance_every_s:
                 often.append(self.moving.run())
             loops += [asyncio.create_task(loop) for loop in often]

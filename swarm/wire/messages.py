@@ -196,10 +196,6 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
-class ProbeLine(RunMessage, frozen=True, kw_only=True):
-    """A request to send the body back: how long that takes tells the bandwidth of the line."""
-
-
 class Watch(Positioned, frozen=True, kw_only=True):
     """A request that is answered when the run's status differs from revision `seen`, or after a second.
 

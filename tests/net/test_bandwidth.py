@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peers.net.bandwidth import MAX_BPS, SMALL_BYTES, Line, Traffic
-from peers.ports import PROBE_BYTES, NetworkPath
+from peers.net.bandwidth import MAX_BPS, SMALL_BYTES, TELLING_BYTES, Line, Traffic
+from peers.ports import NetworkPath
 
 
 def line() -> Line:
@@ -26,7 +26,7 @@ def test_the_quickest_answer_tells_the_round_trip() -> None:
 def test_a_large_call_tells_nothing_of_the_round_trip_and_a_small_body_nothing_of_the_bandwidth() -> None:
     one = line()
     one.answered(0.3, SMALL_BYTES + 1)
-    one.received(PROBE_BYTES - 1, PROBE_BYTES, 0.1)
+    one.received(TELLING_BYTES - 1, TELLING_BYTES, 0.1)
     assert one.path() == NetworkPath()
 
 

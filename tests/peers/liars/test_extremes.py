@@ -46,7 +46,6 @@ from swarm.wire.messages import (
     OpenHeld,
     OpenState,
     Part,
-    ProbeLine,
     Watch,
     Work,
     pack,
@@ -65,7 +64,7 @@ REQUESTS: dict[str, type[msgspec.Struct]] = {
     "work": Work, "locate": Locate, "report": ReplicaReport, "directive": Directive, "summary": StageSummary,
     "run": RunStatus, "watch": Watch, "part": Part,
     "state": OpenState, "held": OpenHeld, "chunk": FetchChunk, "close": CloseLease,
-    "saved": AskSaved, "status": AskStatus, "line": ProbeLine, "eval": Evaluate, "evaluated": Evaluated,
+    "saved": AskSaved, "status": AskStatus, "eval": Evaluate, "evaluated": Evaluated,
     "evidence": ShowEvidence, "convicted": AskConvicted, "audit": AuditAnswer, "kept": AskKept,
     "reveal": Reveal, "show": ShowChunk, "products": AskProducts, "trail": AskTrail, "voucher": GiveVoucher,
 }  # fmt: skip
