@@ -478,13 +478,12 @@ def read_part(
             raise Refused(f"{len(metas)} tensors where one chunk was expected")
         if crc is not None and checksum(body) != crc:
             raise Refused("the checksum of a chunk does not fit its bytes")
+        expected = TensorMeta((numel,), dtype_name(dtype), "none")
+        if metas[0] != expected:
+            raise Refused(f"a chunk is {metas[0].words}; expected {expected.words}")
         if dtype == torch.int64:
-            if metas[0] != TensorMeta((numel,), dtype_name(dtype), "none"):
-                raise Refused(f"{metas[0]} where {numel} whole numbers were expected")
             return whole_numbers.unpack(body, numel, name="a chunk")
-        return decode(
-            metas[0], body, expect_shape=(numel,), expect_dtype=dtype, expect_codec="none", name="a chunk"
-        )
+        return decode(expected, body, name="a chunk")
     except Refused as refused:
         if error is not None:
             raise

@@ -495,4 +495,4 @@ def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:
 
 
 def _shown(metas: Sequence[TensorMeta]) -> str:
-    return ", ".join(f"{m.dtype[:12]}{list(m.shape[:8])} as {m.codec[:26]}" for m in metas[:4]) or "nothing"
+    return ", ".join(meta.words for meta in metas[:4]) or "nothing"

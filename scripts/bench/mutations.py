@@ -3061,9 +3061,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "codec-of-any-kind",
         CODEC,
-        "    if expect_codec is not None and meta.codec != expect_codec:\n",
+        "    if expected is not None and meta != expected:\n",
         "    if False:\n",
-        "A sender chooses how much of a tensor is lost.",
+        "A sender chooses what a tensor is, and how much of it is lost.",
         ("test_work",),
     ),
     Mutation(

@@ -14,6 +14,7 @@ from swarm.model.same_bits import aligned
 from swarm.model.stage_function import StageFunction
 from swarm.model.stage_io import StageInput
 from swarm.wire.codec import Encoded, decode, places_of, start_encode, to_device
+from swarm.wire.tensor_meta import TensorMeta
 
 
 class Entered(NamedTuple):
@@ -144,15 +145,9 @@ class Boundary:
         return tensor
 
     def _tensor(self, what: StageInput, came: Encoded, codec: str, name: str) -> torch.Tensor:
-        tensor = decode(
-            *came,
-            device=self._device if what.graded else "cpu",
-            expect_shape=what.shape,
-            expect_dtype=dtype_of(what),
-            expect_codec=codec,
-            name=name,
-        )
-        return aligned(tensor)
+        expected = TensorMeta(tuple(what.shape), what.dtype, codec)
+        device = self._device if what.graded else "cpu"
+        return aligned(decode(*came, device=device, expected=expected, name=name))
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
         values: list[torch.Tensor | None] = []

@@ -38,7 +38,7 @@ from swarm.digest import digest_of
 from swarm.errors import Refused
 from swarm.wire import hadamard
 from swarm.wire.buffers import Buffer
-from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, MAX_DIMS, TensorMeta, encoded_sizes, kept_of
+from swarm.wire.tensor_meta import BLOCK, ITEM_BYTES, TensorMeta, encoded_sizes, kept_of
 from swarm.wire.topk import largest, pack_places, unpack_places
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -160,25 +160,19 @@ def decode(
     buffers: Sequence[Buffer],
     *,
     device: str | torch.device = "cpu",
-    expect_shape: Sequence[int] | None = None,
-    expect_dtype: torch.dtype | None = None,
-    expect_codec: str | None = None,
+    expected: TensorMeta | None = None,
     name: str = "a tensor",
 ) -> torch.Tensor:
-    """The tensor that was encoded, on `device`, checked.
+    """The tensor that was encoded, on `device`, checked. `expected`: what it must be; None: anything.
 
     With codec `none` on the CPU the tensor may share memory with a writable buffer.
 
     Raises:
-        Refused: not the expected shape, dtype or codec, buffers of the wrong size, a number that is
-            not finite. The text says which.
+        Refused: not what is expected, buffers of the wrong size, a number that is not finite. The text
+            says which.
     """
-    if expect_codec is not None and meta.codec != expect_codec:
-        raise Refused(f"{name} came as {meta.codec[:40]!r}; this run sends it as {expect_codec!r}")
-    if expect_dtype is not None and meta.dtype != _NAMES[expect_dtype]:
-        raise Refused(f"{name} is {meta.dtype[:20]}; expected {_NAMES[expect_dtype]}")
-    if expect_shape is not None and meta.shape != tuple(expect_shape):
-        raise Refused(f"{name} has shape {list(meta.shape[:MAX_DIMS])}; expected {list(expect_shape)}")
+    if expected is not None and meta != expected:
+        raise Refused(f"{name} is {meta.words}; expected {expected.words}")
     sizes = encoded_sizes(meta)
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     if [view.nbytes for view in views] != sizes:

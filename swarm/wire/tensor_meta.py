@@ -41,6 +41,11 @@ class TensorMeta(msgspec.Struct, frozen=True):
     """The tensor's dtype before encoding, and again after decoding."""
     codec: str
 
+    @property
+    def words(self) -> str:
+        """For errors; short, whatever a stranger wrote: `float32[2, 17] as bf16`."""
+        return f"{self.dtype[:12]}{list(self.shape[:MAX_DIMS])} as {self.codec[:26]}"
+
 
 class IndexLayout(NamedTuple):
     """How the places of a top-k are encoded: see `swarm.wire.topk`."""

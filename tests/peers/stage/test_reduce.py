@@ -380,7 +380,7 @@ async def test_an_answer_of_another_shape_voids_the_round() -> None:
         return Answer(pack(PartDone(crc=checksum(body), tensors=(meta,))), body)
 
     transport.serve("part", lie, max_body_bytes=1000)
-    assert await built.first_void() == "peer a: a chunk has shape [1]; expected [4]"
+    assert await built.first_void() == "peer a: a chunk is float64[1] as none; expected float64[4] as none"
 
 
 # --- contributions that are refused -------------------------------------------------------------------------
@@ -416,8 +416,14 @@ async def test_contributions_of_others_than_members_are_refused(open_group: Grou
             {"tensors": (TensorMeta((4,), "float64", "bf16"),)},
             "the announced buffers do not fit the tensor",
         ),
-        ({"tensors": (TensorMeta((4,), "int64", "none"),)}, "a chunk is int64; expected float64"),
-        ({"tensors": (TensorMeta((2, 2), "float64", "none"),)}, "a chunk has shape [2, 2]; expected [4]"),
+        (
+            {"tensors": (TensorMeta((4,), "int64", "none"),)},
+            "a chunk is int64[4] as none; expected float64[4] as",
+        ),
+        (
+            {"tensors": (TensorMeta((2, 2), "float64", "none"),)},
+            "a chunk is float64[2, 2] as none; expected float64[4] as none",
+        ),
         ({"tensors": (TensorMeta((4,), "complex", "none"),)}, "unknown dtype 'complex'"),
     ],
 )
