@@ -7382,4 +7382,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer signs something else than it sends on.",
         ("test_receipts",),
     ),
+    Mutation(
+        "who-leads-alone-takes-its-turn-back-for-ever",
+        "swarm/policy/rotation.py",
+        "if passed() and not (leads and self._taken_back):",
+        "if passed():",
+        "A newcomer that sees itself as coordinator waits for the others, which are done.",
+    ),
 )

@@ -38,6 +38,8 @@ class Rotation:
         self._stepped_s = self._seen_s = self._counted_s = -math.inf
         self._used = self._used_before = 0.0
         """How many turns of the first length late steps have used up; the same at the last step."""
+        self._taken_back = False
+        """Since the last step."""
         self._in_time = 0
         """Steps in a row that were not late."""
 
@@ -57,13 +59,16 @@ class Rotation:
         elif alone and took_s < math.inf:
             self._usual.gave_up(limit_s)
         self._stepped_s = self._counted_s = now
-        self._used_before = self._used
+        self._used_before, self._taken_back = self._used, False
 
-    def waits(self, *, now: float, counts: bool = True, passed: Callable[[], bool] = lambda: False) -> bool:
+    def waits(
+        self, *, now: float, counts: bool = True, leads: bool = False,
+        passed: Callable[[], bool] = lambda: False,
+    ) -> bool:  # fmt: skip
         """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
-        reaches those on whose turn it is; else others may go on under them, in other turns than it. `passed`:
-        whether others have taken that step, so that it was late for this peer only. Returns whether another
-        turn began.
+        reaches those on whose turn it is; else others may go on under them, in other turns than it. `leads`:
+        the turn is its own. `passed`: whether others have taken that step, so that it was late for this peer
+        only. Returns whether another turn began.
         """
         turn = int(self._used)
         if now - self._seen_s > SLEPT_S or not counts:
@@ -71,8 +76,8 @@ class Rotation:
         limit_s, self._seen_s = self._usual.limit_s, now
         if now - self._stepped_s <= limit_s:
             return False
-        if passed():
-            self._used, self._stepped_s = self._used_before, now
+        if passed() and not (leads and self._taken_back):  # in its own turn they do not follow it
+            self._used, self._stepped_s, self._taken_back = self._used_before, now, True
         else:
             turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S
             self._used += (now - self._counted_s) / max(turn_s, limit_s)

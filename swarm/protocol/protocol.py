@@ -225,7 +225,8 @@ class StepProtocol:
             # Those that have only just taken this step counted its time as well.
             following = min(self._local.version + 1, self._run.steps - 1)
             passed = partial(_is_passed, following, self._me, *seen)
-            if self._rotation.waits(now=now, counts=not away, passed=passed):
+            leads = self.coordinates(self._stage, now=now)
+            if self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed):
                 self._followed_s = now
         coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:

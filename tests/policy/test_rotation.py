@@ -110,6 +110,22 @@ def test_time_in_which_others_took_the_step_is_taken_back() -> None:
     assert this.first == "bob"
 
 
+def test_who_leads_while_others_take_steps_without_it_takes_its_turn_back_once() -> None:
+    """They do not follow it. It would wait for them for ever, and for what they have."""
+    this = Watched()
+    this.steps(3)
+    for leads, first in ((True, "ann"), (True, "bob"), (False, "ann"), (True, "bob")):
+        this.waits(LATE_S)
+        for _ in range(int(FIRST_TURN_S) + 1):
+            this.now += 1.0
+            this.rotation.waits(now=this.now, leads=leads, passed=lambda: True)
+        assert this.first == first
+    this.rotation.stepped(now=this.now)
+    this.waits(LATE_S + 1.0)
+    this.rotation.waits(now=this.now, leads=True, passed=lambda: True)
+    assert this.first == "bob", "of the next step it may be late again"
+
+
 def test_a_peer_that_was_away_saw_nobody_hold_anything_up() -> None:
     this = Watched()
     this.steps(3)
