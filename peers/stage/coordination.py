@@ -173,8 +173,10 @@ class StepCoordination:
         self._directory.watch(self._stages_watched(leads=leads))
 
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
-        """This stage and its neighbours, those that share weights with it, and for a coordinator stage 0."""
-        around = {stage for stage in range(self._stage - 1, self._stage + 2) if 0 <= stage < self._run.S}
+        """This stage and its neighbours, the one before, where chains of microbatches begin, those that share
+        weights with it, and for a coordinator stage 0.
+        """
+        around = {stage for stage in range(self._stage - 2, self._stage + 2) if 0 <= stage < self._run.S}
         around |= self._core.compute.shared.names.keys()
         return around | {0} if leads else around
 

@@ -5415,8 +5415,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-pass-behind-a-cut",
         PROTOCOL,
-        "counts=not away, passed",
-        "passed",
+        "counts=not away, leads",
+        "leads",
         "A replica that was cut off coordinates itself alone for a minute, while the others have gone on.",
         ("test_council",),
     ),
@@ -5551,8 +5551,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-of-a-step-that-others-took",
         PROTOCOL,
-        "now=now, counts=not away, passed=passed)",
-        "now=now, counts=not away)",
+        "counts=not away, leads=leads, passed=passed)",
+        "counts=not away, leads=leads)",
         "A replica whose cut has healed coordinates itself alone for half a minute, while the others go on.",
         ("test_council",),
     ),
@@ -5583,8 +5583,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-was-late-before-counts-no-more",
         "swarm/policy/rotation.py",
-        "self._used, self._stepped_s = self._used_before, now",
-        "self._used, self._stepped_s = 0.0, now",
+        "self._used, self._stepped_s, self._taken_back = self._used_before, now, True",
+        "self._used, self._stepped_s, self._taken_back = 0.0, now, True",
         "Who was cut off for a moment sees other turns than the others, of which steps were late before.",
         ("test_council",),
     ),
