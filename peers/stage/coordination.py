@@ -22,6 +22,7 @@ from peers.stage.all_reduce import AllReduce
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
 from peers.waiting import LatestValueSender, end_tasks, happens, pulse
+from swarm.audit import is_audited
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
@@ -173,10 +174,11 @@ class StepCoordination:
         self._directory.watch(self._stages_watched(leads=leads))
 
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
-        """This stage and its neighbours, the one before, where chains of microbatches begin, those that share
-        weights with it, and for a coordinator stage 0.
+        """This stage and its neighbours, where answers are audited the one before, since chains begin there,
+        those that share weights with it, and for a coordinator stage 0.
         """
-        around = {stage for stage in range(self._stage - 2, self._stage + 2) if 0 <= stage < self._run.S}
+        first = self._stage - (2 if is_audited(self._run) else 1)
+        around = {stage for stage in range(first, self._stage + 2) if 0 <= stage < self._run.S}
         around |= self._core.compute.shared.names.keys()
         return around | {0} if leads else around
 

@@ -7389,4 +7389,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if passed():",
         "A newcomer that sees itself as coordinator waits for the others, which are done.",
     ),
+    Mutation(
+        "chains-begin-where-nobody-watches",
+        "peers/stage/coordination.py",
+        "first = self._stage - (2 if is_audited(self._run) else 1)",
+        "first = self._stage - 1",
+        "In a large run microbatches wait for minutes until their stage knows with whom their chains begin.",
+        ("test_council",),
+    ),
+    Mutation(
+        "answer-a-replica-that-is-gone",
+        PROTOCOL,
+        "        if sender not in self._coordinator.members:\n",
+        "        if False:\n",
+        "A report that comes late after newer ones, and after its replica was forgotten, ends its handler.",
+    ),
 )

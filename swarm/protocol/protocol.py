@@ -347,7 +347,7 @@ class StepProtocol:
         """Take in a report that was checked; return what its sender does now.
 
         Raises:
-            NotNow: it cannot be true as far as is known, or another peer coordinates.
+            NotNow: it cannot be true as far as is known, or is old, or another peer coordinates.
         """
         if report.say_leaving:
             self.lost(sender)
@@ -367,6 +367,8 @@ class StepProtocol:
             steps = tuple(step for step in self.directive.steps if step.plan or step.fetch)
             return replace(self.directive, steps=steps)
         self._lead(now)
+        if sender not in self._coordinator.members:
+            raise NotNow("an old report of a replica that has said nothing since")
         return replace(self._directive_for(sender, now), number=next(self._numbers))
 
     def _check_ahead(self, sender: PeerId, report: ReplicaReport) -> None:

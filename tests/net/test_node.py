@@ -312,6 +312,17 @@ async def test_a_peer_whose_p2pd_hangs_is_silent_until_it_is_killed_and_replaced
     await until(lambda: [r.peer for r in first.directory.peers()] == [other.peer_id])
 
 
+def take(squatter: socket.socket, port: int) -> None:
+    """Listen on the port of a process that ends now, before this one can start another."""
+    for _ in range(500):
+        with contextlib.suppress(OSError):
+            squatter.bind(("127.0.0.1", port))
+            squatter.listen()
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"port {port} is in use still")
+
+
 async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_there(
     stack: contextlib.AsyncExitStack,
 ) -> None:
@@ -325,9 +336,7 @@ async def test_a_p2pd_whose_port_was_taken_comes_back_on_another_and_is_found_th
     with contextlib.closing(socket.socket()) as squatter:
         squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         os.kill(dead, signal.SIGKILL)
-        await until(lambda: not psutil.pid_exists(dead))
-        squatter.bind(("127.0.0.1", port))
-        squatter.listen()
+        take(squatter, port)
         await until(
             lambda: other.daemon.alive and other.directory.storage.online and other.daemon.pid != dead
         )

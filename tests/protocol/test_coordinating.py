@@ -63,6 +63,16 @@ def test_a_replica_that_is_silent_is_a_member_no_more() -> None:
     assert members_said(protocol, now=late) == 1
 
 
+def test_of_a_silent_replica_an_old_report_is_not_answered() -> None:
+    """It was said before others that have come, and ran out with them."""
+    protocol = protocol_of("b", others=(record("c", 1, 3.0),))
+    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0, number=2)
+    protocol.report("c", report, [], now=NOW)
+    late = NOW + 2 * ProtocolTimings().gone_after_s
+    with pytest.raises(NotNow, match="an old report of a replica that has said nothing since"):
+        protocol.report("c", msgspec.structs.replace(report, number=1), [], now=late)
+
+
 def test_a_replica_that_is_far_ahead_of_all_others_is_not_believed() -> None:
     protocol = protocol_of("b", others=(record("c", 1, 3.0),))
     report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=5)

@@ -28,6 +28,7 @@ from swarm.protocol.rounds import Commit, Plan, Prepared, StepReport, StepSummar
 from swarm.records import PeerRecord, State
 from swarm.wire.messages import AskStatus, PastStep, PeerStatus, Watch, Watched
 from tests.peers.admitted import OTHER, TRAINER, admitting
+from tests.peers.liars.test_false_answers import audited_run
 from tests.peers.loops import Stranger, Swarm, obey, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -500,6 +501,12 @@ async def test_a_peer_watches_its_stage_and_those_beside_it_and_who_coordinates_
         # do.
         wanted = {"s0p0": {0, 1}, "s2p0": {0, 1, 2}, "s2p1": {1, 2}}
         await s.until(lambda: {name: there.watched for name, there in watched.items()} == wanted)
+
+
+async def test_where_answers_are_audited_a_peer_watches_the_stage_at_which_chains_begin() -> None:
+    async with swarm(audited_run(stages=4), replicas=1) as s:
+        await s.until_serving()
+        await s.until(lambda: s.network.peers["s3p0"].directory.watched == {0, 1, 2, 3})
 
 
 async def test_who_serves_says_how_fast_its_device_is_before_there_is_work() -> None:
