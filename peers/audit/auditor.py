@@ -128,7 +128,9 @@ class Auditor:
         said = len(counted & found.agreed)
         only = None
         if said < min(2, len(serving)):  # all others look like liars with what it makes up
-            only = self._gave_alone[stage] = found.agreed
+            only = found.agreed
+            if not before:  # after the others all are asked again: by now two may agree
+                self._gave_alone[stage] = only
             text = f"stage {stage}: one peer alone gives version {version}, with which no other is audited"
             self._emit(events.Note(text=text))
         if t < run.steps:

@@ -7404,4 +7404,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:\n",
         "A report that comes late after newer ones, and after its replica was forgotten, ends its handler.",
     ),
+    Mutation(
+        "at-the-end-only-the-other-one-is-asked",
+        "peers/audit/auditor.py",
+        "if not before:  # after the others all are asked again: by now two may agree",
+        "if True:",
+        "Of two replicas an auditor hears one after the other, and does not end with the run.",
+        ("test_auditor",),
+    ),
 )

@@ -81,6 +81,19 @@ async def test_honest_contributions_fit_and_the_auditor_ends_with_the_run() -> N
     assert all((row == 8).all() for row in s.count_matrix().values())
 
 
+async def test_of_two_that_both_gave_the_last_version_alone_once_both_are_asked_again() -> None:
+    """An auditor that asked each time the one that it had not asked before did not end with the run."""
+    async with swarm(run_of(steps=2), replicas=2) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until(lambda: all(peer.core.version == 2 for peer in s.peers.values()))
+        auditor: Any = add_auditor(s, 0)
+        auditor._gave_alone[0] = {"s0p0"}
+        await s.until(lambda: s.tasks[AUDITOR].done(), limit_s=60.0)
+        alone = [note.text for note in s.seen(Note) if "one peer alone gives version 2" in note.text]
+        assert len(alone) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("audits", [True, False])
 async def test_what_an_auditor_finds_the_stage_finds_as_well_and_nobody_does_without_it(audits: bool) -> None:
