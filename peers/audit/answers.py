@@ -142,9 +142,9 @@ class AnswerAudits:
         accomplices may have that.
         """
         stage, mb = self._core.stage - 1, Microbatch(ask.statement.t, ask.statement.m)
-        both = self._kept.counts(ask.peer, stage + 1)
+        is_known = self._kept.counts(ask.peer, stage + 1)
         for link in ask.through[:1]:
-            if self._callers and not (both and self._kept.counts(link.peer, stage)):
+            if self._callers and not (is_known and self._kept.counts(link.peer, stage)):
                 self._callers.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
 
     async def _what_came(self, ask: AuditAnswer) -> Shown:

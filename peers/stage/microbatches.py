@@ -212,10 +212,7 @@ class MicrobatchServer:
         """Whether the inputs of a microbatch are not those that it is kept with. These may have come from a
         liar, which its stage does without; what other devices compute differs as well.
         """
-        receipt = kept.answer.hops[0].receipt
-        if not self._is_audited or receipt is None:
-            return False
-        return signed_inputs(work) != receipt.inputs
+        return self._is_audited and kept.inputs_digest not in (b"", signed_inputs(work))
 
     async def _feed_again(self, step: OpenStep, work: Work, request: Request) -> KeptMicrobatch:
         """Answer to other inputs. What came first stays in the sum: a caller that answered truly, and feeds

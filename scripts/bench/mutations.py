@@ -5803,7 +5803,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answer-to-other-inputs-from-memory",
         "peers/stage/microbatches.py",
-        "return signed_inputs(work) != receipt.inputs",
+        'return self._is_audited and kept.inputs_digest not in (b"", signed_inputs(work))',
         "return False",
         "Who was fed by a liar answers an honest caller with the gradients of the liar's inputs.",
         ("test_receipts",),
@@ -7241,7 +7241,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-make-inputs",
         ANSWER_AUDITS,
-        "if self._callers and not (both and self._kept.counts(link.peer, stage)):",
+        "if self._callers and not (is_known and self._kept.counts(link.peer, stage)):",
         "if False:",
         "A peer signs inputs that suit by another name of its own.",
         ("test_false_inputs",),
@@ -7345,7 +7345,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-one-with-voice-sent-a-stranger-is-not-computed-again",
         ANSWER_AUDITS,
-        "not (both and self._kept.counts(link.peer, stage))",
+        "not (is_known and self._kept.counts(link.peer, stage))",
         "not self._kept.counts(link.peer, stage)",
         "One with voice has a stranger pass on what it makes up.",
         ("test_false_inputs",),
