@@ -102,6 +102,9 @@ class StageCoordinator:
         self.members: dict[PeerId, Member] = {}
         self.voice: Mapping[PeerId, int] = {}
         """Of the replicas, as far as the directory knows them."""
+        self.newest = 0
+        """The newest version of the stage, as of the last decisions."""
+        self._at_newest: dict[PeerId, ReplicaReport] = {}
         self.run_version = 0
         """Where the run is in the present generation, as the other stages and trainers say."""
         self.losses: dict[int, float] = {}
@@ -161,7 +164,9 @@ class StageCoordinator:
         self._decisions, self._left_out, self._doubled = {}, {}, {}
         resting = (p for p in {*self.members, *self.voice} if self.blame.left_out(p, now=now))
         self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
-        newest = self.newest_version()
+        newest = self.newest = self.newest_version()
+        there = {p: report for p, report in self.present().items() if report.version == newest}
+        self._at_newest = {p: there[p] for p in heard(there, self.voice)}
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
@@ -302,19 +307,17 @@ class StageCoordinator:
         self, peer: PeerId, *, commits: Mapping[int, Commit], behind_s: float, run_status: RunStatus
     ) -> Directive:
         """What `peer` is to do now."""
-        newest = self.newest_version()
-        there = {p: r for p, r in self.present().items() if r.version == newest}
-        at_newest = {p: there[p] for p in heard(there, self.voice)}
+        at_newest = self._at_newest
         # Different kinds of device differ in the last bits; at realignments the stage takes the majority's
         # bits.
         kind = self.members[peer].report.kind
-        alike = {p: r for p, r in at_newest.items() if r.kind == kind or realigns(self._run, newest)}
+        alike = {p: r for p, r in at_newest.items() if r.kind == kind or realigns(self._run, self.newest)}
         digests = {p: r.digest for p, r in alike.items() if r.digest}
         digest = rounds.digest_majority(digests, self.voice) if len(digests) == len(alike) and digests else ""
         sources = sorted(p for p, r in (alike or at_newest).items() if not digest or r.digest == digest)
         return Directive(
             run=self._run.id, stage=self._stage, coordinator=self._me, generation=self._agreed.generation,
-            version=newest, behind_s=int(behind_s), sources=tuple(sources[:MAX_SOURCES]), digest=digest,
+            version=self.newest, behind_s=int(behind_s), sources=tuple(sources[:MAX_SOURCES]), digest=digest,
             left_out=self._resting,
             steps=tuple(self._step_directive(t, decision, peer) for t, decision in self._decisions.items()),
             commits=newest_commits(commits, since=self.members[peer].report.version),
@@ -363,7 +366,7 @@ class StageCoordinator:
             steps.append(step)
         summary = StageSummary(
             run=self._run.id, stage=self._stage, generation=self._agreed.generation, number=number,
-            version=self.newest_version(), members=len(self.members), steps=tuple(steps),
+            version=self.newest, members=len(self.members), steps=tuple(steps),
             commits=newest_commits(commits),
         )  # fmt: skip
         self._told.append(summary)

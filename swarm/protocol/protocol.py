@@ -213,8 +213,9 @@ class StepProtocol:
     def speak(self, *, now: float) -> bool:
         """Report, or decide: on every change, and when `ready` said. Returns whether this peer leads."""
         self._spoke_s = now
+        coordinator = self.coordinator(self._stage, now=now)
         if not self._local.joined and not self._local.steps:
-            return self.coordinates(self._stage, now=now)
+            return coordinator == self._me
         if self.belief.needs_proof and self._local.version < self._run.steps:
             first = list[PeerId]()
             for stage in {self._stage, 0}:
@@ -225,10 +226,9 @@ class StepProtocol:
             # Those that have only just taken this step counted its time as well.
             following = min(self._local.version + 1, self._run.steps - 1)
             passed = partial(_is_passed, following, self._me, *seen)
-            leads = self.coordinates(self._stage, now=now)
-            if self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed):
+            if self._rotation.waits(now=now, counts=not away, leads=coordinator == self._me, passed=passed):
                 self._followed_s = now
-        coordinator = self.coordinator(self._stage, now=now)
+                coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
         elif coordinator is not None:
@@ -290,14 +290,17 @@ class StepProtocol:
                 f"this is stage {self._stage}"
             )
         if sender == directive.coordinator == self.coordinator(self._stage, now=now):
-            self.directive_came(directive, now=now)
+            self.directive_came(directive, now=now, seen=sender)
 
-    def directive_came(self, directive: Directive, *, now: float) -> None:
-        """Follow a directive of this replica's coordinator: the answer to its report, or its own decision."""
+    def directive_came(self, directive: Directive, *, now: float, seen: PeerId | None = None) -> None:
+        """Follow a directive of this replica's coordinator: the answer to its report, or its own decision.
+
+        `seen`: the coordinator, if the caller has just found it.
+        """
         last = self.directive
         if last and last.coordinator == directive.coordinator and directive.is_overtaken_by(last):
             return
-        seen = self.coordinator(self._stage, now=now)
+        seen = seen or self.coordinator(self._stage, now=now)
         if directive.coordinator == seen:
             self._led_s = now
         elif last is not None and last.coordinator == seen and now - self._led_s < LED_S:
@@ -414,15 +417,18 @@ class StepProtocol:
             self._update_run_status(now)
             stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
-        newest = stage.newest_version()
         late = self.belief.needs_proof and now - self._moved_s >= self._timings.lost_s
-        knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
+        knows = (
+            self.belief.past(stage.newest, number=int(now))
+            if late and stage.holds(stage.newest)
+            else set[PeerId]()
+        )
         for peer in sorted(self._to_tell(0, coordinator, told, more, now) | knows):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)
             if peer == self._me:
-                self.directive_came(replace(directive, number=next(self._numbers)), now=now)
+                self.directive_came(replace(directive, number=next(self._numbers)), now=now, seen=peer)
             elif is_untold(directive, self._told.get(peer)):
                 self._told[peer] = directive
                 self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
@@ -435,7 +441,7 @@ class StepProtocol:
 
     def _check_behind(self, now: float) -> None:
         """Notice that the run has gone on without this stage: no replica has what the others have taken."""
-        newest = self._coordinator.newest_version()
+        newest = self._coordinator.newest
         behind = self._coordinator.run_version > newest
         # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
         # is lost.

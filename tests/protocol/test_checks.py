@@ -137,6 +137,7 @@ def coordinator(*reports: tuple[str, str, str]) -> StageCoordinator:
 
 
 def directed(this: StageCoordinator, peer: str) -> tuple[str, tuple[str, ...]]:
+    this.decide(now=NOW)
     told = this.directive_for(peer, commits={}, behind_s=0.0, run_status=RunStatus())
     return told.digest, told.sources
 
