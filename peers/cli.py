@@ -243,7 +243,7 @@ def print_completion(given: Any) -> None:
     each.help = ""  # what is suppressed is not completed
     for action in (action for one in each.choices.values() for action in one._actions):
         if action.metavar in ("FILE", "DIR", "SOCKET"):
-            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore
+            action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     print(shtab.complete(parser, given.shell))
 
 

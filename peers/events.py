@@ -399,7 +399,7 @@ class Failed(Event, frozen=True):
 EVENTS = tuple(cls for cls in (*Event.__subclasses__(), *Problem.__subclasses__()) if cls is not Problem)
 
 _DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
-    Union[EVENTS]  # noqa: UP007  # pyright: ignore[reportInvalidTypeForm]
+    Union[EVENTS]  # type: ignore  # noqa: UP007
 )
 
 

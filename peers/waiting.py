@@ -39,7 +39,7 @@ async def happens(event: asyncio.Event, limit_s: float) -> bool:
     """Whether `event` is set, waiting for it at most `limit_s`."""
     if not event.is_set() and limit_s > 0:
         # As `Event.wait` does it. With a task for that, these were a quarter of all callbacks of a peer.
-        loop, waiters = asyncio.get_running_loop(), event._waiters  # type: ignore[attr-defined]
+        loop, waiters = asyncio.get_running_loop(), event._waiters
         waiter: asyncio.Future[bool] = loop.create_future()
         waiters.append(waiter)
         timer = loop.call_later(limit_s, _end, waiter)

@@ -32,7 +32,7 @@ def eval_data(run: Run) -> Run:
     """The run with the data of its evaluation as those that it has."""
     spec = run.eval
     made = {"source": "files", "code": ""} if spec.data == "files" else {"source": "code", "code": spec.data}
-    data = replace(run.data, **made, sha256=spec.sha256, tokens=spec.tokens, root="", mixture="")
+    data = replace(run.data, **made, sha256=spec.sha256, tokens=spec.tokens, root="", mixture="")  # type: ignore
     return replace(run, data=data, eval=EvalSpec())
 
 

@@ -14,7 +14,7 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
-        asked = self.server.asked  # pyright: ignore[reportAttributeAccessIssue]
+        asked = self.server.asked  # type: ignore
         asked.append(self.path)
         if not path.is_file():
             self.send_error(404, "Gone")
@@ -40,7 +40,7 @@ class Server:
     def __init__(self, folder: Path, handler: type[Handler] = Handler) -> None:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
         self.asked: list[str] = []
-        self._http.asked = self.asked  # pyright: ignore[reportAttributeAccessIssue]
+        self._http.asked = self.asked  # type: ignore
         self.folder, self.url = folder, f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()

@@ -652,7 +652,7 @@ def test_a_table_given_as_a_value_is_refused() -> None:
 @pytest.mark.parametrize("ids", [["alice"], [ALICE, ALICE], [ALICE + "A"], ["12D3KooW" + "0" * 44], [1]])
 def test_trainers_must_be_different_peer_ids(ids: list[Any]) -> None:
     with pytest.raises(SetupError, match=r"^admission\.trainers = .* at most 200 different peer ids"):
-        AdmissionSpec(trainers=ids)  # pyright: ignore[reportArgumentType]
+        AdmissionSpec(trainers=ids)  # type: ignore
 
 
 @pytest.mark.parametrize("name", ["", " x", "a\nb", 'a"b', "a\\b", "é", "x" * 64])

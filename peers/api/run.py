@@ -110,7 +110,8 @@ class Run:
         values["model"] = table | {key: value for key, value in given.items() if value is not None}
         found, code = run_of(values), None
         if self.module is not None or columns is not None:
-            example = self.module and sample_of(found, self.module, inputs, loss, targets, columns)
+            module = self.module
+            example = None if module is None else sample_of(found, module, inputs, loss, targets, columns)
             code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
             import_file(code)
             found = _written(found, code)

@@ -186,9 +186,10 @@ class TranscriptRecorder:
         self, record: PeerRecord, told: Convicted | None, stage: Stage, accused: PeerId
     ) -> tuple[Evidence, Signed] | None:
         """What convicted a peer of a stage, by the word of a replica; None if that is not signed by both."""
-        run, signer, evidence = self._run, self._transport.signer, told and told.evidence
-        if told is None or evidence is None:
+        run, signer = self._run, self._transport.signer
+        if told is None or told.evidence is None:
             return None
+        evidence = told.evidence
         if (evidence.accused, evidence.statement.stage) != (accused, stage):
             return None
         if not is_signed_by_accused(signer, run, evidence):

@@ -60,7 +60,7 @@ def telling_cells(run: Run, emit: Emit) -> Emit:
     def told(event: Event) -> None:
         stage = getattr(event, "stage", None)
         tells = isinstance(stage, int) and stage >= 0
-        emit(replace(event, stage=run.cell(stage)) if tells else event)  # type: ignore[call-arg]
+        emit(replace(event, stage=run.cell(stage)) if tells else event)
 
     return told if run.cells > run.S else emit
 

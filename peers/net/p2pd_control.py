@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
 # (protobuf's generated modules and hivemind's attributes carry no types)
 """Talking to our p2pd: requests on its control socket, and the short calls between peers that the DHT makes.
 

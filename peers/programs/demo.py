@@ -249,7 +249,7 @@ def _manifest_of(options: DemoOptions) -> manifest.Run:
         if options.stages is not None:
             cut = {"cut": ""} if run.brings_model else {}
             start = replace(run.start, digests=())
-            run = replace(run, model=replace(run.model, stages=options.stages, **cut), start=start)
+            run = replace(run, model=replace(run.model, stages=options.stages, **cut), start=start)  # type: ignore
         given = {name: getattr(options, name) for name in ("steps", "seed")}
         run = replace(run, **{name: value for name, value in given.items() if value is not None})
         if options.codec is not None:

@@ -281,7 +281,7 @@ def plan_codecs(
         else CodecSpec.symmetric(codec).backward
         for boundary, codec in enumerate(forward)
     )
-    codecs = replace(run.codec, forward=forward, backward=backward)
+    codecs = replace(run.codec, forward=forward, backward=backward)  # type: ignore
     if forward:
         replace(run, codec=codecs)  # it must be a manifest that can be
     return codecs, found_s

@@ -344,7 +344,7 @@ def evaluate(
         loss=loss,
         samples=len(offsets),
         seconds=time.monotonic() - began,
-        **of_text,
+        **of_text,  # type: ignore
     )
 
 

@@ -100,7 +100,7 @@ class Process:
             asyncio.tasks._unregister_task(task)
             with contextlib.suppress(BaseException):
                 # In this context: what a `finally` still begins ends here as well.
-                self.context.copy().run(task.get_coro().close)  # type: ignore[union-attr]
+                self.context.copy().run(task.get_coro().close)
         sys.unraisablehook = hook
 
     def stop(self) -> None:
@@ -255,7 +255,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
 
     # -- what asyncio asks for --------------------------------------------------------------------
 
-    get_debug = staticmethod(bool)  # type: ignore[assignment]  # False: each task and future asks
+    get_debug = staticmethod(bool)  # False: each task and future asks
 
     def time(self) -> float:
         return self.now_s

@@ -230,7 +230,7 @@ class _Cache(NamedTuple):
             folder.mkdir()
         return cls(folder, dtype)
 
-    def index(self, root: str) -> Index | None:
+    def index(self, root: str) -> Index | None:  # type: ignore
         """That of the tokens with this root; None if they are not here, or not all of them."""
         path = self.folder / root
         if not (path / NAME).exists():

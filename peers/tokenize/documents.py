@@ -121,7 +121,7 @@ def of_column(table: Any, field: str, where: str) -> Iterator[str]:
 
 def _arrow(path: Path) -> Any:
     try:
-        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet
     except ImportError:
         raise SetupError(f"{path} needs pyarrow: pip install 'swarm-train[data]'") from None
     return pyarrow
@@ -168,7 +168,7 @@ def hub_parts(text: str, field: str) -> tuple[HubPart, ...]:
         raise SetupError(f"{text} is no hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT]")
     name, revision, config, split = found.groups()
     try:
-        import datasets  # pyright: ignore[reportMissingImports]
+        import datasets
     except ImportError:
         raise SetupError(f"{text} needs datasets: pip install 'swarm-train[data]'") from None
     try:

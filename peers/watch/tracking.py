@@ -57,7 +57,7 @@ class Report:
 
 
 def _wandb(run: Run) -> tuple[Log, Callable[[], object]]:
-    import wandb  # pyright: ignore[reportMissingImports]
+    import wandb
 
     opened = wandb.init(
         project=PROJECT, id=run.id, name=run.name, resume="allow", config={"manifest": run.to_toml()}
@@ -80,7 +80,7 @@ def _tensorboard(run: Run) -> tuple[Log, Callable[[], object]]:
 
 
 def _trackio(run: Run) -> tuple[Log, Callable[[], object]]:
-    import trackio  # pyright: ignore[reportMissingImports]
+    import trackio
 
     opened = trackio.init(project=PROJECT, name=f"{run.name}-{run.id}", resume="allow")
     return lambda version, numbers: opened.log(dict(numbers), step=version), trackio.finish

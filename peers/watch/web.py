@@ -185,7 +185,8 @@ def _stamp(at: float) -> str:
 
 class WholeRun:
     def __init__(self, health: Callable[[], SwarmHealth]) -> None:
-        self._health, self._shown, self._ticks = health, None, 0
+        self._health, self._ticks = health, 0
+        self._shown: SwarmHealth | None = None
         self._title = head(back=False)
         self._stats = Stats("step", "loss", "held out", "tokens/s", "left", "peers", "trainers", "seen")
         self._bar = ui.linear_progress(0.0, show_value=False)

@@ -37,9 +37,9 @@ MEMORY_SAMPLES = 2000
 
 def fuzz(name: str, folder: Path, arguments: list[str]) -> None:
     """Fuzz one target in this process, which ends with it."""
-    import atheris  # pyright: ignore[reportMissingImports]
+    import atheris  # type: ignore
 
-    with atheris.instrument_imports(include=["swarm", "peers"]):  # pyright: ignore[reportAttributeAccessIssue]
+    with atheris.instrument_imports(include=["swarm", "peers"]):  # type: ignore
         from tests.fuzz.targets import TARGETS
 
     target = TARGETS[name]

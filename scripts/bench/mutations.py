@@ -1659,7 +1659,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "compare-all-kinds-of-devices",
         COORDINATOR,
-        "if r.kind == kind or realigns(self._run, newest)}",
+        "if r.kind == kind or realigns(self._run, self.newest)}",
         "}",
         "Replicas on different devices take each other's state at every step.",
         SWARMS,
@@ -5551,8 +5551,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-of-a-step-that-others-took",
         PROTOCOL,
-        "counts=not away, leads=leads, passed=passed)",
-        "counts=not away, leads=leads)",
+        "counts=not away, leads=coordinator == self._me, passed=passed)",
+        "counts=not away, leads=coordinator == self._me)",
         "A replica whose cut has healed coordinates itself alone for half a minute, while the others go on.",
         ("test_council",),
     ),

@@ -18,7 +18,7 @@ from swarm.manifest.tables import MODEL_KINDS, TABLES, CustomModelSpec, DataSpec
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    import tomli as tomllib
 
 
 def _sizes(layers: int, hidden: int, heads: int, **others: Any) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _refuse_unknown(spec: type[Spec], values: dict[str, Any]) -> None:
             raise SetupError(
                 f"[{told}] in the run's manifest: unknown table{hint}; its tables are {', '.join(tables)}"
             )
-        key = spec._key(told)  # pyright: ignore[reportPrivateUsage]
+        key = spec._key(told)  # type: ignore
         where = f"[{spec.section}]" if spec.section else "a manifest, before its tables,"
         others = [(table, one) for table, one in TABLES.items() if table != spec.section]
         at = [f" (it stands in [{table}])" for table, one in others if name in _known(one)]
@@ -182,7 +182,7 @@ def _refuse_missing(*tables: tuple[type[Spec], dict[str, Any]]) -> None:
     for spec, values in tables:
         for name, item in _known(spec).items():
             if name not in values and item.default is MISSING:
-                key = spec._key(name)  # pyright: ignore[reportPrivateUsage]
+                key = spec._key(name)  # type: ignore
                 lacking[key] = item.metadata["rule"].allowed
                 more = more or (
                     ", or give model.preset" if spec is ModelSpec and name in PRESETS["1M"] else ""

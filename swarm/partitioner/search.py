@@ -155,7 +155,7 @@ def _orders(task: _Task) -> list[tuple[int, ...]]:
     """Different topological orders, the graph's own first; one for a chain."""
     rng = np.random.default_rng(0)
     ranks = (rng.permutation(len(task.row)).tolist() for _ in range(RANDOM_ORDERS))
-    found = [_depth_first(task, dict(zip(task.row, rank, strict=True))) for rank in ranks]
+    found = [_depth_first(task, dict(zip(task.row, rank, strict=True))) for rank in ranks]  # type: ignore
     return list(dict.fromkeys([task.row, *found]))
 
 

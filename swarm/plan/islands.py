@@ -108,7 +108,7 @@ def search_islands(
                 used = plan.stage_of != IDLE
                 cell_of[members[used]] = island * job.stages + plan.stage_of[used]
         except SetupError as error:
-            failed.append(SetupError(f"island {island}: {error.text}"))
+            failed.append(SetupError(f"island {island}: {error.text}"))  # type: ignore
             continue
         found.append(predict_islands(network, job, islands, cell_of))
     if not found:

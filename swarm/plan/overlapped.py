@@ -151,7 +151,7 @@ class Overlap:
         of_N = np.asarray(stage_of, dtype=np.int64)
         row = np.argsort(of_N, kind="stable")  # stage by stage, in each the devices in their order
         ends = np.searchsorted(of_N[row], np.arange(self.job.stages + 1)).tolist()
-        stages = [self._stage(s, row[a:b].tobytes()) for s, (a, b) in enumerate(pairwise(ends))]
+        stages = [self._stage(s, row[a:b].tobytes()) for s, (a, b) in enumerate(pairwise(ends))]  # type: ignore
         return stages, [self._boundary(s, a, b) for s, (a, b) in enumerate(pairwise(stages))]
 
     def _stays_s(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> list[float]:

@@ -418,11 +418,8 @@ class StepProtocol:
             stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
         late = self.belief.needs_proof and now - self._moved_s >= self._timings.lost_s
-        knows = (
-            self.belief.past(stage.newest, number=int(now))
-            if late and stage.holds(stage.newest)
-            else set[PeerId]()
-        )
+        newest = stage.newest
+        knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
         for peer in sorted(self._to_tell(0, coordinator, told, more, now) | knows):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:

@@ -24,8 +24,8 @@ def test_a_notebook_has_one_bar_which_is_drawn_anew(monkeypatch: pytest.MonkeyPa
         return SimpleNamespace(update=lambda content, raw: shown.append(content))
 
     shell = SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     progress = Progress("<run>", 8)
     progress(step(0))
     progress(step(7))

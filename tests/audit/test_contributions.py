@@ -87,7 +87,7 @@ def test_what_is_nothing_but_rounding_is_not_far() -> None:
     (one,) = step_of(chain, 0, 2, (0,))
     recount = Recount(chain.stages[2].snapshot(0), 0, CHUNK)
     recount.add(*one)
-    recount._compute.sums.of(0).zero_()  # pyright: ignore[reportPrivateUsage]
+    recount._compute.sums.of(0).zero_()  # type: ignore
     noise = (chain.stages[2].sums.of(0)[100:500].double() * 4e-7).to(torch.int64)
     assert noise.count_nonzero() and not recount.is_far(noise)
     assert recount.is_far(chain.stages[2].sums.of(0)[100:500])

@@ -81,7 +81,6 @@ from swarm.wire.version import PROTOCOL_VERSION
 from tests.example import example_run
 from tests.sealed import put
 
-# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 # (protobuf's generated modules carry no types)
 
 

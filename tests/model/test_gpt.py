@@ -18,8 +18,8 @@ from swarm.manifest import PRESETS, ModelSpec, demo_run
 from swarm.model.evaluate import given_decoder, with_weights
 from swarm.model.gpt import (
     Widen,
-    _rotate,  # pyright: ignore[reportPrivateUsage]
-    _rotations,  # pyright: ignore[reportPrivateUsage]
+    _rotate,
+    _rotations,
     layer_flops,
     layer_split,
     stage_skeleton,

@@ -138,7 +138,7 @@ def test_moments_in_bfloat16_follow_those_in_float32_however_slowly_they_change(
     spec = OptimizerSpec(lr=1e-3, beta2=0.9999, weight_decay=0.0)
     weights, squares = [], []
     for moments in ("float32", "bfloat16"):
-        ours = flat_optimizer(replace(spec, moments=moments), 4000, 4000, torch.float32)  # type: ignore[arg-type]
+        ours = flat_optimizer(replace(spec, moments=moments), 4000, 4000, torch.float32)
         flat = torch.zeros(4000)
         ours.vectors["exp_avg_sq"].fill_(1.0)
         for t in range(300):

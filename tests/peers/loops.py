@@ -353,7 +353,7 @@ class Stranger:
 
 def obey(peer: StagePeer, directive: Directive) -> None:
     """Have a peer do what a directive says, however old it is."""
-    local = peer.coordination._local()  # pyright: ignore[reportPrivateUsage]
+    local = peer.coordination._local()  # type: ignore
     for action in follow(peer.core.me, local, directive, {c.t: c for c in directive.commits}, now=now_s()):
         peer.actions.act(action)
 

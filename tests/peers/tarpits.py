@@ -127,7 +127,7 @@ def answer_late(
     for name, peer in slow.items():
 
         async def slowly(request: Request, peer: StagePeer = peer) -> Answer:
-            answer = await peer.microbatches._serve_work(request)  # pyright: ignore[reportPrivateUsage]
+            answer = await peer.microbatches._serve_work(request)  # type: ignore
             await asyncio.sleep(by_s)
             if blamed is None:
                 return answer

@@ -57,7 +57,7 @@ class Seen:
 
     def look(self, after_s: float = 1.0, **what: object) -> SwarmHealth:
         self.now += after_s
-        self.aggregator.observe(Observation(at=self.now, **what))  # pyright: ignore[reportArgumentType]
+        self.aggregator.observe(Observation(at=self.now, **what))  # type: ignore
         return self.aggregator.health(now=self.now)
 
     def say(self, after_s: float = 1.0, **more: object) -> SwarmHealth:

@@ -191,7 +191,7 @@ class Program:
         """None while it runs; minus the signal if one killed it."""
         return self._process.poll()
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: signal.Signals) -> None:  # type: ignore
         """To this process only."""
         self._process.send_signal(number)
 

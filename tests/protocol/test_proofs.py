@@ -186,7 +186,7 @@ def test_what_proves_nothing_is_refused(said: Commit, why: str) -> None:
         this = belief(*THERE)
         this.check_commit(said, GENERATION, None)
         for stage, proofs in enumerate(said.proofs):
-            this._silent(proofs, stage, 0)  # pyright: ignore[reportPrivateUsage]
+            this._silent(proofs, stage, 0)  # type: ignore
 
 
 def test_two_peers_with_voice_do_not_change_the_norm_of_a_stage_that_knows_better() -> None:
@@ -299,7 +299,7 @@ def fetches(
     """Whether bob fetches a result that ann tells of."""
     records = [record("ann", steps=60), record("bob", steps=bobs), record("cid", steps=cids)]
     this = protocol_of("bob", *records)
-    this._run = run  # pyright: ignore[reportPrivateUsage]
+    this._run = run
     step = Step(0, Ledger(0, RUN.M))
     step.give_all(gave_all)
     this.belief.excuse(0, excused)

@@ -175,7 +175,7 @@ def test_in_whatever_order_a_step_moves_by_the_table_only(names: list[str]) -> N
         "prepare": ((Prepared("r", 1.0, ""),), {}),
     }  # fmt: skip
     seen = [this.state]
-    go = this._go  # pyright: ignore[reportPrivateUsage]
+    go = this._go  # type: ignore
 
     def noted(state: StepState) -> None:
         go(state)

@@ -115,7 +115,7 @@ class PlainStream(Stream):
         if nbytes < SMALL_BYTES:
             self._small_came(1)
 
-    def writelines(self, list_of_data: Sequence[Buffer]) -> None:
+    def writelines(self, list_of_data: Sequence[Buffer]) -> None:  # type: ignore
         self._below.writelines(list_of_data)
 
 
@@ -184,7 +184,7 @@ class SealedStream(Stream):
             self._most_unsent = 2 * self.end.chunk_bytes
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self._most_unsent)
 
-    def writelines(self, list_of_data: Sequence[Buffer]) -> None:
+    def writelines(self, list_of_data: Sequence[Buffer]) -> None:  # type: ignore
         """As few records as it takes, for all of these together."""
         if len(list_of_data) > 1 and now_s() - self._observed_at >= FRESH_S:  # a chunk of a body
             self._keep_queue_short()

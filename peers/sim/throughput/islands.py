@@ -56,7 +56,7 @@ class IslandsReport:
         for each in self.islands:
             busy_S += np.array(each.busy_s) / max(each.version, 1)
             devices_S += np.array(each.there_s) / each.end_s
-        return (busy_S / np.maximum(devices_S, 1e-12) / self.step_s).tolist()
+        return (busy_S / np.maximum(devices_S, 1e-12) / self.step_s).tolist()  # type: ignore
 
     def sent_bytes(self, what: str) -> float:
         """In a step, of all islands: `boundary_bytes` or `reduce_bytes`."""
@@ -87,7 +87,7 @@ def simulate_islands(
         settings = replace(settings or Settings(), checkpoint_every=islands.local_steps)
     reports = [
         simulate(
-            part_of(network, members), job, (cell_N[members] % job.stages).tolist(), end_s=end_s,
+            part_of(network, members), job, (cell_N[members] % job.stages).tolist(), end_s=end_s,  # type: ignore
             steps=STEPS if trace is None else None, settings=settings, trace=its, seed=seed + number,
         )
         for number, (members, its) in enumerate(zip(members_of, traces, strict=True))

@@ -20,4 +20,4 @@ class Played(Unhurried):
         super().add(found if found.mb.m == 0 else replace(found, terms={}))
 
 
-swarm.model.stage.StageCompute = Played  # type: ignore[misc]
+swarm.model.stage.StageCompute = Played

@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from peers.system import usable_cores
-from swarm.audit.answers import FAR, NOISE, _distance, _values, is_far, make, norm  # pyright: ignore[reportPrivateUsage]
+from swarm.audit.answers import FAR, NOISE, _distance, _values, is_far, make, norm
 from swarm.audit.contributions import Recount
 from swarm.ids import Microbatch
 from swarm.manifest import Run

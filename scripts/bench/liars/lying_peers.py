@@ -110,7 +110,7 @@ class MaybeLying(StagePeer):
             await asyncio.sleep(0.05)
 
 
-server.StagePeer = MaybeLying  # type: ignore[misc]
+server.StagePeer = MaybeLying
 
 
 class MaybeLyingKeeper(CheckpointKeeper):
@@ -140,4 +140,4 @@ def make_up(store: CheckpointStore, version: int, records: Callable[[], Sequence
     store.versions, store.load = versions, lambda at: false  # type: ignore[method-assign]
 
 
-keeper.CheckpointKeeper = MaybeLyingKeeper  # type: ignore[misc]
+keeper.CheckpointKeeper = MaybeLyingKeeper

@@ -79,7 +79,7 @@ def train(run: Run, text: Path, *, rounded: bool) -> Trained:
     found = Trained(stage.layout.sum_numel, [], [], [])
 
     def bytes_each() -> float:
-        sums = stage._sums  # pyright: ignore[reportPrivateUsage]
+        sums = stage._sums  # type: ignore
         flat = torch.zeros(found.numel, dtype=torch.int64)
         for name, (start, end, _) in stage.layout.terms.items():
             flat[start:end] = sums[name]

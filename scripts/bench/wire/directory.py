@@ -1,4 +1,3 @@
-# pyright: reportAttributeAccessIssue=false
 # (protobuf's generated modules carry no types)
 """What the live directory costs a peer, by number of peers: for `scale.py`.
 

@@ -391,7 +391,7 @@ class Control:
 )
 async def test_an_answer_that_cannot_be_ends_nothing_and_costs_little(said: object, believed: bool) -> None:
     at = node()
-    at.control = Control(said)  # pyright: ignore
+    at.control = Control(said)  # type: ignore
     assert (await at.read(peer_id(1), {bytes(20): {}}, 1000) is not None) == believed
 
 
@@ -399,7 +399,7 @@ async def test_an_answer_that_cannot_be_ends_nothing_and_costs_little(said: obje
 async def test_who_asks_is_known_as_a_node_once_it_has_answered(said: object, known: bool) -> None:
     """Hundreds of strangers that only ask would stand between the nodes and their keys."""
     at = node()
-    at.control = Control(said)  # pyright: ignore
+    at.control = Control(said)  # type: ignore
     await at.answer(msgspec.msgpack.encode(Find([KEY])), peer_id(1))
     while at._tasks._tasks:
         await asyncio.sleep(0)
@@ -414,8 +414,8 @@ async def test_no_more_of_those_who_ask_are_pinged_than_may_be() -> None:
         asked.append(peer)
         return b""
 
-    at.control = Control("")  # pyright: ignore
-    at.control.call_peer = call_peer  # pyright: ignore
+    at.control = Control("")  # type: ignore
+    at.control.call_peer = call_peer  # type: ignore
     for number in range(1, 2 * int(dht_protocol.PINGED_AT_ONCE)):
         await at.answer(msgspec.msgpack.encode(Find([KEY])), peer_id(number))
     await asyncio.sleep(1.0)

@@ -188,7 +188,7 @@ async def test_a_peer_that_moves_keeps_its_voucher() -> None:
         mover = s.add_peer("m", 0, voucher=OwnVoucher())
         await s.until_serving()
         await s.add_stranger(TRAINER).ask("m", "voucher", given(voucher("m")), Ack)
-        mover._move(1)  # pyright: ignore[reportPrivateUsage]
+        mover._move(1)  # type: ignore
         await s.until(lambda: (r := s.network.records["m"]).stage == 1 and r.state == "serving")
         assert voice(s, "m", 41) == 30
 
@@ -334,7 +334,7 @@ def show_as_work_of(s: Swarm, liar: str, accomplices: Sequence[str]) -> None:
 
     async def serve(request: Request) -> Answer:
         work = unpack(request.header, Work)
-        answer = await server._serve_work(request)  # pyright: ignore[reportPrivateUsage]
+        answer = await server._serve_work(request)  # type: ignore
         done = unpack(answer.header, WorkDone)
         own, true = done.hops
         assert true.receipt is not None

@@ -67,8 +67,8 @@ def both_of_a_stage(change: Callable[[Any], None]) -> Callable[[Swarm, Trainer],
 
     def collude(s: Swarm, trainer: Trainer) -> None:
         for name in s.of_stage(1):
-            rounds = s.peers[name].actions._all_reduce  # pyright: ignore[reportPrivateUsage]
-            rounds._audits = None  # pyright: ignore[reportPrivateUsage]
+            rounds = s.peers[name].actions._all_reduce  # type: ignore
+            rounds._audits = None
             change(rounds)
 
     return collude
@@ -104,7 +104,7 @@ async def play(
 
         await s.until(over, limit_s=600.0)
         await asyncio.sleep(20.0)
-        await keeper._recorders[0].record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
+        await keeper._recorders[0].record(all_of_it=True)  # type: ignore
         return accused(s)
 
 

@@ -315,7 +315,7 @@ async def test_an_auditor_looks_at_a_step_once() -> None:
         s.add_trainer(TRAINER, steps=1)
         await s.until_version(1)
         for _ in range(2):
-            await auditor._audit_step(compute, 0, None)  # pyright: ignore[reportPrivateUsage]
+            await auditor._audit_step(compute, 0, None)  # type: ignore
         device.stop()
         assert auditor.audited and not s.seen(Trouble)
 
@@ -379,12 +379,12 @@ async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_
         await s.until(lambda: all(peer.core.version >= run.steps for peer in honest), limit_s=200.0)
         assert auditor.found == {"s1p1"}
         assert all(peer.convictions.convicted == {"s1p1"} for peer in honest)
-        assert trainer._verdicts.convicted == {"s1p1"}  # pyright: ignore[reportPrivateUsage]
+        assert trainer._verdicts.convicted == {"s1p1"}  # type: ignore
 
 
 def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
     """It has the other one of its stage retract all, and counts only what it has itself."""
-    stage: Any = s.peers[liar].coordination.protocol._coordinator  # pyright: ignore[reportPrivateUsage]
+    stage: Any = s.peers[liar].coordination.protocol._coordinator  # type: ignore
     present, directive_for = stage.present, stage.directive_for
 
     def directive(peer: str, **more: Any) -> Directive:
@@ -500,7 +500,7 @@ async def test_the_result_of_one_is_not_audited_with_a_state_that_another_alone_
         await end.directory.lookup_all()
         device.start()
         for given_by, audited in (("s1p1", 0), ("s1p0", 1)):
-            assert await auditor._audit_result(compute, 0, {given_by})  # pyright: ignore[reportPrivateUsage]
+            assert await auditor._audit_result(compute, 0, {given_by})  # type: ignore
             assert auditor.audited == audited
         device.stop()
 

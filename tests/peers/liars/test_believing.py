@@ -167,7 +167,7 @@ async def test_strangers_replace_no_weights_of_the_only_one_with_voice() -> None
         for name in strangers:
             await add_liar(s, name, 1, 2)
         to = Directive(run=RUN.id, stage=1, coordinator="a0", generation=FIRST, version=2, sources=strangers)
-        assert not await s.peers["s1p0"]._recovery.to(to)  # pyright: ignore[reportPrivateUsage]
+        assert not await s.peers["s1p0"]._recovery.to(to)  # type: ignore
         assert "others do not bear that out" in s.seen(Note)[-1].text
         assert_honest(s)
 

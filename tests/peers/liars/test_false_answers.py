@@ -232,7 +232,7 @@ def judges_falsely(s: Swarm, liar: StagePeer) -> None:
         return True
 
     liar.answer_audits.judge = sees_lies  # type: ignore[method-assign]
-    audit = liar.answer_audits._core.compute  # pyright: ignore[reportPrivateUsage]
+    audit = liar.answer_audits._core.compute  # type: ignore
     assert audit is liar.core.compute
     made = answer_audits.make
 
@@ -501,7 +501,7 @@ async def test_a_trainer_vouches_for_nobody_that_a_stage_has_convicted() -> None
         honest = [peer for name, peer in s.peers.items() if name not in ("s0p1", "s1p1")]
         await s.until(lambda: all(p.core.version >= RENEW_EVERY + 1 for p in honest), limit_s=60.0)
         assert [n for n in s.peers if not s.network.records[n].voucher] == ["s1p1"]
-        assert trainer._verdicts.convicted == {"s1p1"}  # pyright: ignore[reportPrivateUsage]
+        assert trainer._verdicts.convicted == {"s1p1"}  # type: ignore
 
 
 class Counting:

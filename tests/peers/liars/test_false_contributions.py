@@ -244,7 +244,7 @@ async def test_of_contributions_that_nobody_audits_no_samples_are_kept() -> None
             await s.until_serving()
             s.add_trainer(TRAINER)
             await s.until_finished()
-            checks = [c for p in s.peers.values() for c in p.contribution_audits._sums._checks.values()]  # pyright: ignore[reportPrivateUsage]
+            checks = [c for p in s.peers.values() for c in p.contribution_audits._sums._checks.values()]  # type: ignore
             assert len(checks) == 12
             assert all(bool(check.samples()) == (codec == run.codec) for check in checks)
 

@@ -82,9 +82,9 @@ def value(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Swarm, St
     """An owner whose results are changed."""
 
     def lie(s: Swarm, liar: StagePeer) -> None:
-        reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
-        honest = reducer._answer  # pyright: ignore[reportPrivateUsage]
-        reducer._answer = lambda total: change(honest(total))  # pyright: ignore[reportPrivateUsage]
+        reducer = liar.actions._all_reduce  # type: ignore
+        honest = reducer._answer  # type: ignore
+        reducer._answer = lambda total: change(honest(total))
 
     return lie
 
@@ -164,9 +164,9 @@ def answers(liar: StagePeer, method: str, change: Callable[[Request, Answer], An
 
 def checks(liar: StagePeer) -> SumCheck:
     """Of the liar's newest round."""
-    reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
-    assert reducer._audits is not None  # pyright: ignore[reportPrivateUsage]
-    return list(reducer._audits._checks.values())[-1]  # pyright: ignore[reportPrivateUsage]
+    reducer = liar.actions._all_reduce  # type: ignore
+    assert reducer._audits is not None  # type: ignore
+    return list(reducer._audits._checks.values())[-1]  # type: ignore
 
 
 def resigned(s: Swarm, check: SumCheck, done: PartDone, body: list[bytes]) -> Answer:
@@ -249,8 +249,8 @@ async def test_a_contribution_that_was_not_signed_is_not_added() -> None:
             proof = honest(place)
             return msgspec.structs.replace(proof, chunks=bytes(32)) if left >= 0 else proof
 
-        reducer = liar.actions._all_reduce  # pyright: ignore[reportPrivateUsage]
-        audit = reducer._audits  # pyright: ignore[reportPrivateUsage]
+        reducer = liar.actions._all_reduce  # type: ignore
+        audit = reducer._audits  # type: ignore
         assert audit is not None
         opened = audit.open
 

@@ -196,7 +196,7 @@ async def test_one_with_voice_has_no_result_of_a_step_that_has_just_begun(stage:
 def reports_of(s: Swarm, name: str, change: Callable[[StepReport], StepReport]) -> None:
     """What a replica reports of its steps from now on; it signs that."""
     this = s.peers[name].coordination.protocol
-    honest = this._report  # pyright: ignore[reportPrivateUsage]
+    honest = this._report  # type: ignore
 
     def lie(*, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         said, losses = honest(since=since)
@@ -269,7 +269,7 @@ async def test_a_round_that_a_slow_member_voids_for_one_is_finished_by_what_anot
             return answer
 
         slow.serve("reveal", reveal)
-        audits, finished = s.peers["s1p0"].all_reduce._audits, list[str]()  # pyright: ignore[reportPrivateUsage]
+        audits, finished = s.peers["s1p0"].all_reduce._audits, list[str]()  # type: ignore
         assert audits is not None
 
         async def finish(round_name: str, _: object) -> torch.Tensor:
@@ -289,13 +289,13 @@ async def test_a_result_is_finished_with_what_a_member_of_its_round_shows() -> N
         s.add_trainer(TRAINER)
         await ends(s)
         this = s.peers["s1p0"]
-        audits, check = this.all_reduce._audits, checks_of(this)[-1]  # pyright: ignore[reportPrivateUsage]
+        audits, check = this.all_reduce._audits, checks_of(this)[-1]  # type: ignore
         assert audits is not None
         reduced = torch.zeros(this.core.compute.numel)
         with pytest.raises(NotReady, match="nothing is left of round"):
             await audits.finish(check.plan.round, ["s1p1"])
         check.unchecked = reduced
-        del check._said[check.plan.members.index("s1p1")]  # pyright: ignore[reportPrivateUsage]
+        del check._said[check.plan.members.index("s1p1")]  # type: ignore
         with pytest.raises(NotReady, match="no member of the round has its result"):
             await audits.finish(check.plan.round, ["s0p1"])
         check.unchecked = reduced
@@ -358,9 +358,9 @@ async def test_one_that_withholds_what_a_check_needs_costs_its_budget(
 
 def checks_of(peer: StagePeer) -> list[SumCheck]:
     """Of its last rounds."""
-    audits = peer.all_reduce._audits  # pyright: ignore[reportPrivateUsage]
+    audits = peer.all_reduce._audits  # type: ignore
     assert audits is not None
-    return [*audits._checks.values()]  # pyright: ignore[reportPrivateUsage]
+    return [*audits._checks.values()]  # type: ignore
 
 
 @pytest.mark.parametrize("liar", ["a", LIAR])

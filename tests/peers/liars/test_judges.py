@@ -267,7 +267,7 @@ async def test_who_hears_that_a_peer_lied_waits_for_none_of_its_answers_any_more
             s.peers[name].convictions.pass_on(added_falsely(liar, stage), [])
         honest = [peer for name, peer in s.peers.items() if name != liar]
         await s.until(lambda: all(peer.core.version >= 2 for peer in honest), limit_s=2.0)
-        assert trainer._verdicts.convicted == {liar}  # pyright: ignore[reportPrivateUsage]
+        assert trainer._verdicts.convicted == {liar}  # type: ignore
 
 
 @pytest.mark.parametrize("what", ["answer", "contribution"])
@@ -303,7 +303,7 @@ async def test_a_trainer_is_told_nothing_by_strangers() -> None:
         call = s.network.peers["stranger"].transport.call
         with pytest.raises(Refused, match="a replica of that stage has to say it"):
             await call(TRAINER[:-1] + "U", "evidence", show, deadline_s=1.0)
-        assert not trainer._verdicts.convicted  # pyright: ignore[reportPrivateUsage]
+        assert not trainer._verdicts.convicted  # type: ignore
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -325,14 +325,14 @@ async def test_who_has_no_time_to_judge_is_asked_again_after_the_others(fits: bo
         judge("s1p0", math.inf)
         judge("s1p2", 2)
         judge("s1p3", 2 if fits else 0)
-        caller = s.peers["s0p0"]._audits  # pyright: ignore[reportPrivateUsage]
+        caller = s.peers["s0p0"]._audits  # type: ignore
         assert caller is not None
         said, signature = answer_of("s1p1")
         ask = AuditAnswer(run=RUN.id, peer="s1p1", statement=said, signature=signature)
         honest: list[str] = []
         judges = ["s1p0", "s1p2", "s1p3"]
         said_so = lambda: honest.append("it is")  # noqa: E731
-        await caller._audit(judges, ask, said_so, [])  # pyright: ignore[reportPrivateUsage]
+        await caller._audit(judges, ask, said_so, [])  # type: ignore
         assert honest == (["it is"] if fits else [])
         lost = [event.peer for event in s.seen(PeerLost)]
         assert lost == ([] if fits else ["s1p1"])

@@ -117,7 +117,7 @@ async def test_three_that_have_voice_and_answer_no_more_cost_three_budgets() -> 
     async with swarm(replace(run, name="tarpits 1"), seed=1) as s:
         honest, names = list(s.peers), ("z0", "z1", "z2")
         for stage, name in enumerate(names):
-            s.add_peer(name, stage).microbatches._left_out = tuple  # type: ignore[method-assign]
+            s.add_peer(name, stage).microbatches._left_out = tuple
         await s.until_serving()
         s.add_trainer("trainer")
         await s.until(lambda: all(s.peers[name].core.version >= began for name in honest))

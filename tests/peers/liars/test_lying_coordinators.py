@@ -65,7 +65,7 @@ def honest_s() -> float:
 
 def says_nothing(liar: StepProtocol) -> None:
     """To the replicas of its stage, of any step."""
-    honest = liar._coordinator.directive_for  # pyright: ignore[reportPrivateUsage]
+    honest = liar._coordinator.directive_for  # type: ignore
 
     def directive(*args: Any, **more: Any) -> Directive:
         return msgspec.structs.replace(honest(*args, **more), steps=())
@@ -74,7 +74,7 @@ def says_nothing(liar: StepProtocol) -> None:
 
 
 def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
-    honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
+    honest = liar._coordinator.summary  # type: ignore
 
     def summary(*args: Any, **more: Any) -> StageSummary:
         said = honest(*args, **more)
@@ -86,7 +86,7 @@ def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
 
 def retracts_in_each_round(liar: StepProtocol) -> None:
     """Each has other ledgers."""
-    honest = liar._coordinator.directive_for  # pyright: ignore[reportPrivateUsage]
+    honest = liar._coordinator.directive_for  # type: ignore
 
     def undo(peer: str, step: StepDirective) -> StepDirective:
         plan = step.plan
@@ -101,7 +101,7 @@ def retracts_in_each_round(liar: StepProtocol) -> None:
 
 
 def says_that_its_stage_is_further(liar: StepProtocol) -> None:
-    honest = liar._coordinator.summary  # pyright: ignore[reportPrivateUsage]
+    honest = liar._coordinator.summary  # type: ignore
 
     def summary(*args: Any, **more: Any) -> StageSummary:
         said = honest(*args, **more)
@@ -111,7 +111,7 @@ def says_that_its_stage_is_further(liar: StepProtocol) -> None:
 
 
 def commits_nothing(liar: StepProtocol) -> None:
-    honest = liar._run_coordinator.decide  # pyright: ignore[reportPrivateUsage]
+    honest = liar._run_coordinator.decide  # type: ignore
 
     def decide(losses: Any, local: Any, believes: Any) -> Any:
         return honest(losses, local, lambda commit: False)

@@ -686,7 +686,7 @@ def test_output_that_is_closed_or_knows_few_characters_is_no_bug(monkeypatch: py
     monkeypatch.setattr(sys, "stdout", few)
     with pytest.raises(SystemExit) as stopped:
         main(["peer", "--help"])
-    assert stopped.value.code == 0 and b"--stages N,N,?" in few.buffer.getvalue()  # type: ignore[attr-defined]
+    assert stopped.value.code == 0 and b"--stages N,N,?" in few.buffer.getvalue()
 
 
 @pytest.mark.parametrize("words", [("eval", "--model"), ("up",), ("generate", "--checkpoint-dir")])

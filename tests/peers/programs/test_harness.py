@@ -47,8 +47,8 @@ def trained(folder: Path, words: Path | None) -> tuple[Run, dict[str, torch.Tens
 @pytest.mark.parametrize("tokens", ["file", "bytes"])
 def test_the_harness_finds_what_the_decoder_computes(tmp_path: Path, tokens: str) -> None:
     harness = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     words = save_byte_pairs(tmp_path / "words.json", "<|endoftext|>") if tokens == "file" else None
     run, weights = trained(tmp_path, words)

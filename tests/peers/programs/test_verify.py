@@ -558,9 +558,9 @@ async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
         s.add_trainer(TRAINER)
         honest = [p for n, p in s.peers.items() if n != "s0p1"]
         await s.until(lambda: all(p.core.version >= run.steps for p in honest))
-        await s.until(lambda: "s0p1" in keeper._recorders[0]._file.convicted)  # pyright: ignore[reportPrivateUsage]
+        await s.until(lambda: "s0p1" in keeper._recorders[0]._file.convicted)  # type: ignore
         for _ in range(2):
-            await keeper._recorders[0].record(all_of_it=True)  # pyright: ignore[reportPrivateUsage]
+            await keeper._recorders[0].record(all_of_it=True)  # type: ignore
     data = tmp_path / "text"
     data.write_bytes(TEXT.tobytes())
     options = VerifyOptions(transcript=path_of(tmp_path, run), data=(data,), from_=0, to=6)
@@ -640,7 +640,7 @@ def false_change(s: Swarm) -> None:
 def other_change_given(s: Swarm) -> None:
     """The same peers sign what is true, and give something else to the other island."""
     for name in of_cell(s, 3):
-        leases = s.peers[name]._states  # pyright: ignore[reportPrivateUsage]
+        leases = s.peers[name]._states  # type: ignore
         honest = leases.lend
 
         async def lend(
@@ -685,7 +685,7 @@ def verified(folder: Path, run: Run, first: int, **more: Any) -> bool:
 
 async def until_all_is_kept(s: Swarm, keeper: CheckpointKeeper) -> None:
     await s.until_finished(limit_s=200.0)
-    ends = keeper._recorders[0]._file.ends  # pyright: ignore[reportPrivateUsage]
+    ends = keeper._recorders[0]._file.ends  # type: ignore
     await s.until(lambda: ends == dict.fromkeys(range(4), 6), limit_s=60.0)
     await s.until(lambda: keeper.version == 6, limit_s=60.0)
 
@@ -754,9 +754,9 @@ async def test_steps_that_a_lost_island_took_twice_are_compared_once_and_are_tru
         train(s, steps=4)
         await s.until_version(4)
         await s.until(lambda: keeper.version == 3)
-        ends = keeper._recorders[0]._file.ends  # pyright: ignore[reportPrivateUsage]
+        ends = keeper._recorders[0]._file.ends  # type: ignore
         while ends != dict.fromkeys(range(4), 4):
-            for recorder in keeper._recorders:  # pyright: ignore[reportPrivateUsage]
+            for recorder in keeper._recorders:  # type: ignore
                 await recorder.record(all_of_it=True)
         for name in [*of_cell(s, 2), *of_cell(s, 3)]:
             s.kill(name)

@@ -42,12 +42,12 @@ def asked_first(askers: list[str], others: list[str]) -> str:
 
 def gives_other_parts(s: Swarm, liar: str) -> None:
     """At once, and to all that ask, of each step: numbers that nobody found. Its own sum stays true."""
-    states = s.peers[liar]._states  # pyright: ignore[reportPrivateUsage]
+    states = s.peers[liar]._states  # type: ignore
 
     async def held(request: Request) -> Answer:
         wanted = unpack(request.header, OpenHeld)
         if wanted.shared_with < 0:
-            return await states._serve_held(request)  # pyright: ignore[reportPrivateUsage]
+            return await states._serve_held(request)  # type: ignore
         core = s.peers[liar].core
         numel = core.compute.shared.numel(wanted.shared_with)
         made_up = torch.full((numel,), 0.5, dtype=core.compute.state.dtype)

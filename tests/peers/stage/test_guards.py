@@ -67,7 +67,7 @@ async def count(alone: Alone, *microbatches: int) -> None:
     """They enter the sum and the ledger, as `work` does it."""
     for m in microbatches:
         found, kept = gradients(alone, m)
-        alone.peer.microbatches._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
+        alone.peer.microbatches._count(alone.core.steps[0], found, kept)  # type: ignore
 
 
 async def freeze(alone: Alone, name: str = "a round") -> OpenStep:
@@ -85,7 +85,7 @@ async def test_a_gradient_that_ends_after_its_sum_was_promised_stays_out() -> No
     await count(alone, 0)
     late, kept = gradients(alone, 1)
     step, before = await freeze(alone), alone.sum()
-    alone.peer.microbatches._count(step, late, kept)  # pyright: ignore[reportPrivateUsage]
+    alone.peer.microbatches._count(step, late, kept)  # type: ignore
     assert (alone.sum(), step.ledger.done) == (before, 1) and 1 not in step.kept
 
 
@@ -93,7 +93,7 @@ async def test_a_gradient_that_another_request_added_meanwhile_is_not_added_agai
     alone = await Alone(RUN).opened()
     (found, kept), _ = gradients(alone, 2), await count(alone, 2)
     before = alone.sum()
-    alone.peer.microbatches._count(alone.core.steps[0], found, kept)  # pyright: ignore[reportPrivateUsage]
+    alone.peer.microbatches._count(alone.core.steps[0], found, kept)  # type: ignore
     assert alone.sum() == before
 
 
@@ -123,7 +123,7 @@ async def test_a_sum_that_was_promised_anew_stays_as_it_is_though_it_was_told_to
     step.start_round("one", now=0.0)
     await freeze(alone, "one")
     step.end_round("one", failed=True)
-    opening = asyncio.create_task(alone.peer.actions._thaw(step))  # pyright: ignore[reportPrivateUsage]
+    opening = asyncio.create_task(alone.peer.actions._thaw(step))  # type: ignore
     await asyncio.sleep(0)
     step.start_round("two", now=0.0)
     await opening
@@ -280,11 +280,11 @@ async def test_a_peer_that_refuses_since_it_has_moved_is_not_one_that_refuses() 
 async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
     alone = await Alone(TWO).opened()
     step, desk = alone.core.steps[0], alone.peer.microbatches
-    assert desk._pointless(step, work()) is None  # pyright: ignore[reportPrivateUsage]
+    assert desk._pointless(step, work()) is None  # type: ignore
     alone.core.leave()
-    assert isinstance(desk._pointless(step, work()), Leaving), "and nobody serves the next stage"  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(desk._pointless(step, work()), Leaving), "and nobody serves the next stage"  # type: ignore
     step.close()
-    assert isinstance(desk._pointless(step, work()), NotReady)  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(desk._pointless(step, work()), NotReady)  # type: ignore
 
 
 # --- a round ------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ async def test_a_step_is_taken_once_and_in_its_turn() -> None:
     for t in (0, 1):
         step, ones = alone.core.steps[t], torch.ones(alone.core.compute.numel, dtype=torch.float64)
         step.start_round("r", now=0.0)
-        await alone.peer.actions._tied_weights.hold(step, ones, Prepared("r", 1.0, ""))  # pyright: ignore[reportPrivateUsage]
+        await alone.peer.actions._tied_weights.hold(step, ones, Prepared("r", 1.0, ""))  # type: ignore
     await alone.core.apply(Commit(1, 1.0))
     assert alone.core.version == 0 and not alone.core.steps[1].over
     await asyncio.gather(*(alone.core.apply(Commit(0, 1.0)) for _ in range(2)))
@@ -369,10 +369,10 @@ async def test_with_a_step_that_is_over_nothing_is_computed() -> None:
     alone = await Alone(RUN).opened()
     step, desk = alone.core.steps[0], alone.peer.microbatches
     work = Work(run=RUN.id, t=0, m=0, version=0, tensors=input_metas(RUN, 0))
-    assert desk._alive(step, work) == Microbatch(0, 0)  # pyright: ignore[reportPrivateUsage]
+    assert desk._alive(step, work) == Microbatch(0, 0)  # type: ignore
     step.close()
     with pytest.raises(NotReady, match="was dropped here"):
-        desk._alive(step, work)  # pyright: ignore[reportPrivateUsage]
+        desk._alive(step, work)  # type: ignore
 
 
 async def test_a_directive_that_comes_when_a_peer_has_ended_starts_nothing() -> None:
@@ -403,7 +403,7 @@ async def test_with_another_state_the_open_steps_and_their_commits_are_over() ->
     assert old.over and core.steps[0] is not old and not core.steps[0].over
     assert (core.commits, core.steps[0].ledger.done, any(alone.sum())) == ({}, 0, False)
     with pytest.raises(SwarmError, match="weights that are gone"):
-        alone.peer.microbatches._count(old, late, kept)  # pyright: ignore[reportPrivateUsage]
+        alone.peer.microbatches._count(old, late, kept)  # type: ignore
     assert not any(alone.sum())
 
 
@@ -481,7 +481,7 @@ async def test_a_stage_is_left_to_a_replica_only_that_has_its_weights(
 async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_for_one() -> None:
     alone = await Alone(RUN).opened()
     trainers: list[str] = []
-    its: Any = alone.peer.actions._recovery  # pyright: ignore[reportPrivateUsage]
+    its: Any = alone.peer.actions._recovery  # type: ignore
     its._coordination = SimpleNamespace(trainers=trainers)
     finished = Position(Generation(), RUN.steps)
     assert not await its.restore(finished, waited_s=1000.0)
@@ -533,7 +533,7 @@ async def test_a_replica_that_is_behind_goes_to_the_others_of_its_stage_though_o
     alone = await Alone(RUN).opened()
     alone.records.known = [replica(peer="liar"), replica()]
     alone.line.answers["status"] = lambda peer, *_: status(peer=peer, version=2 if peer == "liar" else 1)
-    its: Any = alone.peer.actions._recovery  # pyright: ignore[reportPrivateUsage]
+    its: Any = alone.peer.actions._recovery  # type: ignore
     its._core.voice = lambda: {"liar": 60, "other": 40}
     did: list[tuple[str, int]] = []
 
@@ -573,7 +573,7 @@ async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.Mo
         return Download(opened=opened, tensors=tensors, sources=("other",), voiced=True, received_bytes=0)
 
     monkeypatch.setattr(recovery, "download", download)
-    assert await alone.peer.actions._recovery.download(["other"])  # pyright: ignore[reportPrivateUsage]
+    assert await alone.peer.actions._recovery.download(["other"])  # type: ignore
     assert (alone.core.version, alone.core.commits) == (1, {0: commit})
 
 
@@ -612,7 +612,7 @@ def tied(parts: Callable[[OpenStep], None]) -> Alone:
     async def part(step: OpenStep, _: int) -> None:
         parts(step)
 
-    alone.peer.actions._tied_weights._part = part  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]
+    alone.peer.actions._tied_weights._part = part  # type: ignore[method-assign]  # type: ignore
     return alone
 
 
@@ -620,7 +620,7 @@ async def hold(alone: Alone) -> OpenStep:
     step, reduced = alone.core.steps[0], torch.ones(alone.core.compute.numel, dtype=torch.float64)
     step.start_round("r", now=0.0)
     held = Prepared("r", alone.core.compute.shared.sqnorm(reduced), "")
-    await alone.peer.actions._tied_weights.hold(step, reduced, held)  # pyright: ignore[reportPrivateUsage]
+    await alone.peer.actions._tied_weights.hold(step, reduced, held)  # type: ignore
     return step
 
 

@@ -73,7 +73,7 @@ async def test_what_it_cannot_wait_for_is_run_again() -> None:
         lost = built.done("s1p0").bit_count()
         began_s = now_s()
         await leaves(built, "s1p0")
-        limit_s = built.peers["s1p0"]._settings.leave_within_s  # pyright: ignore[reportPrivateUsage]
+        limit_s = built.peers["s1p0"]._settings.leave_within_s  # type: ignore
         assert limit_s <= now_s() - began_s < limit_s + 1.0
         assert f"run again by others: {lost} microbatches of step 0" in [e.text for e in built.seen(Note)]
         built.add_trainer("second")

@@ -97,7 +97,7 @@ async def test_a_checkpoint_that_turns_out_damaged_is_gone_behind(
     honest = CheckpointStore.load
 
     def load(self: CheckpointStore, version: int) -> object:
-        if self._stage == 0 and version:  # pyright: ignore[reportPrivateUsage]
+        if self._stage == 0 and version:  # type: ignore
             raise SetupError("the disk is scratched")
         return honest(self, version)
 

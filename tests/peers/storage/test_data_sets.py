@@ -36,7 +36,7 @@ class Hub(Handler):
     """As much of Hugging Face's hub as a data set in a folder needs; each revision is the same commit."""
 
     def do_GET(self) -> None:  # noqa: N802
-        self.server.asked.append(self.path)  # pyright: ignore[reportAttributeAccessIssue]
+        self.server.asked.append(self.path)  # type: ignore
         folder, path = Path(self.directory), self.path.partition("?")[0]
         if "/resolve/" in path:
             self._file(folder / path.split("/resolve/")[1].partition("/")[2])
@@ -79,8 +79,8 @@ class Hub(Handler):
 def tales(tmp_path: Path) -> Path:
     """A data set as its library makes it out: three files, another split, another configuration."""
     pytest.importorskip("datasets", reason="datasets is not installed")
-    import pyarrow  # pyright: ignore[reportMissingImports]
-    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    import pyarrow
+    import pyarrow.parquet
 
     folder = tmp_path / "tales"
     for name, texts in {

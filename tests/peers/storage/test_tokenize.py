@@ -85,7 +85,7 @@ def made(capsys: pytest.CaptureFixture[str], out: Path, *words: Any, ends: int =
 def expected(words: Path, texts: list[str] = TEXTS) -> list[int]:
     library = tokenizers.Tokenizer.from_file(str(words))
     end = library.token_to_id("<|endoftext|>")
-    return [token for text in texts for token in [*library.encode(text).ids, end]]
+    return [token for text in texts for token in [*library.encode(text).ids, end]]  # type: ignore
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])

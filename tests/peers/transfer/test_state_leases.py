@@ -325,7 +325,7 @@ async def queued(request: pytest.FixtureRequest) -> AsyncIterator[Source]:
         built.network.invited = frozenset({"first"})
     else:
         stage, state = (0, "joining") if request.param == "has worked" else (NO_STAGE, "keeping")
-        said = PeerRecord(peer="first", run=run.id, stage=stage, state=state, version=0)  # type: ignore[arg-type]
+        said = PeerRecord(peer="first", run=run.id, stage=stage, state=state, version=0)
         built.network.announce(msgspec.structs.replace(said, voucher=voucher(run, "first")))
         await built.core.directory.refresh()
     yield built

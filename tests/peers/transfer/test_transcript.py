@@ -317,7 +317,7 @@ async def test_a_charter_is_written_down_once(tmp_path: Path) -> None:
         keeper = add_keeper(s, tmp_path, charter=lambda: (PEER, b"signed"))
         await s.until_serving()
         for _ in range(2):
-            await keeper._recorders[0].record()  # pyright: ignore[reportPrivateUsage]
+            await keeper._recorders[0].record()  # type: ignore
         assert entries(tmp_path, RUN)[1:] == [CharterSeen(PEER, b"signed")]
 
 
@@ -347,7 +347,7 @@ async def test_who_was_convicted_is_written_once_two_replicas_judged_it_or_after
 
         async def recorded_by(times: int) -> list[tuple[str, list[str]]]:
             for _ in range(times):
-                await keeper._recorders[0].record()  # pyright: ignore[reportPrivateUsage]
+                await keeper._recorders[0].record()  # type: ignore
             return convictions(tmp_path, s.run)
 
         asked = 4  # replicas, in turn
@@ -384,7 +384,7 @@ async def test_evidence_that_its_accused_did_not_sign_is_not_written_nor_that_of
         s.peers["s0p1"].convictions.convict(accusation(s.run, "s0p9", "s0p9"))
         judge.serve("convicted", unsigned)
         for _ in range(12):
-            await keeper._recorders[0].record()  # pyright: ignore[reportPrivateUsage]
+            await keeper._recorders[0].record()  # type: ignore
         assert convictions(tmp_path, s.run) == [("s0p9", ["s0p0"])]
 
 

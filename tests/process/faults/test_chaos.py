@@ -55,7 +55,7 @@ def test_a_spare_need_not_be_where_those_are_that_serve(monkeypatch: pytest.Monk
     async def call(peer: str, method: str, header: bytes) -> Answer:
         state, version = said[peer]
         told = PeerStatus(
-            peer=peer, stage=0, state=state, version=version, device="cpu", since=0.0  # type: ignore[arg-type]
+            peer=peer, stage=0, state=state, version=version, device="cpu", since=0.0
         )  # fmt: skip
         return Answer(pack(told))
 
