@@ -50,6 +50,16 @@ def test_no_input_raises_what_is_not_documented_or_takes_long(target: Target, ea
     assert slowest < SLOW_S
 
 
+def peak_of(target: Target, data: bytes) -> int:
+    """Bytes that Python holds at most while it is decoded, beside those that it held before."""
+    tracemalloc.start()
+    try:
+        target.run(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def test_no_input_takes_more_memory_than_four_times_its_size_and_a_megabyte(target: Target) -> None:
     inputs = [*target.seeds(), *corpus_of(target.name)]
     dice = random.Random(target.name)
@@ -58,13 +68,9 @@ def test_no_input_takes_more_memory_than_four_times_its_size_and_a_megabyte(targ
     try:
         for data in [*inputs, *(mutated(inputs, dice) for _ in range(MEASURED))]:
             target.run(data)  # what is done once is done
-            tracemalloc.start()
-            try:
-                target.run(data)
-                peak = tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
-            assert peak <= 4 * len(data) + target.spare_bytes, shown(data)
+            most = 4 * len(data) + target.spare_bytes
+            # A decoder takes the same each time; what threads of earlier tests do meanwhile comes on top.
+            assert any(peak_of(target, data) <= most for _ in range(3)), shown(data)
     finally:
         gc.enable()
 
