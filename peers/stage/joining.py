@@ -17,8 +17,8 @@ from peers.transfer.catalog import is_keeper
 from peers.transfer.leases import Snapshot
 from swarm.ids import Position
 from swarm.protocol.protocol import ProtocolTimings
-from swarm.protocol.rollback import Join, join_by
-from swarm.protocol.voice import heard
+from swarm.protocol.rollback import Join, furthest, join_by
+from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
 RETRY_S = 0.5
@@ -51,11 +51,15 @@ class Joining:
             records = await self._directory.refresh()
         while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            told = {peer: status.position for peer, status in (await ask(core, others)).items()}
+            said = await ask(core, others)
+            told = {peer: status.position for peer, status in said.items()}
+            serve = [peer for peer, status in said.items() if status.state == "serving"]
             there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
             replicas = {peer: told[peer] for peer in there if peer in told}
             of_all = core.voices.of_all(version=core.version)
             run = max((told[peer] for peer in heard(told, of_all)), default=Position())
+            if serve and of_all:
+                run = furthest([(told[peer], weight(peer, of_all)) for peer in heard(serve, of_all)])
             voice = core.voice()
             counted = [replicas[peer] for peer in heard(replicas, voice)]
             silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)

@@ -1139,6 +1139,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # --- generations that are not true ---
     Mutation(
+        "one-says-alone-in-which-generation-a-run-is",
+        ROLLBACK,
+        "there = sorted(at for at, _ in replicas if is_followed(at.generation, replicas))",
+        "there = sorted(at for at, _ in replicas)",
+        "A stage that was lost is restored in the last generation that there is, and the run never goes on.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "one-says-alone-how-far-a-run-is",
+        ROLLBACK,
+        "    if len(there) > 1 and is_alone_ahead(there[-1], there[-2]):\n        there.pop()\n",
+        "",
+        "A stage that was lost waits a minute for checkpoints of a version that no stage has come to.",
+        ("test_believing",),
+    ),
+    Mutation(
         "believe-that-a-stage-is-lost",
         ROLLBACK,
         "return any(at.generation < claimed and at.version >= where for at in of_stage)",

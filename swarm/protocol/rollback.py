@@ -81,6 +81,16 @@ def is_followed(claimed: Generation, replicas: Collection[tuple[Position, int]])
     return len(follow) >= min(2, len(replicas)) and 2 * sum(follow) >= sum(w for _, w in replicas)
 
 
+def furthest(replicas: Collection[tuple[Position, int]]) -> Position:
+    """Where the run is, as those say that serve it: one of several says alone neither that it is in a later
+    generation nor that it is further than all others. `replicas`: as for `is_followed`.
+    """
+    there = sorted(at for at, _ in replicas if is_followed(at.generation, replicas))
+    if len(there) > 1 and is_alone_ahead(there[-1], there[-2]):
+        there.pop()
+    return max(there, default=Position())
+
+
 class Rollback(NamedTuple):
     """How a run goes on after one of its stages was lost."""
 

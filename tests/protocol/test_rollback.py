@@ -13,6 +13,7 @@ from swarm.protocol.rollback import (
     Join,
     Rollback,
     check_position,
+    furthest,
     is_alone_ahead,
     is_disproved,
     is_followed,
@@ -140,6 +141,15 @@ def test_who_is_two_versions_ahead_of_all_others_is_alone_there() -> None:
     assert is_alone_ahead(Position(Generation(1, 2), 10), known)
     assert not is_alone_ahead(Position(Generation(2, 10), 10), known)  # another generation is another matter
     assert not is_alone_ahead(Position(Generation(), 10), known)
+
+
+def test_one_of_several_says_not_alone_where_the_run_is() -> None:
+    here, next_one, far = (Position(Generation(1, 2), version) for version in (8, 9, 10))
+    assert furthest([(here, 30), (next_one, 30)]) == next_one
+    assert furthest([(here, 30), (here, 30), (far, 100)]) == here
+    assert furthest([(far, 30)]) == far, "all that have voice are"
+    assert furthest([(here, 30), (here, 30), (Position(Generation(2, 9), 9), 100)]) == here
+    assert furthest([]) == Position()
 
 
 def test_the_last_with_a_version_stays_while_a_mate_has_yet_to_get_it() -> None:

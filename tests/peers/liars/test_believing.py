@@ -182,6 +182,22 @@ async def test_stages_that_do_not_answer_bear_out_what_they_are_not_needed_for_o
         assert not await all_have(RUN, transport, stages, 2, silent=False)
 
 
+@pytest.mark.parametrize(("number", "version"), [(0, 12), (1_000_000, 2)])
+async def test_one_with_voice_says_not_alone_where_a_run_is_that_lost_a_stage(
+    number: int, version: int
+) -> None:
+    """No generation comes after the last one: who restores a stage in it holds the run up for good."""
+    async with swarm(RUN, replicas=2) as s:
+        await begun(s)
+        give_voice(s, "liar")
+        await add_liar(s, "liar", 0, version, generation=Generation(number))
+        s.kill_and_forget("s1p0", "s1p1")
+        began = now_s()
+        await joined(s)
+        assert now_s() - began < 15.0
+        assert s.peers["newcomer"].core.generation == Generation(1, 0, lost_stage=1, lost_version=2)
+
+
 @pytest.mark.parametrize("lost_stage", some([0, 1], quick=[0]))
 async def test_a_generation_that_only_strangers_are_in_is_not_entered(lost_stage: int) -> None:
     """They are more than the peers, say it again and again, and the run stands still."""
