@@ -25,6 +25,7 @@ from swarm.audit.evidence import is_signed_by_accused
 from swarm.errors import BadAnswer, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
+from swarm.policy.keeping import reached
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
@@ -83,7 +84,9 @@ class TranscriptRecorder:
         """Ask each stage once, and write what it says; whether there was anything of its steps."""
         try:
             await asyncio.to_thread(self._file.append)
-            each = await asyncio.gather(*(self._stage(stage, all_of_it) for stage in range(self._run.S)))
+            there = {stage: self._heard(stage) for stage in range(self._run.S)}
+            newest = reached({stage: {r.peer: r.version for r in of} for stage, of in there.items()}, {}) or 0
+            each = await asyncio.gather(*(self._stage(*of, newest, all_of_it) for of in there.items()))
             found: list[Entry] = [took for several in each for took in several]
             self._turn += 1
             told = await asyncio.gather(*(self._convicted(stage) for stage in range(self._run.S)))
@@ -99,12 +102,15 @@ class TranscriptRecorder:
                 self._emit(events.Trouble(text=error.text))
             return False
 
-    async def _stage(self, stage: Stage, all_of_it: bool) -> list[Took]:
-        """What is due of one stage."""
+    async def _stage(
+        self, stage: Stage, asked: Sequence[PeerRecord], newest: int, all_of_it: bool
+    ) -> list[Took]:
+        """What is due of one stage. `newest`: where all are: one that says that it is further would else be
+        asked alone, and what the others sign of these steps never be written.
+        """
         since, steps = self._file.ends.get(self._run.cell(stage), 0), self._run.steps
-        voice, asked = self._voices.of(stage), self._heard(stage)
-        versions = sorted(record.version for record in asked) or [0]
-        newest, most = versions[-1], versions[(len(versions) - 1) // 2]
+        voice, versions = self._voices.of(stage), sorted(record.version for record in asked) or [0]
+        most = versions[(len(versions) - 1) // 2]
         if most - since > KEPT:  # they forgot what comes next: without a gap nothing would ever follow
             since = most - MAX_STEPS - LATE_STEPS
         due = newest >= min(since + MAX_STEPS + LATE_STEPS, steps)

@@ -4411,6 +4411,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_transcript",),
     ),
     Mutation(
+        "ask-of-steps-that-one-says-it-took",
+        "peers/audit/recorder.py",
+        "newest = reached({stage: {r.peer: r.version for r in of} for stage, of in there.items()}, {}) or 0",
+        "newest = max((r.version for of in there.values() for r in of), default=0)",
+        "One that says that it is far ahead signs alone what its stage did, and `swarm verify` has no other.",
+        ("test_transcript",),
+    ),
+    Mutation(
         "ask-for-steps-that-all-replicas-forgot",
         "peers/audit/recorder.py",
         "if most - since > KEPT:",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import struct
@@ -45,6 +46,7 @@ from swarm.wire.trails import (
     unpack_rows,
 )
 from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
 from tests.peers.transfer.test_keeping import RUN, add_keeper, trained_with_keeper
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -309,6 +311,39 @@ async def test_a_keeper_that_was_away_for_longer_than_replicas_remember_goes_on_
         found = [(one.steps.start, one.steps.end) for one in recorded(tmp_path, run, s)]
         assert found[0] == (24, 28) and found[-1][1] == 43  # all of the rest, though it is several trails
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(found))
+
+
+@pytest.mark.virtual_time
+async def test_one_that_says_that_it_is_far_ahead_does_not_say_alone_what_its_stage_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It signs steps that no peer has taken: what others sign of these would not be asked for any more."""
+    for where in ("recorder", "trail"):
+        monkeypatch.setattr(f"peers.audit.{where}.MAX_STEPS", 4)
+    run = admitting(audit_run(stages=2, steps=12, microbatches_per_step=2))
+    async with swarm(run, replicas=2) as s:
+        give_voice(s, *s.peers, "liar")
+        await s.until_serving()
+        await add_liar(s, "liar", 0, run.steps)
+        transport = s.network.peers["liar"].transport
+
+        async def made_up(request: Request) -> Answer:
+            ask = unpack(request.header, AskTrail)
+            false = took(ask.since, min(ask.until - ask.since, 4), kind="f" * 32)
+            return Answer(pack(Trail(steps=false, signature=sign(transport.signer, run.id, false))))
+
+        transport.serve("trail", made_up)
+        recorder = add_keeper(s, tmp_path)._recorders[0]  # pyright: ignore[reportPrivateUsage]
+        s.add_trainer(TRAINER)
+        await s.until(lambda: "keeper" in s.network.records)
+        while not all(peer.core.finished for _, peer in s.live()):
+            await recorder.record()
+            await asyncio.sleep(0.1)
+        await s.until(lambda: all(s.network.records[name].version == run.steps for name in s.peers))
+        await recorder.record()
+        found = [one for one in recorded(tmp_path, run, s) if one.by[0].peer != "liar"]
+        said = {stage: [one.steps.start for one in found if one.steps.stage == stage] for stage in range(2)}
+        assert said == {0: [0, 4, 8], 1: [0, 4, 8]}
 
 
 @pytest.mark.virtual_time
