@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,19 @@ from peers.storage.start_weights import offer_start
 from peers.storage.weights import say, with_step
 from peers.trainer import entering
 from swarm.audit.by_stage import ByStage
-from swarm.audit.rerun import NEAR, Said, answers_of, is_false, is_same_state, referee_of, rerun_step
+from swarm.audit.rerun import (
+    NEAR,
+    Said,
+    all_differ,
+    answers_of,
+    is_false,
+    is_same_state,
+    referee_of,
+    rerun_step,
+)
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
-from swarm.ids import Microbatch, Stage
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.reductions import state_digest
@@ -65,7 +74,8 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
         stages = " ".join(map(str, sorted(unsigned)))
         say(f"nobody signed the checkpoint of step {first} of stage {stages}: what differs may be that")
     if wrong := [one for one in signed_start if one.took.weights != state_digest(start(one.stage % run.S))]:
-        return differs(run, first - 1, "weights", wrong, f"The checkpoint of step {first} has others.")
+        said = [other_than(run, first - 1, "weights", one) for one in wrong]
+        return differs(run, said, f"The checkpoint of step {first} has others.")
     with open_scratch(options.scratch) as scratch:
         again = ByStage(referee_of(run) if why else run, data.batch, device, first, start, scratch)
         if not rerun(told, again, last, data.batch, exact=not why):
@@ -91,21 +101,28 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
 def rerun(
     told: Account, again: ByStage, last: int, batch: Callable[[list[int]], Any], *, exact: bool
 ) -> bool:
-    """Compute up to version `last`; whether all is as it was signed. Says where not."""
-    run, aside = told.run, set[Stage]()
+    """Compute up to version `last`; whether all is as it was signed. Says where not, of each that signed it.
+
+    Where others signed what is true it goes on: else one could keep the rest from being compared.
+    """
+    run, aside, liars = told.run, set[Stage](), dict[tuple[Stage, tuple[PeerId, ...]], str]()
     much = run.S * sum(map(run.microbatches, range(again.version, last)))
     with Bar("computing again", much, unit="microbatches") as bar:
         for t in range(again.version, last):
             if exact and not run.delayed_updates:
                 judge_answers(told, again, batch)
-            found = rerun_step(again, told.by_step.get(t, []), told.stages, exact=exact, done=bar)
+            said = told.by_step.get(t, [])
+            found = rerun_step(again, said, told.stages, exact=exact, done=bar)
             for what, one in found:
                 if one.stage not in aside.union(told.stages):
                     say(f"not compared, but seen: {other_than(run, t, what, one)}")
                     aside.add(one.stage)
-            if wrong := [(what, one) for what, one in found if one.stage in told.stages]:
+            for what, one in found:
+                if one.stage in told.stages:
+                    liars.setdefault((one.stage, one.by), other_than(run, t, what, one))
+            if all_differ(said, found, told.stages) or (liars and t == last - 1):
                 hint = MEETING_HINT if run.meets_at(t) else HINT
-                return differs(run, t, wrong[0][0], [one for _, one in wrong], hint)
+                return differs(run, liars.values(), hint)
     return True
 
 
@@ -135,11 +152,9 @@ def judge_answers(told: Account, again: ByStage, batch: Callable[[list[int]], An
         print(f"computed again, microbatch ({t}, {said.m}): peer {verdict.evidence.accused}: {FOUND[lied]}")
 
 
-def differs(run: Run, t: int, what: str, wrong: Sequence[Said], hint: str) -> bool:
-    """Say which step is the first that differs, where, and which peers signed it; False."""
-    for one in wrong:
-        print(other_than(run, t, what, one))
-    print(f"{hint}\nrun {run.name} {run.id}")
+def differs(run: Run, said: Iterable[str], hint: str) -> bool:
+    """Say what differs, where, and which peers signed it; False."""
+    print("\n".join([*said, hint, f"run {run.name} {run.id}"]))
     return False
 
 

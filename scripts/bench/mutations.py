@@ -4483,6 +4483,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_verify",),
     ),
     Mutation(
+        "verify-no-further-than-one-that-lied",
+        "swarm/audit/rerun.py",
+        "one.stage in stages and one.stage not in true",
+        "one.stage in stages",
+        "One that signs a false sum of each step keeps its stage from being verified for good.",
+        ("test_verify",),
+    ),
+    Mutation(
+        "who-lied-beside-others-is-not-named",
+        "peers/programs/verify.py",
+        " or (liars and t == last - 1)",
+        "",
+        "What one signed that lied is said to be true.",
+        ("test_verify",),
+    ),
+    Mutation(
         "verify-no-sums",
         "swarm/audit/rerun.py",
         "if exact and one.took.sum != sums[one.stage]",

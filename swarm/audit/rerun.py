@@ -59,14 +59,14 @@ def rerun_step(
 ) -> list[tuple[str, Said]]:
     """Do the next step. Returns what differs, such as `sum`, and what was signed instead.
 
-    Where it does at one of `stages`, nothing after that is computed. `exact`: compare bits, on a device of
-    the kind that the peers have. `done`: as `ByStage.compute` has it.
+    Where all does that was signed at one of `stages`, nothing after that is computed. `exact`: compare bits,
+    on a device of the kind that the peers have. `done`: as `ByStage.compute` has it.
     """
     found: list[tuple[str, Said]] = []
 
     def ends(what: str, wrong: Iterable[Said]) -> bool:
         found.extend((what, one) for one in wrong)
-        return any(one.stage in stages for _, one in found)
+        return all_differ(said, found, stages)
 
     of_all = range(again.run.cells)
     squares = again.compute(done)
@@ -87,6 +87,13 @@ def rerun_step(
     weights = [again.digest(stage, whole=whole) for stage in of_all if exact]
     ends("weights", (s for s in said if exact and s.took.weights not in ("", weights[s.stage])))
     return found
+
+
+def all_differ(said: Sequence[Said], found: Sequence[tuple[str, Said]], stages: Collection[Stage]) -> bool:
+    """Whether of one of `stages` all that was `said` of a step is among what was `found` to differ."""
+    false = [one for _, one in found]
+    true = {one.stage for one in said if one not in false}
+    return any(one.stage in stages and one.stage not in true for one in false)
 
 
 def answers_of(
