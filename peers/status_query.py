@@ -12,7 +12,7 @@ import msgspec
 from peers.clock import now_s
 from peers.ports import Transport
 from swarm.errors import PeerFault, Refused, SwarmError
-from swarm.ids import Microbatch, PeerId, Stage
+from swarm.ids import Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.policy.backoff import BUDGET_ROUNDS
 from swarm.policy.router import Router
@@ -95,21 +95,29 @@ async def refusing(
     return by if enough(by) else set()
 
 
-async def all_have(
-    run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int, *, silent: bool = True
-) -> bool:
-    """Whether a version is borne out: in no stage do most say that they have not reached it.
-
-    `stages`: the replicas of each; up to `MAX_VOICES` of them are asked. `silent`: what a silent stage says.
-    """
-    dice = random.Random(f"{transport.peer_id} {version}")
+async def _told_by(
+    run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], draw: object
+) -> list[list[PeerStatus]]:
+    """What up to `MAX_VOICES` replicas of each stage say, others for another `draw`."""
+    dice = random.Random(f"{transport.peer_id} {draw}")
     asked = [dice.sample(peers, min(MAX_VOICES, len(peers))) for peers in stages]
     told = await ask_status(run, transport, [peer for peers in asked for peer in peers])
-    for peers in asked:
-        reached = [told[peer].version >= version for peer in peers if peer in told]
-        if 2 * sum(reached) < len(reached) or not (reached or silent):
+    return [[told[peer] for peer in peers if peer in told] for peers in asked]
+
+
+async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int) -> bool:
+    """Whether a version is borne out: at least half of each stage, of those that answer, have reached it."""
+    for told in await _told_by(run, transport, stages, version):
+        reached = [said.version >= version for said in told]
+        if not reached or 2 * sum(reached) < len(reached):
             return False
     return True
+
+
+async def run_position(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]]) -> Position | None:
+    """The furthest position that in no stage most say that they have not reached; None: nobody answers."""
+    each = [[said.position for said in told] for told in await _told_by(run, transport, stages, now_s())]
+    return min((sorted(of, reverse=True)[(len(of) - 1) // 2] for of in each if of), default=None)
 
 
 async def holders(

@@ -7,6 +7,8 @@ number of them may run at once, and each may die at any time; the ledgers keep t
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
-from peers.status_query import all_have, holders, refusing
+from peers.status_query import holders, refusing, run_position
 from peers.voices import Voices
 from peers.vouching.answered import check_answer
 from peers.vouching.giver import VoucherGiver
@@ -63,6 +65,9 @@ WATCH_S = 3.0
 """Limit for one look at the run; the answer is held back at most a second."""
 SAME_S = 10.0
 """While no step is taken, another peer is watched after so long: one may hide what it knows."""
+ASKED_S = 5.0
+"""Sooner than a peer is believed that says the run went back."""
+MAX_STAGES_ASKED = 8
 SLOW_S = 30.0
 """A step that takes so long is told of, and again after as long."""
 IDLE_S = 0.25
@@ -169,6 +174,8 @@ class Trainer:
         self._behind_since: float | None = None
         self._told = False
         """The version was heard from a peer."""
+        self._asked_at, self._reached = -math.inf, Position()
+        """When the peers of all stages bore that out last, and what they had reached."""
         self._running: dict[asyncio.Task[None], int] = {}
         """In flight, with the step that each belongs to."""
         self._changed = asyncio.Event()
@@ -517,7 +524,7 @@ class Trainer:
 
     async def _watch(self) -> None:
         """Follow the run coordinator's picture of the run, through any peer of stage 0."""
-        seen, since_s = -1, now_s()
+        seen, since_s, doubted = -1, now_s(), False
         last: PeerId | None = None
         while True:
             try:
@@ -534,11 +541,12 @@ class Trainer:
                     await asyncio.sleep(0.1)
                     continue
                 heard_first = heard(peers, self._voices.of(0, version=self._version))
-                if last not in heard_first or now - max(since_s, self._step_began) > SAME_S:
-                    if last in heard_first:
+                if last not in heard_first or doubted or now - max(since_s, self._step_began) > SAME_S:
+                    if last in heard_first and not doubted:
                         self._verdicts.ask_soon(about=last)
                     place = heard_first.index(last) + 1 if last in heard_first else 0
-                    seen, since_s, last = -1, now, heard_first[place % len(heard_first)]
+                    seen, since_s, doubted = -1, now, False
+                    last = heard_first[place % len(heard_first)]
                 peer = last
                 watch = Watch(run=self._run.id, seen=seen, generation=self._generation, version=self._version)
                 question = pack(watch)
@@ -546,7 +554,9 @@ class Trainer:
                     peer, "watch", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=WATCH_S
                 )
                 watched = unpack_answer(peer, answer.header, Watched, answer.body)
-                await self._check_leap(peer, watched)
+                if doubted := not await self._is_borne_out(watched):
+                    await asyncio.sleep(IDLE_S)
+                    continue
                 seen = watched.revision
                 self._learn(peer, watched)
             except PeerFault as fault:
@@ -559,19 +569,27 @@ class Trainer:
                 await asyncio.sleep(IDLE_S)
             await asyncio.sleep(0.02)  # progress need not be followed more closely
 
-    async def _check_leap(self, peer: PeerId, watched: Watched) -> None:
-        """Have it borne out by all stages that the run is over, or far ahead of what this trainer knows; by
-        their peers with voice, if they have such.
-
-        Raises:
-            BadAnswer: it is not.
+    async def _is_borne_out(self, watched: Watched) -> bool:
+        """Whether the run is where a peer says, by those of all stages whose word counts. They are asked of
+        each leap, and now and then of what is none: it may be a lie each time. What all had reached when they
+        were asked before a peer that is up to date has reached as well.
         """
-        over = watched.status.held_by_all >= self._last_step
-        version = self._last_step if over else watched.version
-        if over or version > self._version + 1:
-            stages = [self._counted(stage) for stage in range(self._run.S)]
-            if not await all_have(self._run, self._transport, stages, version - (not over)):
-                raise BadAnswer(peer, f"says that the run is at version {version}, which no other bears out")
+        over, at, steps = watched.status.held_by_all >= self._last_step, watched.position, range(self._run.S)
+        leaps = over or (at.generation, at.version - 1) > (self._generation, self._version)
+        if not leaps and now_s() - self._asked_at < ASKED_S:
+            return True
+        dice = random.Random(f"{self._transport.peer_id} {now_s()}")
+        asked = steps if leaps else dice.sample(steps, min(MAX_STAGES_ASKED, len(steps)))
+        run = await run_position(self._run, self._transport, map(self._counted, asked))
+        if run is None:
+            return True  # they are silent, or gone
+        ahead = 2 if self._run.delayed_updates else 1  # some may take a step a moment later
+        if at > run._replace(version=run.version + ahead) or (over and run.version < self._last_step):
+            return False
+        if at < min(run, self._reached):
+            return False
+        self._asked_at, self._reached = now_s(), run
+        return True
 
     def _learn(self, peer: PeerId, watched: Watched) -> None:
         status, now = watched.status, now_s()

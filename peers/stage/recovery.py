@@ -112,7 +112,7 @@ class Recovery:
         """
         others, core = set(range(self._run.S)) - {self._stage}, self._core
         stages = [core.voices.counted(stage, version=core.version) for stage in sorted(others)]
-        return bool(stages) and await all_have(self._run, self._transport, stages, version, silent=False)
+        return bool(stages) and await all_have(self._run, self._transport, stages, version)
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
         """Go to the newest position of those whose word counts, or a step further; False: none gave it."""

@@ -20,11 +20,11 @@ from peers.events import Note, Trouble
 from peers.ports import Answer, Handler, Request
 from peers.stage.joining import VOICED_S
 from peers.stage.membership import keep_stage
-from peers.status_query import all_have
+from peers.status_query import all_have, run_position
 from peers.storage import checkpoint
 from peers.transfer.server import StateLeases
 from swarm.errors import Busy, SwarmError
-from swarm.ids import Generation
+from swarm.ids import Generation, Position
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
@@ -176,10 +176,13 @@ async def test_stages_that_do_not_answer_bear_out_what_they_are_not_needed_for_o
     async with swarm(RUN, replicas=2) as s:
         await begun(s)
         transport, stages = s.peers["s0p0"].core.transport, [["s0p1"], ["s1p0", "s1p1"]]
-        assert await all_have(RUN, transport, stages, 2, silent=False)
-        s.network.cut(["s1p0", "s1p1"])
         assert await all_have(RUN, transport, stages, 2)
-        assert not await all_have(RUN, transport, stages, 2, silent=False)
+        assert await run_position(RUN, transport, stages) == Position(FIRST, 2)
+        s.network.cut(["s1p0", "s1p1"])
+        assert await run_position(RUN, transport, stages) == Position(FIRST, 2)
+        assert not await all_have(RUN, transport, stages, 2)
+        s.network.cut(["s0p1"])
+        assert await run_position(RUN, transport, stages) is None
 
 
 @pytest.mark.parametrize(("number", "version"), [(0, 12), (1_000_000, 2)])

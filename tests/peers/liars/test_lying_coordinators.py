@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -16,10 +17,12 @@ import torch
 
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
+from swarm.ids import Generation, Position
 from swarm.manifest import audit_run
 from swarm.protocol.ledger import Bitmap
-from swarm.protocol.messages import Directive, StageSummary, StepDirective
+from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDirective
 from swarm.protocol.protocol import StepProtocol
+from swarm.wire.messages import Watch, Watched, say, unpack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.peers.tarpits import send_no_part
@@ -191,3 +194,32 @@ async def test_a_peer_that_tells_a_trainer_old_news_costs_its_budget(honest_s: f
         handlers["watch"] = (watch, most)
 
     assert await lasts_s(0, tells_old_news) - honest_s <= BUDGET_S
+
+
+def later_generations(asked: Watch, number: int) -> Position:
+    return Position(Generation(asked.generation.number + 1), number % 2)
+
+
+def steps_long_over(asked: Watch, number: int) -> Position:
+    return Position(asked.generation, max(0, number - 1) // 4)
+
+
+@pytest.mark.parametrize("where", [later_generations, steps_long_over])
+async def test_a_peer_that_tells_a_trainer_of_steps_again_and_again_costs_its_budget(
+    honest_s: float, where: Callable[[Watch, int], Position]
+) -> None:
+    """So it looks as if steps were taken, and no other peer is watched: the run stood still for good."""
+
+    def tells_news(s: Swarm) -> None:
+        times = count()
+
+        async def watch(request: Request) -> Answer:
+            await asyncio.sleep(2.2)
+            at = where(unpack(request.header, Watch), number := next(times))
+            status = RunStatus(run=s.run.id, generation=at.generation, version=at.version)
+            told = Watched(revision=number, generation=at.generation, version=at.version, status=status)
+            return Answer(*say(told))
+
+        s.network.peers["s0p0"].transport.serve("watch", watch)
+
+    assert await lasts_s(0, tells_news) - honest_s <= BUDGET_S

@@ -13,9 +13,9 @@ import pytest
 from peers.clock import now_s
 from peers.events import PeerLost, RolledBack
 from peers.islands.trainers import IslandTrainers
-from peers.trainer import SLOW_S, Trainer, TrainerSettings
+from peers.trainer import ASKED_S, SLOW_S, Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
-from swarm.ids import Generation, Microbatch
+from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
 from swarm.protocol.ledger import Bitmap
@@ -118,6 +118,29 @@ async def test_a_trainer_asks_the_only_one_there_for_news_though_it_cost_too_muc
     await asyncio.sleep(FIRST_REST_S / 2)
     training.cancel()
     assert line.calls["watch"]
+
+
+async def test_where_the_run_is_all_stages_bear_out_each_leap_and_the_rest_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    this: Any = trainer()
+
+    async def position(*_: object) -> Position:
+        return Position(FIRST, 4)
+
+    async def is_true(version: int, generation: Generation = FIRST, **status: Any) -> bool:
+        told = RunStatus(run=RUN.id, **status)
+        said = Watched(revision=1, generation=generation, version=version, status=told)
+        return await this._is_borne_out(said)
+
+    monkeypatch.setattr("peers.trainer.run_position", position)
+    assert await is_true(0) and await is_true(5)
+    assert not await is_true(6) and not await is_true(0, BACK) and not await is_true(4, held_by_all=8)
+    assert await is_true(1), "a step further, and they were asked just now"
+    await asyncio.sleep(ASKED_S)
+    assert not await is_true(1), "all had 4 by then"
+    this._version = 5
+    assert not await is_true(6) and await is_true(4)
 
 
 async def test_a_trainer_stays_until_all_stages_have_the_last_version() -> None:
