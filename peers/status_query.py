@@ -115,7 +115,9 @@ async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[Pee
 
 
 async def run_position(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]]) -> Position | None:
-    """The furthest position that in no stage most say that they have not reached; None: nobody answers."""
+    """The furthest position that at least half of each stage have reached, of those that answer; None: of
+    which none does.
+    """
     each = [[said.position for said in told] for told in await _told_by(run, transport, stages, now_s())]
     return min((sorted(of, reverse=True)[(len(of) - 1) // 2] for of in each if of), default=None)
 

@@ -73,7 +73,9 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     if unsigned := {*range(run.S)}.difference(one.stage % run.S for one in signed_start) if first else ():
         stages = " ".join(map(str, sorted(unsigned)))
         say(f"nobody signed the checkpoint of step {first} of stage {stages}: what differs may be that")
-    if wrong := [one for one in signed_start if one.took.weights != state_digest(start(one.stage % run.S))]:
+    wrong = [one for one in signed_start if one.took.weights != state_digest(start(one.stage % run.S))]
+    right = {one.stage: len(one.by) for one in signed_start if one not in wrong}
+    if wrong := [one for one in wrong if len(one.by) >= right.get(one.stage, 0)]:
         said = [other_than(run, first - 1, "weights", one) for one in wrong]
         return differs(run, said, f"The checkpoint of step {first} has others.")
     with open_scratch(options.scratch) as scratch:
@@ -114,12 +116,12 @@ def rerun(
             said = told.by_step.get(t, [])
             found = rerun_step(again, said, told.stages, exact=exact, done=bar)
             for what, one in found:
-                if one.stage not in aside.union(told.stages):
-                    say(f"not compared, but seen: {other_than(run, t, what, one)}")
-                    aside.add(one.stage)
-            for what, one in found:
+                text = other_than(run, t, what, one)
                 if one.stage in told.stages:
-                    liars.setdefault((one.stage, one.by), other_than(run, t, what, one))
+                    liars.setdefault((one.stage, one.by), text)
+                elif one.stage not in aside:
+                    say(f"not compared, but seen: {text}")
+                    aside.add(one.stage)
             if all_differ(said, found, told.stages) or (liars and t == last - 1):
                 hint = MEETING_HINT if run.meets_at(t) else HINT
                 return differs(run, liars.values(), hint)

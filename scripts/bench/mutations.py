@@ -2299,10 +2299,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-that-the-run-is-over",
         TRAINER,
-        "        if over or version > self._version + 1:\n",
-        "        if False:\n",
+        " or (over and run.version < self._last_step):",
+        ":",
         "A trainer goes home because one peer says that the run is over.",
-        ("test_attack",),
+        ("test_trainer_news",),
     ),
     Mutation(
         "one-refusal-ends-a-trainer",
@@ -4472,6 +4472,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         " if verify(s.peer, words, s.signature)",
         "",
         "The writer of a transcript can accuse any peer.",
+        ("test_verify",),
+    ),
+    Mutation(
+        "one-that-lies-about-a-checkpoint-has-it-refused",
+        "peers/programs/verify.py",
+        "if len(one.by) >= right.get(one.stage, 0)",
+        "if True",
+        "One that signs other weights keeps its stage from being verified from any checkpoint on.",
+        ("test_verify",),
+    ),
+    Mutation(
+        "whoever-signed-a-checkpoint-it-is-taken",
+        "peers/programs/verify.py",
+        "if len(one.by) >= right.get(one.stage, 0)",
+        "if one.stage not in right",
+        "A keeper gives a checkpoint that it made up, one signs it, and honest peers are named.",
         ("test_verify",),
     ),
     Mutation(

@@ -30,7 +30,7 @@ from swarm.errors import SetupError, short
 from swarm.ids import Microbatch
 from swarm.manifest import CustomModelSpec, IslandsSpec, Run
 from swarm.model.layout import initial_state
-from swarm.model.reductions import sqnorm, vectors_digest
+from swarm.model.reductions import sqnorm, state_digest, vectors_digest
 from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import sign
 from swarm.protocol.voice import Worked, vouch
@@ -390,6 +390,22 @@ def test_a_checkpoint_that_is_not_what_peers_signed_is_no_start(
     assert capsys.readouterr().out.splitlines()[1].startswith("The checkpoint of step 2 has others.")
     assert not was.verify(0, 2)
     assert capsys.readouterr().out == "the checkpoint of step 2 is not what was computed: stage 0\n"
+
+
+def test_one_that_signs_another_checkpoint_neither_has_it_refused_nor_a_false_one_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was, liar = record(tmp_path, replace(small(), steps=4)), Identity.generate()
+    was.write()
+    saved = checkpoint.Checkpoint(tmp_path, was.run, 0, 2)
+    tensors = saved.load()
+    tensors["weights"][0] += 1
+    rows = [was.rows[0][0], was.rows[0][1]._replace(weights=state_digest(tensors))]
+    replace(was, peers=[[liar]], rows=[rows]).write(1)
+    assert was.verify(2, 4)
+    saved.save(tensors, keep=99)
+    assert not was.verify(2, 4)
+    assert "The checkpoint of step 2 has others." in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_stage_that_is_not_what_peers_signed_makes_no_peer_a_liar(
