@@ -28,16 +28,7 @@ from peers.storage.start_weights import offer_start
 from peers.storage.weights import say, with_step
 from peers.trainer import entering
 from swarm.audit.by_stage import ByStage
-from swarm.audit.rerun import (
-    NEAR,
-    Said,
-    all_differ,
-    answers_of,
-    is_false,
-    is_same_state,
-    referee_of,
-    rerun_step,
-)
+from swarm.audit.rerun import NEAR, Said, answers_of, is_false, is_same_state, referee_of, rerun_step
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, PeerId, Stage
@@ -113,8 +104,7 @@ def rerun(
         for t in range(again.version, last):
             if exact and not run.delayed_updates:
                 judge_answers(told, again, batch)
-            said = told.by_step.get(t, [])
-            found = rerun_step(again, said, told.stages, exact=exact, done=bar)
+            found, ends = rerun_step(again, told.by_step.get(t, []), told.stages, exact=exact, done=bar)
             for what, one in found:
                 text = other_than(run, t, what, one)
                 if one.stage in told.stages:
@@ -122,7 +112,7 @@ def rerun(
                 elif one.stage not in aside:
                     say(f"not compared, but seen: {text}")
                     aside.add(one.stage)
-            if all_differ(said, found, told.stages) or (liars and t == last - 1):
+            if ends or (liars and t == last - 1):
                 hint = MEETING_HINT if run.meets_at(t) else HINT
                 return differs(run, liars.values(), hint)
     return True

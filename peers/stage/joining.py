@@ -53,13 +53,13 @@ class Joining:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
             said = await ask(core, others)
             told = {peer: status.position for peer, status in said.items()}
-            serve = [peer for peer, status in said.items() if status.state == "serving"]
             there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
             replicas = {peer: told[peer] for peer in there if peer in told}
             of_all = core.voices.of_all(version=core.version)
             run = max((told[peer] for peer in heard(told, of_all)), default=Position())
+            serve = [peer for peer in heard(told, of_all) if said[peer].state == "serving"]
             if serve and of_all:
-                run = furthest([(told[peer], weight(peer, of_all)) for peer in heard(serve, of_all)])
+                run = furthest([(told[peer], weight(peer, of_all)) for peer in serve])
             voice = core.voice()
             counted = [replicas[peer] for peer in heard(replicas, voice)]
             silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)

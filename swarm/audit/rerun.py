@@ -56,44 +56,38 @@ def rerun_step(
     *,
     exact: bool,
     done: Callable[[int], None],
-) -> list[tuple[str, Said]]:
-    """Do the next step. Returns what differs, such as `sum`, and what was signed instead.
+) -> tuple[list[tuple[str, Said]], bool]:
+    """Do the next step. Returns what differs, such as `sum`, and what was signed instead; and whether all
+    does that was signed at one of `stages`: nothing after that is computed.
 
-    Where all does that was signed at one of `stages`, nothing after that is computed. `exact`: compare bits,
-    on a device of the kind that the peers have. `done`: as `ByStage.compute` has it.
+    `exact`: compare bits, on a device of the kind that the peers have. `done`: as `ByStage.compute` has it.
     """
     found: list[tuple[str, Said]] = []
 
     def ends(what: str, wrong: Iterable[Said]) -> bool:
         found.extend((what, one) for one in wrong)
-        return all_differ(said, found, stages)
+        false = [one for _, one in found]
+        true = {one.stage for one in said if one not in false}
+        return any(one.stage in stages and one.stage not in true for one in false)
 
     of_all = range(again.run.cells)
     squares = again.compute(done)
     sums = [vectors_digest([again.sum_of(s)], on_device=False) for s in of_all if exact]
     what = "sum" if squares else "change"
     if ends(what, (one for one in said if exact and one.took.sum != sums[one.stage])):
-        return found
+        return found, True
     near, S = 0.0 if exact else NEAR_NORM, again.run.S
     norms = [(one, one.took.total_sqnorm, one.stage // S) for one in said if squares]
     true = [one for one in norms if math.isclose(one[1], squares[one[2]], rel_tol=near)]
     if ends("norm", (one[0] for one in norms if one not in true)):
-        return found
+        return found, True
     # Hosts add a norm in different orders: peers took the step with the one that they, or most, said.
     for _, norm, number in sorted(true, key=lambda one: (one[0].stage in stages, len(one[0].by))):
         squares[number] = norm
     again.take(squares)
     whole = realigns(again.run, again.version)
     weights = [again.digest(stage, whole=whole) for stage in of_all if exact]
-    ends("weights", (s for s in said if exact and s.took.weights not in ("", weights[s.stage])))
-    return found
-
-
-def all_differ(said: Sequence[Said], found: Sequence[tuple[str, Said]], stages: Collection[Stage]) -> bool:
-    """Whether of one of `stages` all that was `said` of a step is among what was `found` to differ."""
-    false = [one for _, one in found]
-    true = {one.stage for one in said if one not in false}
-    return any(one.stage in stages and one.stage not in true for one in false)
+    return found, ends("weights", (s for s in said if exact and s.took.weights not in ("", weights[s.stage])))
 
 
 def answers_of(
