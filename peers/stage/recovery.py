@@ -73,8 +73,7 @@ class Recovery:
         """Go to the stage's position in a directive. False if no peer could give it."""
         core, goal = self._core, directive.position
         replicas = [source for source in directive.sources if source != core.me]
-        # One that took no step since it came gives nothing up.
-        if self._run.admission.named and goal.generation == core.generation and core.applied is not None:
+        if self._run.admission.named and goal.generation == core.generation:
             replicas = await self._borne_out(directive, replicas)
         if await self.follow(dict.fromkeys(replicas, goal)):
             return True

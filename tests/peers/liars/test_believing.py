@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -631,6 +632,29 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) ->
         assert_honest(s)
         text = f"stage 1: liar, who coordinates, wants version {2 + ahead} of it taken; others do not"
         assert any(note.text.startswith(text) for note in s.seen(Note))
+
+
+async def test_a_coordinator_with_voice_alone_replaces_no_weights_of_a_newcomer() -> None:
+    """Which then computed falsely what others audit, and added that to the sums of its stage."""
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *s.peers, steps={"s0p0": 45})
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=2)
+        await s.until_version(2)
+        coordinator = s.peers["s0p0"].coordination.protocol._coordinator
+        honest = coordinator.directive_for
+
+        def directive(peer: str, **more: Any) -> Directive:
+            said = honest(peer, **more)
+            made_up = msgspec.structs.replace(said, version=3, digest="ab" * 16, sources=("s0p0",))
+            return made_up if peer == "newcomer" else said
+
+        coordinator.directive_for = directive  # type: ignore[method-assign]
+        StateLeases(RUN, s.network.peers["s0p0"].transport, {0: MadeUp(RUN, 0, (3,))})  # type: ignore[dict-item]
+        await joined(s, 0)
+        await asyncio.sleep(5.0)
+        assert "s0p0, who coordinates, wants version 3 of it taken; others do not" in s.seen(Note)[-1].text
+        assert_honest(s)
 
 
 async def test_at_peers_that_serve_or_pause_and_at_keepers_those_come_first_that_have_worked(
