@@ -105,10 +105,12 @@ async def _told_by(
     return [[told[peer] for peer in peers if peer in told] for peers in asked]
 
 
-async def all_have(run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], version: int) -> bool:
-    """Whether a version is borne out: at least half of each stage, of those that answer, have reached it."""
-    for told in await _told_by(run, transport, stages, version):
-        reached = [said.version >= version for said in told]
+async def all_have(
+    run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], goal: Position
+) -> bool:
+    """Whether a position is borne out: at least half of each stage, of those that answer, have reached it."""
+    for told in await _told_by(run, transport, stages, goal):
+        reached = [said.position >= goal for said in told]
         if not reached or 2 * sum(reached) < len(reached):
             return False
     return True

@@ -73,15 +73,14 @@ class Recovery:
         """Go to the stage's position in a directive. False if no peer could give it."""
         core, goal = self._core, directive.position
         replicas = [source for source in directive.sources if source != core.me]
-        if self._run.admission.named and goal.generation == core.generation:
+        begins = goal.generation > core.generation and goal.version == goal.generation.start
+        if self._run.admission.named:
+            if begins:  # each by itself: what one alone gives it may have made up
+                return await self.enter(goal.generation)
             replicas = await self._borne_out(directive, replicas)
         if await self.follow(dict.fromkeys(replicas, goal)):
             return True
-        return (
-            goal.generation > core.generation
-            and goal.version == goal.generation.start
-            and await self.enter(goal.generation)
-        )
+        return begins and await self.enter(goal.generation)
 
     async def _borne_out(self, directive: Directive, sources: Sequence[PeerId]) -> list[PeerId]:
         """The replicas that have what a directive says, if it is to be followed: `swarm.policy.borne_out`."""
@@ -89,9 +88,10 @@ class Recovery:
         believes = self._coordination.believes
         serving = [r.peer for r in self._directory.at(self._stage) if r.state == "serving"]
         others = sorted({*sources, *serving} - {core.me})
-        proven = any(c.t == goal.version - 1 and believes(c) for c in directive.commits)
+        taken = directive.commits if goal.generation == core.generation else ()
+        proven = any(c.t == goal.version - 1 and believes(c) for c in taken)
         told = await ask_status(self._run, self._transport, heard(others, voice))
-        if core.position < goal and voice and await self._others_have(goal.version):
+        if core.position < goal and voice and await self._others_have(goal):
             proven = True
             if not any(peer in voice and said.position >= goal for peer, said in told.items()):
                 voice, told = {}, await ask_status(self._run, self._transport, others)
@@ -105,13 +105,13 @@ class Recovery:
             self._emit(events.Note(text=f"{text} {goal.version} of it taken; others do not bear that out"))
         return found
 
-    async def _others_have(self, version: int) -> bool:
-        """Whether all other stages say that they have a version. They may have taken what proves it while no
-        peer with voice served this stage; once one does, that proves nothing any more.
+    async def _others_have(self, goal: Position) -> bool:
+        """Whether all other stages say that they have come so far. They may have taken what proves it while
+        no peer with voice served this stage; once one does, that proves nothing any more.
         """
         others, core = set(range(self._run.S)) - {self._stage}, self._core
         stages = [core.voices.counted(stage, version=core.version) for stage in sorted(others)]
-        return bool(stages) and await all_have(self._run, self._transport, stages, version)
+        return bool(stages) and await all_have(self._run, self._transport, stages, goal)
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
         """Go to the newest position of those whose word counts, or a step further; False: none gave it."""

@@ -31,8 +31,9 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus
 from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.wire.messages import Watched, pack
+from swarm.wire.messages import PeerStatus, Watched, pack, unpack
 from swarm.wire.trails import Word
+from tests.peers.lies import offered
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import FIRST, TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.transfer.test_keeping import add_keeper
@@ -177,11 +178,12 @@ async def test_stages_that_do_not_answer_bear_out_what_they_are_not_needed_for_o
     async with swarm(RUN, replicas=2) as s:
         await begun(s)
         transport, stages = s.peers["s0p0"].core.transport, [["s0p1"], ["s1p0", "s1p1"]]
-        assert await all_have(RUN, transport, stages, 2)
+        assert await all_have(RUN, transport, stages, Position(FIRST, 2))
+        assert not await all_have(RUN, transport, stages, Position(Generation(1), 0))
         assert await run_position(RUN, transport, stages) == Position(FIRST, 2)
         s.network.cut(["s1p0", "s1p1"])
         assert await run_position(RUN, transport, stages) == Position(FIRST, 2)
-        assert not await all_have(RUN, transport, stages, 2)
+        assert not await all_have(RUN, transport, stages, Position(FIRST, 2))
         s.network.cut(["s0p1"])
         assert await run_position(RUN, transport, stages) is None
 
@@ -654,6 +656,50 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights_of_a_newcomer(
         await joined(s, 0)
         await asyncio.sleep(5.0)
         assert "s0p0, who coordinates, wants version 3 of it taken; others do not" in s.seen(Note)[-1].text
+        assert_honest(s)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_a_coordinator_with_voice_alone_replaces_no_weights_when_a_run_goes_back(ahead: int) -> None:
+    """Another stage was lost. All of its own stage took what it made up, and went on with that."""
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *s.peers, steps={"s0p0": 45})
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=3)
+        await s.until_version(3)
+        coordinator = s.peers["s0p0"].coordination.protocol._coordinator
+        honest, transport = coordinator.directive_for, s.network.peers["s0p0"].transport
+        gone_back = Generation(1, 0, lost_stage=1, lost_version=3)
+        commits = tuple(s.peers["s0p0"].core.commits.values())
+
+        def directive(peer: str, **more: Any) -> Directive:
+            said = honest(peer, **more)
+            made_up = msgspec.structs.replace(
+                said, version=ahead, digest="ab" * 16, sources=("s0p0",), commits=commits
+            )
+            return made_up if said.generation == gone_back and peer != "s0p0" else said
+
+        coordinator.directive_for = directive  # type: ignore[method-assign]
+        StateLeases(RUN, transport, {0: MadeUp(RUN, 0, (ahead,))})  # type: ignore[dict-item]
+        state, status = (transport.handlers[method][0] for method in ("state", "status"))
+
+        async def opened(request: Request) -> Answer:
+            return offered(generation=gone_back)(await state(request))
+
+        async def said(request: Request) -> Answer:
+            told = unpack((await status(request)).header, PeerStatus)
+            lie = msgspec.structs.replace(told, generation=gone_back, version=ahead, digest="ab" * 16)
+            return Answer(pack(lie if "newcomer" in s.peers else told))
+
+        transport.serve("state", opened)
+        transport.serve("status", said)
+        s.kill_and_forget("s1p0", "s1p1", "s1p2")
+        s.add_peer("newcomer", 1)
+        others = [s.peers[name] for name in ("s0p1", "s0p2", "newcomer")]
+        await s.until(lambda: all(peer.core.generation == gone_back for peer in others), limit_s=60.0)
+        await asyncio.sleep(5.0)
+        assert {peer.core.version for peer in others} == {0}
+        del s.peers["s0p0"]
         assert_honest(s)
 
 
