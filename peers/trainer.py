@@ -598,7 +598,7 @@ class Trainer:
         except Refused as refused:
             raise BadAnswer(peer, refused.text) from None
         for t, loss in status.losses:
-            if 0 <= t < self._run.steps:
+            if 0 <= t < watched.version:  # of one that is to come it would be kept for ever
                 self.step_losses.setdefault(t, loss)
         if watched.position >= Position(self._generation, self._version):
             self._behind_since = None

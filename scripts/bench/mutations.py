@@ -5913,6 +5913,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_receipts",),
     ),
     Mutation(
+        "losses-of-steps-to-come",
+        "peers/trainer.py",
+        "            if 0 <= t < watched.version:",
+        "            if 0 <= t < self._run.steps:",
+        "A peer once tells a trainer what losses all steps to come will have, and these are shown.",
+        ("test_trainer_news",),
+    ),
+    Mutation(
         "follow-a-generation-that-one-says",
         "peers/trainer.py",
         "leaps = over or (at.generation, at.version - 1) > (self._generation, self._version)",

@@ -81,6 +81,13 @@ async def test_after_the_run_went_back_a_peer_that_lags_behind_is_not_followed()
     assert (this._version, this._generation) == (0, BACK)
 
 
+async def test_no_peer_says_the_loss_of_a_step_that_is_to_come() -> None:
+    this: Any = trainer()
+    hears(this, 3, losses=((-1, 9.0), (2, 1.0), (3, 9.0), (5, 9.0)))
+    hears(this, 4, losses=((2, 9.0), (3, 2.0)))
+    assert this.step_losses == {2: 1.0, 3: 2.0}
+
+
 async def test_what_another_generation_lacked_is_not_run() -> None:
     this: Any = trainer()
     hears(this, 0, BACK)
