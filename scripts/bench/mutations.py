@@ -3801,6 +3801,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_charter",),
     ),
     Mutation(
+        "one-token-drives-out-what-others-showed",
+        DOORKEEPER,
+        "del self._shown[next(alike, next(iter(self._shown)))]",
+        "del self._shown[next(iter(self._shown))]",
+        "Who has a token, even one that has expired, has peers forget what admits all others.",
+        ("test_charter",),
+    ),
+    Mutation(
         "strangers-at-a-trusted-stage",
         DOORKEEPER,
         "stage=self.stage if method in REPLICAS_CALL else None",

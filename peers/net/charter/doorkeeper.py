@@ -24,6 +24,7 @@ from swarm.charter import (
     Applicant,
     Credential,
     Role,
+    Token,
     TokenUses,
     callees_of,
     callers_of,
@@ -50,8 +51,8 @@ class Doorkeeper:
         self.stage: Stage | None = None
         """That we serve, if we serve one; of a run with islands the cell."""
         self.on_change: list[Callable[[], None]] = []
-        self._shown: dict[PeerId, bytes] = {}
-        """Credentials, the latest last."""
+        self._shown: dict[PeerId, tuple[bytes, Token | None]] = {}
+        """Credentials, the latest last, and the token in each."""
         self._uses = TokenUses()
 
     def set(self, terms: AdmissionTerms) -> None:
@@ -140,7 +141,7 @@ class Doorkeeper:
         return why
 
     def shown(self, peer: PeerId) -> bytes:
-        return self._shown.get(peer, b"")
+        return self._shown[peer][0] if peer in self._shown else b""
 
     def show(self, peer: PeerId, credential: bytes) -> None:
         """A peer brought this. Raises Refused: it is too large, or nothing that admits here."""
@@ -153,11 +154,14 @@ class Doorkeeper:
         self._keep(peer, credential)
 
     def _keep(self, peer: PeerId, credential: bytes) -> None:
-        if credential and self._shown.get(peer) != credential:
+        """Who shows one token under many names drives out nothing that others showed."""
+        if credential and self.shown(peer) != credential:
             self._shown.pop(peer, None)
-            self._shown[peer] = credential
-            while len(self._shown) > MAX_SHOWN:
-                del self._shown[next(iter(self._shown))]
+            token = self._open(peer, credential).token if self.terms is not None else None
+            if len(self._shown) >= MAX_SHOWN:
+                alike = (one for one, (_, its) in self._shown.items() if token is not None and its == token)
+                del self._shown[next(alike, next(iter(self._shown)))]
+            self._shown[peer] = credential, token
 
     async def serve_show(self, request: Request) -> Answer:
         """Handler: a caller shows its credential."""

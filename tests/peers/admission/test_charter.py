@@ -647,6 +647,21 @@ def test_what_callers_show_is_bounded() -> None:
     assert "malformed credential" in busy.refusal("peer 1", "part", True)
 
 
+def test_one_token_under_many_names_drives_out_nothing_that_others_showed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Callers show what admits them once on each stream: they were refused until it broke."""
+    monkeypatch.setattr("peers.net.charter.doorkeeper.MAX_SHOWN", 4)
+    invited = door(peers=AdmissionRule("token"))
+    token, stolen = (signed.make_token(RUN, OWNER, "peer", expires=at) for at in (int(4e9), 1))
+    invited.show(KIM.peer_id, credential_of(token))
+    crowd = [Identity(bytes([n]) * 32) for n in range(10, 19)]
+    for one in crowd:
+        invited.show(one.peer_id, credential_of(stolen, one))
+    assert invited.shown(KIM.peer_id) == credential_of(token)
+    assert [bool(invited.shown(one.peer_id)) for one in crowd] == [False] * 6 + [True] * 3
+
+
 def test_what_admits_nobody_is_not_kept() -> None:
     asking = door(work_bits=40)
     for worthless in (signed.seal_credential(None, 1), b""):
