@@ -4334,15 +4334,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "give-weights-up-on-one-word",
         "peers/stage/recovery.py",
-        "if self._run.admission.named and goal.generation == core.generation:",
-        "if False:",
+        "            replicas = await self._borne_out(directive, replicas)\n",
+        "",
         "A coordinator alone replaces the weights of its whole stage.",
         ("test_believing",),
     ),
     Mutation(
         "what-other-stages-took-proves-nothing",
         "peers/stage/recovery.py",
-        " and await self._others_have(goal.version):",
+        " and await self._others_have(goal):",
         " and False:",
         "Those with voice that were cut off wait for ever: what they missed was proven without voice.",
         ("test_believing",),

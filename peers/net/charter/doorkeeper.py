@@ -154,7 +154,7 @@ class Doorkeeper:
         self._keep(peer, credential)
 
     def _keep(self, peer: PeerId, credential: bytes) -> None:
-        """Who shows one token under many names drives out nothing that others showed."""
+        """Remember a credential. One token under many names drives out nothing that others showed."""
         if credential and self.shown(peer) != credential:
             self._shown.pop(peer, None)
             token = self._open(peer, credential).token if self.terms is not None else None
