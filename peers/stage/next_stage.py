@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -86,8 +86,8 @@ class NextStage:
             onward = addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
             began, header = now_s(), pack(onward)
             try:
-                begun = peer == holder
-                with self._limits.call(peer, self._serving(), t=work.t, begun=begun) as limit_s:
+                passes = map(self._directory.at, range(self.stage, self._stages))
+                with self._limits.call(peer, passes, t=work.t, begun=peer == holder) as limit_s:
                     calling = self._transport.call(
                         peer, "work", header, body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
                     )
@@ -125,10 +125,6 @@ class NextStage:
                 self._note_answered(work, peer)
                 return peer, done, answer
         raise reason
-
-    def _serving(self) -> Iterable[Sequence[PeerRecord]]:
-        """The records of the stages that a call passes."""
-        return map(self._directory.at, range(self.stage, self._stages))
 
     def _note_answered(self, work: Work, peer: PeerId) -> None:
         self._answered = {name: by for name, by in self._answered.items() if name[0] >= work.t - 1}

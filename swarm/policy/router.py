@@ -6,7 +6,7 @@ is next. Pure: no clock, sockets or threads. Times are monotonic seconds given b
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
@@ -30,12 +30,11 @@ class NoPeerForStage(Exception):
 
 
 class Route(NamedTuple):
-    """Where one microbatch goes next, and why (for logs and dashboard)."""
+    """Where one microbatch goes next."""
 
     peer: PeerId
     expected_s: float
     """Expected seconds of work of its device."""
-    why: str
 
 
 FIRST_PAUSE_S = 30.0
@@ -90,7 +89,7 @@ class Router:
         self._caller = caller
         self.backoff = backoff if backoff is not None else Backoff()
         self._stages: dict[Stage, FairQueue] = {}
-        self._trials: dict[Stage, Trials] = {}
+        self._trials = defaultdict[Stage, Trials](Trials)
 
     def set_peers(self, stage: Stage, peers: Iterable[PeerId]) -> None:
         """Replace the peers that serve `stage`. Measurements of those that stay are kept.
@@ -120,7 +119,7 @@ class Router:
         """
         self.backoff.answered(peer)
         if not self.knows(stage, peer):
-            self._trials_of(stage).answered(peer)
+            self._trials[stage].answered(peer)
         self._queue_of(stage).answered(peer, work_s, took_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
@@ -139,7 +138,7 @@ class Router:
         If that was soon, nothing was waited for: its caller did not know it yet, or it said no.
         """
         if self._queue_of(stage).is_soon(took_s):
-            self._trials_of(stage).refused(peer)
+            self._trials[stage].refused(peer)
 
     def route(
         self, stage: Stage, *, now: float, exclude: Collection[PeerId] = (), horizon_s: float = float("inf"),
@@ -162,7 +161,7 @@ class Router:
                 self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s, new=new
             )
 
-        trials = self._trials_of(stage)
+        trials = self._trials[stage]
         found = choose(new=False) if known or not trials.may(now=now) else None
         found = found or choose(new=True)
         if found is None and self.backoff.relent(queue.known, now=now):
@@ -173,13 +172,7 @@ class Router:
         chosen, expected_s = found
         if not chosen.measured:
             trials.began(chosen.peer, now=now)
-        why = "first try"
-        if chosen.measured:
-            why = f"{expected_s * 1e3:.0f} ms expected, its turn of {len(queue.known)}"
-        return Route(peer=chosen.peer, expected_s=expected_s, why=why)
-
-    def _trials_of(self, stage: Stage) -> Trials:
-        return self._trials.setdefault(stage, Trials())
+        return Route(chosen.peer, expected_s)
 
     def _queue_of(self, stage: Stage) -> FairQueue:
         return self._stages.get(stage) or FairQueue()
