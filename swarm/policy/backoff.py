@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from swarm.ids import PeerId
@@ -115,6 +115,8 @@ class Backoff:
         self._lost = LostTime()
         self.changes = 0
         """Counts the beginnings and ends of backoffs, except those that end by time."""
+        self.take_for_unknown: Callable[[PeerId], None] = lambda peer: None
+        """Has the router take a peer for one that has never answered, until it does."""
         self.unclear_rounds = 0
         """Of the step: rounds that failed, and it could not be seen why."""
 

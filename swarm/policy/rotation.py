@@ -64,29 +64,29 @@ class Rotation:
     def waits(
         self, *, now: float, counts: bool = True, leads: bool = False,
         passed: Callable[[], bool] = lambda: False,
-    ) -> bool:  # fmt: skip
+    ) -> int | None:  # fmt: skip
         """Count the time of a step that is late, all of it. Called every second or so. `counts`: this peer
         reaches those on whose turn it is; else others may go on under them, in other turns than it. `leads`:
         the turn is its own. `passed`: whether others have taken that step, so that it was late for this peer
-        only. Returns whether another turn began.
+        only. Returns the turn in which the step became late just now, or after which another one began.
         """
-        turn = int(self._used)
+        turn, was_late = int(self._used), self._counted_s > self._stepped_s
         if now - self._seen_s > SLEPT_S or not counts:
             self._stepped_s = self._counted_s = now
         limit_s, self._seen_s = self._usual.limit_s, now
         if now - self._stepped_s <= limit_s:
-            return False
+            return None
         if passed() and not (leads and self._taken_back):  # in its own turn they do not follow it
             self._used, self._stepped_s, self._taken_back = self._used_before, now, True
         else:
             turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S
             self._used += (now - self._counted_s) / max(turn_s, limit_s)
         self._counted_s = now
-        return int(self._used) != turn
+        return None if was_late and int(self._used) == turn else turn
 
-    def in_turn(self, peers: Sequence[PeerId]) -> list[PeerId]:
-        """`peers`, from the one on whose turn it is: each has one turn, then each two in a row, and so on."""
-        turn, doubled = int(self._used), 0
+    def in_turn(self, peers: Sequence[PeerId], turn: int | None = None) -> list[PeerId]:
+        """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on."""
+        turn, doubled = int(self._used) if turn is None else turn, 0
         while peers and doubled < MAX_DOUBLED and turn >= len(peers) << doubled:
             turn, doubled = turn - (len(peers) << doubled), doubled + 1
         first = (turn >> doubled) % len(peers) if peers else 0

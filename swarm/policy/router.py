@@ -90,6 +90,7 @@ class Router:
         self.backoff = backoff if backoff is not None else Backoff()
         self._stages: dict[Stage, FairQueue] = {}
         self._trials = defaultdict[Stage, Trials](Trials)
+        self.backoff.take_for_unknown = self._take_for_unknown
 
     def set_peers(self, stage: Stage, peers: Iterable[PeerId]) -> None:
         """Replace the peers that serve `stage`. Measurements of those that stay are kept.
@@ -126,11 +127,14 @@ class Router:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
         self.backoff.failed(peer, now=now, silent=silent)
         if silent:
-            for queue in self._stages.values():
-                queue.forget(peer)
+            self.backoff.take_for_unknown(peer)
         else:
             for trials in self._trials.values():
                 trials.refused(peer)
+
+    def _take_for_unknown(self, peer: PeerId) -> None:
+        for queue in self._stages.values():
+            queue.forget(peer)
 
     def passed_by(self, stage: Stage, peer: PeerId, took_s: float) -> None:
         """Note that another peer of `stage` answered what was meant for this one, `took_s` after the start.

@@ -126,7 +126,7 @@ class StepProtocol:
         self._spoke_s = self._led_s = -math.inf
         self._followed_s = math.inf
         """When another with voice reported last to this one, this one to another that did not rest for it,
-        one that holds rounds up was passed over, or another turn began."""
+        one that holds rounds up was passed over, a step became late, or another turn began."""
         self._soon = False
 
     # -- what the caller sees ---------------------------------------------------------------------
@@ -217,17 +217,21 @@ class StepProtocol:
         if not self._local.joined and not self._local.steps:
             return coordinator == self._me
         if self.belief.needs_proof and self._local.version < self._run.steps:
-            first = list[PeerId]()
-            for stage in {self._stage, 0}:
+
+            def first(stage: Stage, turn: int | None = None) -> list[PeerId]:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
-                first += _by_turn(serving, self.belief.voice(stage), self._rotation)[:1]
-            away = any(self._backoff.is_away(peer, now=now) for peer in first)
-            seen = self._stage, self._peers, self.belief.voice
+                return _by_turn(serving, self.belief.voice(stage), self._rotation, turn)[:1]
+
+            away = any(self._backoff.is_away(peer, now=now) for peer in {*first(self._stage), *first(0)})
             # Those that have only just taken this step counted its time as well.
             following = min(self._local.version + 1, self._run.steps - 1)
-            passed = partial(_is_passed, following, self._me, *seen)
-            if self._rotation.waits(now=now, counts=not away, leads=coordinator == self._me, passed=passed):
+            passed = partial(_is_passed, following, self._me, self._stage, self._peers, self.belief.voice)
+            leads = coordinator == self._me
+            held_up = self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed)
+            if held_up is not None:
                 self._followed_s = now
+                for peer in first(self._stage + 1, held_up):
+                    self._backoff.take_for_unknown(peer)
                 coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)
@@ -614,10 +618,12 @@ class StepProtocol:
         return gave_all or self.belief.result(step.fetch, generation, step.t)
 
 
-def _by_turn(records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation) -> list[PeerId]:
-    """Those of a stage that may coordinate it, from the one on whose turn it is."""
+def _by_turn(
+    records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation, turn: int | None = None
+) -> list[PeerId]:
+    """Those of a stage that may coordinate it, from the one whose turn that is, or was."""
     since_s = {record.peer: record.since or math.inf for record in records}
-    return rotation.in_turn(elect(since_s, voice))
+    return rotation.in_turn(elect(since_s, voice), turn)
 
 
 def _is_passed(

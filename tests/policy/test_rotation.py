@@ -68,6 +68,21 @@ def test_a_coordinator_under_which_no_step_is_taken_makes_way_for_the_next() -> 
     assert this.first == "cid"
 
 
+def test_who_had_the_turn_is_named_once_when_a_step_becomes_late_and_once_when_that_turn_is_over() -> None:
+    this, named = Watched(), dict[float, str]()
+    this.steps(3)
+    stepped = this.now
+    for _ in range(60):
+        this.now += 1.0
+        turn = this.rotation.waits(now=this.now)
+        if turn is not None:
+            named[this.now - stepped] = this.rotation.in_turn(PEERS, turn)[0]
+    assert named == {11.0: "ann", 13.0: "ann", 37.0: "bob"}
+    this.rotation.stepped(now=this.now)
+    told = [this.rotation.waits(now=this.now + after_s) for after_s in (4.0, 8.0, 11.0, 12.0)]
+    assert told[:2] == [None, None] and told[2] is not None and told[3] is None
+
+
 def test_before_the_first_step_there_is_more_time() -> None:
     this = Watched()
     this.waits(FIRST_LATE_S - 1.0)

@@ -25,7 +25,7 @@ from swarm.protocol.protocol import StepProtocol
 from swarm.wire.messages import Watch, Watched, say, unpack
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.peers.tarpits import send_no_part
+from tests.peers.tarpits import never_answered, send_no_part
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -164,6 +164,21 @@ async def test_a_coordinator_that_lies_for_its_turn_and_then_sends_no_part_costs
     clean_s = await lasts_s(1, None, replicas=replicas, dtype="float32")
     lied_s = await lasts_s(1, lies_and_sends_no_part, replicas=replicas, dtype="float32")
     assert lied_s - clean_s <= BUDGET_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lie", [retracts_in_each_round, says_nothing, hides_that_its_stage_is_ready])
+async def test_a_coordinator_that_lies_for_its_turn_and_answers_no_work_costs_one_budget(
+    lie: Callable[[StepProtocol], None],
+) -> None:
+    """It is unknown to each of its callers by the time that its turn is over: 27 to 39 s before."""
+
+    def lies_and_answers_no_work(s: Swarm) -> None:
+        lie(s.peers["s1p0"].coordination.protocol)
+        s.network.peers["s1p0"].transport.serve("work", never_answered, max_body_bytes=1 << 24)
+
+    clean_s = await lasts_s(1, None, dtype="float32")
+    assert await lasts_s(1, lies_and_answers_no_work, dtype="float32") - clean_s <= 24.0
 
 
 @pytest.mark.slow
