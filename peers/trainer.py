@@ -31,7 +31,7 @@ from peers.status_query import holders, refusing, run_position
 from peers.voices import Voices
 from peers.vouching.answered import check_answer
 from peers.vouching.giver import VoucherGiver
-from peers.waiting import end_tasks, happens
+from peers.waiting import end_tasks, happens, report_bug
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
 from swarm.floats import mean_of
@@ -315,10 +315,8 @@ class Trainer:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
-        if not task.cancelled() and task.exception() is not None:
-            asyncio.get_running_loop().call_exception_handler(
-                {"message": "a trainer's microbatch failed", "exception": task.exception(), "task": task}
-            )
+        if not task.cancelled() and (error := task.exception()) is not None:
+            report_bug("a trainer's microbatch failed", error)
         self._changed.set()
 
     async def _microbatch(self, item: WorkItem) -> None:

@@ -101,8 +101,10 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
 class TaskKeeper:
     """Holds background tasks until they end or it closes: the loop alone may collect one while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[BaseException | None], None] | None = None) -> None:
+        """`on_end`: told the error of each that ends, or None; by default the loop is told of bugs."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._on_end = on_end or _tell_bug
 
     def __len__(self) -> int:
         """How many of them run."""
@@ -116,14 +118,32 @@ class TaskKeeper:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()  # seen: few of them are awaited
-        if error is not None and not isinstance(error, SwarmError | OSError | asyncio.TimeoutError):
-            task.get_loop().call_exception_handler({"message": "bug in a task", "exception": error})
+        self._on_end(None if task.cancelled() else task.exception())  # seen: few of them are awaited
+
+    def cancel(self) -> None:
+        """Tell all of them to stop."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def ended(self, limit_s: float | None = None) -> None:
+        """Return when none of those that run now does any more, or after so long."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=limit_s)
 
     async def close(self) -> None:
         """Cancel the tasks, and those that they start meanwhile, until none is left."""
         while self._tasks:
             await end_tasks(self._tasks)
+
+
+def _tell_bug(error: BaseException | None) -> None:
+    if error is not None and not isinstance(error, SwarmError | OSError | asyncio.TimeoutError):
+        report_bug("bug in a task", error)
+
+
+def report_bug(what: str, error: BaseException) -> None:
+    """Have the loop say what no handler expected."""
+    asyncio.get_running_loop().call_exception_handler({"message": what, "exception": error})
 
 
 async def in_daemon_thread(work: Callable[[], T], *, name: str) -> T:

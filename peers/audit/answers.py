@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from peers.audit.asking import AuditCaller
 from peers.audit.convictions import Convictions
@@ -216,13 +216,5 @@ class AnswerAudits:
 
     async def _compute(self, t: int, job: Callable[[], T]) -> T:
         """Run a job of the device; the step is not taken meanwhile."""
-        audits = self._core.audits
-        running = asyncio.ensure_future(self._core.device.run(Rank.COMPUTE, t, job))
-        audits.add(running)
-        running.add_done_callback(self._computed)
-        return await asyncio.shield(running)
-
-    def _computed(self, job: asyncio.Future[Any]) -> None:
-        self._core.audits.discard(job)
-        if not job.cancelled():
-            job.exception()  # whoever waited for it may be gone
+        core = self._core
+        return await asyncio.shield(core.audits.create_task(core.device.run(Rank.COMPUTE, t, job)))

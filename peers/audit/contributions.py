@@ -10,7 +10,6 @@ docs/decisions/audits.md.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.ports import Rank, StageDevice
 from peers.stage.state import StageCore
-from peers.waiting import for_each
+from peers.waiting import end_tasks, for_each
 from swarm.audit import is_audited
 from swarm.audit.answers import digest
 from swarm.audit.contributions import Recount
@@ -267,6 +266,4 @@ class ContributionAudits:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks([self._task])

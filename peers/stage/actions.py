@@ -36,6 +36,7 @@ from peers.storage.checkpoint_store import CheckpointStore, CheckpointWriter
 from peers.transfer.catalog import is_keeper
 from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
+from peers.waiting import TaskKeeper, report_bug
 from swarm.errors import PeerFault, PeerSilent, Refused, SetupError, SwarmError
 from swarm.ids import Position
 from swarm.model.reductions import vectors_digest
@@ -72,7 +73,7 @@ class Actions:
             self._writer = CheckpointWriter(
                 checkpoints.folder, core.run, core.stage, keep=checkpoints.keep, emit=core.emit
             )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = TaskKeeper(self._ended)
         self._lost_at: Position | None = None
         """The run's position when this stage was last said to be lost."""
         coordination.act = self.act
@@ -87,7 +88,7 @@ class Actions:
         if isinstance(action, replica.StateChange):
             if not self._core.changing:
                 self._core.changing = True
-                self.spawn(self._change_state(action))
+                self.tasks.create_task(self._change_state(action))
             return
         if isinstance(action, replica.Retreat):
             text = f"generation {self._core.generation.number} was started in error, and is left"
@@ -113,31 +114,13 @@ class Actions:
             case replica.Retract(microbatches=twice):
                 self._start(step, "retract", lambda: self._retract(step, twice))
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` in a task that ends with this peer; its errors are told."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def cancel(self) -> None:
-        """Tell all tasks to stop."""
-        for task in self._tasks:
-            task.cancel()
-
-    async def ended(self) -> None:
-        """Return when none runs any more."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def _start(self, step: OpenStep, kind: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work` unless the same kind of work already runs for this step."""
         running = step.work.get(kind)
         if running is None or running.done():
-            step.work[kind] = self.spawn(work())
+            step.work[kind] = self.tasks.create_task(work())
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
+    def _ended(self, error: BaseException | None) -> None:
         match error:
             case SetupError():
                 self._failed(error)  # the run diverged: nothing that this peer does can help
@@ -146,9 +129,7 @@ class Actions:
             case SwarmError():
                 self._core.emit(events.Note(text=f"stage {self._core.stage}: {error.text}"))
             case _:
-                asyncio.get_running_loop().call_exception_handler(
-                    {"message": "a stage peer's task failed", "exception": error, "task": task}
-                )
+                report_bug("a stage peer's task failed", error)
         self._core.report_trigger.urgent()
 
     def _opened(self, step: OpenStep) -> None:
@@ -168,7 +149,7 @@ class Actions:
 
         if self._core.joined and not self._core.changing:
             self._core.changing = True
-            self.spawn(go())
+            self.tasks.create_task(go())
 
     # -- a step's sum -------------------------------------------------------------------------------
 

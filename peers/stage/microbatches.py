@@ -21,6 +21,7 @@ from peers.voices import REFRESH_S, Membership
 from peers.vouching.answered import check_answer
 from peers.vouching.receipts import Receipts, signed_inputs
 from peers.vouching.tickets import check_inputs, check_ticket
+from peers.waiting import TaskKeeper
 from swarm.audit import is_audited
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError, short
@@ -87,7 +88,7 @@ class MicrobatchServer:
         """Microbatches whose tensors were received."""
         self.answered = 0
         self._waiting = 0
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._jobs = TaskKeeper()
         self._proven = core.stage == 0 and bool(core.run.data.root)
         most = body_bytes(self._takes) + (most_proof_bytes(core.run) if self._proven else 0)
         transport.serve("work", self._serve_work, max_body_bytes=most)
@@ -95,13 +96,11 @@ class MicrobatchServer:
 
     async def drain(self, *, limit_s: float) -> None:
         """Finish what is in flight, if that does not take too long. Nothing more is admitted meanwhile."""
-        if self._jobs:
-            await asyncio.wait(self._jobs, timeout=limit_s)
+        await self._jobs.ended(limit_s)
 
     def stop(self) -> None:
         """Drop what is in flight."""
-        for task in self._jobs:
-            task.cancel()
+        self._jobs.cancel()
 
     # -- answering --------------------------------------------------------------------------------
 
@@ -230,8 +229,7 @@ class MicrobatchServer:
 
     async def _take(self, step: OpenStep, work: Work, request: Request) -> KeptMicrobatch:
         """Compute a microbatch. It goes on when its caller dies: the next caller gets the answer."""
-        loop = asyncio.get_running_loop()
-        job = Job(done=loop.create_future())
+        job = Job(done=asyncio.get_running_loop().create_future())
         step.jobs[work.m] = job
         self._core.report_trigger.some()
         admitted = False
@@ -251,9 +249,7 @@ class MicrobatchServer:
             self._end(step, work.m, admitted=admitted)
             self._fail(job, error)
             raise
-        task = loop.create_task(self._compute(step, request.peer, work, inputs, job))
-        self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
+        self._jobs.create_task(self._compute(step, request.peer, work, inputs, job))
         return await asyncio.shield(job.done)
 
     def _is_late(self, step: OpenStep, m: int) -> None:

@@ -179,7 +179,7 @@ class StagePeer:
         loops: list[asyncio.Task[object]] = []
         try:
             await self.status.announce()
-            self.actions.spawn(self.status.rehearse())
+            self.actions.tasks.create_task(self.status.rehearse())
             leaving = asyncio.create_task(self._leaving.wait())
             loops = [asyncio.create_task(self._join()), leaving, asyncio.create_task(self._prober.run())]
             await asyncio.wait([*loops, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -198,7 +198,7 @@ class StagePeer:
                     device=self._settings.device_name, max_inflight=self.microbatches.max_inflight,
                 )
             )  # fmt: skip
-            self.actions.spawn(self._tell_of_no_trainer())
+            self.actions.tasks.create_task(self._tell_of_no_trainer())
             often = [self.coordination.run(), self.status.run()]
             if self._run.rebalance_every_s:
                 often.append(self.moving.run())
@@ -332,7 +332,7 @@ class StagePeer:
         core.life = "left"  # a directive that still comes must not start what nothing would end
         for task in loops:
             task.cancel()
-        self.actions.cancel()
+        self.actions.tasks.cancel()
         self.microbatches.stop()
         try:
             await self.coordination.close()
@@ -340,7 +340,7 @@ class StagePeer:
             await self.contribution_audits.close()
             if self._audits is not None:
                 await self._audits.close()
-            await asyncio.gather(*loops, self.actions.ended(), return_exceptions=True)
+            await asyncio.gather(*loops, self.actions.tasks.ended(), return_exceptions=True)
             if watch.done():
                 watch.result()  # perhaps no caller heard it yet
             if not device.abandoned:
@@ -378,7 +378,7 @@ class StagePeer:
 
     def _do_without(self, liar: PeerId) -> None:
         self.peer_gone(liar)
-        self.actions.spawn(self.core.forget_work_of(liar))
+        self.actions.tasks.create_task(self.core.forget_work_of(liar))
 
     def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
         core, now = self.core, now_s()
@@ -390,7 +390,7 @@ class StagePeer:
         elif core.backoff.rests(fault.peer, now=now):  # it sent that on to this peer
             text = f"peer {short(fault.peer)} is refused for a while: {fault.why}"
             self._emit(events.Trouble(text=text))
-        self.actions.spawn(self.core.forget_work_of(fault.peer))
+        self.actions.tasks.create_task(self.core.forget_work_of(fault.peer))
 
     def _fault(self, fault: PeerFault) -> None:
         self._emit(events.PeerLost.at_work(fault, self.stage + 1, self._run.S))

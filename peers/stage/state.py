@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ from peers.events import Emit, Undone
 from peers.ports import Directory, Rank, StageDevice, Transport
 from peers.stage.open_step import OpenStep
 from peers.voices import Membership, Voices
-from peers.waiting import happens, pulse
+from peers.waiting import TaskKeeper, happens, pulse
 from swarm.errors import Leaving, NotReady, PeerFault, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
@@ -102,7 +102,7 @@ class StageCore:
         self.life: Life = "joining"
         self.changing = False
         """A task takes a step or changes the whole state; no other does meanwhile."""
-        self.audits: set[asyncio.Future[Any]] = set()
+        self.audits = TaskKeeper(lambda error: None)
         """Jobs that compute answers of others again, with the weights that are there now."""
         self.taken_at: deque[tuple[int, float]] = deque(maxlen=TIMES_KEPT)
         """Of the last steps the versions that they made, and when."""
@@ -272,9 +272,7 @@ class StageCore:
         # From here on nothing may enter the step; its graphs see weights that are about to change.
         step.close(taken=True)
         await step.stopped()
-        if self.audits:
-            await asyncio.wait(self.audits, timeout=AUDITS_S)
-
+        await self.audits.ended(AUDITS_S)
         await self.device.run(
             Rank.STEP, commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm
         )

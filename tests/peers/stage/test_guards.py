@@ -382,7 +382,7 @@ async def test_a_directive_that_comes_when_a_peer_has_ended_starts_nothing() -> 
 
     def comes() -> int:
         peer.coordination._step(lambda now: peer.coordination.protocol.directive_came(ahead, now=now))
-        return len(peer.actions._tasks)
+        return len(peer.actions.tasks)
 
     peer.core.life = "left"
     assert comes() == 0
