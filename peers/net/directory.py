@@ -31,7 +31,6 @@ from peers.net.signed_records import (
     manifest_key,
     open_manifest,
     record_keys,
-    run_id_of,
     seal_manifest,
     seal_record,
 )
@@ -261,7 +260,7 @@ class NetDirectory:
         Raises:
             SetupError: not canonical, or the manifest names an owner who is not us.
         """
-        run_id = run_id_of(text)
+        run_id = parse_run(text).id
         await self._manifests.publish(run_id, *seal_manifest(text, self._identity))
         await self._learn(run_id, text)
         return run_id

@@ -11,7 +11,6 @@ Opening is for strangers' bytes: bounded, and refused with a reason.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import zlib
 from typing import Annotated, TypeVar
@@ -172,11 +171,6 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     return Announced(_unpack(packed, peer), packed.level, expires, packed.credential)
 
 
-def run_id_of(text: str) -> str:
-    """The id of the run that this canonical manifest text describes."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def seal_manifest(text: str, identity: Identity | None) -> tuple[PeerId, bytes]:
     """The subkey and the value to store.
 
@@ -184,7 +178,7 @@ def seal_manifest(text: str, identity: Identity | None) -> tuple[PeerId, bytes]:
         SetupError: the manifest is not canonical, or names an owner and `identity` is not that one.
     """
     run = parse_run(text)
-    if run.id != run_id_of(text):
+    if run.to_toml() != text:
         raise SetupError("only the canonical text of a manifest can be published: use run.to_toml()")
     owner = run.admission.owner
     signature = b""
@@ -222,11 +216,10 @@ def open_manifest(data: bytes, owner: PeerId) -> tuple[str, str]:
         raise Refused(f"a malformed manifest: {error}") from None
     except SetupError as error:
         raise Refused(f"a manifest that cannot be used: {error.text}") from None
-    run_id = run_id_of(text)
-    if run.id != run_id:
+    if run.to_toml() != text:
         raise Refused("a manifest that is not in canonical form")
     if run.admission.owner != owner:
         raise Refused("a manifest stored for another owner than it names")
-    if owner and not verify(owner, _manifest_to_sign(run_id), signed.signature):
+    if owner and not verify(owner, _manifest_to_sign(run.id), signed.signature):
         raise Refused("a manifest without its owner's signature")
-    return run_id, text
+    return run.id, text
