@@ -128,7 +128,7 @@ def _peer_id(text: str) -> str:
     return text
 
 
-def _is_peer_address(flag: str, text: str) -> None:
+def check_peer_address(flag: str, text: str) -> None:
     """Raise SetupError for an address without a peer id, or with a port that cannot be: p2pd dials none."""
     for port in re.findall("(?:/tcp/|:(?=[0-9]+$))([0-9]+)", text):
         if len(port) > 5 or not 0 < int(port) < 65536:
@@ -228,7 +228,7 @@ SOCKET = OptionKind(path, "SOCKET")
 IP = OptionKind(str, "IP")
 PORT = OptionKind(_port, "N")
 ADDRESS = OptionKind(str, "ADDR")
-PEER_ADDRESS = OptionKind(str, "ADDR", _is_peer_address)
+PEER_ADDRESS = OptionKind(str, "ADDR", check_peer_address)
 LISTEN = OptionKind(listen, "[IP:]PORT")
 ANY_RUN = OptionKind(_run_or_name, "ID|NAME@FINGERPRINT")
 PEER_ID_KIND = OptionKind(_peer_id, "PEER")

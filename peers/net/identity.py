@@ -24,6 +24,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from peers.options import check_peer_address
 from swarm.errors import SetupError
 from swarm.ids import SIGNATURE_BYTES, PeerId
 
@@ -287,12 +288,8 @@ def without_peer_id(address: str) -> str:
 
 def split_peer_id(address: str) -> tuple[str, PeerId]:
     """`/ip4/1.2.3.4/tcp/5/p2p/12D3...` into what is dialled, and the id. Raises SetupError: it has no id."""
-    transport, found, peer_id = address.rpartition("/p2p/")
-    if not found or not peer_id or "/" in peer_id:
-        raise SetupError(
-            f"{address!r} is not the address of a peer: it should end in /p2p/ and a peer id, "
-            "as printed by the peer that you want to join"
-        )
+    check_peer_address("the address", address)
+    transport, _, peer_id = address.rpartition("/p2p/")
     return transport, peer_id
 
 

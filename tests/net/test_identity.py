@@ -110,7 +110,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
     with pytest.raises(SetupError, match="has port 0: name the port that others can dial"):
         to_multiaddr("/ip4/1.2.3.4/tcp/0")
     assert split_peer_id("/ip4/1.2.3.4/tcp/5/p2p/12D3") == ("/ip4/1.2.3.4/tcp/5", "12D3")
-    with pytest.raises(SetupError, match="is not the address of a peer: it should end in /p2p/"):
+    with pytest.raises(SetupError, match="is not the address of a peer: it ends in /p2p/"):
         split_peer_id("/ip4/1.2.3.4/tcp/5")
 
 

@@ -476,7 +476,7 @@ async def test_what_cannot_be_joined_is_said(
     transport, _ = first.addresses[0].split("/p2p/")
     with pytest.raises(SetupError, match="none of the peers to join at can be reached"):
         await start(stack, join=[f"{transport}/p2p/{Identity.generate().peer_id}"])
-    with pytest.raises(SetupError, match="is not the address of a peer: it should end in /p2p/"):
+    with pytest.raises(SetupError, match="is not the address of a peer: it ends in /p2p/"):
         await start(stack, join=[transport])
 
     no_dht = Daemon.spawn(DaemonOptions())
