@@ -253,7 +253,7 @@ class SumCheck:
         signature = sign(self._signer, self._run, self._statement(unsigned))
         return replace(unsigned, signature=signature)
 
-    def hear(self, member: PeerId, told: Projecting, nonces: tuple[bytes, ...], by: PeerId) -> None:
+    def hear(self, member: PeerId, told: Projecting, by: PeerId) -> None:
         """Note what a member says of its products, as `by` shows it.
 
         Raises:
@@ -263,7 +263,7 @@ class SumCheck:
         place = self.plan.members.index(member)
         if not is_signed(self._signer, member, self._run, self._statement(told), told.signature):
             raise BadAnswer(by, "signed its products with another key")
-        if told.nonces != nonces:
+        if told.nonces != self.known_nonces():
             raise BadAnswer(by, "says that other nonces were revealed")
         due = [len(part) * SUM_BYTES if self.contributes(place) else 0 for part in self.parts]
         if [len(sums) for sums in told.sums] != due or len(told.contributions) != len(self.parts):

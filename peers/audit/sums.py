@@ -208,11 +208,9 @@ class SumAudits:
         answer = await self._transport.call(member, "reveal", pack(reveal), deadline_s=check.limit_s)
         told = unpack_answer(member, answer.header, Revealed)
         check.unseal(member, told.nonces)
-        if check.unsealed.is_set():
-            nonces = check.known_nonces()
-            for other, said in told.said.items():
-                if other in check.lacking():
-                    check.hear(other, said, nonces, by=member)
+        for other, said in told.said.items() if check.unsealed.is_set() else ():
+            if other in check.lacking():
+                check.hear(other, said, by=member)
 
     async def _compare(self, check: SumCheck, reduced: torch.Tensor) -> None:
         """Return if `reduced` fits all products, which were heard."""

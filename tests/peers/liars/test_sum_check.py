@@ -75,11 +75,11 @@ async def test_products_that_are_passed_on_are_those_that_their_member_signed() 
     nonces = ann.known_nonces()
     said = {name: check.project(nonces) for name, check in zip(MEMBERS, (ann, bob, cid), strict=True)}
     with pytest.raises(BadAnswer, match="bob: signed its products"):
-        ann.hear("cid", said["bob"], nonces, by="bob")
+        ann.hear("cid", said["bob"], by="bob")
     ann.note("ann", said["ann"])
-    ann.hear("bob", said["bob"], nonces, by="bob")
+    ann.hear("bob", said["bob"], by="bob")
     assert ann.lacking() == ("cid",) and not ann.heard.is_set()
-    ann.hear("cid", said["cid"], nonces, by="bob")
+    ann.hear("cid", said["cid"], by="bob")
     assert ann.heard.is_set()
 
 
