@@ -150,7 +150,7 @@ class Trainer:
         self._router = Router(Backoff(probed=True), caller=me)
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
-        self._voices = Voices(run, transport.signer, directory)
+        self._voices = Voices(run, transport.signer, directory, lambda: self._version)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._limits = CallLimits(self._router, 0, run.S)
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
@@ -325,7 +325,7 @@ class Trainer:
         began, route = now_s(), list[PeerId]()
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                voice = self._voices.of(0, version=self._version)
+                voice = self._voices.of(0)
                 by_voice = partial(heard, voice=voice)
                 await holders(self._run.id, self._transport, self._router, 0, mb, heard=by_voice)
             route = self._route(mb)
@@ -417,7 +417,7 @@ class Trainer:
             self._window.answered(in_flight=self._in_flight, moving=moving)
 
     def _counted(self, stage: Stage) -> list[PeerId]:
-        return heard(self._router.peers(stage), self._voices.of(stage, version=self._version))
+        return heard(self._router.peers(stage), self._voices.of(stage))
 
     def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:
         """One peer of each stage whose word counts; none of the `used` ones where there are others."""
@@ -538,7 +538,7 @@ class Trainer:
                     self._refresh_peers()
                     await asyncio.sleep(0.1)
                     continue
-                heard_first = heard(peers, self._voices.of(0, version=self._version))
+                heard_first = heard(peers, self._voices.of(0))
                 if last not in heard_first or doubted or now - max(since_s, self._step_began) > SAME_S:
                     if last in heard_first and not doubted:
                         self._verdicts.ask_soon(about=last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from peers.clock import now_s
 from peers.ports import Directory
@@ -22,22 +22,25 @@ class Voices:
     A peer without an entry has no voice; where all mappings are empty, the word of each counts alike.
     """
 
-    def __init__(self, run: Run, signer: Signer, directory: Directory) -> None:
-        self._stages, self._directory = range(run.S), directory
+    def __init__(
+        self, run: Run, signer: Signer, directory: Directory, version: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`version`: where the run is, as far as is known."""
+        self._stages, self._directory, self._version = range(run.S), directory, version
         self._electorate = Electorate(run, signer)
 
-    def of(self, stage: Stage, *, version: int = 0) -> Mapping[PeerId, int]:
-        """Of the peers of a stage. `version`: where the run is, as far as is known."""
-        return self._electorate.of(stage, self._directory.at(stage), version=version)
+    def of(self, stage: Stage) -> Mapping[PeerId, int]:
+        """Of the peers of a stage."""
+        return self._electorate.of(stage, self._directory.at(stage), version=self._version())
 
-    def counted(self, stage: Stage, *, version: int = 0) -> list[PeerId]:
+    def counted(self, stage: Stage) -> list[PeerId]:
         """The serving peers of a stage whose word counts."""
         serving = [r.peer for r in self._directory.at(stage) if r.state == "serving"]
-        return heard(serving, self.of(stage, version=version))
+        return heard(serving, self.of(stage))
 
-    def counts(self, peer: PeerId, stage: Stage, *, version: int = 0) -> bool:
+    def counts(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
-        voice = self.of(stage, version=version)
+        voice = self.of(stage)
         return peer in voice if voice else Membership(self._directory).has(peer, stage)
 
     def has(self, peer: PeerId) -> bool:
@@ -45,11 +48,11 @@ class Voices:
         record = self._directory.find(peer)
         return record is not None and peer in self.of(record.stage)
 
-    def of_all(self, stages: Iterable[Stage] | None = None, *, version: int = 0) -> dict[PeerId, int]:
+    def of_all(self, stages: Iterable[Stage] | None = None) -> dict[PeerId, int]:
         """Of the peers of some stages together; None: of all."""
         found: dict[PeerId, int] = {}
         for stage in self._stages if stages is None else stages:
-            found |= self.of(stage, version=version)
+            found |= self.of(stage)
         return found
 
 

@@ -70,7 +70,7 @@ class AnswerAudits:
             raise Refused(f"this peer does not audit {short(ask.peer)} at stage {said.stage}")
         caller, trainers = request.peer, core.run.admission.trainers
         asks_at = core.stage + (1 if said.is_half else -1)
-        if not (caller in trainers if asks_at < 0 else self._kept.counts(caller, asks_at)):
+        if not (caller in trainers if asks_at < 0 else self._kept.voices.counts(caller, asks_at)):
             raise Refused(f"peer {short(caller)} has no voice among those that got it")
         if not is_signed(core.transport.signer, ask.peer, core.run.id, said, ask.signature):
             raise Refused(f"peer {short(ask.peer)} did not sign that answer")
@@ -142,9 +142,9 @@ class AnswerAudits:
         accomplices may have that.
         """
         stage, mb = self._core.stage - 1, Microbatch(ask.statement.t, ask.statement.m)
-        is_known = self._kept.counts(ask.peer, stage + 1)
+        is_known = self._kept.voices.counts(ask.peer, stage + 1)
         for link in ask.through[:1]:
-            if self._callers and not (is_known and self._kept.counts(link.peer, stage)):
+            if self._callers and not (is_known and self._kept.voices.counts(link.peer, stage)):
                 self._callers.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
 
     async def _what_came(self, ask: AuditAnswer) -> Shown:
@@ -166,7 +166,7 @@ class AnswerAudits:
         if answer and answer.receipt and answer.receipt.inputs != said.outputs:
             raise BadAnswer(ask.peer, "shows gradients of something else than it sent on")
         for peer, stage in neighbour:  # a stranger may be the audited peer itself
-            if self._kept.counts(peer, stage) or peer in self._convictions.convicted:
+            if self._kept.voices.counts(peer, stage) or peer in self._convictions.convicted:
                 continue
             if not await self._kept.is_known(peer, stage):
                 raise BadAnswer(ask.peer, f"peer {short(peer)}, which it names, is not announced")

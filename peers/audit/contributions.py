@@ -79,7 +79,7 @@ async def count_again(
     async def again(mb: Microbatch) -> bool:
         (member, came), made = await _shown_by(kept, members, mb), None
         kept_by.add(member)
-        counts = all(kept.counts(*neighbour) for neighbour in kept.signed_by(member, mb, came))
+        counts = all(kept.voices.counts(*neighbour) for neighbour in kept.signed_by(member, mb, came))
         outputs = await device.run(Rank.COMPUTE, mb.t, recount.add, mb.m, came.forth, came.back, device.books)
         receipt = None if came.told.next is None else came.told.next.receipt
         if receipt is not None and digest(outputs) != receipt.inputs:

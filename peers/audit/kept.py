@@ -44,10 +44,10 @@ class KeptWork:
     def __init__(
         self, run: Run, stage: Stage, transport: Transport, directory: Directory, version: Callable[[], int]
     ) -> None:
-        self._run, self._stage, self._transport, self._version = run, stage, transport, version
+        self._run, self._stage, self._transport = run, stage, transport
         self._directory = directory
         self._membership = Membership(directory)
-        self._voices = Voices(run, transport.signer, directory)
+        self.voices = Voices(run, transport.signer, directory, version)
         most = body_bytes(input_metas(run, stage))
         if stage < run.S - 1:
             most += body_bytes(input_metas(run, stage + 1))
@@ -114,10 +114,6 @@ class KeptWork:
             raise Refused(f"the gradient of {mb} is not signed by whom it should be")
         return [(hop.peer, stage + 1)]
 
-    def counts(self, peer: PeerId, stage: Stage) -> bool:
-        """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
-        return self._voices.counts(peer, stage, version=self._version())
-
     async def is_known(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer of a stage is announced: it may have moved since. Other names cost nothing."""
         with contextlib.suppress(NotNow):
@@ -135,7 +131,7 @@ def serve_kept(core: StageCore) -> None:
     async def answer(request: Request) -> Answer:
         ask = unpack(request.header, AskKept, core.run.id)
         audits, once = core.run.admission.may_audit(request.peer), (request.peer, ask.m, ask.made)
-        is_fed = ask.made and core.counts(request.peer, core.stage + 1)
+        is_fed = ask.made and core.voices.counts(request.peer, core.stage + 1)
         if not audits and not is_fed:
             await core.membership.require(request.peer, core.stage)
         elif core.membership.has(request.peer, core.stage):

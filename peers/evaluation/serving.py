@@ -53,7 +53,7 @@ class EvaluationServer:
         self._check(wanted, request)
         if core.stage > 0:
             await core.membership.require(request.peer, core.stage - 1)
-            if not core.counts(request.peer, core.stage - 1):
+            if not core.voices.counts(request.peer, core.stage - 1):
                 raise Refused(f"peer {short(request.peer)} has no voice at stage {core.stage - 1}")
         if self._inflight >= MAX_AT_ONCE:
             raise Busy(f"{self._inflight} evaluations are in flight")

@@ -6,7 +6,7 @@ loops know nothing of the others: to them its cells are the stages of a run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -27,25 +27,25 @@ def own_directory(run: Run, directory: Directory) -> Directory:
 class Island:
     """An island of a run, as its peers and the others see it."""
 
-    def __init__(self, run: Run, signer: Signer, directory: Directory) -> None:
+    def __init__(self, run: Run, signer: Signer, directory: Directory, version: Callable[[], int]) -> None:
         """`run`: its terms, under its own id; `directory`: that of the whole run."""
         self.run, self.directory = run, own_directory(run, directory)
-        self.voices = Voices(run, signer, self.directory)
+        self.voices = Voices(run, signer, self.directory, version)
 
 
 class Islands:
     """All islands of a run, as a peer of one of them sees them; a run without islands is its only one."""
 
-    def __init__(self, run: Run, signer: Signer, directory: Directory) -> None:
-        """`run`: the peer's own island; `directory`: that of the whole run."""
+    def __init__(self, run: Run, signer: Signer, directory: Directory, version: Callable[[], int]) -> None:
+        """`run`: the peer's own island; `directory`: that of the whole run; `version`: where the run is."""
         self.own, self._directory = run, directory
         terms = [run.island(number) for number in range(run.whole.islands.count)]
-        self.all = [Island(one, signer, directory) for one in terms]
+        self.all = [Island(one, signer, directory, version) for one in terms]
         self.others = [number for number, one in enumerate(terms) if one != run]
 
-    def voice(self, stages: Iterable[Stage] | None = None, *, version: int) -> dict[PeerId, int]:
+    def voice(self, stages: Iterable[Stage] | None = None) -> dict[PeerId, int]:
         """How much the word of each peer counts that serves one of these stages, on any island; None: all."""
-        found = [one.voices.of_all(stages, version=version) for one in self.all]
+        found = [one.voices.of_all(stages) for one in self.all]
         return {peer: weight for voices in found for peer, weight in voices.items()}
 
     async def others_records(self) -> list[PeerRecord]:

@@ -133,7 +133,7 @@ class IslandMeeting:
                 sources = others_to_ask(core, core.stage, island.directory, voices)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
                     wanted = replace(wanted_of(core.compute, question, numel, fits), gather_s=GATHER_S)
-                    voice, failed = voices.of(core.stage, version=core.version), self._failed
+                    voice, failed = voices.of(core.stage), self._failed
                     found = await download(core.transport, wanted, sources, voice=voice, on_fault=failed)
                     return found.tensors["gradient"]
             if now_s() - looked_at > PASSED_S:
@@ -150,7 +150,7 @@ class IslandMeeting:
         """Whether this stage of another island says that it has taken a meeting."""
         island, stage = self._islands.all[number], self._core.stage
         past = {r.peer: r.version > t for r in island.directory.at(stage) if r.state == "serving"}
-        return any(past[peer] for peer in heard(past, island.voices.of(stage, version=t)))
+        return any(past[peer] for peer in heard(past, island.voices.of(stage)))
 
     def _failed(self, fault: PeerFault) -> None:
         self._core.failed(fault)

@@ -238,7 +238,7 @@ class StepCoordination:
         """Ask replicas where they are: of a stage that is called lost, and of the others; some of each."""
         lost, asked = claimed.lost_stage, []
         records = [r for r in await self._directory.refresh({lost}) if r.state in ("serving", "leaving")]
-        voice = self._core.voices.of_all(version=self._core.version)
+        voice = self._core.voices.of_all()
         for group in ([r for r in records if r.stage == lost], [r for r in records if r.stage != lost]):
             peers = sorted(record.peer for record in group if record.peer != self._me)
             # Strangers may crowd out others without voice, but not in the same way everywhere.
@@ -276,7 +276,7 @@ class StepCoordination:
     async def _ask_witnesses(self) -> None:
         """Ask replicas of the other stages for their positions: their coordinators may have slept as well."""
         others = [r for r in self._directory.peers() if r.state == "serving" and r.stage != self._stage]
-        voice = self._core.voices.of_all(version=self._core.version)
+        voice = self._core.voices.of_all()
         furthest = sorted(others, key=lambda r: (r.peer not in voice, -r.version, r.peer))[:MAX_WITNESSES]
         told = await ask_status(self._run, self._transport, [record.peer for record in furthest])
         for peer in heard(told, voice):

@@ -55,7 +55,7 @@ class Joining:
             told = {peer: status.position for peer, status in said.items()}
             there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
             replicas = {peer: told[peer] for peer in there if peer in told}
-            of_all = core.voices.of_all(version=core.version)
+            of_all = core.voices.of_all()
             run = max((told[peer] for peer in heard(told, of_all)), default=Position())
             serve = [peer for peer in heard(told, of_all) if said[peer].state == "serving"]
             if serve and of_all:

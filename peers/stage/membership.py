@@ -25,7 +25,7 @@ def others_to_ask(core: StageCore, stage: Stage, directory: Directory, voices: V
     now, me = now_s(), core.me
     found = [r.peer for r in directory.at(stage) if r.state in ("serving", "leaving") and r.peer != me]
     awake = [peer for peer in found if not core.backoff.in_backoff(peer, now=now)]
-    awake = heard(awake, voices.of(stage, version=core.version))
+    awake = heard(awake, voices.of(stage))
     return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
 
 
@@ -36,7 +36,7 @@ def announced(core: StageCore) -> list[PeerRecord]:
 
 async def ask(core: StageCore, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
     """What those peers say of themselves; of very many, the replicas and the furthest, voices first."""
-    voice = core.voices.of_all(version=core.version)
+    voice = core.voices.of_all()
     order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
     asked = [r.peer for r in order if r.stage == core.stage][:MAX_REPLICAS_ASKED]
     asked += [r.peer for r in order if r.stage != core.stage]

@@ -79,7 +79,7 @@ class MicrobatchServer:
         self._left_out = left_out
         self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
         self.max_inflight = max_inflight
-        self._receipts = Receipts(core.run, core.stage, transport.signer, core.counts)
+        self._receipts = Receipts(core.run, core.stage, transport.signer, core.voices.counts)
         self._incoming = Incoming()
         self._takes = input_metas(core.run, core.stage)
         self._gradients = gradient_metas(core.run, core.stage) if next_stage is not None else ()

@@ -110,7 +110,7 @@ class Recovery:
         no peer with voice served this stage; once one does, that proves nothing any more.
         """
         others, core = set(range(self._run.S)) - {self._stage}, self._core
-        stages = [core.voices.counted(stage, version=core.version) for stage in sorted(others)]
+        stages = [core.voices.counted(stage) for stage in sorted(others)]
         return bool(stages) and await all_have(self._run, self._transport, stages, goal)
 
     async def follow(self, replicas: Mapping[PeerId, Position]) -> bool:
@@ -167,7 +167,7 @@ class Recovery:
         core.backoff.relent(sources, now=began)  # else the run would go back for a stage that is there
         usable = [source for source in sources if not core.backoff.in_backoff(source, now=began)]
         common = version >= 0 and self._run.is_common(version)
-        voice = self._islands.voice((self._stage,), version=core.version) if common else core.voice()
+        voice = self._islands.voice((self._stage,)) if common else core.voice()
         wanted = state_of(self._run.whole if common else self._run, self._stage, version, signed)
         try:
             found = await download(
@@ -263,7 +263,7 @@ class Recovery:
         """Whether a trainer would run again what a rollback undoes."""
         if self._coordination.trainers:
             return True
-        voice = self._core.voices.of(0, version=self._core.version)
+        voice = self._core.voices.of(0)
         there = [r.peer for r in self._directory.at(0) if r.state in ("serving", "joining")]
         first = sorted(there, key=lambda peer: peer not in voice)[:MAX_ASKED]
         told = await ask_status(self._run, self._transport, first)
@@ -301,11 +301,11 @@ class Recovery:
         """What is saved where: with peers of this island, of `records`, and what all islands have in common
         with those of others.
         """
-        run, transport, version = self._run, self._transport, self._core.version
-        voice = self._core.voices.of_all(version=version)
+        run, transport = self._run, self._transport
+        voice = self._core.voices.of_all()
         found = await ask_saved(run, transport, records, voice=voice, on_fault=on_fault)
         if self._islands.others:
-            others, voice = await self._islands.others_records(), self._islands.voice(version=version)
+            others, voice = await self._islands.others_records(), self._islands.voice()
             theirs = await ask_saved(run.whole, transport, others, voice=voice, on_fault=on_fault)
             if not theirs.sources[self._stage]:  # what none with voice has would be lost for good
                 theirs = await ask_saved(run.whole, transport, others, on_fault=on_fault)

@@ -84,7 +84,7 @@ class StagePeer:
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
         self.convictions = Convictions(run, stage, transport, own_directory(run, directory), emit)
         everywhere = TrustedDirectory(directory, self.convictions.convicted)
-        islands = Islands(run, transport.signer, everywhere)
+        islands = Islands(run, transport.signer, everywhere, lambda: core.version)
         self._directory = directory = own_directory(run, everywhere)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         backoff = Backoff(probed=True)
@@ -95,7 +95,7 @@ class StagePeer:
             next_stage = NextStage(
                 run.id, stage + 1, transport, directory, Router(backoff, caller=core.me), stages=run.S,
                 on_fault=self._fault, trusted=self.convictions.while_trusted,
-                heard=lambda peers: heard(peers, core.voices.of(stage + 1, version=core.version)),
+                heard=lambda peers: heard(peers, core.voices.of(stage + 1)),
             )  # fmt: skip
         self._next_stage = next_stage
         audits = None

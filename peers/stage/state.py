@@ -73,7 +73,8 @@ class StageCore:
         self.run, self.stage, self.compute, self.emit = run, stage, compute, emit
         self.me: PeerId = transport.peer_id
         self.transport, self.directory, self.backoff = transport, directory, backoff
-        self.membership, self.voices = Membership(directory), Voices(run, transport.signer, directory)
+        self.membership = Membership(directory)
+        self.voices = Voices(run, transport.signer, directory, lambda: self.version)
         self.kind = ""
         """What a made-up microbatch gives here: devices of one kind compute the same bits."""
         self.device = device
@@ -113,7 +114,7 @@ class StageCore:
 
     def voice(self) -> Mapping[PeerId, int]:
         """How much the word of each replica counts."""
-        return self.voices.of(self.stage, version=self.version)
+        return self.voices.of(self.stage)
 
     def failed(self, fault: PeerFault) -> None:
         """Leave a peer alone for a while."""
@@ -227,10 +228,6 @@ class StageCore:
         """End all waits for a step: none opens any more."""
         self.leaving = True
         pulse(self._moved)
-
-    def counts(self, peer: PeerId, stage: Stage) -> bool:
-        """Whether the word of a peer counts at a stage; see `Voices`."""
-        return self.voices.counts(peer, stage, version=self.version)
 
     async def step(self, t: int, *, wait_s: float) -> OpenStep:
         """The open step `t`; waits for it a while, since peers do not step at the same instant.

@@ -93,7 +93,7 @@ class CheckpointKeeper:
         self, run: Run, transport: Transport, directory: Directory, settings: KeepingSettings,
         emit: events.Emit,
     ) -> None:  # fmt: skip
-        islands = Islands(run.island(0), transport.signer, directory).all
+        islands = Islands(run.island(0), transport.signer, directory, lambda: 0).all
         file = TranscriptWriter(settings.folder, run)
         self._recorders = [
             TranscriptRecorder(one.run, transport, one.directory, file, emit, settings.charter)

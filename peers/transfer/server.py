@@ -202,7 +202,8 @@ class StateServer(StateLeases):
 
     def __init__(self, core: StageCore, store: CheckpointStore) -> None:
         start = partial(start_tensors, core.run) if core.run.start.weights else None
-        super().__init__(core.run, core.transport, {core.stage: store}, voices=core.voices, start=start)
+        voices = Voices(core.run, core.transport.signer, core.directory)  # however long ago one worked
+        super().__init__(core.run, core.transport, {core.stage: store}, voices=voices, start=start)
         self._core = core
         core.transport.serve("held", self._serve_held)
 

@@ -40,7 +40,8 @@ class VoucherGiver:
         self._run, self._transport, self._directory = run, transport, directory
         self._signer = transport.signer
         self._named = transport.peer_id in run.admission.trainers
-        self._voices, self._dice = Voices(run, transport.signer, directory), random.Random(transport.peer_id)
+        self._version, self._dice = 0, random.Random(transport.peer_id)
+        self._voices = Voices(run, transport.signer, directory, lambda: self._version)
         self._count = WorkCount()
         self._giving = TaskKeeper()
 
@@ -78,20 +79,21 @@ class VoucherGiver:
         """Give vouchers to all that are due, if the run has come to where they are."""
         if not self._named or not renewal(before, version):
             return
+        self._version = version
         due = {worked: self._count.stage_of(worked.peer) for worked in self._count.renew(version)}
-        self._giving.create_task(self._give_all(due, version))
+        self._giving.create_task(self._give_all(due))
 
     async def close(self) -> None:
         await self._giving.close()
 
-    async def _give_all(self, due: Mapping[Worked, Stage], version: int) -> None:
+    async def _give_all(self, due: Mapping[Worked, Stage]) -> None:
         if self._ask is not None:
             await self._ask()
 
         async def give(worked: Worked) -> None:
             if self._directory.find(worked.peer) is None:
                 return  # it is gone, or never was
-            if not await self._contributes(worked, due[worked], version):
+            if not await self._contributes(worked, due[worked]):
                 return
             message = GiveVoucher(run=self._run.id, voucher=vouch(self._signer, self._run.id, worked))
             with contextlib.suppress(SwarmError):
@@ -99,14 +101,14 @@ class VoucherGiver:
 
         await for_each(due, give, AT_ONCE)
 
-    async def _contributes(self, worked: Worked, stage: Stage, version: int) -> bool:
+    async def _contributes(self, worked: Worked, stage: Stage) -> bool:
         """Whether a stage adds what a peer says that it computes there, by the word of some others of it.
 
         A peer of the stage before may show the work of one as that of others, which sign it and do nothing:
         of these nothing is in any sum.
         """
-        voice = self._voices.of(stage, version=version)
-        others = [peer for peer in self._voices.counted(stage, version=version) if peer != worked.peer]
+        voice = self._voices.of(stage)
+        others = [peer for peer in self._voices.counted(stage) if peer != worked.peer]
         asked = self._dice.sample(others, min(MAX_VOICES, len(others)))
         question = AskConvicted(run=self._run.id, peer=worked.peer)
         told = await ask_all(self._transport, asked, "convicted", question, Convicted, deadline_s=GIVE_S)

@@ -2562,7 +2562,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "evaluate-for-anybody",
         "peers/evaluation/serving.py",
-        "if not core.counts(request.peer, core.stage - 1):",
+        "if not core.voices.counts(request.peer, core.stage - 1):",
         "if False:",
         "Identities without work have all stages but the first compute forwards, as many as they like.",
         ("test_evaluation",),
@@ -4941,7 +4941,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-have-answers-audited",
         "peers/audit/answers.py",
-        "if not (caller in trainers if asks_at < 0 else self._kept.counts(caller, asks_at)):",
+        "if not (caller in trainers if asks_at < 0 else self._kept.voices.counts(caller, asks_at)):",
         "if False:",
         "Two identities hold all places in which answers are computed again.",
         ("test_judges",),
@@ -5399,7 +5399,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-signs-the-work-of-another-has-worked",
         "peers/vouching/giver.py",
-        "if not await self._contributes(worked, due[worked], version):",
+        "if not await self._contributes(worked, due[worked]):",
         "if False:",
         "One peer that works gives voice to as many identities without a device as it answers microbatches.",
         ("test_vouchers",),
@@ -6903,7 +6903,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-strangers-that-an-island-is-past",
         ISLAND_MEETING,
-        "for peer in heard(past, island.voices.of(stage, version=t)))",
+        "for peer in heard(past, island.voices.of(stage)))",
         "for peer in past)",
         "Identities without work make islands go past a meeting with what one peer says.",
         ("test_false_changes",),
@@ -7313,8 +7313,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "to-name-a-peer-that-was-convicted-since-is-a-fault",
         ANSWER_AUDITS,
-        "if self._kept.counts(peer, stage) or peer in self._convictions.convicted:",
-        "if self._kept.counts(peer, stage):",
+        "if self._kept.voices.counts(peer, stage) or peer in self._convictions.convicted:",
+        "if self._kept.voices.counts(peer, stage):",
         "Each that worked with a liar is left alone by its callers when that one is found.",
         ("test_false_answers",),
     ),
@@ -7369,7 +7369,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-make-inputs",
         ANSWER_AUDITS,
-        "if self._callers and not (is_known and self._kept.counts(link.peer, stage)):",
+        "if self._callers and not (is_known and self._kept.voices.counts(link.peer, stage)):",
         "if False:",
         "A peer signs inputs that suit by another name of its own.",
         ("test_false_inputs",),
@@ -7457,7 +7457,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-stage-shows-the-next-one-nothing",
         "peers/audit/kept.py",
-        "is_fed = ask.made and core.counts(request.peer, core.stage + 1)",
+        "is_fed = ask.made and core.voices.counts(request.peer, core.stage + 1)",
         "is_fed = False",
         "A stranger that shows nothing of what it sent on is not convicted.",
         ("test_false_inputs",),
@@ -7473,8 +7473,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-one-with-voice-sent-a-stranger-is-not-computed-again",
         ANSWER_AUDITS,
-        "not (is_known and self._kept.counts(link.peer, stage))",
-        "not self._kept.counts(link.peer, stage)",
+        "not (is_known and self._kept.voices.counts(link.peer, stage))",
+        "not self._kept.voices.counts(link.peer, stage)",
         "One with voice has a stranger pass on what it makes up.",
         ("test_false_inputs",),
     ),
