@@ -18,6 +18,7 @@ from swarm.policy.backoff import BUDGET_ROUNDS
 from swarm.policy.router import Router
 from swarm.protocol.rollback import check_position
 from swarm.protocol.rounds import named_by_most
+from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted
 from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, pack, unpack_answer
 
 ASK_S = 3.0
@@ -69,6 +70,16 @@ async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) ->
         transport, peers, "status", AskStatus(run=run.id), PeerStatus, deadline_s=ASK_S,
         check=lambda _, said: check_position(said.generation, said.version, run, what="a status"),
     )  # fmt: skip
+
+
+async def ask_convicted(
+    run: Run, transport: Transport, peers: Collection[PeerId], accused: PeerId, *, show: bool = False
+) -> dict[PeerId, Convicted]:
+    """Whether those peers have convicted one, and whom else; `show`: and by which evidence."""
+    question, most = AskConvicted(run=run.id, peer=accused, show=show), MAX_SHOWN_BYTES if show else 0
+    return await ask_all(
+        transport, peers, "convicted", question, Convicted, deadline_s=ASK_S, max_answer_bytes=most
+    )
 
 
 async def refusing(

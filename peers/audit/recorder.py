@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from peers import events
 from peers.audit.trail import KEPT
 from peers.ports import Directory, Transport
-from peers.status_query import ask_all
+from peers.status_query import ask_all, ask_convicted
 from peers.storage.transcript import CharterSeen, Conviction, Entry, Took, TranscriptWriter
 from peers.transfer.catalog import SIGNERS
 from peers.voices import Voices
@@ -30,7 +30,7 @@ from swarm.protocol.coordinator import realigns
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
-from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted, Evidence, judged
+from swarm.wire.evidence import Convicted, Evidence, judged
 from swarm.wire.messages import AskTrail, Trail
 from swarm.wire.trails import MAX_STEPS, Signed, TookSteps, Word
 
@@ -163,11 +163,13 @@ class TranscriptRecorder:
         asked, found, written = self._heard(stage)[:MAX_ASKED], list[Conviction](), self._file.convicted
         if not asked:
             return []
-        told = await self._told([asked[self._turn % len(asked)].peer], "")
+        run, transport = self._run, self._transport
+        told = await ask_convicted(run, transport, [asked[self._turn % len(asked)].peer], "")
         names = [name for one in told.values() for name in one.others]
         wanted = [name for name in names if written.get(name, 0) < SIGNERS]
         for accused in self._dice.sample(wanted, min(AT_A_TIME, len(wanted))):
-            told = await self._told([one.peer for one in asked if one.peer != accused], accused)
+            others = [one.peer for one in asked if one.peer != accused]
+            told = await ask_convicted(run, transport, others, accused, show=True)
             judgements = (self._judgement(one, told.get(one.peer), stage, accused) for one in asked)
             judges = [one for one in judgements if one is not None][:SIGNERS]
             by: dict[Evidence, list[Signed]] = {}
@@ -180,13 +182,6 @@ class TranscriptRecorder:
                 island = max(0, self._run.number)
                 found += [Conviction(evidence, tuple(signed), island) for evidence, signed in by.items()]
         return found
-
-    async def _told(self, peers: Sequence[PeerId], accused: PeerId) -> dict[PeerId, Convicted]:
-        question = AskConvicted(run=self._run.id, peer=accused, show=bool(accused))
-        return await ask_all(
-            self._transport, peers, "convicted", question, Convicted,
-            deadline_s=ASK_S, max_answer_bytes=MAX_SHOWN_BYTES,
-        )  # fmt: skip
 
     def _judgement(
         self, record: PeerRecord, told: Convicted | None, stage: Stage, accused: PeerId

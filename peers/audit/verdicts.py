@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from peers import events
 from peers.islands.directory import DirectoryView
 from peers.ports import Answer, Directory, Request, Transport
-from peers.status_query import ASK_S, MAX_VOICES, ask_all
+from peers.status_query import MAX_VOICES, ask_convicted
 from peers.voices import Voices
 from peers.waiting import TaskKeeper, end_tasks
 from swarm.errors import PeerGone, Refused, short
@@ -19,15 +19,7 @@ from swarm.manifest import Run
 from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
-from swarm.wire.evidence import (
-    MAX_SHOWN_BYTES,
-    AskConvicted,
-    Convicted,
-    Evidence,
-    Heard,
-    ShowEvidence,
-    WrongContribution,
-)
+from swarm.wire.evidence import Evidence, Heard, ShowEvidence, WrongContribution
 from swarm.wire.messages import pack, unpack
 
 T = TypeVar("T")
@@ -92,7 +84,7 @@ class Verdicts:
         """Leave out the peers that their stages have convicted; peers of stage 0 hear of all of these."""
         there = self._voices.counted(0)
         asked = self._dice.sample(there, min(MAX_VOICES, len(there)))
-        told = await self._convicted_by(asked, "")
+        told = await ask_convicted(self._run, self._transport, asked, "")
         names = {name for one in told.values() for name in one.others[:MAX_TOLD]} - self.convicted
         for accused in sorted(names):
             await self.ask_about(accused, [peer for peer, one in told.items() if accused in one.others])
@@ -102,8 +94,8 @@ class Verdicts:
         if (record := self._directory.find(accused)) is None:
             return
         stages = {record.stage}
-        for one in (await self._convicted_by(tellers, accused, show=True)).values():
-            lie = one.evidence
+        told = await ask_convicted(self._run, self._transport, tellers, accused, show=True)
+        for lie in (one.evidence for one in told.values()):
             if lie and lie.accused == accused and self._is_signed(lie):
                 stages.add(lie.statement.stage)
         for stage in sorted(stages):
@@ -126,7 +118,7 @@ class Verdicts:
         me = self._transport.peer_id
         weight = {peer: voice.get(peer, 0) if voice else 1 for peer in there if peer != me}
         judges = [peer for peer in heard(there, voice) if peer != accused]
-        said = await self._convicted_by(judges, accused)
+        said = await ask_convicted(self._run, self._transport, judges, accused)
         agree = {peer for peer, one in said.items() if one.yes}
         if accused not in founders and agree & trusted:
             return True
@@ -184,15 +176,6 @@ class Verdicts:
         """Those with voice first: others cost nothing to make."""
         voice = self._voices.of_all()
         return sorted(peers, key=lambda peer: (peer not in voice, peer))
-
-    async def _convicted_by(
-        self, peers: Collection[PeerId], accused: PeerId, *, show: bool = False
-    ) -> dict[PeerId, Convicted]:
-        question = AskConvicted(run=self._run.id, peer=accused, show=show)
-        return await ask_all(
-            self._transport, peers, "convicted", question, Convicted,
-            deadline_s=ASK_S, max_answer_bytes=MAX_SHOWN_BYTES if show else 0,
-        )  # fmt: skip
 
     async def close(self) -> None:
         """Stop telling others."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from peers.ports import Buffer, Directory, Transport
-from peers.status_query import MAX_VOICES, ask_all
+from peers.status_query import MAX_VOICES, ask_convicted
 from peers.voices import Voices
 from peers.vouching.tickets import ticket_for
 from peers.waiting import TaskKeeper, for_each
@@ -16,7 +16,6 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.voice import MIN_STEPS, WorkCount, Worked, renewal, voice_of, vouch, weight
 from swarm.records import PeerRecord
-from swarm.wire.evidence import AskConvicted, Convicted
 from swarm.wire.messages import GiveVoucher, Ticket, WorkDone, pack
 from swarm.wire.receipts import is_receipt
 
@@ -110,8 +109,7 @@ class VoucherGiver:
         voice = self._voices.of(stage)
         others = [peer for peer in self._voices.counted(stage) if peer != worked.peer]
         asked = self._dice.sample(others, min(MAX_VOICES, len(others)))
-        question = AskConvicted(run=self._run.id, peer=worked.peer)
-        told = await ask_all(self._transport, asked, "convicted", question, Convicted, deadline_s=GIVE_S)
+        told = await ask_convicted(self._run, self._transport, asked, worked.peer)
         last = {peer: one.added for peer, one in told.items() if one.added is not None}
         idle = [peer for peer, t in last.items() if t < worked.t - MIN_STEPS]
         return 2 * sum(weight(p, voice) for p in idle) <= sum(weight(p, voice) for p in last)
