@@ -75,7 +75,7 @@ async def ask_status(run: Run, transport: Transport, peers: Sequence[PeerId]) ->
 async def ask_convicted(
     run: Run, transport: Transport, peers: Collection[PeerId], accused: PeerId, *, show: bool = False
 ) -> dict[PeerId, Convicted]:
-    """Whether those peers have convicted one, and whom else; `show`: and by which evidence."""
+    """Whether those peers have convicted one, and which others; `show`: and by which evidence."""
     question, most = AskConvicted(run=run.id, peer=accused, show=show), MAX_SHOWN_BYTES if show else 0
     return await ask_all(
         transport, peers, "convicted", question, Convicted, deadline_s=ASK_S, max_answer_bytes=most

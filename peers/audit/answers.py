@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from peers.audit.asking import AuditCaller
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
+from peers.audit.neighbours import Neighbours
 from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit import is_audited
@@ -50,9 +50,9 @@ class AnswerAudits:
     """This replica's part in the audits of its stage."""
 
     def __init__(
-        self, core: StageCore, convictions: Convictions, kept: KeptWork, callers: AuditCaller | None
+        self, core: StageCore, convictions: Convictions, kept: KeptWork, neighbours: Neighbours | None
     ) -> None:
-        self._core, self._convictions, self._kept, self._callers = core, convictions, kept, callers
+        self._core, self._convictions, self._kept, self._neighbours = core, convictions, kept, neighbours
         self._running = 0
         self.audited = 0
         """Answers that were computed again."""
@@ -144,8 +144,8 @@ class AnswerAudits:
         stage, mb = self._core.stage - 1, Microbatch(ask.statement.t, ask.statement.m)
         is_known = self._kept.voices.counts(ask.peer, stage + 1)
         for link in ask.through[:1]:
-            if self._callers and not (is_known and self._kept.voices.counts(link.peer, stage)):
-                self._callers.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
+            if self._neighbours and not (is_known and self._kept.voices.counts(link.peer, stage)):
+                self._neighbours.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
 
     async def _what_came(self, ask: AuditAnswer) -> Shown:
         """What an answer was made of, as its peer shows it.

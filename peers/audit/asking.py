@@ -1,8 +1,7 @@
-"""A peer has some of what it got computed again, by another replica of the stage that sent it.
+"""A peer has some of the answers that it got computed again, by another replica of the stage that gave them.
 
-Answers, by trainers of stage 0, by stage peers of the stage behind them; and what was sent on, by those to
-which it came: their sums count it, whatever the sender says to its caller. The coin falls when the receipt
-is here: nothing in the work tells an audit.
+Trainers those of stage 0, stage peers those of the stage behind them (and more: `peers.audit.neighbours`).
+The coin falls when the receipt is here: nothing in the work tells an audit.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.statements import Coin, Signature, Toss
 from swarm.wire.evidence import AuditAnswer, Audited
-from swarm.wire.messages import Work, WorkDone, pack, unpack_answer
+from swarm.wire.messages import WorkDone, pack, unpack_answer
 from swarm.wire.receipts import Answered, Link
 
 if TYPE_CHECKING:  # a trainer needs no torch
@@ -29,10 +28,6 @@ if TYPE_CHECKING:  # a trainer needs no torch
 
 SHARE = 0.015
 """Of the answers that are computed again: a liar is found in its 67th microbatch, on average."""
-SENT_ON_SHARE = 0.0075
-"""Of what was sent on: that takes a third of the work, and what counts in one's own sum is answered, too."""
-STRANGERS_SHARE = 0.1
-"""The same of peers without voice where others of their stage have it: such a one loses only a name."""
 AUDIT_S = 20.0
 """Limit for one audit; its step may be over much sooner."""
 AT_ONCE = 4
@@ -58,7 +53,7 @@ class AuditCaller:
         self._voices = Voices(run, transport.signer, directory)
         self._on_fault = on_fault
         self._tasks = TaskKeeper()
-        self._screen, self._sent_on = AnswerScreen(), AnswerScreen()
+        self._screen = AnswerScreen()
 
     def answered(self, stage: Stage, mb: Microbatch, done: WorkDone) -> None:
         """Note an answer, whose receipt was checked."""
@@ -67,39 +62,6 @@ class AuditCaller:
             return
         if self._falls(SHARE, Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")) or strange:
             self._ask_again(stage, mb, done, strange)
-
-    def decoded(
-        self, stage: Stage, mb: Microbatch, done: WorkDone, length: float, turned: Honest | None
-    ) -> None:
-        """Note the norm of the gradient in an answer; `turned`: what follows is unlike the others'."""
-        strange = self._screen.strange_length(length)
-        if turned or strange:
-            self._ask_again(stage, mb, done, turned or strange)
-
-    def sent_on(
-        self, stage: Stage, peer: PeerId, work: Work, tensors: Sequence[Encoded], loss: float,
-        turned: Honest | None,
-    ) -> None:  # fmt: skip
-        """Note what a peer of a stage sent on to this one, with its receipt, and which loss followed."""
-        assert work.fed is not None
-        strange, sent = self._sent_on.strange_loss(loss), Link(peer, work.fed)
-        came_by = (peer, *(link.peer for link in work.through))
-        voices = [self._voices.of(stage - n) for n in range(len(came_by))]
-        strangers = any(voice and one not in voice for one, voice in zip(came_by, voices, strict=True))
-        share = STRANGERS_SHARE if strangers else SENT_ON_SHARE
-        mb, me = Microbatch(work.t, work.m), self._transport.peer_id
-        if turned or strange or self._falls(share, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):
-            self.half(stage, mb, sent, me, work.through, tensors, turned or strange)
-
-    def half(
-        self, stage: Stage, mb: Microbatch, link: Link, to: PeerId, through: tuple[Link, ...],
-        tensors: Sequence[Encoded], honest: Honest | None = None,
-    ) -> None:  # fmt: skip
-        """Have the `tensors` that a peer of a stage sent on `to` another computed again. `through`: the
-        chain behind that.
-        """
-        said = link.half.statement(stage, mb, 0.0, to)
-        self._ask(link.peer, said, link.half.signature, honest, tensors, through)
 
     def _falls(self, share: float, toss: Toss) -> bool:
         return Coin(self._transport.signer, self._run.id, toss).falls(share)

@@ -393,7 +393,7 @@ class MicrobatchServer:
             signer, said = self._transport.signer, (fwd.mb, sent, done, answer.body)
             check_answer(signer, self._core.run, peer, self._core.stage + 1, *said)
             if self._neighbours:
-                self._neighbours.answered(fwd.mb, done)
+                self._neighbours.answered(self._core.stage + 1, fwd.mb, done)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(

@@ -19,7 +19,6 @@ import msgspec
 
 from peers import events
 from peers.audit.answers import AnswerAudits
-from peers.audit.asking import AuditCaller
 from peers.audit.contributions import ContributionAudits
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, serve_kept
@@ -98,19 +97,18 @@ class StagePeer:
                 heard=lambda peers: heard(peers, core.voices.of(stage + 1)),
             )  # fmt: skip
         self._next_stage = next_stage
-        audits = None
+        neighbours = None
         if run.S > 1 and is_audited(run):
-            audits = AuditCaller(run, transport, directory, self._answered_wrongly)
-        self._audits = audits
+            neighbours = Neighbours(run, stage, transport, directory, self._answered_wrongly)
+        self._neighbours = neighbours
         self.microbatches = MicrobatchServer(
             core, transport, core.membership, next_stage, max_inflight=settings.max_inflight,
-            left_out=self._left_out, neighbours=Neighbours(audits, stage) if audits else None,
-            upload_bps=settings.upload_bps,
+            left_out=self._left_out, neighbours=neighbours, upload_bps=settings.upload_bps,
         )  # fmt: skip
         self.evaluations = EvaluationServer(core)
         serve_kept(core)
         kept_work = KeptWork(run, stage, transport, directory, lambda: core.version)
-        self.answer_audits = AnswerAudits(core, self.convictions, kept_work, audits)
+        self.answer_audits = AnswerAudits(core, self.convictions, kept_work, neighbours)
         sums = SumAudits(run, stage, transport, self.convictions)
         self.contribution_audits = ContributionAudits(core, self.convictions, kept_work, sums)
         all_reduce = self.all_reduce = AllReduce(
@@ -338,8 +336,8 @@ class StagePeer:
             await self.coordination.close()
             await self.convictions.close()
             await self.contribution_audits.close()
-            if self._audits is not None:
-                await self._audits.close()
+            if self._neighbours is not None:
+                await self._neighbours.close()
             await asyncio.gather(*loops, self.actions.tasks.ended(), return_exceptions=True)
             if watch.done():
                 watch.result()  # perhaps no caller heard it yet

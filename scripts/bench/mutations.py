@@ -6058,8 +6058,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "answer-gradients-of-any-length",
-        "peers/audit/asking.py",
-        "        strange = self._screen.strange_length(length)\n",
+        "peers/audit/neighbours.py",
+        "        strange = self._screen.strange_length(seen.length)\n",
         "        strange = None\n",
         "A gradient a hundred times too long is found by chance alone.",
         ("test_false_answers",),
@@ -7240,7 +7240,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "sent-on-not-computed-again",
-        AUDIT_CALLER,
+        "peers/audit/neighbours.py",
         'if turned or strange or self._falls(share, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):',
         "if turned or strange:",
         "A peer feeds the next stage falsely first, and truly afterwards, for as long as it likes.",
@@ -7248,7 +7248,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strangers-are-audited-as-seldom-as-others",
-        AUDIT_CALLER,
+        "peers/audit/neighbours.py",
         "share = STRANGERS_SHARE if strangers else SENT_ON_SHARE",
         "share = SENT_ON_SHARE",
         "Each identity without work feeds a hundred false microbatches before it is found.",
@@ -7256,7 +7256,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "in-a-young-run-all-are-audited-as-strangers",
-        AUDIT_CALLER,
+        "peers/audit/neighbours.py",
         "any(voice and one not in voice for",
         "any(one not in voice for",
         "Before the first vouchers a tenth of all work is computed again.",
@@ -7264,7 +7264,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strange-inputs-are-as-any",
-        AUDIT_CALLER,
+        "peers/audit/neighbours.py",
         'if turned or strange or self._falls(share, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):',
         'if self._falls(share, Toss("sent on", stage, mb.t, f"{mb.m} {peer}")):',
         "What is sent on with another sign is found after 133 microbatches.",
@@ -7369,7 +7369,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-make-inputs",
         ANSWER_AUDITS,
-        "if self._callers and not (is_known and self._kept.voices.counts(link.peer, stage)):",
+        "if self._neighbours and not (is_known and self._kept.voices.counts(link.peer, stage)):",
         "if False:",
         "A peer signs inputs that suit by another name of its own.",
         ("test_false_inputs",),
@@ -7408,7 +7408,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strangers-further-back-are-audited-seldom",
-        AUDIT_CALLER,
+        "peers/audit/neighbours.py",
         "came_by = (peer, *(link.peer for link in work.through))",
         "came_by = (peer,)",
         "One with voice passes on what another name of its own makes up.",

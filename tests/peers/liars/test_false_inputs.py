@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from peers.audit.asking import STRANGERS_SHARE
+from peers.audit.neighbours import STRANGERS_SHARE
 from peers.events import Trouble
 from peers.ports import Answer, Request
 from peers.stage.server import StagePeer
@@ -87,7 +87,7 @@ def refused(s: Swarm) -> set[str]:
 def audit_what_is_sent_on(s: Swarm, *peers: str) -> None:
     """Have those, or all, audit all of that, and no answers by chance."""
     for name, peer in s.peers.items():
-        audits: Any = peer._audits  # type: ignore
+        audits: Any = peer._neighbours  # type: ignore
         audits._falls = lambda _, toss, name=name: toss.purpose == "sent on" and (not peers or name in peers)
 
 
@@ -96,7 +96,7 @@ def audit_strangers(s: Swarm, *, stage: int = -1) -> None:
     strange.
     """
     for peer in s.peers.values():
-        audits: Any = peer._audits  # type: ignore
+        audits: Any = peer._neighbours  # type: ignore
         audits._falls = lambda share, toss, by=peer.stage: (
             toss.purpose == "sent on" and share == STRANGERS_SHARE and stage in (-1, by)
         )

@@ -325,7 +325,7 @@ async def test_who_has_no_time_to_judge_is_asked_again_after_the_others(fits: bo
         judge("s1p0", math.inf)
         judge("s1p2", 2)
         judge("s1p3", 2 if fits else 0)
-        caller = s.peers["s0p0"]._audits  # type: ignore
+        caller = s.peers["s0p0"]._neighbours  # type: ignore
         assert caller is not None
         said, signature = answer_of("s1p1")
         ask = AuditAnswer(run=RUN.id, peer="s1p1", statement=said, signature=signature)
