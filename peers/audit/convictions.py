@@ -130,7 +130,7 @@ class Convictions(Verdicts):
         if not request.body_sizes:
             asks = Answer(pack(Heard(asks=True)))
             return asks if between else await self._hear(teller, evidence, [], between)
-        if not self._speaks_for(evidence.statement.stage, teller):
+        if not self._voices.counts(teller, evidence.statement.stage):
             raise Refused("a replica of that stage has to show it")
         if teller in self._showing or len(self._showing) == MAX_BODIES:
             raise Busy("other evidence is looked at")
@@ -170,7 +170,7 @@ class Convictions(Verdicts):
     def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
         """It costs this peer an audit, so an auditor or a replica may say it once in a while."""
         said = evidence.statement
-        may = self._speaks_for(self._stage, teller) or self._run.admission.may_audit(teller)
+        may = self._voices.counts(teller, self._stage) or self._run.admission.may_audit(teller)
         if not may or said.t - self._suspected_by.get(teller, -SUSPECTS_STEPS) < SUSPECTS_STEPS:
             raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
         self._suspected_by[teller] = said.t

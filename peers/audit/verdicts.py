@@ -125,10 +125,6 @@ class Verdicts:
         several = len(agree) > 1 or len(judges) == 1
         return several and 2 * sum(weight[peer] for peer in agree) > sum(weight.values())
 
-    def _speaks_for(self, stage: Stage, teller: PeerId) -> bool:
-        """Whether it is a replica of a stage, with voice if any has it."""
-        return teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])
-
     async def stage_says(self, teller: PeerId, evidence: Evidence) -> bool:
         """Whether most of a stage, by voice, has convicted one of its peers, itself counted among the others;
         or its founder has, where no third has voice. It may take them a moment: they compute.
@@ -140,7 +136,7 @@ class Verdicts:
         audits = isinstance(evidence, WrongContribution) and self._run.admission.may_audit(teller)
         if audits:
             self._named.add(accused)
-        if not (audits or self._speaks_for(stage, teller)) or accused in self._asking:
+        if not (audits or self._voices.counts(teller, stage)) or accused in self._asking:
             raise Refused("a replica of that stage has to say it, once")
         self._asking.add(accused)
         try:

@@ -4788,7 +4788,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "bodies-of-evidence-of-anybody",
         CONVICTIONS,
-        "        if not self._speaks_for(evidence.statement.stage, teller):\n"
+        "        if not self._voices.counts(teller, evidence.statement.stage):\n"
         '            raise Refused("a replica of that stage has to show it")\n',
         "",
         "Identities without work have 64 MiB each held, and computed with, for lies of their own.",
@@ -4796,9 +4796,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "replicas-without-voice-show-evidence",
-        "peers/audit/verdicts.py",
-        "teller in (self._voices.of(stage) or [record.peer for record in self._directory.at(stage)])",
-        "teller in [record.peer for record in self._directory.at(stage)]",
+        CONVICTIONS,
+        "if not self._voices.counts(teller, evidence.statement.stage):",
+        "if teller not in [r.peer for r in self._directory.at(evidence.statement.stage)]:",
         "A stranger that announces itself at a stage has others hold and compute what it likes.",
         ("test_judges",),
     ),
@@ -4949,7 +4949,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-have-a-stage-asked",
         "peers/audit/verdicts.py",
-        "if not (audits or self._speaks_for(stage, teller)) or accused in self._asking:",
+        "if not (audits or self._voices.counts(teller, stage)) or accused in self._asking:",
         "if accused in self._asking:",
         "One message of an identity without work makes its receiver ask all of a stage five times.",
         ("test_judges",),
@@ -5239,7 +5239,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "anybody-names-suspects",
         CONVICTIONS,
-        "        may = self._speaks_for(self._stage, teller) or self._run.admission.may_audit(teller)\n",
+        "        may = self._voices.counts(teller, self._stage) or self._run.admission.may_audit(teller)\n",
         "        may = True\n",
         "A stranger has all replicas compute each other's work again, for ever.",
         ("test_false_contributions",),
