@@ -17,7 +17,7 @@ from peers.ports import Answer, Buffer, Directory, Request, Transport
 from peers.transfer.client import download, state_of
 from peers.waiting import for_each
 from swarm.audit.answers import proves_answer
-from swarm.audit.evidence import is_signed_by_accused, proves
+from swarm.audit.evidence import proves
 from swarm.errors import Busy, NotReady, Refused, Stale, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -122,7 +122,7 @@ class Convictions(Verdicts):
         evidence = shown.evidence
         if evidence.accused in self.convicted:
             return Answer(pack(Heard()))
-        if not is_signed_by_accused(self._transport.signer, self._run, evidence):
+        if not evidence.is_signed(self._transport.signer, self._run.id):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
         if self._directory.find(evidence.accused) is None:
             raise Refused(f"nobody knows peer {short(evidence.accused)}")

@@ -21,7 +21,6 @@ from peers.status_query import ask_all, ask_convicted
 from peers.storage.transcript import CharterSeen, Conviction, Entry, Took, TranscriptWriter
 from peers.transfer.catalog import SIGNERS
 from peers.voices import Voices
-from swarm.audit.evidence import is_signed_by_accused
 from swarm.errors import BadAnswer, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -193,7 +192,7 @@ class TranscriptRecorder:
         evidence = told.evidence
         if (evidence.accused, evidence.statement.stage) != (accused, stage):
             return None
-        if not is_signed_by_accused(signer, run, evidence):
+        if not evidence.is_signed(signer, run.id):
             return None
         if not is_signed(signer, record.peer, run.id, judged(evidence), told.signature):
             return None

@@ -16,7 +16,6 @@ from peers.waiting import TaskKeeper, end_tasks
 from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
-from swarm.protocol.statements import is_signed
 from swarm.protocol.voice import heard
 from swarm.records import PeerRecord
 from swarm.wire.evidence import Evidence, Heard, ShowEvidence, WrongContribution
@@ -96,7 +95,7 @@ class Verdicts:
         stages = {record.stage}
         told = await ask_convicted(self._run, self._transport, tellers, accused, show=True)
         for lie in (one.evidence for one in told.values()):
-            if lie and lie.accused == accused and self._is_signed(lie):
+            if lie and lie.accused == accused and lie.is_signed(self._transport.signer, self._run.id):
                 stages.add(lie.statement.stage)
         for stage in sorted(stages):
             if await self.most_have_convicted(stage, accused):
@@ -154,15 +153,11 @@ class Verdicts:
 
     async def _serve_hearsay(self, request: Request) -> Answer:
         evidence = unpack(request.header, ShowEvidence, self._run.id).evidence
-        if not self._is_signed(evidence):
+        if not evidence.is_signed(self._transport.signer, self._run.id):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
         if evidence.accused not in self.convicted and await self.stage_says(request.peer, evidence):
             self.leave_out(evidence.accused, "its stage has convicted it")
         return Answer(pack(Heard()))
-
-    def _is_signed(self, lie: Evidence) -> bool:
-        """By the accused: else most of any stage convict the peers of all others."""
-        return is_signed(self._transport.signer, lie.accused, self._run.id, lie.statement, lie.signature)
 
     def _there(self, stage: Stage) -> list[PeerId]:
         there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]

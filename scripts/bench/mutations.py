@@ -4692,7 +4692,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "evidence-that-the-accused-did-not-sign",
         "peers/audit/recorder.py",
-        "        if not is_signed_by_accused(signer, run, evidence):\n",
+        "        if not evidence.is_signed(signer, run.id):\n",
         "        if False:\n",
         "A transcript says that a peer was convicted by what it never said.",
         ("test_transcript",),
@@ -5455,7 +5455,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-believe-what-the-accused-did-not-sign",
         VERDICTS,
-        "if not self._is_signed(evidence):",
+        "if not evidence.is_signed(self._transport.signer, self._run.id):",
         "if False:",
         "Two with voice, most of one stage, take all peers of the other stages from all trainers.",
         ("test_moved_liars",),
@@ -6275,7 +6275,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "any-stage-convicts-anybody",
         VERDICTS,
-        "if lie and lie.accused == accused and self._is_signed(lie):",
+        "if lie and lie.accused == accused and lie.is_signed(self._transport.signer, self._run.id):",
         "if lie:",
         "Most of any stage have any peer of the run left out.",
         ("test_moved_liars",),

@@ -24,14 +24,9 @@ from swarm.wire.evidence import (
 )
 
 
-def is_signed_by_accused(signer: Signer, run: Run, evidence: Evidence) -> bool:
-    """Whether the accused signed the statement: before any body is taken."""
-    return is_signed(signer, evidence.accused, run.id, evidence.statement, evidence.signature)
-
-
 def proves(signer: Signer, run: Run, evidence: Evidence, body: Sequence[Buffer]) -> bool:
     """Whether the accused lied. Takes seconds for large chunks: not on the event loop."""
-    if not run.adds_exactly or not is_signed_by_accused(signer, run, evidence):
+    if not run.adds_exactly or not evidence.is_signed(signer, run.id):
         return False
     match evidence:
         case WrongSum():

@@ -13,7 +13,7 @@ import msgspec
 from swarm.digest import Digest, digest_of
 from swarm.ids import PeerId
 from swarm.protocol.rounds import Plan
-from swarm.protocol.statements import Signature, Statement
+from swarm.protocol.statements import Signature, Signer, Statement, is_signed
 from swarm.protocol.sums import Nonce, Projected, Reduced
 from swarm.wire.messages import Hop, RunMessage, Work
 from swarm.wire.receipts import Answered, Link
@@ -33,6 +33,10 @@ class Lie(msgspec.Struct, Generic[S], frozen=True, kw_only=True):
     accused: PeerId
     statement: S
     signature: Signature
+
+    def is_signed(self, signer: Signer, run: str) -> bool:
+        """By the accused: else most of any stage convict the peers of all others."""
+        return is_signed(signer, self.accused, run, self.statement, self.signature)
 
 
 class WrongSum(Lie[Reduced], frozen=True, kw_only=True, tag=True):
