@@ -10,12 +10,13 @@
     run       run coordinator → coordinator  RunStatus              → Ack
     watch     trainer → any stage-0 peer     Watch                  → Watched (held until a change)
     part      replica → owner of a part      Part + contribution    → PartDone + reduced part
-    reveal    member → member of a round     Reveal                 → Projecting (evidence.py)
+    reveal    member → member of a round     Reveal                 → Revealed (evidence.py)
     show      member → member of a round     ShowChunk              → ShownChunk + contribution (evidence.py)
+    products  auditor → member of a round    AskProducts            → Products (evidence.py)
     audit     caller of a peer → its replica AuditAnswer            → Audited (evidence.py)
     kept      neighbour → replica            AskKept                → KeptTensors + tensors (evidence.py)
     convicted peer → replica of a stage      AskConvicted           → Convicted (evidence.py)
-    evidence  anyone → peer                  ShowEvidence + data    → Ack (evidence.py)
+    evidence  anyone → peer                  ShowEvidence + data    → Heard (evidence.py)
     state     newcomer → replica             OpenState              → Opened + hashes
     held      replica → replica              OpenHeld               → Opened + hashes
     chunk     whoever opened it → its source FetchChunk             → Ack + bytes
