@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, TextIO, TypeAlias, Union
 import msgspec
 
 from peers.clock import unix_s
-from swarm.errors import PeerFault, PeerSilent, count, one_line, printable, short
+from swarm.errors import MALFORMED, PeerFault, PeerSilent, count, one_line, printable, short
 
 LogFormat: TypeAlias = Literal["text", "json"]
 Level: TypeAlias = Literal["info", "warning", "error"]
@@ -428,7 +428,7 @@ def parse_event(line: str) -> Event | None:
         return None
     try:
         return _DECODER.decode(line)
-    except (msgspec.MsgspecError, UnicodeError):
+    except MALFORMED:
         return None
 
 

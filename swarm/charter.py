@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from swarm.errors import Refused, SetupError, clean
+from swarm.errors import MALFORMED, Refused, SetupError, clean
 from swarm.ids import PEER_ID, RUN_NAME, PeerId, Stage
 
 MAX_CHARTER_BYTES = 16_000
@@ -118,7 +118,7 @@ def decode(data: bytes) -> Charter:
         raise Refused(f"a charter of {len(data)} bytes; at most {MAX_CHARTER_BYTES} are allowed")
     try:
         charter = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise Refused(f"a malformed charter: {clean(str(error))}") from None
     if encode(charter) != data:
         raise Refused("a charter that is not in canonical form")

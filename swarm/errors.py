@@ -26,6 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 DIVERGED = "; the run diverged, or a sample is bad: begin another with a lower optimizer.lr, or other data"
+MALFORMED = (ValueError, RecursionError)
+"""What decoders raise for bytes that are not of their form: a stranger's may be no UTF-8, or a deep nest."""
 
 
 class SwarmError(Exception):

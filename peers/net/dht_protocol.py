@@ -40,7 +40,7 @@ from peers.net.signed_records import (
 )
 from peers.waiting import TaskKeeper, within
 from swarm.charter import Charter, check_life
-from swarm.errors import Refused
+from swarm.errors import MALFORMED, Refused
 from swarm.ids import PeerId
 from swarm.wire.version import PROTOCOL_VERSION
 
@@ -195,7 +195,7 @@ def read_request(data: bytes) -> Request:
     """Raises Refused if it is none."""
     try:
         request = _request_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise Refused(f"a malformed question: {error}") from None
     if isinstance(request, Question) and any(len(one.known) % _KNOWN.size for one in request.keys):
         raise Refused("a malformed question: half a record is known")

@@ -19,7 +19,7 @@ import msgspec
 
 from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signature, verify
 from peers.net.lookup import MAX_LEVEL, StageKey, homes
-from swarm.errors import Refused, SetupError
+from swarm.errors import MALFORMED, Refused, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import parse_run
 from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State, Voucher
@@ -94,7 +94,7 @@ def decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str, max_byt
         raise Refused(f"a {what} of {len(data)} bytes; at most {max_bytes} are allowed")
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise Refused(f"a malformed {what}: {error}") from None
 
 

@@ -17,7 +17,7 @@ from peers.api.module_text import unlogged
 from peers.owner.memory_limit import weight_bytes
 from peers.programs.descriptions import read_text, shown_bytes
 from peers.programs.tool_options import GraphOptions
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.manifest import OptimizerSpec, Run, load_run
 from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
 from swarm.model.graph.builder import Traced
@@ -70,7 +70,7 @@ def _traced(options: GraphOptions) -> tuple[Traced, Sequence[int] | None, Optimi
     path = Path(options.model.removeprefix("hf:"))
     try:
         config = dict(json.loads(read_text(path)))
-    except (RecursionError, TypeError, ValueError) as error:
+    except (TypeError, *MALFORMED) as error:
         raise SetupError(f"{path} is no config.json of transformers: {error}") from None
     rows, length = options.rows, options.length
     return _without_numbers(lambda: from_hf(config, rows=rows, length=length)).trace(), None, usual

@@ -23,7 +23,7 @@ from peers.owner.health_socket import Health
 from peers.programs.tool_options import HealthOptions, PauseOptions, ResumeOptions
 from peers.storage.atomic_file import as_setup_error
 from peers.waiting import within
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ async def ask(path: Path, named: str, answer: type[T], do: Do = "look", *, limit
         return msgspec.json.decode(await within(call(), limit_s), type=answer)
     except asyncio.TimeoutError:
         raise SetupError(f"{named} does not answer within {limit_s:g} s: it hangs") from None
-    except (msgspec.MsgspecError, ValueError) as error:
+    except MALFORMED as error:
         raise SetupError(f"what answers at {path} is no program of the swarm: {error}") from None
 
 

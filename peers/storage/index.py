@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from peers.storage import CACHE_ENV, atomic_file, fetch
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.merkle import NODE_BYTES, tree_bytes
 
 NAME, TREE = "index.json", "index.tree"
@@ -117,7 +117,7 @@ def open_index(address: str) -> Index:
             raise ValueError(f"its root is {index.root!r}")
         if index.tokens > MAX_TOKENS:
             raise ValueError(f"it has {index.tokens} tokens, and a run at most {MAX_TOKENS}")
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except MALFORMED as error:
         raise SetupError(f"{address} is not an index of data: {error}; swarm tokenize makes one") from None
     return msgspec.structs.replace(index, sources=sources, tree=tree)
 

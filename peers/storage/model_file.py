@@ -17,7 +17,7 @@ import torch
 
 from peers.storage import atomic_file, safetensors_file
 from peers.storage.safetensors_file import Progress, unheard
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.manifest import MAX_MANIFEST_BYTES, Run, check_id
 
 MAX_CONFIG_BYTES = 4 * MAX_MANIFEST_BYTES
@@ -79,7 +79,7 @@ def _refuse_strange(where: Path) -> None:
         msgspec.json.decode(where.read_bytes(), type=ModelConfig)
     except FileNotFoundError:
         return
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, *MALFORMED):
         raise SetupError(f"{where} is there already and is not of a model: choose another --out") from None
 
 

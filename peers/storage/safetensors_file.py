@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from peers.storage import atomic_file
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.wire.codec import bytes_of
 
 # Names of the safetensors format.
@@ -170,7 +170,7 @@ def read_json(kind: FileKind, path: Path, form: type[T], max_bytes: int) -> T:
         raise kind.damaged(path, f"longer than {max_bytes} bytes")
     try:
         value = msgspec.json.decode(text, type=form)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise kind.damaged(path, str(error)[:200]) from None
     if value.format != FORMAT:
         raise Damaged(f"{path} has format {value.format}; this version reads format {FORMAT}: update it")

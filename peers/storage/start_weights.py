@@ -15,7 +15,7 @@ import torch
 from peers.storage import fetch
 from peers.storage.atomic_file import as_setup_error
 from peers.storage.safetensors_file import DTYPES, TensorInfo
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.manifest import Run
 from swarm.model.layout import can_start, start_from
 
@@ -68,7 +68,7 @@ class StartWeights:
                 listed.pop("__metadata__", None)
                 for name, raw in listed.items():
                     self._places[name] = _Place(file, begin, msgspec.json.decode(raw, type=_Tensor))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except MALFORMED as error:
                 raise SetupError(f"{file} in {where} is no safetensors file: {str(error)[:100]}") from None
 
     def __call__(self, names: Sequence[str], shape: torch.Size) -> torch.Tensor:
@@ -138,7 +138,7 @@ def open_start(run: Run, folder: Path | None) -> StartWeights | None:
             return StartWeights(where, at, [SINGLE])
     try:
         files = sorted(set(msgspec.json.decode(index, type=_Index).weight_map.values()))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise SetupError(f"{INDEX} in {where} is damaged: {str(error)[:100]}") from None
     if wrong := [file for file in files if file != Path(file).name]:
         raise SetupError(f"{INDEX} in {where} names {wrong[0]!r}, which is no file there")

@@ -22,7 +22,7 @@ import msgspec
 
 from peers.storage import atomic_file
 from peers.storage.atomic_file import as_setup_error
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run, check_id
 from swarm.wire.evidence import Evidence
@@ -116,7 +116,7 @@ def _entries(file: BinaryIO, start: int) -> Iterator[tuple[Entry, int]]:
             return
         try:
             entry = _decode(data)
-        except msgspec.MsgspecError:
+        except MALFORMED:
             return
         end += _HEAD.size + size
         yield entry, end

@@ -20,7 +20,7 @@ import numpy as np
 
 from peers.storage.atomic_file import CHUNK_BYTES
 from peers.storage.index import ITEM_BYTES, Shard
-from swarm.errors import SetupError
+from swarm.errors import MALFORMED, SetupError
 from swarm.installed import first_line
 
 ROWS_AT_ONCE = 1024
@@ -85,7 +85,7 @@ def _said(path: Path) -> Iterator[None]:
 def _of_line(line: bytes, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise SetupError(f"{where} is not JSON: {error}") from None
     found = row.get(field) if isinstance(row, dict) else None
     if not isinstance(found, str):

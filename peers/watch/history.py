@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from peers.storage.atomic_file import as_setup_error
-from swarm.errors import Refused, SetupError
+from swarm.errors import MALFORMED, Refused, SetupError
 from swarm.ids import PeerId
 from swarm.manifest import Run, parse_run
 from swarm.monitoring import validation
@@ -119,7 +119,7 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
         first = file.readline(MAX_LINE_BYTES)
     try:
         head = msgspec.json.decode(first, type=_Head)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except MALFORMED:
         raise SetupError(
             f"{path} is no history that --record wrote: its first line holds no manifest"
         ) from None
@@ -139,7 +139,7 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
         with path.open("rb") as file:
             file.readline(MAX_LINE_BYTES)
             for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
-                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Refused):
+                with contextlib.suppress(*MALFORMED, Refused):
                     yield validation.tidy_observation(msgspec.json.decode(line, type=Observation), run)
 
     return run, observations()

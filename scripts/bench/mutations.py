@@ -4690,6 +4690,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_transcript",),
     ),
     Mutation(
+        "lists-in-lists-end-the-reader",
+        "peers/storage/transcript.py",
+        "        except MALFORMED:\n",
+        "        except ValueError:\n",
+        "A transcript with an entry that its writer made up cannot be verified up to there.",
+        ("test_transcript",),
+    ),
+    Mutation(
         "evidence-that-the-accused-did-not-sign",
         "peers/audit/recorder.py",
         "        if not evidence.is_signed(signer, run.id):\n",

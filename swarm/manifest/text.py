@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from swarm.errors import SetupError, did_you_mean
+from swarm.errors import MALFORMED, SetupError, did_you_mean
 from swarm.manifest.rules import Spec, one_of, shown, wrong
 from swarm.manifest.run import MAX_MANIFEST_BYTES, Run
 from swarm.manifest.tables import MODEL_KINDS, TABLES, CustomModelSpec, DataSpec, ModelSpec
@@ -70,7 +70,7 @@ def parse_run(text: str) -> Run:
     try:
         # ValueError: not TOML, or an integer with more digits than Python reads. RecursionError: `[[[[…`.
         values: dict[str, Any] = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise SetupError(f"the run's manifest is not TOML: {str(error)[:200]}") from None
     return run_of(values)
 

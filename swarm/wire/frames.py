@@ -30,6 +30,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from swarm.errors import MALFORMED
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
 MAGIC = 0x5357
@@ -160,7 +161,7 @@ _error_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float])
 def _unpacked(kind: Kind, decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise FrameError(f"{kind.name} with a malformed header: {error}") from None
 
 

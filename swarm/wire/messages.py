@@ -39,7 +39,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 
 from swarm.digest import Digest
-from swarm.errors import BadAnswer, Refused
+from swarm.errors import MALFORMED, BadAnswer, Refused
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import MAX_LEFT_OUT, Positioned, RunStatus
@@ -475,7 +475,7 @@ def _unpacked(data: memoryview, kind: type[T], most: int, most_unfolded: int, wh
         raise Refused(f"the {what} has {data.nbytes} bytes; at most {most} are read")
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoder(most_unfolded))
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise Refused(f"malformed {kind.__name__} header: {error}") from None
 
 

@@ -110,6 +110,7 @@ def test_kinds_are_distinct_and_in_snake_case() -> None:
         '{"event": "step_done", "t": "1", "steps": 2, "loss": 1.0, "tokens_per_s": 1.0}',
         '{"event": "note", "text": "' + "a" * MAX_LINE_CHARS + '"}',
         '{"event": "note", "text": "\ud800"}',
+        '{"event": "note", "mood": ' + "[" * 50_000,
     ],
 )
 def test_a_line_that_is_no_event_is_none(line: str) -> None:

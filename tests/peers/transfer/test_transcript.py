@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,18 @@ def test_a_flipped_bit_ends_the_reading_and_a_file_that_is_damaged_is_not_cut(
     assert path.read_bytes() == data
 
 
+def whole(entry: bytes) -> bytes:
+    return struct.pack("<II", len(entry), zlib.crc32(entry)) + entry
+
+
 @pytest.mark.parametrize(
     "tail",
     [
         struct.pack("<II", 1 << 31, 0) + b"x",  # more than there may be
         struct.pack("<II", 0, 0),
-        struct.pack("<II", 3, 0x352441C2) + b"abc",  # whole, and no entry
+        whole(b"abc"),
+        whole(b"\x93\xa5Terms\xa1\xff\xa0"),  # no UTF-8
+        whole(b"\x94\xa5Terms\xa0\xa0" + b"\x91" * 100_000),  # a list in a list in a list
     ],
 )
 def test_what_is_no_entry_is_not_read(tmp_path: Path, tail: bytes) -> None:
