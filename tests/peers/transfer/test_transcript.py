@@ -340,7 +340,7 @@ async def test_one_that_says_that_it_is_far_ahead_does_not_say_alone_what_its_st
             return Answer(pack(Trail(steps=false, signature=sign(transport.signer, run.id, false))))
 
         transport.serve("trail", made_up)
-        recorder = add_keeper(s, tmp_path)._recorders[0]  # pyright: ignore[reportPrivateUsage]
+        recorder = add_keeper(s, tmp_path)._recorders[0]  # type: ignore
         s.add_trainer(TRAINER)
         await s.until(lambda: "keeper" in s.network.records)
         while not all(peer.core.finished for _, peer in s.live()):
