@@ -72,6 +72,8 @@ PINGED_PER_S = 10.0
 PINGED_AT_ONCE = 100.0
 """Peers that ask and are not known: nodes are those that answer, too."""
 REPLICAS = 5
+SEARCH_ROUNDS = 20
+"""Each comes nearer by a few bits, but one can make identities that are nearer and nearer without end."""
 RPC_S = 3.0
 _MAX_TOLD = 20
 """Nodes near one key that are read of an answer."""
@@ -537,17 +539,18 @@ class DhtNode:
         """The nodes nearest to each id that answer, nearest first: those near are asked for nearer ones."""
         known = {peer for one in ids for peer in self.near(one, REPLICAS)}
         asked: dict[DHTID, set[PeerId]] = defaultdict(set)
-        while True:
-            near, due = {one: nearest(one, known) for one in ids}, defaultdict[PeerId, list[DHTID]](list)
-            for one, peers in near.items():
-                for peer in set(peers) - asked[one]:
+        for _ in range(SEARCH_ROUNDS):
+            due = defaultdict[PeerId, list[DHTID]](list)
+            for one in ids:
+                for peer in set(nearest(one, known)) - asked[one]:
                     asked[one].add(peer)
                     due[peer].append(one)
             if not due:
-                return near
+                break
             told = await gather(*(self._find(peer, some) for peer, some in due.items()))
             known = known.union(*told) - {self._me}
             known -= {peer for peer, said in zip(due, told, strict=True) if peer not in said}
+        return {one: nearest(one, known) for one in ids}
 
     async def _find(self, peer: PeerId, ids: Sequence[DHTID]) -> set[PeerId]:
         """The nodes that one knows near some ids, itself included; none if it does not answer."""

@@ -3569,6 +3569,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_dht_protocol",),
     ),
     Mutation(
+        "search-nearer-and-nearer-without-end",
+        NODES,
+        "for _ in range(SEARCH_ROUNDS):",
+        "while True:",
+        "One that makes identities nearer and nearer to a key keeps a search for its nodes going.",
+        ("test_dht_protocol",),
+    ),
+    Mutation(
         "dropped-values-count-for-their-peer",
         NODES,
         "self._of.pop(subkey) - 1:",

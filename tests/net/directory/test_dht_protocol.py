@@ -420,3 +420,19 @@ async def test_no_more_of_those_who_ask_are_pinged_than_may_be() -> None:
         await at.answer(msgspec.msgpack.encode(Find([KEY])), peer_id(number))
     await asyncio.sleep(1.0)
     assert len(asked) == dht_protocol.PINGED_AT_ONCE
+
+
+async def test_identities_that_are_made_nearer_and_nearer_do_not_keep_a_search_going() -> None:
+    at, asked = node(), list[str]()
+    key = dht_protocol.DHTID.from_bytes(KEY)
+    crowd = sorted(map(peer_id, range(1, 201)), key=lambda peer: node_id_of(peer) ^ key, reverse=True)
+
+    async def call_peer(peer: str, data: bytes) -> bytes:
+        asked.append(peer)
+        return msgspec.msgpack.encode([crowd[crowd.index(peer) :][:2]])
+
+    at.control = Control("")  # type: ignore
+    at.control.call_peer = call_peer  # type: ignore
+    at.table.add_or_update_node(node_id_of(crowd[0]), crowd[0])
+    found = await at.search([key])
+    assert len(asked) == dht_protocol.SEARCH_ROUNDS and found[key][0] == crowd[dht_protocol.SEARCH_ROUNDS]
