@@ -27,6 +27,7 @@ from scripts.bench.plan.additive_search import (
     random_grid,
     search_additive,
 )
+from scripts.bench.plan.additive_stages import FASTEST, Divisions
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network
 from swarm.plan.search import even_clusters, shapes
@@ -180,6 +181,51 @@ def test_the_changes_are_those_that_exchanged_segments_make(
         assert grid.smooth_s() - before == pytest.approx(float(changes_m[number]), abs=2e-3 * (1 + before))
         grid.swap_all(pairs[::-1])
         assert (grid.grid == start).all()
+
+
+def smooth_s(of: AdditiveTerms, stages_SD: np.ndarray, squarings: int) -> float:
+    """What `Divisions.changes_s` are changes of."""
+    power, unit_s = 2.0**squarings, max(of.exchange_s.max(), of.transfer_s.max())
+    exchange_S = [float((of.exchange_s[np.ix_(row, row)] / unit_s).sum(axis=1).max()) for row in stages_SD]
+    total = sum(slowest**power for slowest in exchange_S) ** (1 / power)
+    for a, b in itertools.pairwise(stages_SD):
+        near = np.maximum(of.transfer_s[np.ix_(a, b)] / unit_s, FASTEST) ** -power
+        both = (1.0 / near.sum(axis=0)).sum() + (1.0 / near.sum(axis=1)).sum()
+        total += 2.0 * (both / 2.0) ** (1 / power)
+    return total * unit_s
+
+
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 10_000), st.integers(1, 4))
+@settings(max_examples=40)
+def test_the_changes_of_sets_are_those_that_swaps_make(
+    stages: int, replicas: int, seed: int, squarings: int
+) -> None:
+    of, rng = terms(stages, replicas, seed), np.random.default_rng(seed)
+    size, count = stages * replicas, 5
+    divisions = Divisions(of, np.array([random_grid(size, stages, rng) for _ in range(count)]))
+    divisions.sharpen(squarings)
+    for _ in range(3):
+        divisions.step(np.full(count, 0.3), rng)
+    pair_2R = np.array([sorted(rng.choice(stages, 2, replace=False)) for _ in range(count)]).T
+    changes_DDR, _ = divisions.changes_s(pair_2R)
+    for r, before in enumerate(divisions.stages):
+        assert sorted(before.ravel().tolist()) == list(range(size))
+        for i, j in itertools.product(range(replicas), repeat=2):
+            after, (a, b) = before.copy(), pair_2R[:, r]
+            after[a, i], after[b, j] = before[b, j], before[a, i]
+            change = smooth_s(of, after, squarings) - smooth_s(of, before, squarings)
+            assert changes_DDR[i, j, r] == pytest.approx(change, abs=1e-3)
+
+
+def test_a_cold_step_makes_no_division_dearer() -> None:
+    of, rng = terms(4, 4, 3), np.random.default_rng(3)
+    divisions = Divisions(of, np.array([random_grid(16, 4, rng) for _ in range(6)]))
+    costs = [[smooth_s(of, stages, 1) for stages in divisions.stages]]
+    for _ in range(60):
+        divisions.step(np.full(6, 1e-4), rng)
+        costs.append([smooth_s(of, stages, 1) for stages in divisions.stages])
+    assert (np.diff(costs, axis=0) < 5e-3).all()
+    assert (np.array(costs[-1]) < np.array(costs[0])).all()
 
 
 def test_a_grid_is_never_said_to_cost_less_than_it_does() -> None:

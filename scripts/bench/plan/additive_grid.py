@@ -96,7 +96,7 @@ class Grid:
         self._not_self_DD = np.where(np.eye(self.replicas, dtype=bool), -_INF, _ZERO)
         self._below_NN = np.where(np.tri(size, dtype=bool), _INF, _ZERO)
         self._twin_of = twins(terms)
-        self._has_twins = len(set(self._twin_of.tolist())) < size
+        self.has_twins = len(set(self._twin_of.tolist())) < size
         # What `changes_s` writes: the changes, and of one place the boundary above it and the one below.
         self._change_NN = np.empty((size, size), dtype=np.float32)
         self._same_SDD = _blocks(self._change_NN, self.replicas)
@@ -131,7 +131,7 @@ class Grid:
         self._exchange_NN = self._exchange_all_NN[here]
         # Twice the price, there and back: a norm of doubled numbers is doubled.
         self._power_NN = self._power((2.0 * self.terms.transfer_s[here] / self._unit_s).astype(np.float32))
-        if self._has_twins:
+        if self.has_twins:
             kind_N = self._twin_of[self._device_N]
             self._twins_NN = np.where(kind_N[:, None] == kind_N, _INF, _ZERO)
         size = len(self._device_N)
@@ -168,7 +168,7 @@ class Grid:
     def swap(self, i: int, j: int) -> None:
         """The devices at two positions change places."""
         matrices = [self._exchange_NN, self._power_NN]
-        for matrix_NN in [*matrices, self._twins_NN] if self._has_twins else matrices:
+        for matrix_NN in [*matrices, self._twins_NN] if self.has_twins else matrices:
             _swap_rows(matrix_NN, i, j)
             _swap_rows(matrix_NN.T, i, j)
         _swap_rows(self._joined_NN.T, i, j)
@@ -211,7 +211,7 @@ class Grid:
             self._add_transfers()
         change_NN *= self._unit_s
         change_NN += self._below_NN
-        if self._has_twins:
+        if self.has_twins:
             change_NN += self._twins_NN
         return change_NN
 

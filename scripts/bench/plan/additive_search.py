@@ -1,4 +1,5 @@
-"""The search for a layout of small additive cost (DT-FM's objective): starts, then a race of them.
+"""The search for a layout of small additive cost (DT-FM's objective): starts, a race of them, and many small
+disturbances of its best.
 
 Deterministic: the seed, and what the caller's clock says, decide everything. Anytime: whenever the clock is
 past the budget the best so far is the answer, and that is never worse than the structured starts that were
@@ -8,13 +9,20 @@ looked at, of which the first two (by pipeline and by stage) always are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from scripts.bench.plan.additive_grid import KNOWN, LOOKED_AT, Grid, Segments
-from scripts.bench.plan.additive_objective import AdditiveCost, AdditiveTerms, additive_cost
+from scripts.bench.plan.additive_objective import (
+    AdditiveCost,
+    AdditiveTerms,
+    additive_cost,
+    bottleneck_matching,
+)
+from scripts.bench.plan.additive_stages import Divisions
 from swarm.plan.search import even_clusters, shapes
 
 ROUNDS, MAX_RACED = (12, 6, 3, 1), 256
@@ -22,8 +30,10 @@ ROUNDS, MAX_RACED = (12, 6, 3, 1), 256
 shows only in what annealing makes of it. With more devices, whose steps are slow, there is no race."""
 STARTING = 0.5
 """Part of the budget after which no more starts are made; it matters to a thousand devices only."""
-RACING = 0.9
-"""Part of the budget after which the rounds end. The rest is a cooler annealing of the best."""
+TOGETHER, RACING, DISTURBING = 0.15, 0.5, 0.9
+"""Parts of the budget after which the starts have been annealed together as sets of devices, the rounds end,
+and small disturbances of the best do. The rest is a cooler annealing of the best. Where devices are alike,
+sets find less, and the rounds have the time of all three (2026-11-29)."""
 Phase = tuple[int, float, float, float]
 """Of an annealing: squarings of the norm, heat at first and last in parts of the cost, part of the time."""
 SOFT: tuple[Phase, ...] = ((1, 0.016, 0.008, 0.4), (2, 0.012, 0.003, 0.5), (3, 0.003, 0.001, 0.1))
@@ -34,6 +44,14 @@ differs, a hot grid finds which devices belong together. Elsewhere it finds less
 COOL: tuple[Phase, ...] = ((2, 0.004, 0.002, 0.5), (3, 0.004, 0.001, 0.5))
 COLD: tuple[Phase, ...] = ((3, 0.0005, 0.0001, 1.0),)
 """Of the last annealing, after a race and without one: few steps from a start must not go uphill."""
+SIDE_BY_SIDE = 16
+"""Divisions that are annealed together: then numpy's calls are no longer most of a step."""
+SETS: tuple[Phase, ...] = ((1, 0.016, 0.005, 0.6), (2, 0.006, 0.002, 0.3), (3, 0.002, 0.0005, 0.1))
+DISTURBED: tuple[Phase, ...] = ((3, 0.008, 0.002, 0.6), (4, 0.002, 0.0005, 0.4))
+STEPS = 128
+"""Of a disturbance: short, so that most of a good layout stays."""
+DISTURBED_FROM = (8, 2)
+"""How many of the best layouts are disturbed, at first and last."""
 LAST_HEAT = 0.2
 """Of the first, in `anneal`. 0.1 to 0.3 did alike on DT-FM's layouts (2026-11-22)."""
 KEPT = 10
@@ -104,18 +122,81 @@ def search_additive(
 
     for member in members[::2]:
         member.phases = HARD
-    raced_from_s = spent_s()
     raced = grid.size <= MAX_RACED
-    each_s = max(0.0, raced * RACING * budget_s - raced_from_s) / len(ROUNDS)
+    together: list[_Member] = []
+    if raced and terms.stages > 1 and not grid.has_twins:
+        together = [replace(members[number % len(members)]) for number in range(SIDE_BY_SIDE)]
+        divisions = Divisions(terms, np.array([member.cost.grid for member in together]))
+        begun_s = spent_s()
+        lasts_s = max(TOGETHER * budget_s - begun_s, 1e-9)
+        if anneal_sets(divisions, together, rng, lambda: (spent_s() - begun_s) / lasts_s, SETS):
+            for member, stages_SD in zip(together, divisions.stages, strict=True):
+                member.cost = additive_cost(terms, stages_SD)
+    raced_from_s, entered = spent_s(), members[: ROUNDS[0]]
+    race_s = (RACING if together else DISTURBING) * raced * budget_s - raced_from_s
+    each_s = max(0.0, race_s) / len(ROUNDS)
     for number, count in enumerate(ROUNDS):
         members = members[:count]
         for place, member in enumerate(members):
             improve(member, raced_from_s + each_s * (number + (place + 1) / len(members)), member.phases)
         members.sort(key=lambda member: member.cost.total_s)
+    if together:
+        members = sorted([*entered, *together], key=lambda member: member.cost.total_s)
+        turns += _disturb(divisions, members, rng, spent_s, DISTURBING * budget_s)
     improve(members[0], budget_s, COOL if raced else COLD)
     best = members[0]
     origin = f"clusters of {best.shape[0]} stages × {best.shape[1]} pipelines" + ", banded" * best.bands
     return Found(best.cost, start_s, origin, turns)
+
+
+def _disturb(
+    divisions: Divisions,
+    members: list[_Member],
+    rng: np.random.Generator,
+    spent_s: Callable[[], float],
+    until_s: float,
+) -> int:
+    """Anneal the best `members`, which get sorted, for a few steps again and again; how often."""
+    terms, turns, begun_s = divisions.terms, 0, spent_s()
+    while (now_s := spent_s()) < until_s:
+        first, last = DISTURBED_FROM
+        kept = min(len(members), round(first * (last / first) ** ((now_s - begun_s) / (until_s - begun_s))))
+        tried = [members[number % kept] for number in range(SIDE_BY_SIDE)]
+        divisions.place(np.array([member.cost.grid for member in tried]))
+        steps = iter(range(STEPS))
+
+        def share(steps: Iterator[int] = steps) -> float:
+            return next(steps, STEPS) / STEPS if spent_s() < until_s else 1.0
+
+        anneal_sets(divisions, tried, rng, share, DISTURBED)
+        for member, stages_SD in zip(tried, divisions.stages, strict=True):
+            # Matching in this order of the stages is a fraction of the work, and nearly always says it.
+            if _cost_in_order_s(terms, stages_SD) < member.cost.total_s:
+                member.cost = min(member.cost, additive_cost(terms, stages_SD), key=lambda cost: cost.total_s)
+        members.sort(key=lambda member: member.cost.total_s)
+        turns += 1
+    return turns
+
+
+def _cost_in_order_s(terms: AdditiveTerms, stages_SD: np.ndarray) -> float:
+    exchange_s = float(terms.exchange_s[stages_SD[:, :, None], stages_SD[:, None, :]].sum(axis=2).max())
+    pairs = pairwise(stages_SD)
+    return exchange_s + 2.0 * sum(bottleneck_matching(terms.transfer_s[np.ix_(a, b)])[0] for a, b in pairs)
+
+
+def anneal_sets(
+    divisions: Divisions, members: Sequence[_Member], rng: np.random.Generator, share: Callable[[], float],
+    phases: Sequence[Phase],
+) -> int:  # fmt: skip
+    """Anneal divisions together, each by what its layout costs, until `share` is 1; in how many steps."""
+    cost_R, begun, steps = np.array([member.cost.total_s for member in members]), 0.0, 0
+    for squarings, first, last, part in phases:
+        divisions.sharpen(squarings)
+        while (done := (share() - begun) / part) < 1.0:
+            divisions.step(cost_R * first * (last / first) ** done, rng)
+            steps += 1
+        begun += part
+    return steps
 
 
 def _plans(terms: AdditiveTerms) -> list[tuple[tuple[int, int], bool]]:
