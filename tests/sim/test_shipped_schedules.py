@@ -134,7 +134,8 @@ def test_a_run_whose_power_fails_everywhere_goes_on_from_its_disks(disks: str, k
 def test_a_process_that_dies_while_it_saves_comes_back_and_what_it_tore_is_told() -> None:
     lines: list[str] = []
     faults = [Fault(0.5, "tear file", 0.0, 2.0, number=number) for number in (2, 2, 2)]
-    outcome = World(1, lines.append, faults, stored("shared", keeper=False)).play()
+    setting = replace(stored("shared", keeper=False), lines=Lines())
+    outcome = World(1, lines.append, faults, setting).play()
     assert not outcome.violation and outcome.faults["tear file"] == 3
     assert any("while p" in line and "writes a file" in line for line in lines)
 

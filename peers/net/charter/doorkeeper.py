@@ -46,7 +46,8 @@ _opened = functools.lru_cache(maxsize=8192)(open_credential)
 class Doorkeeper:
     """The charter that holds for one run, and what peers brought."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_shown: int = MAX_SHOWN) -> None:
+        self._most_shown = most_shown
         self.terms: AdmissionTerms | None = None
         self.stage: Stage | None = None
         """That we serve, if we serve one; of a run with islands the cell."""
@@ -158,7 +159,7 @@ class Doorkeeper:
         if credential and self.shown(peer) != credential:
             self._shown.pop(peer, None)
             token = self._open(peer, credential).token if self.terms is not None else None
-            if len(self._shown) >= MAX_SHOWN:
+            if len(self._shown) >= self._most_shown:
                 alike = (one for one, (_, its) in self._shown.items() if token is not None and its == token)
                 del self._shown[next(alike, next(iter(self._shown)))]
             self._shown[peer] = credential, token

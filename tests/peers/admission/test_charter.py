@@ -647,12 +647,10 @@ def test_what_callers_show_is_bounded() -> None:
     assert "malformed credential" in busy.refusal("peer 1", "part", True)
 
 
-def test_one_token_under_many_names_drives_out_nothing_that_others_showed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_token_under_many_names_drives_out_nothing_that_others_showed() -> None:
     """Callers show what admits them once on each stream: they were refused until it broke."""
-    monkeypatch.setattr("peers.net.charter.doorkeeper.MAX_SHOWN", 4)
-    invited = door(peers=AdmissionRule("token"))
+    invited = Doorkeeper(most_shown=4)
+    invited.set(terms(peers=AdmissionRule("token")))
     token, stolen = (signed.make_token(RUN, OWNER, "peer", expires=at) for at in (int(4e9), 1))
     invited.show(KIM.peer_id, credential_of(token))
     crowd = [Identity(bytes([n]) * 32) for n in range(10, 19)]
