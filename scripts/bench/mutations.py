@@ -4523,7 +4523,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_verify",),
     ),
     Mutation(
-        "whoever-signed-a-checkpoint-it-is-taken",
+        "a-checkpoint-that-one-signed-is-taken",
         "peers/programs/verify.py",
         "if len(one.by) >= right.get(one.stage, 0)",
         "if one.stage not in right",
