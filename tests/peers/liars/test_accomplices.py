@@ -41,8 +41,8 @@ RUN = admitting(
 
 def looks_away(caller: Any) -> None:
     """It has no answer computed again."""
-    caller._audits.answered = lambda *answer: None
-    caller._audits.decoded = lambda *answer: None
+    audits = caller._audits if isinstance(caller, Trainer) else caller._neighbours
+    audits.answered = audits.used = lambda *answer: None
 
 
 def both_neighbours(s: Swarm, trainer: Trainer) -> None:
