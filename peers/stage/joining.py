@@ -56,10 +56,10 @@ class Joining:
             there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
             replicas = {peer: told[peer] for peer in there if peer in told}
             of_all = core.voices.of_all()
-            run = max((told[peer] for peer in heard(told, of_all)), default=Position())
-            serve = [peer for peer in heard(told, of_all) if said[peer].state == "serving"]
-            if serve and of_all:
-                run = furthest([(told[peer], weight(peer, of_all)) for peer in serve])
+            counting = heard(told, of_all)
+            serve = [(told[p], weight(p, of_all)) for p in counting if said[p].state == "serving"]
+            claimed = max((told[peer] for peer in counting), default=Position())
+            run = furthest(serve) if serve and of_all else claimed
             voice = core.voice()
             counted = [replicas[peer] for peer in heard(replicas, voice)]
             silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)

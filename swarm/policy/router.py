@@ -127,7 +127,7 @@ class Router:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
         self.backoff.failed(peer, now=now, silent=silent)
         if silent:
-            self.backoff.take_for_unknown(peer)
+            self._take_for_unknown(peer)
         else:
             for trials in self._trials.values():
                 trials.refused(peer)

@@ -1,4 +1,4 @@
-"""Answers about states that lie: each takes an honest answer and returns what a liar sends instead."""
+"""What a liar sends instead of what is true: answers about states, and directives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 
 from peers.ports import Answer
+from swarm.ids import PeerId
+from swarm.protocol.messages import Directive
+from swarm.protocol.protocol import StepProtocol
 from swarm.wire.messages import Opened, pack, unpack
 
 
@@ -23,3 +26,10 @@ def offered(**changes: Any) -> Callable[[Answer], Answer]:
         return Answer(pack(msgspec.structs.replace(opened, **changes)), answer.body)
 
     return change
+
+
+def direct_falsely(liar: StepProtocol, change: Callable[[PeerId, Directive], Directive]) -> None:
+    """Have a coordinator tell each replica of its stage what `change` makes of its directive."""
+    stage: Any = liar._coordinator  # type: ignore
+    honest = stage.directive_for
+    stage.directive_for = lambda peer, **more: change(peer, honest(peer, **more))

@@ -33,6 +33,7 @@ from tests.peers.admitted import admitting
 from tests.peers.liars.test_false_answers import LIES as ANSWERS
 from tests.peers.liars.test_false_answers import TRAINER, accused, audited_run, lie
 from tests.peers.liars.test_false_contributions import LIES, add_falsely
+from tests.peers.lies import direct_falsely
 from tests.peers.loops import JOB_S, Swarm, swarm
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
@@ -384,18 +385,18 @@ async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_
 
 def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
     """It has the other one of its stage retract all, and counts only what it has itself."""
-    stage: Any = s.peers[liar].coordination.protocol._coordinator  # type: ignore
-    present, directive_for = stage.present, stage.directive_for
+    protocol = s.peers[liar].coordination.protocol
+    stage: Any = protocol._coordinator  # type: ignore
+    present = stage.present
 
-    def directive(peer: str, **more: Any) -> Directive:
-        said = directive_for(peer, **more)
+    def directive(peer: str, said: Directive) -> Directive:
         if peer != other:
             return said
         undo = tuple(StepDirective(t=step.t, retract=Bitmap(everything(s.run.M))) for step in said.steps)
         return msgspec.structs.replace(said, steps=undo)
 
     stage.present = lambda: {peer: report for peer, report in present().items() if peer != other}
-    stage.directive_for = directive
+    direct_falsely(protocol, directive)
 
 
 async def play_alone(

@@ -33,7 +33,7 @@ from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import PeerStatus, Watched, pack, unpack
 from swarm.wire.trails import Word
-from tests.peers.lies import offered
+from tests.peers.lies import direct_falsely, offered
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import FIRST, TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.transfer.test_keeping import add_keeper
@@ -643,15 +643,12 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights_of_a_newcomer(
         await s.until_serving()
         s.add_trainer(TRAINER, steps=2)
         await s.until_version(2)
-        coordinator = s.peers["s0p0"].coordination.protocol._coordinator
-        honest = coordinator.directive_for
 
-        def directive(peer: str, **more: Any) -> Directive:
-            said = honest(peer, **more)
+        def directive(peer: str, said: Directive) -> Directive:
             made_up = msgspec.structs.replace(said, version=3, digest="ab" * 16, sources=("s0p0",))
             return made_up if peer == "newcomer" else said
 
-        coordinator.directive_for = directive  # type: ignore[method-assign]
+        direct_falsely(s.peers["s0p0"].coordination.protocol, directive)
         StateLeases(RUN, s.network.peers["s0p0"].transport, {0: MadeUp(RUN, 0, (3,))})  # type: ignore[dict-item]
         await joined(s, 0)
         await asyncio.sleep(5.0)
@@ -667,19 +664,17 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights_when_a_run_goe
         await s.until_serving()
         s.add_trainer(TRAINER, steps=3)
         await s.until_version(3)
-        coordinator = s.peers["s0p0"].coordination.protocol._coordinator
-        honest, transport = coordinator.directive_for, s.network.peers["s0p0"].transport
+        transport = s.network.peers["s0p0"].transport
         gone_back = Generation(1, 0, lost_stage=1, lost_version=3)
         commits = tuple(s.peers["s0p0"].core.commits.values())
 
-        def directive(peer: str, **more: Any) -> Directive:
-            said = honest(peer, **more)
+        def directive(peer: str, said: Directive) -> Directive:
             made_up = msgspec.structs.replace(
                 said, version=ahead, digest="ab" * 16, sources=("s0p0",), commits=commits
             )
             return made_up if said.generation == gone_back and peer != "s0p0" else said
 
-        coordinator.directive_for = directive  # type: ignore[method-assign]
+        direct_falsely(s.peers["s0p0"].coordination.protocol, directive)
         StateLeases(RUN, transport, {0: MadeUp(RUN, 0, (ahead,))})  # type: ignore[dict-item]
         state, status = (transport.handlers[method][0] for method in ("state", "status"))
 

@@ -23,6 +23,7 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDirective
 from swarm.protocol.protocol import StepProtocol
 from swarm.wire.messages import Watch, Watched, say, unpack
+from tests.peers.lies import direct_falsely
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.peers.tarpits import never_answered, send_no_part
@@ -68,12 +69,7 @@ def honest_s() -> float:
 
 def says_nothing(liar: StepProtocol) -> None:
     """To the replicas of its stage, of any step."""
-    honest = liar._coordinator.directive_for  # type: ignore
-
-    def directive(*args: Any, **more: Any) -> Directive:
-        return msgspec.structs.replace(honest(*args, **more), steps=())
-
-    liar._coordinator.directive_for = directive  # type: ignore[method-assign]
+    direct_falsely(liar, lambda _, said: msgspec.structs.replace(said, steps=()))
 
 
 def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
@@ -89,18 +85,16 @@ def hides_that_its_stage_is_ready(liar: StepProtocol) -> None:
 
 def retracts_in_each_round(liar: StepProtocol) -> None:
     """Each has other ledgers."""
-    honest = liar._coordinator.directive_for  # type: ignore
 
     def undo(peer: str, step: StepDirective) -> StepDirective:
         plan = step.plan
         has = 0 if plan is None else dict(zip(plan.members, plan.ledgers, strict=True)).get(peer, 0)
         return StepDirective(t=step.t, retract=Bitmap(has & -has)) if has else step
 
-    def directive(peer: str, **more: Any) -> Directive:
-        said = honest(peer, **more)
+    def directive(peer: str, said: Directive) -> Directive:
         return msgspec.structs.replace(said, steps=tuple(undo(peer, step) for step in said.steps))
 
-    liar._coordinator.directive_for = directive  # type: ignore[method-assign]
+    direct_falsely(liar, directive)
 
 
 def says_that_its_stage_is_further(liar: StepProtocol) -> None:

@@ -293,13 +293,19 @@ async def test_a_keeper_that_leaves_takes_what_there_is_and_the_next_goes_on_fro
         assert (recorded(tmp_path, run, s)[1].steps.start, first.steps.end) == (5, 5)
 
 
-@pytest.mark.virtual_time
-async def test_a_keeper_that_was_away_for_longer_than_replicas_remember_goes_on_after_a_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def short_trails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 steps each, of which 16 are remembered."""
     for where in ("recorder", "trail"):
         monkeypatch.setattr(f"peers.audit.{where}.MAX_STEPS", 4)
         monkeypatch.setattr(f"peers.audit.{where}.KEPT", 16)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.usefixtures("short_trails")
+async def test_a_keeper_that_was_away_for_longer_than_replicas_remember_goes_on_after_a_gap(
+    tmp_path: Path,
+) -> None:
     run = audit_run(stages=1, steps=43, microbatches_per_step=2)
     async with swarm(run, replicas=2) as s:
         await s.until_serving()
@@ -321,12 +327,11 @@ async def test_a_keeper_that_was_away_for_longer_than_replicas_remember_goes_on_
 
 
 @pytest.mark.virtual_time
+@pytest.mark.usefixtures("short_trails")
 async def test_one_that_says_that_it_is_far_ahead_does_not_say_alone_what_its_stage_did(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """It signs steps that no peer has taken: what others sign of these would not be asked for any more."""
-    for where in ("recorder", "trail"):
-        monkeypatch.setattr(f"peers.audit.{where}.MAX_STEPS", 4)
     run = admitting(audit_run(stages=2, steps=12, microbatches_per_step=2))
     async with swarm(run, replicas=2) as s:
         give_voice(s, *s.peers, "liar")
