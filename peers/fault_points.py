@@ -1,7 +1,7 @@
 """Faults that a test may ask a process for, through its environment. Unset, they cost a dictionary look-up.
 
 `SWARM_KILL_AT=name[:n][,name[:n]…]` kills the process with SIGKILL the n-th time (default 1st) that it
-passes the point `name`; `SWARM_STOP_AT` stops it there with SIGSTOP.
+passes the point `name`:
 
     forward    a microbatch's forward is done, the next stage is not called yet
     backward   the gradient came back, its backward has not run
@@ -36,23 +36,18 @@ on_point: Callable[[str], None] | None = None
 _JOB_S = float(os.environ.get("SWARM_JOB_S") or 0.0)
 
 
-def _ordered(variable: str) -> dict[str, int]:
-    items = [item.partition(":") for item in os.environ.get(variable, "").split(",") if item]
-    return {name: int(count or 1) for name, _, count in items}
-
-
-_left = [(signal.SIGKILL, _ordered("SWARM_KILL_AT")), (signal.SIGSTOP, _ordered("SWARM_STOP_AT"))]
+_asked = [item.partition(":") for item in os.environ.get("SWARM_KILL_AT", "").split(",") if item]
+_left = {name: int(count or 1) for name, _, count in _asked}
 
 
 def fault_point(name: str) -> None:
     """Pass the point `name`."""
     if on_point is not None:
         on_point(name)
-    for signum, left in _left:
-        if name in left:
-            left[name] -= 1
-            if left[name] == 0:
-                os.kill(os.getpid(), signum)
+    if name in _left:
+        _left[name] -= 1
+        if _left[name] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def job_point(took_s: float) -> None:

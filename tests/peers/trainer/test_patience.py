@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from peers.events import PeerLost
 from peers.ports import Answer
 from swarm.manifest import audit_run
 from swarm.records import PeerRecord
@@ -74,3 +75,19 @@ async def test_of_a_route_one_at_most_has_never_answered(monkeypatch: pytest.Mon
         monkeypatch.setattr(s.network, "call", watched)
         await s.until_version(12)
         assert max(strangers) == 1
+
+
+async def test_a_peer_twenty_times_slower_is_used_less_and_never_lost() -> None:
+    """It takes part in reduces like the others, nor do they wait for it."""
+    run = audit_run(stages=2, steps=8, microbatches_per_step=16)
+    async with swarm(run) as s:
+        s.job_s = 20 * s.job_s
+        s.add_peer("slow", 1)
+        await s.until_serving()
+        s.add_trainer("trainer", window=8)
+        await s.until_finished()
+        s.assert_each_counted_once()
+        assert not s.seen(PeerLost) and not s.voids(), s.story()
+        computed = {name: s.peers[name].core.computed for name in s.of_stage(1)}
+        mine = computed.pop("slow")
+        assert 0 < mine < min(computed.values()) / 4, computed
