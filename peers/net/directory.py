@@ -37,7 +37,7 @@ from peers.net.signed_records import (
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, RunName, Stage
-from swarm.manifest import parse_run
+from swarm.manifest import check_id, parse_run
 from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -373,9 +373,9 @@ class ManifestKeeper:
         for entry in entries:
             if self._storage.check.open(key, entry) != "":
                 continue
-            with contextlib.suppress(Refused):
-                found, text = open_manifest(entry.value, entry.subkey)
-                if found == run_id:
+            with contextlib.suppress(Refused, SetupError):
+                _, text = open_manifest(entry.value, entry.subkey)
+                if check_id(text, run_id).admission.owner == entry.subkey:
                     self.kept = (run_id, entry.subkey, entry.value)
                     # Not all peers at the same moment.
                     self.stored_at = now_s() - self._life_s / 3 * self._random.random()

@@ -7591,4 +7591,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         "Who was silent, or held a step up, gets its share of the next one.",
     ),
+    Mutation(
+        "a-node-parses-what-it-keeps-for-others",
+        "peers/net/signed_records.py",
+        "    run_id = id_of(text)\n",
+        "    run_id = id_of(text)\n    try:\n        parse_run(text)\n    except SetupError:\n        pass\n",
+        "A call of 64 made-up manifests, which takes 10 kB, stops a peer for a minute.",
+        ("test_directory",),
+    ),
+    Mutation(
+        "a-manifest-that-its-owner-did-not-sign",
+        DIRECTORY,
+        "if check_id(text, run_id).admission.owner == entry.subkey:",
+        "if check_id(text, run_id):",
+        "A run is published in the name of an owner who never signed it.",
+        ("test_directory",),
+    ),
 )

@@ -39,6 +39,11 @@ ID_HEX = 32
 """Hex digits of a run id: 128 bits, too many to make two manifests that share one on purpose."""
 
 
+def id_of(text: str) -> str:
+    """The id of the run whose canonical text this is, if it is one."""
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
@@ -136,7 +141,7 @@ class Run(Spec):
                 "codec.forward and codec.backward one codec for all boundaries, admit fewer trainers, or "
                 "leave defaults out of model.config"
             )
-        object.__setattr__(self, "id", hashlib.sha256(text.encode()).hexdigest()[:ID_HEX])
+        object.__setattr__(self, "id", id_of(text))
 
     def _check_eval(self) -> None:
         size, source = self.batch.microbatch_size, self.data.source

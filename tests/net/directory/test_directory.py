@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
+import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -16,10 +19,18 @@ from peers.net.bandwidth import Allowance
 from peers.net.dht_protocol import DhtNode, Entry, key_bytes
 from peers.net.identity import Identity
 from peers.net.lookup import Scale, shards_at
-from peers.net.signed_records import _pack, open_record, peers_key, record_keys, seal_record
+from peers.net.signed_records import (
+    _pack,
+    manifest_key,
+    open_record,
+    peers_key,
+    record_keys,
+    seal_record,
+)
 from peers.net.timings import NetTimings
 from peers.sim.loop import BEGAN_UNIX_S
 from swarm.errors import SetupError
+from swarm.manifest import id_of
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
 from tests.example import example_run
@@ -28,6 +39,9 @@ from tests.net.directory.memory_dht import RUN, MemoryDht, MemoryNode, record
 pytestmark = pytest.mark.virtual_time
 
 RARELY = NetTimings(refresh_s=60.0)
+OWNED = dataclasses.replace(
+    example_run(), admission=dataclasses.replace(example_run().admission, owner=Identity(bytes(32)).peer_id)
+)
 STAGES, EACH = 8, 300
 LEVEL = Scale().level_for(EACH)
 
@@ -212,6 +226,33 @@ async def test_a_manifest_is_found_by_its_id_and_kept_as_long_as_one_that_fetche
     assert await newcomer.directory.fetch_manifest(run_id) == text
     with pytest.raises(SetupError, match="no peer here knows a run 0123: check the id"):
         await newcomer.directory.fetch_manifest("0123")
+
+
+def unsigned(text: str) -> tuple[str, Entry]:
+    """A manifest as it would lie in the DHT, signed by nobody, with its key."""
+    value = msgspec.msgpack.encode([zlib.compress(text.encode()), b""])
+    return manifest_key(id_of(text)), Entry("", value, unix_s() + 60.0)
+
+
+async def test_a_node_parses_no_manifest_that_it_keeps_for_others(dht: MemoryDht) -> None:
+    """A stranger's 49 bytes took a second of its loop, and one call may bring 64 of them."""
+    node, stranger = await dht.add(0), await dht.add(1)
+    texts = ["a." * 7_900 + f"a{number} = 1" for number in range(8)]
+    began = time.process_time()
+    for key, entry in map(unsigned, texts):
+        assert await stranger.node.store(node.peer_id, [(key_bytes(key), entry)]) == [True]
+    assert time.process_time() - began < 1.0, "0.9 s each"
+
+
+@pytest.mark.parametrize("text", ["steps = 'many'", OWNED.to_toml()])
+async def test_no_manifest_is_fetched_that_is_none_or_that_its_owner_did_not_sign(
+    dht: MemoryDht, text: str
+) -> None:
+    node = await dht.add(0)
+    joiner = await dht.add(1, join=node)
+    await node.directory.storage.store(*unsigned(text))
+    with pytest.raises(SetupError, match="no peer here knows a run"):
+        await joiner.directory.fetch_manifest(id_of(text), timeout_s=1.0)
 
 
 async def test_a_run_says_by_its_manifest_how_many_stages_there_are_to_read(dht: MemoryDht) -> None:

@@ -182,9 +182,6 @@ def packed(text: str | bytes, signature: bytes = b"") -> bytes:
         (lambda: msgspec.msgpack.encode([zlib.compress(b"x" * 100)[:-5], b""]), "a manifest of more than"),
         (lambda: msgspec.msgpack.encode([b"not compressed", b""]), "a malformed manifest"),
         (lambda: packed(b"\xff\xfe"), "a malformed manifest"),
-        (lambda: packed("steps = 'many'"), "a manifest that cannot be used"),
-        (lambda: packed(example_run().to_toml() + "\n# hello"), "not in canonical form"),
-        (lambda: packed(owned().to_toml()), "stored for another owner than it names"),
         (lambda: bytes(30_000), "a manifest of 30000 bytes; at most 16640 are allowed"),
     ],
 )
@@ -198,6 +195,8 @@ def test_an_owned_manifest_needs_the_signature_of_that_owner_for_that_run() -> N
     for signature in (b"", OTHER.sign(signed_records._manifest_to_sign(run.id)), ME.sign(b"something else")):
         with pytest.raises(Refused, match="a manifest without its owner's signature"):
             signed_records.open_manifest(packed(run.to_toml(), signature), ME.peer_id)
+    with pytest.raises(Refused, match="stored for another owner than it names"):
+        signed_records.open_manifest(packed(run.to_toml(), OTHER.sign(b"")), OTHER.peer_id)
     with pytest.raises(SetupError, match=r"names .* as its owner .*: only it can publish it"):
         signed_records.seal_manifest(run.to_toml(), OTHER)
     with pytest.raises(SetupError, match="only the canonical text"):
