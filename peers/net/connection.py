@@ -112,6 +112,8 @@ class Connection(asyncio.Protocol):
         """Of a body, that are sent at a time: nothing passes a chunk."""
         self.lost_because: PeerFault | None = None
         """Why it is over, if it is."""
+        self.on_rest: Callable[[Connection], None] = lambda link: None
+        """Told whenever the other end is slowed down."""
         self._transport: asyncio.Transport | None = None
         self._newest = 0
         """Number of the newest call."""
@@ -263,6 +265,10 @@ class Connection(asyncio.Protocol):
     def _begin(self, prefix: Prefix) -> None:
         if prefix.kind not in self.hears and prefix.kind not in _BOTH_HEAR:
             raise FrameError(f"{prefix.kind.name}, which only a {self.role} may send")
+        rests_s = self.line.pays(prefix, now=self._loop.time())
+        if rests_s > 0:
+            self.rest(rests_s)
+            self.on_rest(self)
         if prefix.kind is not Kind.BODY:
             self._prefix = prefix
             return
@@ -620,8 +626,6 @@ class ServerConnection(Connection):
         """`on_open`: which peer p2pd's message introduces. `on_call` starts a handler, or raises why not."""
         super().__init__(timings)
         self._on_open, self._on_call = on_open, on_call
-        self.on_rest: Callable[[ServerConnection], None] = lambda link: None
-        """Told whenever the caller is slowed down."""
         self._calls: dict[int, ServedCall] = {}
         """Those not answered in full."""
         self._last_alive = 0.0
@@ -630,13 +634,6 @@ class ServerConnection(Connection):
         self.peer, self.line = self._on_open(self, message)
 
     # -- what the caller says -------------------------------------------------------------------
-
-    def _begin(self, prefix: Prefix) -> None:
-        super()._begin(prefix)
-        rests_s = self.line.pays(prefix, now=self._loop.time())
-        if rests_s > 0:
-            self.rest(rests_s)
-            self.on_rest(self)
 
     def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
         if prefix.kind is Kind.ABORT:

@@ -408,11 +408,11 @@ class NetTransport:
         if isinstance(link.lost_because, BadAnswer):
             self._log_abuse(link, f"closed a stream that broke the protocol: {link.lost_because.text}")
 
-    def _slowed(self, link: ServerConnection) -> None:
+    def _slowed(self, link: Connection) -> None:
         most = f"{CALLS_PER_S:g} calls and {CONTROL_BYTES_PER_S / (1 << 20):g} MB of headers a second"
         self._log_abuse(link, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
 
-    def _log_abuse(self, link: ServerConnection, text: str) -> None:
+    def _log_abuse(self, link: Connection, text: str) -> None:
         """Once a minute for each peer, so that a stranger cannot fill the log."""
         now = now_s()
         if now - link.line.logged_at >= _LOG_EVERY_S:

@@ -7607,4 +7607,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A run is published in the name of an owner who never signed it.",
         ("test_directory",),
     ),
+    Mutation(
+        "frames-of-who-is-called-cost-nothing",
+        "peers/net/connection.py",
+        "        if rests_s > 0:\n            self.rest(rests_s)\n            self.on_rest(self)\n",
+        "        if rests_s > 0 and self.role == 'callee':\n            self.rest(rests_s)\n"
+        "            self.on_rest(self)\n",
+        "A peer that was called once says signs of life without end, and stops its caller.",
+        ("test_connection",),
+    ),
 )

@@ -10,7 +10,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from peers.net.bandwidth import OBSERVED_EVERY_S, Traffic
+from peers.net.bandwidth import (
+    CONTROL_BYTES_AT_ONCE,
+    CONTROL_BYTES_PER_S,
+    FRAME_BYTES,
+    OBSERVED_EVERY_S,
+    Traffic,
+)
 from peers.net.connection import (
     LATE_S,
     MAX_WAITING,
@@ -47,6 +53,12 @@ class Wire(asyncio.Transport):
 
     def write_eof(self) -> None:
         """Nothing follows."""
+
+    def pause_reading(self) -> None:
+        """What comes nevertheless waits at the end."""
+
+    def resume_reading(self) -> None:
+        """It may come again."""
 
     def abort(self) -> None:
         asyncio.get_running_loop().call_soon(self.end.connection_lost, None)
@@ -347,3 +359,20 @@ async def test_a_caller_that_reads_slowly_cannot_have_us_keep_answers_without_en
     feed(server, frames.pack_call(MAX_WAITING + 1, "manifest", b"", []))
     await asyncio.sleep(0.1)
     assert isinstance(server.lost_because, PeerSilent) and server.outbox.empty
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("called", [False, True])
+async def test_neither_end_reads_more_frames_than_the_other_one_may_say(called: bool) -> None:
+    pair, most = Pair(), CONTROL_BYTES_AT_ONCE / FRAME_BYTES
+    end, wire = (pair.client, pair.to_server) if called else (pair.server, pair.to_client)
+    wire.said = b""
+    feed(end, frames.pack_prefix(frames.Kind.PING, 0) * int(2 * most))
+
+    def answered() -> int:
+        return len(wire.said) // frames.PREFIX_BYTES
+
+    assert answered() <= most + 1, "a MB of signs of life costs 0.3 s of its time"
+    await asyncio.sleep(1.0)
+    assert 0 < answered() - most < 1.1 * CONTROL_BYTES_PER_S / FRAME_BYTES
+    assert not end.over
