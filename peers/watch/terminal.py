@@ -130,7 +130,7 @@ def _table(
         justify = "left" if columns[i].startswith("<") else "right"
         table.add_column(names[i], justify=justify, no_wrap=True, overflow="ellipsis")
     for style, cells in rows:
-        table.add_row(*(cells[i] for i in shown), style=style)
+        table.add_row(*(Text.assemble(cells[i]) for i in shown), style=style)  # no markup of strangers
     return table
 
 

@@ -7616,4 +7616,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer that was called once says signs of life without end, and stops its caller.",
         ("test_connection",),
     ),
+    Mutation(
+        "cells-of-a-table-are-markup",
+        "peers/watch/terminal.py",
+        "*(Text.assemble(cells[i]) for i in shown)",
+        "*(cells[i] for i in shown)",
+        "A peer that calls its state `[/b]` ends each dashboard in a terminal, and `swarm status`.",
+        ("test_status",),
+    ),
+    Mutation(
+        "a-loss-of-any-size",
+        "swarm/monitoring/validation.py",
+        "told and abs(step.loss or 0.0) <= MAX_LOSS",
+        "told and math.isfinite(step.loss or 0.0)",
+        "Losses of 1e308 and -1e308 end each dashboard in a terminal.",
+        ("test_status",),
+    ),
 )

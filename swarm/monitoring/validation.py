@@ -33,6 +33,8 @@ MAX_UNIX_S = 1e11
 MAX_LINKS = 64
 MAX_PAST = 128
 MAX_STEP_S = 1e7
+MAX_LOSS = 1e9
+"""On either side of 0: a thousand of them can be added up."""
 MAX_TRAINERS = 16
 DEVICE_CHARS = 40
 ID_CHARS = 64
@@ -117,7 +119,7 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
         since=number(status.since),
         up_s=min(number(status.up_s), MAX_UNIX_S),
         busy_s=number(status.busy_s),
-        eval_loss=status.eval_loss if math.isfinite(status.eval_loss or 0.0) else None,
+        eval_loss=status.eval_loss if abs(status.eval_loss or 0.0) <= MAX_LOSS else None,
         links=tuple(links),
         past=tuple(step for step in status.past[:MAX_PAST] if _can_have_been(step, run)),
         trainers=tuple(clean(peer, ID_CHARS) for peer in status.trainers[:MAX_TRAINERS]),
@@ -131,7 +133,7 @@ def _is_id(peer: PeerId) -> bool:
 
 def _can_have_been(step: PastStep, run: Run) -> bool:
     told = 0 < step.version <= run.steps and 0 <= step.took_s <= MAX_STEP_S
-    return told and (step.loss is None or math.isfinite(step.loss))
+    return told and abs(step.loss or 0.0) <= MAX_LOSS
 
 
 def _can_be(link: LinkStatus) -> bool:

@@ -195,6 +195,24 @@ async def test_a_peer_that_answers_nonsense_is_named(network: CalmNetwork) -> No
     assert "malformed PeerStatus header" in view.silent["peer-d"]
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"state": "[/b]"},
+        {
+            "past": tuple(
+                PastStep(version=v, took_s=1.0, loss=(-1.0) ** v * 1e308 * (v in (2, 3))) for v in range(1, 5)
+            )
+        },
+    ],
+)
+def test_nothing_that_a_peer_says_ends_the_dashboard(lie: dict[str, object]) -> None:
+    said = msgspec.structs.replace(status("peer-a", 0), **lie)
+    records = (record("peer-a", 0),)
+    look = Observation(at=1100.0, records=records, statuses=(checked(said, records[0], RUN),))
+    assert "peer-a" in drawn(picture(RUN, look))
+
+
 async def test_records_alone_need_no_call_and_the_dead_and_trainers_stay_away() -> None:
     line, records = Line(), Records()
     records.known = [record("b", 1), record("a", 0), record("d", 1, state="joining")]
