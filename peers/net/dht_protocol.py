@@ -66,6 +66,9 @@ MAX_KEYS_PER_CALL = 64
 MAX_ANSWER_BYTES = 1 << 19
 HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
+HAND_ON_PER_S = 1024.0
+HAND_ON_AT_ONCE = 16384.0
+"""Keys that are looked through for nodes that we meet, 20 to 60 µs each: one may be met again and again."""
 PING_EVERY_S = 1.0
 """A node of a full part of the routing table, to see whether another one may have its place."""
 PINGED_PER_S = 10.0
@@ -199,8 +202,11 @@ def read_request(data: bytes) -> Request:
         request = _request_decoder.decode(data)
     except MALFORMED as error:
         raise Refused(f"a malformed question: {error}") from None
-    if isinstance(request, Question) and any(len(one.known) % _KNOWN.size for one in request.keys):
-        raise Refused("a malformed question: half a record is known")
+    if isinstance(request, Question):
+        if any(len(one.known) % _KNOWN.size for one in request.keys):
+            raise Refused("a malformed question: half a record is known")
+        if len({one.key for one in request.keys}) < len(request.keys):
+            raise Refused("a malformed question: a key stands there twice")
     return request
 
 
@@ -353,6 +359,7 @@ class DhtNode:
         """How many values are kept of each subkey."""
         self._offers: dict[PeerId, Allowance] = {}
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
+        self._hands_on = Allowance(HAND_ON_PER_S, HAND_ON_AT_ONCE)
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
         self._expired_at = self._pinged_at = -math.inf
         self.table: Any = self._empty_table()
@@ -579,7 +586,7 @@ class DhtNode:
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id
         now = now_s()
-        if node_id not in table:
+        if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):
             self._hand_on(peer)
         elif crowded and now - self._pinged_at < PING_EVERY_S:
             return

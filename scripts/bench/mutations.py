@@ -7632,4 +7632,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Losses of 1e308 and -1e308 end each dashboard in a terminal.",
         ("test_status",),
     ),
+    Mutation(
+        "all-is-handed-on-at-each-meeting",
+        "peers/net/dht_protocol.py",
+        "if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):",
+        "if node_id not in table:",
+        "A stranger that is met again and again stops a node of 4096 keys.",
+        ("test_directory",),
+    ),
+    Mutation(
+        "one-key-64-times",
+        "peers/net/dht_protocol.py",
+        "if len({one.key for one in request.keys}) < len(request.keys):",
+        "if False:",
+        "Questions of 1.6 kB get answers of 500 kB of any stage.",
+        ("test_directory",),
+    ),
 )
