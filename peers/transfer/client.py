@@ -570,5 +570,5 @@ class _Pull:
             except Busy as busy:
                 if attempt == BUSY_TRIES - 1:
                     raise
-                await asyncio.sleep(busy.retry_after_s)
+                await asyncio.sleep(min(RECRUIT_S, busy.retry_after_s))
         raise AssertionError("unreachable")

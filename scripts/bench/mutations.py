@@ -7648,4 +7648,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Questions of 1.6 kB get answers of 500 kB of any stage.",
         ("test_directory",),
     ),
+    Mutation(
+        "as-long-as-a-source-says-that-it-is-busy",
+        CLIENT,
+        "await asyncio.sleep(min(RECRUIT_S, busy.retry_after_s))",
+        "await asyncio.sleep(busy.retry_after_s)",
+        "A source with the most voice of its stage keeps newcomers from its state for 20 minutes.",
+        ("test_download",),
+    ),
 )

@@ -233,6 +233,20 @@ async def test_a_source_that_is_busy_is_asked_again(net: Net) -> None:
     assert is_of(await net.get("a"), 4)
 
 
+async def test_a_source_that_stays_busy_is_not_waited_for_as_long_as_it_says(net: Net) -> None:
+    """It has more voice than the other one, and offers something else: 20 minutes."""
+    net.give("a", Saved(4))
+    net.give("liar", Saved(4, changed=1))
+
+    async def never(request: Request) -> Answer:
+        raise Busy("not now", retry_after_s=60.0)
+
+    net.peers["liar"].transport.serve("chunk", never)
+    began_s = net.loop.now_s
+    assert is_of(await net.get("a", "liar", voice={"a": 5, "liar": 9}), 4)
+    assert net.loop.now_s - began_s < 60.0
+
+
 async def test_a_download_that_is_cancelled_leaves_nothing_running(net: Net) -> None:
     net.give("a", Saved(4))
     net.give("b", Saved(3))
