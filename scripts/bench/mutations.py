@@ -7656,4 +7656,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A source with the most voice of its stage keeps newcomers from its state for 20 minutes.",
         ("test_download",),
     ),
+    Mutation(
+        "what-is-saved-is-read-for-each-question",
+        LEASES,
+        "            if now_s() - said_at >= SAID_S:\n",
+        "            if True:\n",
+        "A stranger that asks 200 times a second keeps all others from a keeper of many stages.",
+        ("test_state_leases",),
+    ),
 )

@@ -19,7 +19,7 @@ from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
 from peers.transfer.leases import Lease, Leases, Snapshot
-from peers.transfer.server import MAX_LEASES, WAITED_FOR_S, StateLeases, StateServer
+from peers.transfer.server import MAX_LEASES, SAID_S, WAITED_FOR_S, StateLeases, StateServer
 from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
@@ -623,3 +623,23 @@ async def test_what_a_meeting_had_is_read_until_the_next_one(source: Source) -> 
     source.core.met = None
     source.server._drop_old()
     assert not source.server.of("held")
+
+
+async def test_who_asks_again_and_again_what_is_saved_has_it_read_seldom() -> None:
+    """A keeper of 32 stages had a second to do for 80 questions, and was late for a stage that was lost."""
+
+    class Counted(SavedHere):
+        looks = 0
+
+        def versions(self) -> Sequence[int]:
+            self.looks += 1
+            return super().versions()
+
+    source = Source(store := Counted(3))
+    asked = [source.call("saved", AskSaved(run=RUN.id), by=f"peer {number % 8}") for number in range(200)]
+    assert len({answer.header for answer in await asyncio.gather(*asked)}) == store.looks == 1
+    await asyncio.sleep(SAID_S)
+    await source.call("saved", AskSaved(run=RUN.id))
+    assert store.looks == 2
+    source.core.close()
+    await source.network.close()
