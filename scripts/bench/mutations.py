@@ -7664,4 +7664,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger that asks 200 times a second keeps all others from a keeper of many stages.",
         ("test_state_leases",),
     ),
+    Mutation(
+        "a-peer-asks-without-end-who-is-connected",
+        "peers/net/nat.py",
+        "        self._count(request.peer)  # p2pd",
+        "        # p2pd",
+        "A stranger that asks 200 times a second whether it can be dialled takes half a peer's time.",
+        ("test_reach",),
+    ),
 )

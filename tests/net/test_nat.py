@@ -165,7 +165,7 @@ class Dials:
 
     async def connections(self) -> dict[str, list[str]]:
         hosts = ("44.6.6.6", "44.1.1.1", "44.2.2.2", "172.17.0.1", "127.0.0.1", "10.0.0.1")
-        return {host: [f"/ip4/{host}/tcp/5"] for host in hosts}
+        return {f"peer at {host}": [f"/ip4/{host}/tcp/5"] for host in hosts}
 
     async def connect(self, peer: str, addresses: Sequence[str], timeout_s: float) -> None:
         self.under_way += addresses
@@ -181,7 +181,7 @@ def dial_back(
     server = DialBack(dials, list, lambda: False, lambda: own)  # type: ignore[arg-type,return-value]
     server.most_per_host = most
     header = pack(AskReach(peer=peer, port=port))
-    return lambda host: server.serve(SimpleNamespace(header=header, peer=host))  # type: ignore[arg-type]
+    return lambda host: server.serve(SimpleNamespace(header=header, peer=f"peer at {host}"))  # type: ignore[arg-type]
 
 
 async def test_one_host_takes_one_place_of_those_that_dial_back() -> None:
@@ -205,7 +205,7 @@ async def test_a_question_that_cannot_be_and_one_too_many_are_refused() -> None:
     ask = dial_back(dials, most=2)
     for host in ("44.1.1.1", "44.1.1.1", "44.2.2.2"):
         await ask(host)
-    with pytest.raises(Busy, match=r"^2 questions came from 44\.1\.1\.1 within a minute$"):
+    with pytest.raises(Busy, match=r"^2 questions came from peer at 44\.1\.1\.1 within a minute$"):
         await ask("44.1.1.1")
 
 
