@@ -74,6 +74,8 @@ PING_EVERY_S = 1.0
 PINGED_PER_S = 10.0
 PINGED_AT_ONCE = 100.0
 """Peers that ask and are not known: nodes are those that answer, too."""
+MAX_REACHING = 256
+"""Peers that join are called back at a time, each once: a call that waits takes one of 512 places."""
 REPLICAS = 5
 SEARCH_ROUNDS = 20
 """Each comes nearer by a few bits, but one can make identities that are nearer and nearer without end."""
@@ -361,6 +363,8 @@ class DhtNode:
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
         self._hands_on = Allowance(HAND_ON_PER_S, HAND_ON_AT_ONCE)
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
+        self._reaching: set[PeerId] = set()
+        """Peers that want to know whether we reach them."""
         self._expired_at = self._pinged_at = -math.inf
         self.table: Any = self._empty_table()
 
@@ -392,8 +396,14 @@ class DhtNode:
 
     async def pong(self, ping: Ping, asker: PeerId) -> Pong:
         """Whether we can call the asker as well, if it wants to know, and our clock."""
-        now = unix_s()
-        return Pong(now, ping.joining and await self.ping(asker), PROTOCOL_VERSION)
+        now, reaches = unix_s(), False
+        if ping.joining and asker not in self._reaching and len(self._reaching) < MAX_REACHING:
+            self._reaching.add(asker)
+            try:
+                reaches = await self.ping(asker)
+            finally:
+                self._reaching.discard(asker)
+        return Pong(now, reaches, PROTOCOL_VERSION)
 
     # -- storing ----------------------------------------------------------------------------------
 

@@ -7672,4 +7672,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger that asks 200 times a second whether it can be dialled takes half a peer's time.",
         ("test_reach",),
     ),
+    Mutation(
+        "all-who-join-are-called-back",
+        "peers/net/dht_protocol.py",
+        "if ping.joining and asker not in self._reaching and len(self._reaching) < MAX_REACHING:",
+        "if ping.joining:",
+        "A stranger that asks to be called back, and does not answer, takes all places of a node.",
+        ("test_directory",),
+    ),
 )

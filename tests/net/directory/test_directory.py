@@ -22,6 +22,8 @@ from peers.net.dht_protocol import (
     AskedKey,
     DhtNode,
     Entry,
+    Ping,
+    Pong,
     Question,
     Store,
     key_bytes,
@@ -480,3 +482,24 @@ async def test_no_question_asks_for_a_key_twice(dht: MemoryDht) -> None:
     asked = AskedKey(bytes(20), b"")
     with pytest.raises(Refused, match="a key stands there twice"):
         await node.node.answer(msgspec.msgpack.encode(Question(0, bytes(8), [asked] * 2)), stranger.peer_id)
+
+
+async def test_who_wants_to_be_called_back_and_does_not_answer_is_called_once_at_a_time(
+    dht: MemoryDht,
+) -> None:
+    """Each such call waited for 3 s in one of the 512 places for all of them: others found the node too busy,
+    and forgot it."""
+    node, stranger, other = await dht.add(0), await dht.add(1), await dht.add(2)
+    dht.hung.add(stranger.peer_id)
+    joining = msgspec.msgpack.encode(Ping(joining=True))
+    asked = {asyncio.ensure_future(node.node.answer(joining, stranger.peer_id)) for _ in range(600)}
+    done, waiting = await asyncio.wait(asked, timeout=0.1)
+    assert len(waiting) == 1
+    assert not any(msgspec.msgpack.decode(one.result(), type=Pong).reaches for one in done)
+    answered = await node.node.answer(joining, other.peer_id)
+    assert msgspec.msgpack.decode(answered, type=Pong).reaches
+    waiting.pop().cancel()  # as by the one that asked
+    await asyncio.sleep(0)
+    dht.hung.clear()
+    answered = await node.node.answer(joining, stranger.peer_id)
+    assert msgspec.msgpack.decode(answered, type=Pong).reaches, "it is called again"
