@@ -61,12 +61,16 @@ class _Reader(msgspec.Struct):
     longest_pause_s: float = 0.0
     chunks: dict[int, int] = {}
     """Bytes of each chunk that it asked for: one that is read again is no progress."""
+    done: bool = False
+    """It said so, or went away. If it reads on nevertheless it is as slow as it was."""
 
     def reads(self, index: int, size_bytes: int, now: float) -> None:
         self.longest_pause_s = max(self.longest_pause_s, now - self.read_at)
-        self.read_at, self.chunks[index] = now, size_bytes
+        self.read_at, self.chunks[index], self.done = now, size_bytes, False
 
     def alive(self, now: float) -> bool:
+        if self.done:
+            return False
         silent_s = min(LEASE_S, max(QUIET_S, SLOW_TIMES * self.longest_pause_s))
         return now - self.read_at <= silent_s and not self.too_slow(now)
 
@@ -92,6 +96,11 @@ class Lease(msgspec.Struct, eq=False):
         """Whether a reader that seems alive has not read it to its end."""
         return any(reader.alive(now) for reader in self.readers.values())
 
+    def left_by(self, peer: PeerId) -> None:
+        """`peer` reads it no more."""
+        if peer in self.readers:
+            self.readers[peer].done = True
+
 
 class Leases:
     """What this peer has opened to others. Serves `chunk` and `close`."""
@@ -109,7 +118,7 @@ class Leases:
     def gone(self, peer: PeerId) -> None:
         """The connection to `peer` broke: it reads no more."""
         for lease in self._leases.values():
-            lease.readers.pop(peer, None)
+            lease.left_by(peer)
 
     def of(self, *pools: str) -> list[Lease]:
         """The open leases of some pools."""
@@ -131,7 +140,8 @@ class Leases:
         now, why = now_s(), "this download was slower than any line, and others waited"
         for unread in [lease for lease in self.of(pool) if not lease.wanted(now)]:
             del self._leases[unread.opened.lease]
-            slow = [peer for peer, reader in unread.readers.items() if reader.too_slow(now)]
+            reading = [(peer, reader) for peer, reader in unread.readers.items() if not reader.done]
+            slow = [peer for peer, reader in reading if reader.too_slow(now)]
             self._rests |= dict.fromkeys(slow, (now + REST_S, why))
         if len(self.of(pool)) >= most:
             raise NotReady(NO_PLACE, version=version, retry_after_s=1.0)
@@ -155,7 +165,8 @@ class Leases:
     def read_by(self, reader: PeerId, lease: Lease) -> Answer:
         """The answer to a peer that has asked for what `lease` is of."""
         lease.read_at = now = now_s()
-        lease.readers[reader] = _Reader(now, now)
+        known = lease.readers.setdefault(reader, _Reader(now, now))
+        known.read_at, known.done = now, False
         return Answer(pack(lease.opened), [lease.hashes] if lease.hashes else ())
 
     async def lend(
@@ -204,7 +215,7 @@ class Leases:
         wanted = unpack(request.header, CloseLease, *self._runs)
         lease = self._leases.get(wanted.lease)
         if lease is not None:
-            lease.readers.pop(request.peer, None)
+            lease.left_by(request.peer)
         return Answer(pack(Ack()))
 
 

@@ -113,7 +113,7 @@ class StateLeases(Leases):
 
     async def _open(self, reader: PeerId, wanted: OpenState) -> Answer:
         for other in self._of_stage(wanted.stage):
-            other.readers.pop(reader, None)  # with another version it has done
+            other.left_by(reader)  # with another version it has done
         lend, began = self._lend_start if wanted.version == START else self._lend, now_s()
         try:
             return self.read_by(reader, await lend(wanted.stage, wanted.version))

@@ -7680,4 +7680,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger that asks to be called back, and does not answer, takes all places of a node.",
         ("test_directory",),
     ),
+    Mutation(
+        "who-closes-and-reads-on-is-a-new-reader",
+        "peers/transfer/leases.py",
+        "        if peer in self.readers:\n            self.readers[peer].done = True\n",
+        "        self.readers.pop(peer, None)\n",
+        "Two strangers that read a chunk and close hold both copies of a state for ever.",
+        ("test_state_leases",),
+    ),
+    Mutation(
+        "who-opens-again-is-a-new-reader",
+        "peers/transfer/leases.py",
+        "known = lease.readers.setdefault(reader, _Reader(now, now))",
+        "known = lease.readers[reader] = _Reader(now, now)",
+        "Two strangers that open what they read again and again hold both copies of a state for ever.",
+        ("test_state_leases",),
+    ),
 )

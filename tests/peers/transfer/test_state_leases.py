@@ -643,3 +643,26 @@ async def test_who_asks_again_and_again_what_is_saved_has_it_read_seldom() -> No
     assert store.looks == 2
     source.core.close()
     await source.network.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+async def test_two_that_close_or_open_what_they_read_again_and_again_lose_their_places_too(
+    source: Source, clock: Clock, closes: bool
+) -> None:
+    """They were new readers each time: nobody else got the state, for ever."""
+    await half_read(source)
+    leases = {f"reader{number}": lease.opened for number, lease in enumerate(source.server.of("live"))}
+    began, joined = clock.now, False
+    while not joined and clock.now < began + 300.0:
+        for name, lease in leases.items():
+            with contextlib.suppress(SwarmError):
+                if closes:
+                    await source.call("close", CloseLease(run=RUN.id, lease=lease.lease), name)
+                else:
+                    await source.open(name, lease.version)
+                await source.read(lease, name)
+        try:
+            joined = bool(await source.open("joiner"))
+        except NotReady:
+            clock.now += 1.0
+    assert joined and clock.now - began <= 30.0
