@@ -54,10 +54,10 @@ STORED_PER_S = 2.0
 STORED_AT_ONCE = 128.0
 """Values of its own that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is
 renewed under 4 keys each 5 s."""
-HANDED_ON_PER_S = 200.0
-HANDED_ON_AT_ONCE = 4096.0
-"""Values of others that all peers together may offer: a node that is met is given at once what it should
-hold. What is refused comes with the next renewal from its own peer."""
+HANDED_ON_PER_S, HANDED_ON_EACH_PER_S = 200.0, 20.0
+HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 3072.0
+"""Values of others that all peers together may offer, and one of them: a node that is met is given at once
+what it should hold. What is refused comes with the next renewal from its own peer."""
 MAX_OFFERERS = 4096
 MAX_KEYS = 4096
 MAX_ENTRIES = 16384
@@ -359,7 +359,8 @@ class DhtNode:
         self._entries = 0
         self._of: Counter[str] = Counter()
         """How many values are kept of each subkey."""
-        self._offers: dict[PeerId, Allowance] = {}
+        self._offers: dict[tuple[PeerId, bool], Allowance] = {}
+        """Of each peer: of its own values, and of others'."""
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
         self._hands_on = Allowance(HAND_ON_PER_S, HAND_ON_AT_ONCE)
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
@@ -408,13 +409,16 @@ class DhtNode:
     # -- storing ----------------------------------------------------------------------------------
 
     def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
-        if not first_hand:
-            return self._handed_on.take_if_there(1.0, now=now_s())
-        known = self._offers.pop(peer, None) or Allowance(STORED_PER_S, STORED_AT_ONCE)
-        self._offers[peer] = known
+        known = self._offers.pop((peer, first_hand), None)
+        if known is None:
+            each = HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE
+            known = Allowance(STORED_PER_S, STORED_AT_ONCE) if first_hand else Allowance(*each)
+        self._offers[peer, first_hand] = known
         if len(self._offers) > MAX_OFFERERS:
             del self._offers[next(iter(self._offers))]
-        return known.take_if_there(1.0, now=now_s())
+        if not known.take_if_there(1.0, now=now_s()):
+            return False
+        return first_hand or self._handed_on.take_if_there(1.0, now=now_s())
 
     def _store(self, sender: PeerId, key: bytes, entry: Entry) -> bool:
         """Keep a value for a peer; whether it is kept."""

@@ -7696,4 +7696,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Two strangers that open what they read again and again hold both copies of a state for ever.",
         ("test_state_leases",),
     ),
+    Mutation(
+        "one-hands-on-for-all",
+        "peers/net/dht_protocol.py",
+        "        if not known.take_if_there(1.0, now=now_s()):\n",
+        "        if first_hand and not known.take_if_there(1.0, now=now_s()):\n",
+        "Whom an owner is about to ban has no node take the new charter.",
+        ("test_directory",),
+    ),
 )

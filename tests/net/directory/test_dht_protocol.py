@@ -200,7 +200,7 @@ async def test_one_who_offers_too_much_is_not_listened_to_and_others_are() -> No
     async with MemoryDht() as dht:
         at = (await dht.add(0)).node
         forged = [entry(n)._replace(value=b"forged %d" % n) for n in range(64)]
-        most = int(dht_protocol.HANDED_ON_AT_ONCE)
+        most = int(dht_protocol.HANDED_ON_EACH_AT_ONCE)
         for _ in range(most // len(forged)):
             await store(at, *forged, sender=99)
         assert sum(at.check.rejected.values()) == most
@@ -283,7 +283,7 @@ async def test_keys_are_bounded_and_so_are_those_who_offer(monkeypatch: pytest.M
     stored = [at._store(f"p{n}", bytes([n]), Entry(f"p{n}", b"", unix_s() + 50.0)) for n in range(5)]
     assert stored == [True] * 3 + [False] * 2, "all are first-hand: none makes way"
     assert at._store("p9", bytes([0]), Entry("p9", b"", unix_s() + 50.0)), "under a key that is there"
-    assert list(at._offers) == ["p3", "p4", "p9"]
+    assert [peer for peer, _ in at._offers] == ["p3", "p4", "p9"]
 
 
 async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_it_is_given() -> None:

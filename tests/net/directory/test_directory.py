@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from peers.clock import now_s, unix_s
 from peers.net.bandwidth import Allowance
+from peers.net.charter.signed import charter_key, seal_charter
 from peers.net.dht_protocol import (
     HAND_ON_AT_ONCE,
     HAND_ON_PER_S,
@@ -40,7 +41,9 @@ from peers.net.signed_records import (
 )
 from peers.net.timings import NetTimings
 from peers.sim.loop import BEGAN_UNIX_S
+from swarm.charter import make as make_charter
 from swarm.errors import Refused, SetupError
+from swarm.ids import RunName, fingerprint_of
 from swarm.manifest import id_of
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
@@ -503,3 +506,16 @@ async def test_who_wants_to_be_called_back_and_does_not_answer_is_called_once_at
     dht.hung.clear()
     answered = await node.node.answer(joining, stranger.peer_id)
     assert msgspec.msgpack.decode(answered, type=Pong).reaches, "it is called again"
+
+
+async def test_who_hands_on_without_end_keeps_no_charter_out_that_another_one_brings(dht: MemoryDht) -> None:
+    """What all may hand on was one's: whom an owner was about to ban had no node take the new charter."""
+    node, stranger, other = await dht.add(0), await dht.add(1), await dht.add(2)
+    owner = Identity(b"o" * 32)
+    charter = make_charter(name="run", run="0" * 32, sequence=5, expires=int(unix_s()) + 86_400)
+    key = key_bytes(charter_key(RunName(charter.name, fingerprint_of(owner.peer_id))))
+    junk = msgspec.msgpack.encode(Store([(bytes(20), Entry("x", b"", unix_s() + 100.0))] * 64))
+    for _ in range(100):
+        await node.node.answer(junk, stranger.peer_id)
+    entry = Entry(owner.peer_id, seal_charter(charter, owner), unix_s() + 300.0)
+    assert await other.node.store(node.peer_id, [(key, entry)]) == [True]
