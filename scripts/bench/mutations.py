@@ -7704,4 +7704,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Whom an owner is about to ban has no node take the new charter.",
         ("test_directory",),
     ),
+    Mutation(
+        "anybodys-digest-counts",
+        "swarm/monitoring/aggregator.py",
+        "counts = not self._voice or status.peer in self._voice",
+        "counts = True",
+        "A stranger has the dashboard say that the weights of a stage disagree.",
+        ("test_status",),
+    ),
 )

@@ -246,7 +246,8 @@ class Aggregator:
                 self._trainers[trainer] = now
             while len(self._trainers) > validation.MAX_TRAINERS:
                 del self._trainers[next(iter(self._trainers))]
-        if status.digest and status.stage != NO_STAGE:
+        counts = not self._voice or status.peer in self._voice
+        if status.digest and status.stage != NO_STAGE and counts:
             of_version = self._digests.setdefault((status.stage, status.position), {})
             of_version[status.peer] = (status.kind, status.digest)
 

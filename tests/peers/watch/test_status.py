@@ -17,6 +17,7 @@ from peers.watch.monitor import Monitor
 from swarm.errors import Refused, SetupError
 from swarm.ids import Generation
 from swarm.manifest import demo_run
+from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 from swarm.monitoring.validation import checked
 from swarm.records import NO_STAGE, PeerRecord, State
@@ -211,6 +212,29 @@ def test_nothing_that_a_peer_says_ends_the_dashboard(lie: dict[str, object]) -> 
     records = (record("peer-a", 0),)
     look = Observation(at=1100.0, records=records, statuses=(checked(said, records[0], RUN),))
     assert "peer-a" in drawn(picture(RUN, look))
+
+
+def test_a_stranger_has_no_weights_disagree_and_hides_no_two_that_do() -> None:
+    names = ("a", "b", "liar")
+    records = tuple(record(name, 0) for name in names)
+    aggregator = Aggregator(RUN)
+    aggregator.observe(Observation(at=1000.0, records=records, voice={"a": 5, "b": 5}))
+
+    def look(at: float, digest: str, version: int = 4) -> tuple[object, ...]:
+        said = {"a": "same", "b": digest, "liar": f"made up {at}"}
+        statuses = tuple(
+            msgspec.structs.replace(
+                status(name, 0, version=4 if name != "liar" else version), kind="cpu", digest=said[name]
+            )
+            for name in names
+        )
+        aggregator.observe(Observation(at=at, statuses=statuses))
+        return aggregator.health(now=at).stages[0].disagree
+
+    assert look(1001.0, "same") == ()
+    for number in range(40):  # of versions that there are not yet, which would be the newest
+        look(1002.0 + number, "other", version=number)
+    assert look(1050.0, "other", version=40) == (("other", ("b",)), ("same", ("a",)))
 
 
 async def test_records_alone_need_no_call_and_the_dead_and_trainers_stay_away() -> None:
