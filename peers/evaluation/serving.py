@@ -56,6 +56,7 @@ class EvaluationServer:
             if not core.voices.counts(request.peer, core.stage - 1):
                 raise Refused(f"peer {short(request.peer)} has no voice at stage {core.stage - 1}")
         if self._inflight >= MAX_AT_ONCE:
+            self._incoming.others_wait()
             raise Busy(f"{self._inflight} evaluations are in flight")
         self._inflight += 1
         try:

@@ -7712,4 +7712,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger has the dashboard say that the weights of a stage disagree.",
         ("test_status",),
     ),
+    Mutation(
+        "a-body-of-an-evaluation-may-trickle",
+        "peers/evaluation/serving.py",
+        "            self._incoming.others_wait()\n",
+        "",
+        "Bodies that come a byte a second have all places for evaluations, each of which is waited for.",
+        ("test_evaluation",),
+    ),
 )

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from prometheus_client import generate_latest
 
 from peers.evaluation.data import open_eval, pinned_eval
+from peers.evaluation.serving import MAX_AT_ONCE
 from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
 from peers.programs.status import picture
@@ -325,3 +327,33 @@ def test_the_steps_that_are_evaluated() -> None:
     run = eval_run()
     assert [t for t in range(8) if is_due(run, t)] == [0, 2, 4, 5]
     assert not is_due(tiny_run(), 0)
+
+
+class Trickle:
+    """A request whose body comes a byte a second."""
+
+    def __init__(self, wanted: Evaluate) -> None:
+        self.peer, self.header, self.body_sizes = "stranger", pack(wanted), buffer_sizes(wanted.tensors)
+
+    async def accept(self) -> list[memoryview]:
+        await asyncio.sleep(1e6)
+        raise AssertionError("nobody waits for so long")
+
+
+async def test_bodies_that_trickle_make_way_for_an_evaluation_that_waits() -> None:
+    """They had all places for ever, and nothing was evaluated any more."""
+    run = eval_run()
+    losses, _ = expected(run)
+    held_out = Text(batch_of(run))
+    async with swarm(run, batches=held_out, replicas=1) as s:
+        await s.until_serving()
+        serve, wanted = s.peers["s0p0"].evaluations._serve, Evaluate(run=run.id, t=0, e=0)
+        wanted = msgspec.structs.replace(wanted, tensors=input_metas(run, 0))
+        held = [asyncio.ensure_future(serve(Trickle(wanted))) for _ in range(MAX_AT_ONCE)]
+        s.add_trainer("trainer", held_out=held_out)
+        await s.until_finished(limit_s=300.0)
+        await s.until(lambda: all(s.tasks[name].done() for name in s.trainers))
+        assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(losses.items())
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
