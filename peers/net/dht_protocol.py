@@ -339,6 +339,8 @@ class KeptEntry(NamedTuple):
     """Its peer sent it itself."""
     rank: tuple[int, bytes] = (0, b"")
     """Of two values of a subkey the one of higher rank stays, then the one that expires later."""
+    announced: Announced | None = None
+    """If it is a record: it is judged again without a look at its signature."""
 
 
 class DhtNode:
@@ -446,7 +448,8 @@ class DhtNode:
         self._entries += old is None
         self._of[entry.subkey] += old is None
         first_hand = first_hand or (old is not None and old.first_hand)
-        self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, first_hand, rank)
+        announced = opened if isinstance(opened, Announced) else None
+        self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, first_hand, rank, announced)
         return True
 
     def _has_room(self, key: bytes, held: int, first_hand: bool) -> bool:
@@ -478,10 +481,10 @@ class DhtNode:
             self._drop(key, subkey)
 
     def recheck(self) -> None:
-        """Drop what would not be taken any more."""
+        """Drop records of peers that are not admitted any more."""
         for key, held in list(self._kept.items()):
             for subkey, kept in list(held.items()):
-                if self.check.open(key, kept.entry) is None:
+                if kept.announced is not None and self.check.why_not(kept.announced):
                     self._drop(key, subkey)
 
     def _expire(self) -> None:

@@ -7720,4 +7720,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Bodies that come a byte a second have all places for evaluations, each of which is waited for.",
         ("test_evaluation",),
     ),
+    Mutation(
+        "all-signatures-again-at-each-change",
+        "peers/net/dht_protocol.py",
+        "if kept.announced is not None and self.check.why_not(kept.announced):",
+        "if self.check.open(key, kept.entry) is None:",
+        "Keys that revoke themselves stop a peer that keeps many records for 2 s, each 8 s.",
+        ("test_directory",),
+    ),
 )
