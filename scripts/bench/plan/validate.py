@@ -2,6 +2,7 @@
 
     python scripts/bench/plan/validate.py               # as root, five minutes
     python scripts/bench/plan/validate.py --only 2 3
+    python scripts/bench/plan/validate.py --slower 4    # for machines with few cores
     python scripts/bench/plan/validate.py --virtual     # without real swarms, half a minute
     python scripts/bench/plan/validate.py --virtual --reduce rounded16
 
@@ -15,8 +16,9 @@ seconds on the device thread (SWARM_JOB_S), more than what it really computes. S
 all-reduces and the ends of steps are compared, and the arithmetic is not, as long as the machine has cores
 for all: `cores` is the share of their time that anything used meanwhile, whatever it was. A microbatch costs
 70 to 110 ms of a core, all of its stages, calls and packets together, so that two cores that play six peers
-are the limit where jobs take 50 ms (0.9 and more), and the comparison says nothing of the simulation. The
-simulations get the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
+are the limit where jobs take 50 ms (0.9 and more), and the comparison says nothing of the simulation.
+`--slower` has jobs and lines and their delays so many times slower, and all as long as that. The simulations
+get the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
 number: nothing was fitted.
 """
 
@@ -229,6 +231,7 @@ def row(case: Case, reduce: str, *, job_s: float, steps: int, virtual: bool) -> 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--job", type=float, default=0.05, help="seconds of a job (default: 0.05)")
+    parser.add_argument("--slower", type=float, default=1.0, help="jobs, lines and delays (default: 1)")
     parser.add_argument("--steps", type=int, default=6, help="measured, after two (default: 6)")
     parser.add_argument("--reduce", default="none", help="or rounded16, rounded8 (default: none)")
     parser.add_argument("--virtual", action="store_true", help="no real swarms")
@@ -242,8 +245,10 @@ def main() -> int:
         print(f"no lines to shape: a network lab {why_not()}", file=sys.stderr)
         return 1
     rows = []
+    slower, limits = options.slower, {"job_s": options.slower * options.job, "steps": options.steps}
     for number in options.only or range(len(CASES)):
-        case, limits = CASES[number], {"job_s": options.job, "steps": options.steps}
+        case = CASES[number]
+        case = replace(case, mbit=case.mbit / slower, delay_s=slower * case.delay_s)
         rows.append(row(case, options.reduce, **limits, virtual=options.virtual))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     report(rows, COLUMNS, f"{machine()}\nreal swarms and their simulation, tokens per second")
