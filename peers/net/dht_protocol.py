@@ -411,16 +411,13 @@ class DhtNode:
     # -- storing ----------------------------------------------------------------------------------
 
     def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
-        known = self._offers.pop((peer, first_hand), None)
-        if known is None:
-            each = HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE
-            known = Allowance(STORED_PER_S, STORED_AT_ONCE) if first_hand else Allowance(*each)
+        own, others = (STORED_PER_S, STORED_AT_ONCE), (HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE)
+        known = self._offers.pop((peer, first_hand), None) or Allowance(*(own if first_hand else others))
         self._offers[peer, first_hand] = known
         if len(self._offers) > MAX_OFFERERS:
             del self._offers[next(iter(self._offers))]
-        if not known.take_if_there(1.0, now=now_s()):
-            return False
-        return first_hand or self._handed_on.take_if_there(1.0, now=now_s())
+        may = known.take_if_there(1.0, now=now_s())
+        return may and (first_hand or self._handed_on.take_if_there(1.0, now=now_s()))
 
     def _store(self, sender: PeerId, key: bytes, entry: Entry) -> bool:
         """Keep a value for a peer; whether it is kept."""

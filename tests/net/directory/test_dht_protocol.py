@@ -213,6 +213,10 @@ async def test_one_who_offers_too_much_is_not_listened_to_and_others_are() -> No
         for _ in range(int(dht_protocol.STORED_AT_ONCE) // 64):
             await store(at, *[own] * 64, sender=99)
         assert sum(at.check.rejected.values()) == most + dht_protocol.STORED_AT_ONCE - 1
+        for _ in range(most // len(forged)):
+            await store(at, *forged, sender=98)
+        all_ = dht_protocol.HANDED_ON_AT_ONCE + dht_protocol.STORED_AT_ONCE - 1
+        assert sum(at.check.rejected.values()) == all_, "what is left of what all may hand on"
         await asyncio.sleep(1.0)
         assert await store(at, of_now(2), sender=99) == [True]
 
