@@ -79,7 +79,9 @@ class Convictions(Verdicts):
         accused = evidence.accused
         if accused in self.convicted:
             return False
-        if not isinstance(evidence, WrongAnswer | WrongContribution):
+        # Not strangers, which own no part: others of this stage may not have heard of their lies.
+        counts, at_any_time = self._voices.counts, not isinstance(evidence, WrongAnswer | WrongContribution)
+        if at_any_time and counts(accused, self._stage):
             self.barred.add(accused)
         if len(self._shown) < MAX_TOLD or accused in self._voices.of_all():
             self._shown[accused] = evidence
@@ -127,7 +129,9 @@ class Convictions(Verdicts):
         if self._directory.find(evidence.accused) is None:
             raise Refused(f"nobody knows peer {short(evidence.accused)}")
         teller, between = request.peer, self._is_between_two(request.peer, evidence)
-        if not request.body_sizes:
+        if teller == evidence.accused:  # it may show to one what it hides from the others
+            raise Refused("nobody is heard against itself")
+        if not request.body_sizes and not isinstance(evidence, FalseContribution):
             asks = Answer(pack(Heard(asks=True)))
             return asks if between else await self._hear(teller, evidence, [], between)
         if not self._voices.counts(teller, evidence.statement.stage):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -155,8 +156,7 @@ async def test_strangers_that_convict_themselves_do_not_hide_who_lied() -> None:
         await begun(s)
         s.peers["s0p0"].convictions.convicted.add("s1p2")
         for name in await crowd(s, 1):
-            show = pack(ShowEvidence(run=RUN.id, evidence=lies(name)))
-            await s.network.peers[name].transport.call("s0p0", "evidence", show)
+            s.peers["s0p0"].convictions.convict(lies(name))
         assert len(s.peers["s0p0"].convictions.convicted) > MAX_TOLD
         stranger = s.add_stranger()
         told = await stranger.ask("s0p0", "convicted", AskConvicted(run=RUN.id, peer=""), Convicted)
@@ -175,6 +175,37 @@ async def test_no_evidence_is_kept_against_who_is_in_no_record() -> None:
         with pytest.raises(Refused, match="nobody knows"):
             await stranger.send("s0p0", "evidence", ShowEvidence(run=RUN.id, evidence=lies("made up")))
         assert not s.peers["s0p0"].convictions.convicted
+
+
+async def test_one_of_two_that_convicts_itself_towards_the_other_holds_nothing_up() -> None:
+    """The other one would make no step with it any more, and nobody else know why."""
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until_version(2)
+        show = pack(ShowEvidence(run=RUN.id, evidence=lies("s1p1")))
+        with contextlib.suppress(Refused):
+            await s.peers["s1p1"].core.transport.call("s1p0", "evidence", show)
+        await s.until_version(RUN.steps, limit_s=30.0)
+
+
+@pytest.mark.parametrize("teller", ["s1p1", "a000"])
+async def test_a_stranger_that_one_replica_alone_hears_of_has_nobody_left_out(teller: str) -> None:
+    """It takes part in rounds all the same: who refuses them would be taken for the liar."""
+    async with swarm(RUN, replicas=3) as s:
+        give_voice(s, *PEERS)
+        s.add_peer("a", 1)
+        await s.until_serving()
+        await crowd(s, 1, 1)
+        s.add_trainer(TRAINER)
+        await s.until(lambda: all(s.peers[name].core.version >= 2 for name in PEERS))
+        show = pack(ShowEvidence(run=RUN.id, evidence=lies("a")))
+        with contextlib.suppress(Refused):
+            await s.network.peers[teller].transport.call("s1p2", "evidence", show)
+        await s.until(lambda: all(s.peers[name].core.version >= RUN.steps for name in PEERS), limit_s=30.0)
+        assert not any(s.peers[name].coordination.left_out for name in PEERS)
+        assert s.peers["s1p2"].convictions.convicted == ({"a"} if teller in PEERS else set())
 
 
 async def test_strangers_have_no_stage_asked_about_one_another() -> None:
