@@ -43,16 +43,17 @@ async def ask(core: StageCore, records: Sequence[PeerRecord]) -> dict[PeerId, Pe
     return await ask_status(core.run, core.transport, asked[:MAX_ASKED])
 
 
-async def keep_stage(core: StageCore, *, going: Collection[PeerId] = ()) -> bool:
-    """Whether a replica that stays has the weights of this stage (I6). `going`: those that leave too.
+async def keep_stage(core: StageCore, *, going: Collection[PeerId] = (), least: int = 1) -> bool:
+    """Whether so many replicas that stay have the weights of this stage (I6). `going`: those that leave too.
 
-    Where this stage has voice, this peer's included, one without it does not say so.
+    Where this stage has voice, this peer's included, those without it do not say so.
     """
     voice, staying = core.voice(), [one for one in announced(core) if one.peer not in going]
     told = await ask(core, [one for one in staying if one.peer in voice or not voice])
-    return any(
+    keeping = [
         replica.state == "serving"
         and replica.generation == core.generation
         and replica.version >= core.version - 1
         for replica in told.values()
-    )
+    ]
+    return sum(keeping) >= least

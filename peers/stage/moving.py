@@ -19,6 +19,9 @@ from swarm.records import PeerRecord
 
 BOUNDARY_S = 10.0
 """A peer that moves goes without a step boundary after this: perhaps the run waits for its coming."""
+STAY_WITH_VOICE = 3
+"""Replicas that one with voice leaves behind. Each says itself how fast it is: one that lies could have the
+others go until it is alone, or one of two, and add what it likes."""
 
 
 class Moving:
@@ -76,12 +79,17 @@ class Moving:
             return False  # what those say of their speed nobody has seen
         self.going = True  # as in `move`
         going = {r.peer for r in announced(self._core)}.difference(verdict.stay)
-        if await keep_stage(self._core, going=going):
+        if await self._may_go(going=going):
             self._stand_by(verdict)
             return True
         self.going = False
-        self.decided = f"{words_of(verdict)}; it serves: no replica in stage {self._core.stage} answers"
+        self.decided = f"{words_of(verdict)}; it serves: too few replicas of stage {self._core.stage} answer"
         return False
+
+    async def _may_go(self, *, going: Collection[PeerId], rescues: bool = False) -> bool:
+        core = self._core
+        least = STAY_WITH_VOICE if core.me in core.voice() and not rescues else 1
+        return await keep_stage(core, going=going, least=least)
 
     def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
         """In any thread: it takes a while in a large run."""
@@ -95,16 +103,17 @@ class Moving:
         """
         core = self._core
         self.going = True  # said before asking: of two that ask each other at once neither goes
-        moves = await keep_stage(core, going=going)
+        rescues = not any(record.state == "serving" for record in self._directory.at(to_stage))
+        moves = await self._may_go(going=going, rescues=rescues)
         if moves:
             core.emit(events.Moved(stage=core.stage, to_stage=to_stage, why=why))
             core.stepped.clear()
             await happens(core.stepped, BOUNDARY_S)
-            moves = await keep_stage(core, going=going)  # it may have died meanwhile
+            moves = await self._may_go(going=going, rescues=rescues)  # some may have died meanwhile
         if moves:
             self._go(to_stage)
         else:
             self.going = False
             self.decided = (
-                f"{why}; it stays: no replica in {core.run.place(core.run.cell(core.stage))} answers"
+                f"{why}; it stays: too few replicas of {core.run.place(core.run.cell(core.stage))} answer"
             )

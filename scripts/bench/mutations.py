@@ -1848,8 +1848,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "move-without-looking-again",
         MOVING,
-        "            moves = await keep_stage(core, going=going)  # it may have died meanwhile\n",
-        "",
+        "moves = await self._may_go(going=going, rescues=rescues)  # some may have died",
+        "pass  #",
         "The last replica of a stage moves to another.",
         ("test_moves",),
     ),
@@ -6696,7 +6696,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "stand-by-though-no-other-serves",
         MOVING,
-        "        if await keep_stage(self._core, going=going):\n            self._stand_by(verdict)",
+        "        if await self._may_go(going=going):\n            self._stand_by(verdict)",
         "        if True:\n            self._stand_by(verdict)",
         "A spare leaves its stage to peers that are dead, and the run stands still.",
         ("test_spares",),
@@ -7579,6 +7579,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if True:",
         "Of two replicas an auditor hears one after the other, and does not end with the run.",
         ("test_auditor",),
+    ),
+    Mutation(
+        "with-voice-one-that-stays-is-enough",
+        "peers/stage/moving.py",
+        "least = STAY_WITH_VOICE if",
+        "least = 1 if",
+        "Who says that it is fast has the others of its stage move away, and adds what it likes alone.",
+        ("test_believing", "test_spares"),
+    ),
+    Mutation(
+        "with-voice-nobody-goes-to-an-empty-stage",
+        "peers/stage/moving.py",
+        "core.voice() and not rescues else",
+        "core.voice() else",
+        "A run whose stage is empty stands still though others have peers to give.",
+        ("test_believing",),
     ),
     Mutation(
         "who-held-a-step-up-stays-known",

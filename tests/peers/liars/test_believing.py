@@ -439,6 +439,21 @@ async def test_a_stranger_that_says_it_has_a_stage_has_its_last_replica_not_move
         assert await keep_stage(s.peers["s1p0"].core), "where nobody has voice the word of each counts"
 
 
+async def test_who_says_that_it_is_fast_has_no_others_move_away_until_it_is_one_of_two() -> None:
+    """They would go where they are needed more, and it could add what it likes."""
+    names = [f"s1p{replica}" for replica in range(4)]
+    async with swarm(RUN, replicas=4) as s:
+        give_voice(s, *names)
+        await s.until_serving()
+        for name in names[:2]:
+            await s.peers[name].moving.move(0, why="stage 1 is fast", going=())
+        assert [s.peers[name].moving.going for name in names] == [True, False, False, False]
+        s.kill_and_forget(names[0], *(f"s0p{replica}" for replica in range(4)))
+        await s.until(lambda: not s.peers[names[1]].core.directory.at(0))
+        await s.peers[names[1]].moving.move(0, why="the run stands still", going=())
+        assert s.peers[names[1]].moving.going
+
+
 async def assert_begins_at_4(s: Swarm, keeper: str) -> None:
     """New peers of all stages take what the honest keeper has."""
     await s.until(lambda: keeper in s.network.records)

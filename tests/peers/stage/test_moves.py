@@ -89,7 +89,7 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
         built.kill("a")
         built.kill("b")
         monkeypatch.setattr(moving, "rebalance", rule)
-        stays = "stage 1 is slow; it stays: no replica in stage 0 answers"
+        stays = "stage 1 is slow; it stays: too few replicas of stage 0 answer"
         await built.until(lambda: built.peers["c"].moving.decided == stays)
         assert asked[-1] == 3
         built.add_trainer("trainer")
@@ -110,7 +110,7 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
         await three_and_one(built)
         built.kill("a")
         monkeypatch.setattr(moving, "rebalance", rule)
-        stays = "stage 1 is slow; it stays: no replica in stage 0 answers"
+        stays = "stage 1 is slow; it stays: too few replicas of stage 0 answer"
         for name in "bc":
             await built.until(lambda name=name: built.peers[name].moving.decided == stays)
         assert not built.seen(Moved)
@@ -143,4 +143,4 @@ async def test_a_peer_stays_whose_replicas_die_while_it_waits_for_the_step(one_g
         await moving
         assert mover.moving_to is None and not mover.moving.going
         status = await built.add_stranger().ask("s1p0", "status", AskStatus(run=built.run.id), PeerStatus)
-        assert status.rebalance == "a test; it stays: no replica in stage 1 answers"
+        assert status.rebalance == "a test; it stays: too few replicas of stage 1 answer"

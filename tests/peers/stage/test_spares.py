@@ -89,7 +89,7 @@ async def test_who_would_stand_by_serves_if_the_others_are_dead_by_then() -> Non
         s.on_call("status", lambda caller, callee: s.kill("s1p0"), nth=2, to="s1p0", by="home")
         home = s.add_peer("home", 1, upload_bps=SLOW_BPS)
         await s.until(lambda: home.core.life == "serving")
-        assert "it serves: no replica in stage 1 answers" in home.moving.decided
+        assert "it serves: too few replicas of stage 1 answer" in home.moving.decided
         await s.until_finished()
 
 
@@ -119,11 +119,13 @@ async def test_an_upload_that_was_measured_for_a_moment_only_makes_nobody_a_spar
         await s.until(lambda: s.network.records["s1p0"].bandwidth_bps == SLOW_BPS)
 
 
-async def test_nobody_stands_by_for_peers_whose_work_no_trainer_vouches_for() -> None:
+@pytest.mark.parametrize("voice", [("home",), ("home", "s1p0", "s1p1")])
+async def test_nobody_with_voice_stands_by_for_two_or_for_those_without(voice: tuple[str, ...]) -> None:
+    """One that says of itself that it is fast would be alone, or one of two."""
     async with swarm(run_of(6), replicas=2, job_s=JOB_S) as s:
         await s.until_serving()
         home = s.add_peer("home", 1, upload_bps=SLOW_BPS)
-        home.core.voices.of = lambda *_, **__: {"home": 3}  # type: ignore[method-assign]
+        home.core.voices.of = lambda *_, **__: dict.fromkeys(voice, 3)  # type: ignore[method-assign]
         s.add_trainer("trainer")
         await s.until_finished()
         assert not s.network.records["home"].spare
