@@ -252,6 +252,7 @@ class Actions:
             check_bitmap(microbatches, self._core.run.microbatches(step.t))
         except Refused as refused:
             raise Refused(f"an impossible undo: {refused.text}") from None
+        step.takes_out(microbatches & step.ledger.done, now=now_s())
         await self._core.retract(step, microbatches)
 
     # -- the weights --------------------------------------------------------------------------------

@@ -303,7 +303,7 @@ class MicrobatchServer:
             mb = self._alive(step, work)
             fault_point("backward")
             named = self._receipts.came(work, inputs)
-            found = self._core.compute.loss_gradients(mb, inputs, weights=step.ledger.may_add(work.m))
+            found = self._core.compute.loss_gradients(mb, inputs, weights=step.may_add(work.m, now=now_s()))
             grads_in = found.answer
             receipt = self._receipts.give(mb, named, grads_in, found.loss)
             compute_s = self._took_s()
@@ -348,7 +348,7 @@ class MicrobatchServer:
                 mb = self._alive(step, work)
                 assert mb == fwd.mb
                 fault_point("backward")
-                found = core.compute.gradients(fwd, grads, weights=step.ledger.may_add(work.m))
+                found = core.compute.gradients(fwd, grads, weights=step.may_add(work.m, now=now_s()))
                 grads_in = found.answer
                 receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
                 compute_s = forward_s + self._took_s()
@@ -451,7 +451,7 @@ class MicrobatchServer:
         """Add a microbatch to the sum and the ledger, if it may count; if that breaks, both are lost."""
         m = found.mb.m
         with self._core.device.books:
-            if found.terms_wanted and step.ledger.may_add(m):
+            if found.terms_wanted and step.may_add(m, now=now_s()):
                 try:
                     self._core.compute.add(found)
                 except SumLost:

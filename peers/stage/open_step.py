@@ -15,8 +15,14 @@ from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Ledger, everything
 from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.step import ReplicaStep
+from swarm.protocol.worklist import LOST_AFTER_S
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import LedgerCounts, Work, WorkDone
+
+HOLD_S = LOST_AFTER_S
+"""What was taken out, since another replica has it, is not added again for so long: else who feeds it to all
+of them, again and again, has the step never end. Twice as long each time that it came back sooner than what a
+stage lacks."""
 
 
 @dataclass(slots=True)
@@ -75,6 +81,8 @@ class OpenStep(ReplicaStep):
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
         those that were answered and do not count, all. The latest two for each microbatch of the step.
         """
+        self._taken_out, self._hold_s, self._held_until_s = 0, HOLD_S, float("-inf")
+        self._came_too_soon = False
         self.reduced: torch.Tensor | None = None
         """The stage's summed gradient with each microbatch in it once, flat."""
         self.reduced_there = asyncio.Event()
@@ -95,6 +103,19 @@ class OpenStep(ReplicaStep):
         """Running tasks of this step by kind: reduce, fetch, thaw, undo, meeting."""
         self.ending: set[asyncio.Task[Any]] = set()
         """Tasks that were told to stop and may not have noticed yet."""
+
+    def may_add(self, m: int, *, now: float) -> bool:
+        """Whether the weight gradient of `m` may be added to the sum now."""
+        is_held = self._taken_out >> m & 1 and now < self._held_until_s
+        self._came_too_soon |= bool(is_held)
+        return self.ledger.may_add(m) and not is_held
+
+    def takes_out(self, microbatches: int, *, now: float) -> None:
+        """Note that these are subtracted, since another replica counts them."""
+        if self._came_too_soon and microbatches & self._taken_out:
+            self._came_too_soon, self._hold_s = False, 2 * self._hold_s
+        self._taken_out |= microbatches
+        self._held_until_s = now + self._hold_s if microbatches else self._held_until_s
 
     def send_on(self, m: int, inputs: Digest, kept: KeptMicrobatch) -> None:
         """Keep what goes into a microbatch that is sent on."""

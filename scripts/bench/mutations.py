@@ -1996,7 +1996,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "add-without-asking-again",
         MICROBATCHES,
-        "if found.terms_wanted and step.ledger.may_add(m):",
+        "if found.terms_wanted and step.may_add(m, now=now_s()):",
         "if found.terms_wanted:",
         "A gradient enters a sum that was promised to a round while it was computed.",
         ("test_guards", "test_reduce", *SWARMS),
@@ -7595,6 +7595,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "core.voice() else",
         "A run whose stage is empty stands still though others have peers to give.",
         ("test_believing",),
+    ),
+    Mutation(
+        "what-was-taken-out-is-added-at-once",
+        "peers/stage/open_step.py",
+        "        return self.ledger.may_add(m) and not is_held\n",
+        "        return self.ledger.may_add(m)\n",
+        "Who feeds all replicas what one has, over and over, ends the run's steps; a coordinator is blamed.",
+        ("test_limits",),
     ),
     Mutation(
         "who-held-a-step-up-stays-known",

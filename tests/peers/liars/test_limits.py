@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +18,20 @@ import torch
 from peers.clock import now_s
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
+from peers.stage.open_step import OpenStep
 from peers.stage.server import StagePeer
 from peers.status_query import holders
 from swarm.errors import Busy, NotReady, SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
+from swarm.model.stage import Forward
 from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap, everything
 from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, BeginAllReduce
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
-from swarm.wire.messages import Located, pack
+from swarm.wire.messages import Located, Work, pack
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import TRAINER, admitting, give_voice
@@ -338,3 +341,35 @@ async def test_a_crowd_without_voice_has_no_peer_left_out() -> None:
     assert [peer for peer in (*honest, *crowd) if router.backoff.rests(peer, now=now_s())] == ["x"]
     assert set(found) == {"ann", "bob", "y", "z"}
     await network.close()
+
+
+async def test_who_feeds_all_replicas_what_one_has_holds_no_step_up_and_has_nobody_left_out() -> None:
+    """They took out what another had, and had it again a moment later: no step was taken any more, and the
+    coordinator was left out for having them take it out.
+    """
+    run = admitting(replace(audit_run(stages=2, steps=6, microbatches_per_step=12), dtype="float32"))
+    names = [f"s{stage}p{replica}" for stage in range(2) for replica in range(3)]
+    async with swarm(run, replicas=3) as s:
+        give_voice(s, *names)
+        await s.until_serving()
+        feeder, feeding = s.peers["s0p1"].microbatches, list[asyncio.Task[None]]()
+        call, honest = s.peers["s0p1"].core.transport.call, feeder._call_next
+
+        async def feed(step: OpenStep, work: Work, fwd: Forward, to: str) -> None:
+            body = [buffer for output in fwd.outputs for buffer in output.buffers]
+            again = pack(feeder._receipts.addressed(work, to))
+            while not step.over:
+                with contextlib.suppress(SwarmError):
+                    await call(to, "work", again, body, max_answer_bytes=1 << 20)
+                await asyncio.sleep(JOB_S)
+
+        async def call_next(step: OpenStep, work: Work, fwd: Forward, sent: bytes) -> Any:
+            feeding.extend(asyncio.create_task(feed(step, work, fwd, to)) for to in names[3:])
+            return await honest(step, work, fwd, sent)
+
+        feeder._call_next = call_next  # type: ignore[method-assign]
+        s.add_trainer(TRAINER, window=12)
+        await s.until_version(run.steps, limit_s=BUDGET_S)
+        now = s.network.loop.now_s
+        assert not any(s.peers[a].core.backoff.rests(b, now=now) for a in names for b in names)
+        s.assert_each_counted_once()

@@ -15,6 +15,7 @@ from peers.clock import now_s
 from peers.events import PeerLost
 from peers.ports import Answer, Request
 from peers.stage.next_stage import NextStage
+from peers.stage.open_step import HOLD_S
 from peers.trainer import Trainer
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
 from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
@@ -490,8 +491,11 @@ async def test_what_was_undone_is_computed_again_when_asked() -> None:
         await s.until(lambda: s.done("s1p0") == 0)
         assert not peer.core.compute.sums.of(0).any()
         await sender.send("s1p0", "work", second(), hidden())
+        assert not peer.core.compute.sums.of(0).any(), "so soon nobody knows that it is lacking"
+        await asyncio.sleep(HOLD_S)
+        await sender.send("s1p0", "work", second(), hidden())
         assert bytes(encode(peer.core.compute.sums.of(0), "none").buffers[0]) == bytes(total.buffers[0])
-        assert (peer.core.computed, peer.core.undone) == (2, 1)
+        assert (peer.core.computed, peer.core.undone) == (3, 1)
 
 
 class Trickle:
