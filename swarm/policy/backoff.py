@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from swarm.ids import PeerId
@@ -60,7 +60,8 @@ class LostTime:
         if now - account.rests_until_s > account.rest_s:
             account.rest_s = 0.0  # it behaved for as long as it rested
         seconds = max(0.0, now - max(since_s, account.counted_until_s))
-        account.counted_until_s = max(now, account.counted_until_s)
+        if seconds:
+            account.counted_until_s = now
         account.charges.append((t, seconds, rounds))
         # After a rollback the steps begin again: what was lost in those that were undone counts on.
         while account.charges and not t - STEPS < account.charges[0][0] <= t:
@@ -80,6 +81,11 @@ class LostTime:
         account = self._accounts.get(peer)
         charges = account.charges if account is not None else ()
         return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
+
+    def was_charged(self, peer: PeerId, *, t: int) -> bool:
+        """Whether `peer` was charged, be it with nothing, in the last `STEPS` before step `t` is over."""
+        account = self._accounts.get(peer)
+        return account is not None and any(charge[0] > t - STEPS for charge in account.charges)
 
     def rests_until_s(self, peer: PeerId) -> float:
         """Until when `peer` is left out; minus infinity if it never was."""
@@ -115,8 +121,6 @@ class Backoff:
         self._lost = LostTime()
         self.changes = 0
         """Counts the beginnings and ends of backoffs, except those that end by time."""
-        self.take_for_unknown: Callable[[PeerId], None] = lambda peer: None
-        """Has the router take a peer for one that has never answered, until it does."""
         self.unclear_rounds = 0
         """Of the step: rounds that failed, and it could not be seen why."""
 
@@ -173,6 +177,10 @@ class Backoff:
         rested = self.rests(peer, now=now)
         if self._lost.charge(peer, t=t, since_s=since_s, now=now, rounds=rounds) and not rested:
             self.changes += 1
+
+    def was_charged(self, peer: PeerId, *, t: int) -> bool:
+        """Whether `peer` was charged lately, be it with no time: others may have lost more by it."""
+        return self._lost.was_charged(peer, t=t)
 
     def aborted(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
         """Charge `peer` with a round that it aborted, and with those that failed for an unseen cause."""

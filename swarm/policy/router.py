@@ -76,6 +76,11 @@ class Trials:
         del self._open[peer]
         self._room, self._pause_s = self._room + 1, FIRST_PAUSE_S
 
+    def lapsed(self, peer: PeerId, *, now: float) -> None:
+        """Note that `peer`, which was known, did not answer: it is not tried again at once."""
+        self._room, self._since_s = 1, now
+        self._open[peer] += 1
+
     def refused(self, peer: PeerId) -> None:
         """Note that `peer` said no, or is gone: that takes little time, so others may be tried instead."""
         del self._open[peer]
@@ -90,7 +95,6 @@ class Router:
         self.backoff = backoff if backoff is not None else Backoff()
         self._stages: dict[Stage, FairQueue] = {}
         self._trials = defaultdict[Stage, Trials](Trials)
-        self.backoff.take_for_unknown = self._take_for_unknown
 
     def set_peers(self, stage: Stage, peers: Iterable[PeerId]) -> None:
         """Replace the peers that serve `stage`. Measurements of those that stay are kept.
@@ -107,6 +111,11 @@ class Router:
     def knows(self, stage: Stage, peer: PeerId) -> bool:
         """Whether `peer` has answered here."""
         return (candidate := self._queue_of(stage).known.get(peer)) is not None and candidate.measured
+
+    def took_s(self, stage: Stage, peer: PeerId) -> float:
+        """The longest that `peer` took lately; 0: unknown."""
+        candidate = self._queue_of(stage).known.get(peer)
+        return max(candidate.last_tooks_s, default=0.0) if candidate is not None else 0.0
 
     def answering(self, stage: Stage) -> list[PeerId]:
         """The peers of `stage` that have answered here; all, if none has."""
@@ -127,14 +136,13 @@ class Router:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
         self.backoff.failed(peer, now=now, silent=silent)
         if silent:
-            self._take_for_unknown(peer)
+            for stage, queue in self._stages.items():
+                if self.knows(stage, peer):
+                    queue.forget(peer)
+                    self._trials[stage].lapsed(peer, now=now)
         else:
             for trials in self._trials.values():
                 trials.refused(peer)
-
-    def _take_for_unknown(self, peer: PeerId) -> None:
-        for queue in self._stages.values():
-            queue.forget(peer)
 
     def passed_by(self, stage: Stage, peer: PeerId, took_s: float) -> None:
         """Note that another peer of `stage` answered what was meant for this one, `took_s` after the start.

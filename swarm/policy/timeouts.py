@@ -121,8 +121,9 @@ class CallLimits:
     def limit_s(self, peer: PeerId, serving: Iterable[Sequence[PeerRecord]], *, t: int) -> float:
         """How long `peer` may take: what is usual, and no more than it may still cost the run.
 
-        One that has never answered, or not since it failed, has less, since a microbatch that nobody answers
-        holds up its step: twice as long each time, so that one that wakes slowly is known in the end.
+        One that has never answered, or not since it failed, or cost anything in the last steps, has less,
+        since a microbatch that nobody answers holds up its step: twice as long each time, so that one that
+        wakes slowly is known in the end, and three times what it took itself.
         `serving`: records of the stages that it passes.
         Until one has answered, the calls that are under way to it are done one by one. What it may cost then
         follows from the fastest of each stage: strangers that say that they are slow would make it more.
@@ -131,8 +132,10 @@ class CallLimits:
         self._usual.expected_s = before * expected_s(there)
         limit_s = self._usual.limit_s
         self._backoff.calls_take(self._usual.typical_s or before * expected_s(there, max))
-        if self._usual.known and not self._router.knows(self._stage, peer):
-            limit_s = min(limit_s, self._backoff.doubled(peer) * self._trial_s)
+        suspected = self._backoff.was_charged(peer, t=t) or not self._router.knows(self._stage, peer)
+        if self._usual.known and suspected:
+            trial_s = max(self._trial_s, TRIAL_S + 3 * self._router.took_s(self._stage, peer))
+            limit_s = min(limit_s, self._backoff.doubled(peer) * trial_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
 
     @property

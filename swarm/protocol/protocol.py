@@ -230,8 +230,8 @@ class StepProtocol:
             held_up = self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed)
             if held_up is not None:
                 self._followed_s = now
-                for peer in first(self._stage + 1, held_up):
-                    self._backoff.take_for_unknown(peer)
+                for peer in first(self._stage + 1, held_up):  # from now on it has less time to answer in
+                    self._backoff.charge(peer, t=self._local.version, since_s=now, now=now)
                 coordinator = self.coordinator(self._stage, now=now)
         if coordinator == self._me:
             self._lead(now)

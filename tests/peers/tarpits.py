@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -21,6 +21,28 @@ async def never_answered(request: Request) -> Answer:
     """A handler that takes a call, and that is all."""
     await request.accept()
     return await asyncio.get_running_loop().create_future()
+
+
+def answer_some(
+    s: Swarm, name: PeerId, times: int, *, again: bool = False, always: Callable[[], bool] = lambda: False
+) -> None:
+    """One answers each caller's work so many times, and then no more; `again`: not the next one, and so on.
+    `always`: whether it still answers all.
+    """
+    handlers, left = s.network.peers[name].transport.handlers, dict[PeerId, int]()
+    honest, most = handlers["work"]
+
+    async def work(request: Request) -> Answer:
+        if always():
+            return await honest(request)
+        left[request.peer] = left.get(request.peer, times) - 1
+        if left[request.peer] >= 0:
+            return await honest(request)
+        if again:
+            left[request.peer] = times
+        return await never_answered(request)
+
+    handlers["work"] = (work, most)
 
 
 def send_no_part(peer: StagePeer) -> None:

@@ -79,3 +79,11 @@ def test_one_that_aborts_a_round_is_charged_with_those_that_failed_for_an_unseen
     backoff.unclear_rounds = 1
     backoff.aborted("bob", t=0, since_s=0.0, now=0.0)
     assert backoff.rests("bob", now=0.0)
+
+
+def test_a_charge_of_no_time_covers_nothing_of_a_call_that_began_before() -> None:
+    lost = LostTime()
+    lost.charge("z", t=0, since_s=5.0, now=5.0)
+    lost.charge("z", t=0, since_s=0.0, now=10.0)
+    assert lost.left_s("z", t=0) == BUDGET_S - 10.0
+    assert lost.was_charged("z", t=0) and not lost.was_charged("z", t=20) and not lost.was_charged("a", t=0)

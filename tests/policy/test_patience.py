@@ -99,6 +99,19 @@ def test_one_that_failed_has_the_time_of_one_that_has_never_answered_until_it_an
     assert limits.limit_s("z", [], t=0) == 2 * MIN_S
 
 
+def test_one_that_was_charged_has_the_time_of_an_unknown_one_and_of_its_own_answers_for_twenty_steps() -> (
+    None
+):
+    """A tarpit answered once, and each caller waited for the next answer as long as for the first."""
+    router, limits = limits_of("a", "z")
+    for took_s in (0.2, 1.4):
+        router.answered(0, "z", took_s, took_s)
+        limits.answered(0.2, now=0.0)
+    router.backoff.charge("z", t=3, since_s=7.0, now=7.0)
+    assert limits.limit_s("z", [], t=22) == TRIAL_S + 3 * 1.4
+    assert limits.limit_s("z", [], t=23) == 2 * MIN_S
+
+
 def test_one_that_says_it_has_begun_needs_half_of_the_time() -> None:
     """Who asked again for what another had waited for gave it to the same tarpit, for as long again."""
     for usual_s, begun_s in ((0.2, MIN_S), (1.0, TRIAL_S + 3.0)):

@@ -273,17 +273,19 @@ def test_one_that_has_just_rested_coordinates_only_where_there_is_no_other() -> 
         assert this.coordinator(1, now=NOW + 60.0) == "bob"
 
 
-def test_who_has_the_turn_in_a_late_step_is_unknown_to_the_stage_before_until_it_answers() -> None:
+def test_who_has_the_turn_in_a_late_step_has_less_time_for_its_answers_to_the_stage_before() -> None:
     """Bob, which has the first turn, and nobody else: not dan, who has more voice and only joins."""
     of_1 = [record(name, steps=steps) for name, steps in (("bob", 90), ("ann", 60), ("cid", 40))]
     of_1.append(msgspec.structs.replace(record("dan", steps=120), state="joining"))
-    this, unknown = protocol_of("zoe", record("zoe", 0, steps=90), *of_1, stage=0), dict[PeerId, list[int]]()
+    this, since = protocol_of("zoe", record("zoe", 0, steps=90), *of_1, stage=0), dict[PeerId, int]()
     this._rotation._usual.answered(1.0)
-    second = 0
-    this._backoff.take_for_unknown = lambda peer: unknown.setdefault(peer, []).append(second)
     for second in range(60):
         this.speak(now=NOW + second)
-    assert unknown == {"bob": [11, 13], "ann": [37]}
+        for peer in ("bob", "ann", "cid", "dan"):
+            if this._backoff.was_charged(peer, t=this._local.version):
+                since.setdefault(peer, second)
+                assert not this._backoff.in_backoff(peer, now=NOW + second)
+    assert since == {"bob": 11, "ann": 37}
 
 
 def rests_for_ann() -> StepProtocol:
