@@ -4102,7 +4102,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-ever-for-one-that-does-not-retract",
         "swarm/protocol/blame.py",
-        "(peer in by and waited_s > limit_s)",
+        "(own and said.waited_s > limit_s)",
         "False",
         "One without voice that says it has what others have stops the run for as long as it is there.",
         ("test_limits",),
@@ -4110,10 +4110,26 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "have-others-retract-and-keep-nothing",
         "swarm/protocol/blame.py",
-        "lost = bool(kept & ~report.done)",
-        "lost = False",
+        "bool(said.kept & ~report.done)",
+        "False",
         "One with the smallest id has all others compute a step again and again.",
         ("test_limits",),
+    ),
+    Mutation(
+        "claims-may-change-again-and-again",
+        "swarm/protocol/blame.py",
+        "if peer != self._me and taken_back:",
+        "if False:",
+        "One that claims by turns what others have and what nobody has costs a run of no names 40 s.",
+        ("test_blame",),
+    ),
+    Mutation(
+        "what-a-replica-was-told-to-retract-is-its-fault",
+        "swarm/protocol/blame.py",
+        "said.done & ~report.done & ~said.asked",
+        "said.done & ~report.done",
+        "Honest replicas are charged with what they retract because they were told to.",
+        ("test_blame",),
     ),
     Mutation(
         "keep-through-a-rollback",

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, Backoff
-from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
 from swarm.protocol.ledger import everything
 from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
@@ -69,6 +69,21 @@ class Waits(msgspec.Struct):
         }
 
 
+class _Ledger(msgspec.Struct):
+    """What a replica said of its sum of a step."""
+
+    since_s: float
+    done: int = 0
+    told_s: float = math.inf
+    """When it was told last to retract something."""
+    waited_s: float = 0.0
+    """How long that took so far."""
+    asked: int = 0
+    """What it was told to retract, and has."""
+    kept: int = 0
+    """What others were told to retract: it has to keep that."""
+
+
 class Blame:
     """The waits of a stage that `me` coordinates."""
 
@@ -81,8 +96,7 @@ class Blame:
         self._planned_s: dict[int, float] = {}
         self._round_s: dict[int, float] = {}
         """How long the first complete round of a step took."""
-        self._undoing: dict[tuple[int, Generation], dict[PeerId, tuple[float, float, int]]] = {}
-        """When each replica was told last to retract, how long that took so far, what it has to keep."""
+        self._undoing: dict[tuple[int, Generation], dict[PeerId, _Ledger]] = {}
         self._judged: set[str] = set()
         self._told: dict[tuple[int, bool], tuple[object, set[str | int], float]] = {}
         """By step, whether to retract: which coordinator tells it, of which sums; each time; since when."""
@@ -130,18 +144,25 @@ class Blame:
         now: float,
     ) -> None:  # fmt: skip
         """Replicas are told to retract what others have, too: `by`, if any are. One that claims other things
-        for a moment is waited for all the same, and one that others retract for has to keep what it has."""
+        for a moment is waited for all the same, and one that others retract for has to keep what it has. One
+        that takes something back untold had the stage wait in vain since it said that: no round of it ended.
+        A sum may be lost, so that is some seconds each time."""
         usual, told = self._computing.usual, reduce(or_, by.values(), 0)
         limit_s = usual.limit_s if usual.known else min(BUDGET_S, usual.limit_s)
         waits = self._undoing.setdefault(at, {})
         for peer, report in reports.items():
-            told_s, waited_s, kept = waits.get(peer, (math.inf, 0.0, 0))
-            lost = bool(kept & ~report.done)
-            if peer in by:
-                told_s, waited_s = now, waited_s + min(max(0.0, now - told_s), limit_s)
-            waits[peer] = told_s, waited_s, (kept | told) & report.done & ~by.get(peer, 0)
-            if peer != self._me and (lost or (peer in by and waited_s > limit_s)):
-                self._backoff.charge(peer, t=at[0], since_s=now - waited_s, now=now, rounds=lost)
+            said, own = waits.setdefault(peer, _Ledger(now)), by.get(peer, 0)
+            lost, taken_back = bool(said.kept & ~report.done), said.done & ~report.done & ~said.asked
+            if own:
+                said.waited_s += min(max(0.0, now - said.told_s), limit_s)
+                said.told_s = now
+            if peer != self._me and (lost or (own and said.waited_s > limit_s)):
+                self._backoff.charge(peer, t=at[0], since_s=now - said.waited_s, now=now, rounds=lost)
+            if peer != self._me and taken_back:
+                self._backoff.charge(peer, t=at[0], since_s=max(said.since_s, now - MIN_S), now=now)
+            said.since_s = said.since_s if report.done == said.done else now
+            said.done, said.asked = report.done, (said.asked | own) & report.done
+            said.kept = (said.kept | told) & report.done & ~own
 
     def planned(self, t: int, *, now: float) -> None:
         """A round is published, or still goes on."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from swarm.ids import Generation, PeerId
-from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S, Backoff
-from swarm.policy.timeouts import AdaptiveTimeout
+from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, Backoff
+from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
 from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
@@ -127,6 +127,22 @@ def test_one_that_others_retract_for_keeps_what_it_has() -> None:
         undo(this, one, now + 1.0, generation=1)
         undo(this, none, now + 2.0, generation=1)
     assert this.left_out("aaa", now=15.0) and not this.left_out("ann", now=15.0)
+
+
+def test_one_that_takes_back_what_it_said_untold_is_charged_with_the_time_since() -> None:
+    """With each claim the stage looked complete, or lacked what nobody was told: 13 s, and then 25 more."""
+    this, _ = blame()
+    for tenths in range(252):
+        assert tenths > 249 or not this.left_out("bob", now=tenths / 10)
+        undo(this, {"ann": step(0b0011), "bob": step(0b0011 if tenths % 2 else 0b1100)}, tenths / 10)
+    assert this.left_out("bob", now=25.2)
+
+
+def test_one_that_loses_its_sum_or_retracts_what_it_was_told_to_is_charged_with_little() -> None:
+    this, backoff = blame()
+    for now, claim in ((0.0, 0b1100), (100.0, 0), (101.0, ALL), (102.0, 0)):
+        undo(this, {"ann": step(0b0011 if now < 101 else ALL), "bob": step(claim)}, now)
+    assert backoff.within_budget_s("bob", 99.0, t=0) == BUDGET_S - MIN_S
 
 
 # --- the result ---
