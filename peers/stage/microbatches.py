@@ -31,6 +31,7 @@ from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import Forward
 from swarm.model.stage_io import body_bytes, boundary_bytes, gradient_metas, input_metas
 from swarm.protocol.ledger import Claim
+from swarm.protocol.worklist import LOST_AFTER_S
 from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Hop, Locate, Located, Work, WorkDone, pack, unpack
 from swarm.wire.receipts import Receipt
@@ -137,7 +138,11 @@ class MicrobatchServer:
                 raise self._core.closed(step.t)  # what is kept goes when the step is taken
             if self._is_fed_otherwise(work, kept):
                 kept = await self._feed_again(step, work, request)
-            elif known is not None and work.deepest > self._core.stage:
+            elif (
+                known is not None
+                and work.deepest > self._core.stage
+                and now_s() - known.since_s >= LOST_AFTER_S  # sooner no trainer says that it is lacking
+            ):
                 await self._pass_on(step, request.peer, work, known)
         self.answered += 1
         return Answer(pack(kept.answer), [buffer for grad in kept.grads_in for buffer in grad.buffers])
@@ -432,6 +437,7 @@ class MicrobatchServer:
 
             fwd, onward, sent = await core.device.run(Rank.COMPUTE, work.t, again)
             await self._call_next(step, onward, fwd, sent)
+            kept.since_s = now_s()
             job.done.set_result(kept)
         except BaseException as error:
             self._fail(job, error)

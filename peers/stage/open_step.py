@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from peers.clock import now_s
 from swarm.digest import Digest
 from swarm.ids import PeerId, Stage
 from swarm.protocol.ledger import Ledger, everything
@@ -43,6 +44,8 @@ class KeptMicrobatch:
     asked: tuple[PeerId, Work] | None = None
     """Who sent the inputs, and what it signed; None: answers are not audited. Else it may be asked for when
     its step is over."""
+    since_s: float = field(default_factory=now_s)
+    """When it was computed, or passed on last."""
 
     @property
     def inputs_digest(self) -> Digest:

@@ -4116,6 +4116,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "pass-on-what-was-passed-on-just-now",
+        "peers/stage/microbatches.py",
+        "and now_s() - known.since_s >= LOST_AFTER_S",
+        "and True",
+        "One of stage 0 that repeats finished microbatches has two stages compute them again.",
+        ("test_replays",),
+    ),
+    Mutation(
         "claims-may-change-again-and-again",
         "swarm/protocol/blame.py",
         "if peer != self._me and taken_back:",
