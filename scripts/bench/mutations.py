@@ -2036,8 +2036,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "never-feed-the-later-stages-again",
         MICROBATCHES,
-        "            elif known is not None and work.deepest > self._core.stage:\n",
-        "            elif False:\n",
+        "                and work.deepest > self._core.stage\n",
+        "                and False\n",
         "A microbatch that a later stage lost never comes there again.",
         ("test_loops",),
     ),
@@ -6243,8 +6243,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-unknown-as-for-the-known",
         "swarm/policy/timeouts.py",
-        "if self._usual.known and not self._router.knows(self._stage, peer):",
-        "if False:",
+        "        if self._usual.known and suspected:\n",
+        "        if False:\n",
         "A step waits as long for an identity that never answers as for one that always did.",
         ("test_patience", "test_false_answers"),
     ),
