@@ -88,7 +88,7 @@ async def count_again(
                 if counts:
                     raise Refused(f"it shows something else of {mb} than the next stage got")
                 return False
-            compared = outputs, made.forth, came.forth
+            compared = mb.m, outputs, made.forth, came.forth
             if await device.run(Rank.COMPUTE, mb.t, recount.sent_other, *compared):
                 false.append(mb)
         saw(mb, came, made)

@@ -4037,8 +4037,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rounding-is-a-lie",
         ANSWERS,
-        "> far for",
-        "> 0 for",
+        "    return distance(made, said, of) > far\n",
+        "    return distance(made, said, of) > 0\n",
         "A peer on another kind of device is left out for its last bits.",
         ("test_false_answers",),
     ),
@@ -5407,7 +5407,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "any-result-is-that-of-its-step",
         "swarm/audit/contributions.py",
-        "        return norm(ours.double() - reduced.double()) <= FAR[compute.run.dtype] * least\n",
+        "        return norm(ours.double() - reduced.double()) <= self._far(SCALE * least) / SCALE\n",
         "        return True\n",
         "One of two makes the sums of its stage up, and the owner's auditor says that all fits.",
         ("test_auditor",),
@@ -6247,6 +6247,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if False:\n",
         "A step waits as long for an identity that never answers as for one that always did.",
         ("test_patience", "test_false_answers"),
+    ),
+    Mutation(
+        "who-rounds-otherwise-lies",
+        "swarm/audit/answers.py",
+        "    return is_wrong(far + UNSURE * moved)\n",
+        "    return True\n",
+        "Inputs are chosen so that an honest peer with another device is convicted of its answer.",
+        ("test_answers",),
+    ),
+    Mutation(
+        "who-adds-what-is-rounded-otherwise-lies",
+        "swarm/audit/contributions.py",
+        " + UNSURE * self._moved_norm",
+        "",
+        "Inputs are chosen so that an honest peer with another device is convicted of its sum.",
+        ("test_contributions",),
     ),
     Mutation(
         "try-unknown-ones-in-each-stage-of-a-route",

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.audit.answers import FAR, NOISE, is_far, norm
+from swarm.audit.answers import FAR, NOISE, UNSURE, distance, is_far, norm
 from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
 from swarm.model.fixed_point import SCALE
+from swarm.model.gradient_sum import Gradients
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
 
@@ -36,7 +37,8 @@ class Recount:
     def __init__(self, compute: StageCompute, t: int, chunk: tuple[int, int]) -> None:
         self._compute, self._t = compute, t
         self._chunk = slice(chunk[0], chunk[0] + chunk[1])
-        self._terms_norm = 0.0
+        self._terms_norm = self._moved_norm = 0.0
+        """Of what was added to the chunk, and of what another rounding would change of that."""
 
     def add(
         self,
@@ -44,31 +46,43 @@ class Recount:
         inputs: Sequence[Encoded],
         output_grads: Sequence[Encoded],
         lock: AbstractContextManager[object] = NO_LOCK,
-    ) -> list[Encoded]:
+    ) -> Sequence[Encoded]:
         """Compute a microbatch and add it; what its stage sends on. `lock`: held while the sum changes, where
         several compute.
 
         Raises:
             As `StageCompute.forward`, `gradients` and `add`.
         """
-        compute, mb, outputs = self._compute, Microbatch(self._t, m), list[Encoded]()
-        if compute.stage == compute.run.S - 1:
-            found = compute.loss_gradients(mb, inputs, weights=True)
-        else:
-            fwd = compute.forward(mb, inputs)
-            outputs, found = fwd.outputs, compute.gradients(fwd, output_grads, weights=True)
+        compute, mb = self._compute, Microbatch(self._t, m)
+        outputs, found = _made(compute, mb, inputs, output_grads)
+        _, moves = _made(compute.nudged(), mb, inputs, output_grads)
+        moves.terms = {name: term - found.terms[name] for name, term in moves.terms.items()}
         with lock:
             before = self._part().clone()
             compute.add(found)
-            self._terms_norm += norm(self._part() - before)
+            after = self._part().clone()
+            self._terms_norm += norm(after - before)
+            compute.add(moves)
+            self._moved_norm += norm(self._part() - after)
+            moves.terms = {name: -term for name, term in moves.terms.items()}
+            compute.add(moves)
         return outputs
 
     def sent_other(
-        self, outputs: Sequence[Encoded], sent: Sequence[Encoded], inputs: Sequence[Encoded]
+        self, m: int, outputs: Sequence[Encoded], sent: Sequence[Encoded], inputs: Sequence[Encoded]
     ) -> bool:
-        """Whether what a replica sent on is far from the `outputs` that `add` found of `inputs`."""
+        """Whether what a replica sent on is far from the `outputs` that `add` found of `inputs`.
+
+        Raises:
+            As `StageCompute.forward`.
+        """
         compute = self._compute
-        return is_far(outputs, sent, inputs, FAR[compute.run.dtype], compute.passes)
+        far = FAR[compute.run.dtype]
+        if not is_far(outputs, sent, inputs, far, compute.passes):
+            return False
+        nudged = compute.nudged().forward(Microbatch(self._t, m), inputs, grad=False).outputs
+        far += UNSURE * distance(outputs, nudged, inputs)
+        return is_far(outputs, sent, inputs, far, compute.passes)
 
     def total(self) -> torch.Tensor:
         """The sum: int64, 1-D, in host memory."""
@@ -83,7 +97,7 @@ class Recount:
         if contributed.shape != ours.shape:
             return True
         least = max(norm(ours), norm(contributed), NOISE * self._terms_norm)
-        return norm(ours.double() - contributed.double()) > FAR[self._compute.run.dtype] * least
+        return norm(ours.double() - contributed.double()) > self._far(least)
 
     def is_off(self, projected: int, r: npt.NDArray[np.int16]) -> bool:
         """The same of what a replica signed of that chunk: its product with the coefficients `r`.
@@ -94,7 +108,7 @@ class Recount:
         ours = self._part().cpu()
         apart = (projected - product(ours, r) + MODULUS // 2) % MODULUS - MODULUS // 2
         least = max(norm(ours), NOISE * self._terms_norm)
-        return abs(apart) > FAR[self._compute.run.dtype] * least * LARGEST / math.sqrt(3)
+        return abs(apart) > self._far(least) * LARGEST / math.sqrt(3)
 
     def is_result(self, reduced: torch.Tensor) -> bool:
         """Whether a step was taken with this sum: `reduced` is the result, 1-D, in host memory. Where that
@@ -103,7 +117,20 @@ class Recount:
         compute = self._compute
         ours = compute.sums.value(self._part()).cpu()
         least = max(norm(ours), norm(reduced), NOISE * self._terms_norm / SCALE)
-        return norm(ours.double() - reduced.double()) <= FAR[compute.run.dtype] * least
+        return norm(ours.double() - reduced.double()) <= self._far(SCALE * least) / SCALE
+
+    def _far(self, least: float) -> float:
+        return FAR[self._compute.run.dtype] * least + UNSURE * self._moved_norm
 
     def _part(self) -> torch.Tensor:
         return self._compute.sums.of(self._t)[self._chunk]
+
+
+def _made(
+    compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
+) -> tuple[Sequence[Encoded], Gradients]:
+    """What a stage sends on of a microbatch, and what it adds."""
+    if compute.stage == compute.run.S - 1:
+        return [], compute.loss_gradients(mb, inputs, weights=True)
+    fwd = compute.forward(mb, inputs)
+    return fwd.outputs, compute.gradients(fwd, output_grads, weights=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class Boundary:
         self._run, self._stage, self._function, self._device = run, stage, function, device
         self.answers = any(what.graded for what in function.takes)
         """Whether the stage before expects gradients."""
+        self._nudges = False
+
+    def nudged(self) -> Boundary:
+        """One by which all numbers that have a gradient, and gradients, come in as rounded otherwise."""
+        other = copy(self)
+        other._nudges = True
+        return other
 
     def enter(self, inputs: Sequence[Encoded]) -> Entered:
         """The inputs as the stage function takes them.
@@ -147,7 +155,14 @@ class Boundary:
     def _tensor(self, what: StageInput, came: Encoded, codec: str, name: str) -> torch.Tensor:
         expected = TensorMeta(tuple(what.shape), what.dtype, codec)
         device = self._device if what.graded else "cpu"
-        return aligned(decode(*came, device=device, expected=expected, name=name))
+        tensor = aligned(decode(*came, device=device, expected=expected, name=name))
+        return self._nudge(tensor) if self._nudges and what.graded else tensor
+
+    def _nudge(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Each number two units of its last place more or less, by chance, but the same everywhere."""
+        signs = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+        unit = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, getattr(torch, self._run.dtype)))
+        return tensor * (1 + 2 * unit * signs).to(tensor.device, tensor.dtype)
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
         values: list[torch.Tensor | None] = []

@@ -292,6 +292,14 @@ class StageCompute:
         other.sums.begin(t)
         return other
 
+    def nudged(self) -> StageCompute:
+        """The same stage, weights and sums, that takes what comes in as rounded otherwise: how far its
+        results are from those of this one is how much rounding may change of them.
+        """
+        other = copy(self)
+        other._boundary = self._boundary.nudged()
+        return other
+
     def free(self) -> None:
         """Release every tensor: the device's memory is its owner's again. Nothing works after it."""
         self.state.free()

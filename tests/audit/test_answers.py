@@ -12,15 +12,16 @@ import torch
 
 from peers.sim.network import SimSigner
 from swarm.audit import is_audited
-from swarm.audit.answers import FAR, digest, is_far, make, proves_answer, split_tensors
+from swarm.audit.answers import FAR, digest, distance, is_far, make, proves_answer, split_tensors
 from swarm.ids import Microbatch
 from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Coin, Toss, sign
-from swarm.wire.codec import Encoded, encode
+from swarm.wire.codec import decode
 from swarm.wire.evidence import WrongAnswer
 from swarm.wire.receipts import Answered
+from tests.audit.roundings import nearly_equal_numbers, tensor
 from tests.peers.admitted import admitting
 
 SIGNER = SimSigner("a")
@@ -28,11 +29,6 @@ SIGNER = SimSigner("a")
 
 def run_of(**changes: Any) -> Run:
     return admitting(replace(audit_run(stages=3), dtype="float32", **changes))
-
-
-def tensor(values: torch.Tensor, codec: str = "none") -> Encoded:
-    meta, buffers = encode(values, codec)
-    return Encoded(meta, [bytes(memoryview(b).cast("B")) for b in buffers])
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "blockwise8"])
@@ -45,6 +41,30 @@ def test_rounding_is_no_lie_and_gross_changes_are(codec: str) -> None:
         assert not is_far([tensor(made, codec)], [tensor(rounded, codec)], given, FAR["float32"])
         for lie in (-made, made * 0, made * 100, made.roll(1, 0), made + 0.05 * torch.randn(4, 256)):
             assert is_far([tensor(made, codec)], [tensor(lie, codec)], given, FAR["float32"])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e5])
+def test_an_honest_answer_to_inputs_that_make_the_most_of_rounding_is_no_evidence(size: float) -> None:
+    """Of a layer norm, by another device; its opposite is evidence all the same."""
+    compute, run, (inputs, grads), other = nearly_equal_numbers(size)
+    made, theirs = (make(one, Microbatch(0, 0), inputs, grads) for one in (compute, other))
+    apart = distance(made.input_grads, theirs.input_grads, grads)
+    assert apart < 1e-3 if size == 1.0 else apart > FAR["float32"]
+
+    def proves(answer: torch.Tensor) -> bool:
+        groups = (inputs, grads, theirs.outputs, [tensor(answer)])
+        said = Answered(1, 0, 0, digest(inputs), digest(groups[2]), digest(grads), digest(groups[3]), 0.5)
+        metas = [tuple(one.meta for one in group) for group in groups]
+        evidence = WrongAnswer(
+            accused="a", statement=said, signature=sign(SIGNER, run.id, said), inputs=metas[0],
+            output_grads=metas[1], outputs=metas[2], input_grads=metas[3],
+        )  # fmt: skip
+        body = [buffer for group in groups for one in group for buffer in one.buffers]
+        return proves_answer(compute, SIGNER, evidence, body)
+
+    gradient = decode(*theirs.input_grads[0], name="a gradient")
+    assert not proves(gradient)
+    assert proves(-gradient)
 
 
 def test_what_is_nothing_but_rounding_is_no_lie() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.audit.answers import FAR
 from swarm.audit.contributions import Recount
 from swarm.audit.projection import coefficients, product
 from swarm.errors import Stale
@@ -17,6 +18,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
+from tests.audit.roundings import nearly_equal_numbers
 from tests.model.chain import Chain, tiny_run
 from tests.seeds import cases
 
@@ -81,6 +83,18 @@ def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
     assert off[True] >= (200 if changes.get("dtype") == "bfloat16" else 290)
 
 
+def test_a_sum_of_inputs_that_make_the_most_of_rounding_is_not_far() -> None:
+    compute, _, given, other = nearly_equal_numbers(1e4)
+    recount = Recount(compute.snapshot(0), 0, (0, compute.numel))
+    recount.add(0, *given)
+    other.sums.begin(0)
+    other.add(other.gradients_of(Microbatch(0, 0), *given))
+    theirs = other.sums.of(0)
+    ours = recount.total()
+    assert (ours - theirs).double().norm() > FAR["float32"] * ours.double().norm(), "it tests nothing"
+    assert not recount.is_far(theirs) and recount.is_far(-20 * theirs)
+
+
 def test_what_is_nothing_but_rounding_is_not_far() -> None:
     """Two microbatches that cancel each other: on another device other bits are left."""
     chain = Chain(exact_run())
@@ -115,5 +129,5 @@ def test_tokens_that_were_sent_on_are_compared_to_the_bit() -> None:
     hidden, tokens = recount.add(m, inputs, grads)
     off = bytearray(memoryview(tokens.buffers[0]).cast("B"))
     off[0] ^= 1
-    assert not recount.sent_other([hidden, tokens], [hidden, tokens], inputs)
-    assert recount.sent_other([hidden, tokens], [hidden, Encoded(tokens.meta, [off])], inputs)
+    assert not recount.sent_other(m, [hidden, tokens], [hidden, tokens], inputs)
+    assert recount.sent_other(m, [hidden, tokens], [hidden, Encoded(tokens.meta, [off])], inputs)
