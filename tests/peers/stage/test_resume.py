@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,7 @@ async def test_peers_of_a_finished_run_offer_its_last_version_without_any_disk()
         assert (await ask_saved(run, stranger.end.transport, records)).sources == {0: {}, 1: {}}
         built.add_trainer("trainer")
         await built.until_finished()
+        await asyncio.sleep(1.0)  # an answer is given again for half a second
         found = (await ask_saved(run, stranger.end.transport, records)).sources
         assert found == {0: {2: ["s0p0"]}, 1: {2: ["s1p0"]}}
         got = await download(stranger.end.transport, state_of(run, 1, 2), found[1][2])
