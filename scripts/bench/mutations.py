@@ -6254,7 +6254,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    return is_wrong(far + UNSURE * moved)\n",
         "    return True\n",
         "Inputs are chosen so that an honest peer with another device is convicted of its answer.",
-        ("test_answers",),
+        ("test_false_answers",),
     ),
     Mutation(
         "who-adds-what-is-rounded-otherwise-lies",
@@ -6262,7 +6262,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         " + UNSURE * self._moved_norm",
         "",
         "Inputs are chosen so that an honest peer with another device is convicted of its sum.",
-        ("test_contributions",),
+        ("test_false_contributions",),
     ),
     Mutation(
         "try-unknown-ones-in-each-stage-of-a-route",
