@@ -4129,7 +4129,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if peer != self._me and taken_back:",
         "if False:",
         "One that claims by turns what others have and what nobody has costs a run of no names 40 s.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "what-a-replica-was-told-to-retract-is-its-fault",
@@ -4137,7 +4137,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "said.done & ~report.done & ~said.asked",
         "said.done & ~report.done",
         "Honest replicas are charged with what they retract because they were told to.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "keep-through-a-rollback",
@@ -7692,7 +7692,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        self._room, self._since_s = 1, now\n",
         "        self._since_s = now\n",
         "Each caller of a peer that answers now and then waits for it again a second later.",
-        ("test_trials",),
+        ("test_lying_coordinators",),
     ),
     Mutation(
         "a-charge-of-no-time-covers-what-came-before",
@@ -7700,7 +7700,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if seconds:\n            account",
         "        if True:\n            account",
         "A peer that is charged with a round, or suspected, is not charged with the call that it lets wait.",
-        ("test_lost_time",),
+        ("test_lying_coordinators",),
     ),
     Mutation(
         "a-node-parses-what-it-keeps-for-others",
