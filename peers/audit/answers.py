@@ -14,6 +14,7 @@ from typing import TypeVar
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
 from peers.audit.neighbours import Neighbours
+from peers.incoming import Incoming
 from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit import is_audited
@@ -53,7 +54,7 @@ class AnswerAudits:
         self, core: StageCore, convictions: Convictions, kept: KeptWork, neighbours: Neighbours | None
     ) -> None:
         self._core, self._convictions, self._kept, self._neighbours = core, convictions, kept, neighbours
-        self._running = 0
+        self._running, self._incoming = 0, Incoming()
         self.audited = 0
         """Answers that were computed again."""
         convictions.judge = self.judge
@@ -77,10 +78,11 @@ class AnswerAudits:
         if said.t not in core.steps:
             raise NotReady(f"step {said.t} is not open here", version=core.version)
         if self._running >= AT_ONCE:
+            self._incoming.others_wait()
             raise Busy("this peer audits as much as it can")
         self._running += 1
         try:
-            return Answer(pack(await self._audit(ask, await request.accept())))
+            return Answer(pack(await self._audit(ask, await self._incoming.receive(request))))
         finally:
             self._running -= 1
 

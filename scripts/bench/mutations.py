@@ -7839,4 +7839,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Keys that revoke themselves stop a peer that keeps many records for 2 s, each 8 s.",
         ("test_directory",),
     ),
+    Mutation(
+        "a-body-of-an-audit-may-trickle",
+        "peers/audit/answers.py",
+        "            self._incoming.others_wait()\n",
+        "",
+        "One with voice beside a stage has both places in which its answers are computed again, for ever.",
+        ("test_judges",),
+    ),
 )

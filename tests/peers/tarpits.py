@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from peers.ports import Answer, Request
+from peers.ports import Answer, Buffer, Request
 from peers.sim.lines import Lines, Sent
 from peers.stage.server import StagePeer
 from swarm.ids import PeerId
@@ -43,6 +43,18 @@ def answer_some(
         return await never_answered(request)
 
     handlers["work"] = (work, most)
+
+
+class Trickle(NamedTuple):
+    """A request whose body comes a byte a second."""
+
+    peer: PeerId
+    header: bytes
+    body_sizes: Sequence[int]
+
+    async def accept(self) -> Sequence[Buffer]:
+        await asyncio.sleep(1e6)
+        raise AssertionError("nobody waits for so long")
 
 
 def send_no_part(peer: StagePeer) -> None:

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 
+from peers.audit.answers import AT_ONCE
 from peers.audit.convictions import MAX_BODIES
 from peers.audit.verdicts import MAX_TOLD
 from peers.events import PeerLost
 from peers.ports import Answer, Buffer, Request
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
-from swarm.errors import Busy, Refused, Stale
+from swarm.errors import Busy, NotReady, Refused, Stale
 from swarm.manifest import audit_run
 from swarm.protocol.statements import Statement, sign
 from swarm.protocol.sums import Contribution, Projected, Reduced
@@ -36,6 +37,7 @@ from swarm.wire.receipts import Answered
 from tests.peers.liars.test_false_answers import audit
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
+from tests.peers.tarpits import Trickle
 
 pytestmark = pytest.mark.virtual_time
 
@@ -148,6 +150,23 @@ async def test_strangers_have_no_replica_audit_one_another() -> None:
         ask = AuditAnswer(run=RUN.id, peer="a001", statement=said, signature=signature)
         with pytest.raises(Refused, match="has no voice"):
             await s.network.peers["a000"].transport.call("s1p0", "audit", pack(ask))
+
+
+async def test_bodies_that_trickle_make_way_for_an_audit_that_waits() -> None:
+    """Two of them, of one peer beside the stage, had all places for ever."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        said, signature = answer_of("s1p1")
+        ask = pack(AuditAnswer(run=RUN.id, peer="s1p1", statement=said, signature=signature))
+        serve = s.peers["s1p0"].answer_audits._serve_audit  # type: ignore
+        held = [asyncio.ensure_future(serve(Trickle("s0p1", ask, [64]))) for _ in range(AT_ONCE)]
+        await asyncio.sleep(20.0)
+        assert not any(task.done() for task in held), "while no other waits they may come slowly"
+        with pytest.raises(Busy):
+            await s.network.peers["s0p0"].transport.call("s1p0", "audit", ask)
+        assert (await s.network.peers["s0p0"].transport.call("s1p0", "audit", ask)).header
+        ended = await asyncio.gather(*held, return_exceptions=True)
+        assert all(isinstance(error, NotReady) for error in ended)
 
 
 async def test_strangers_that_convict_themselves_do_not_hide_who_lied() -> None:

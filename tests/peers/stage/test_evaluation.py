@@ -37,6 +37,7 @@ from swarm.wire.tensor_meta import buffer_sizes
 from tests.model.chain import TEXT, Chain, batch_of, tiny_run
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
+from tests.peers.tarpits import Trickle
 from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
@@ -329,17 +330,6 @@ def test_the_steps_that_are_evaluated() -> None:
     assert not is_due(tiny_run(), 0)
 
 
-class Trickle:
-    """A request whose body comes a byte a second."""
-
-    def __init__(self, wanted: Evaluate) -> None:
-        self.peer, self.header, self.body_sizes = "stranger", pack(wanted), buffer_sizes(wanted.tensors)
-
-    async def accept(self) -> list[memoryview]:
-        await asyncio.sleep(1e6)
-        raise AssertionError("nobody waits for so long")
-
-
 async def test_bodies_that_trickle_make_way_for_an_evaluation_that_waits() -> None:
     """They had all places for ever, and nothing was evaluated any more."""
     run = eval_run()
@@ -349,7 +339,8 @@ async def test_bodies_that_trickle_make_way_for_an_evaluation_that_waits() -> No
         await s.until_serving()
         serve, wanted = s.peers["s0p0"].evaluations._serve, Evaluate(run=run.id, t=0, e=0)
         wanted = msgspec.structs.replace(wanted, tensors=input_metas(run, 0))
-        held = [asyncio.ensure_future(serve(Trickle(wanted))) for _ in range(MAX_AT_ONCE)]
+        slow = Trickle("stranger", pack(wanted), buffer_sizes(wanted.tensors))
+        held = [asyncio.ensure_future(serve(slow)) for _ in range(MAX_AT_ONCE)]
         s.add_trainer("trainer", held_out=held_out)
         await s.until_finished(limit_s=300.0)
         await s.until(lambda: all(s.tasks[name].done() for name in s.trainers))
