@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,9 @@ FULL_S = 60.0
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
 """Backoff of a peer that did not give what it offered: there are others, and no hurry."""
+ELSEWHERE_S = 300.0
+"""Of one download, until others are asked as well: at first perhaps one peer had it, which gives next to
+nothing. What came is kept."""
 LAST_S = 25.0
 """On leaving, for the run's last version: a cloud gives 30 s from the notice to the end."""
 MAX_SIGNED = 4
@@ -232,8 +236,9 @@ class CheckpointKeeper:
             if self._leaving.is_set():
                 text = f"version {version} of stage {stage} is fetched before this keeper leaves, within "
                 self._emit(events.Note(text=f"{text}{LAST_S:.0f} s; again to leave now"))
-            sources = offered[stage].pop(version)
-            if not await self._fetch(stage, version, sources, voice[stage]):
+            offer, limit_s = offered[stage].pop(version), ELSEWHERE_S if announces else math.inf
+            sources = [peer for peer in offer if not self._backoff.in_backoff(peer, now=now_s())]
+            if not sources or not await self._fetch(stage, version, sources, voice[stage], limit_s):
                 if now_s() < self._full_until:
                     return
                 continue
@@ -262,8 +267,9 @@ class CheckpointKeeper:
         return {s: [] if voice[s] and s not in self._voiced else self._have[s] for s in self.stages}
 
     async def _fetch(
-        self, stage: Stage, version: int, sources: Sequence[PeerId], voice: Mapping[PeerId, int]
-    ) -> bool:
+        self, stage: Stage, version: int, sources: Sequence[PeerId], voice: Mapping[PeerId, int],
+        limit_s: float,
+    ) -> bool:  # fmt: skip
         """Download and save one version of one stage; False: not now, and why was said."""
         folder, began = self._settings.folder, now_s()
 
@@ -281,11 +287,13 @@ class CheckpointKeeper:
             self._full(trouble)
             return False
         try:
-            found = await download(
+            found = await within(download(
                 self._transport, wanted, sources, voice=voice,
                 partial=self._partials.setdefault(stage, Partial()),
                 progress=shown(stage, version, self._emit), on_fault=self._not_believed,
-            )  # fmt: skip
+            ), limit_s)  # fmt: skip
+        except asyncio.TimeoutError:
+            return refused(f"not all of it came within {limit_s:.0f} s; the rest is fetched later", sources)
         except DownloadFailed as failed:
             return refused(failed.text, failed.reasons)
         for peer in found.sources:

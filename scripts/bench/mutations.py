@@ -7847,4 +7847,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One with voice beside a stage has both places in which its answers are computed again, for ever.",
         ("test_judges",),
     ),
+    Mutation(
+        "a-keeper-waits-for-a-slow-source",
+        "peers/transfer/keeper.py",
+        "ELSEWHERE_S if announces else math.inf",
+        "math.inf",
+        "A peer that offers a new version first gives it at 64 kB/s, and a keeper asks no other for hours.",
+        ("test_keeping",),
+    ),
+    Mutation(
+        "a-keeper-fetches-all-versions-of-a-slow-source",
+        "peers/transfer/keeper.py",
+        "[peer for peer in offer if not self._backoff.in_backoff(peer, now=now_s())]",
+        "list(offer)",
+        "A peer that gives next to nothing has a keeper wait for each of the versions that it says it has.",
+        ("test_keeping",),
+    ),
 )

@@ -26,14 +26,17 @@ from peers.storage import atomic_file as atomic
 from peers.storage import checkpoint
 from peers.storage.transcript import TranscriptWriter, path_of
 from peers.storage.weights import find_run
-from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
+from peers.transfer.keeper import ELSEWHERE_S, CheckpointKeeper, KeepingSettings
+from peers.transfer.leases import CHUNK_BYTES
 from swarm.errors import SetupError, SwarmError
-from swarm.manifest import IslandsSpec, Run, audit_run
+from swarm.manifest import IslandsSpec, Run, audit_run, demo_run
 from swarm.model.stage import StageCompute
+from swarm.policy.timeouts import LEAST_BYTES_PER_S
 from swarm.records import NO_STAGE
 from swarm.wire.messages import AskStatus, Opened, OpenState, PeerStatus, Saved, SavedStage, pack
 from tests.peers.lies import flip_a_bit
 from tests.peers.loops import Swarm, swarm
+from tests.peers.sybils import add_liar
 
 pytestmark = pytest.mark.virtual_time
 
@@ -480,3 +483,28 @@ async def test_a_peer_that_dies_in_the_middle_costs_only_time(tmp_path: Path) ->
         s.on_call("chunk", lambda _, callee: s.kill(callee), by="keeper")
         await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
     assert_counted(tmp_path, range(RUN.S), RUN.steps)
+
+
+async def test_a_peer_that_gives_a_version_slowly_does_not_keep_it_from_those_that_offer_it_later(
+    tmp_path: Path,
+) -> None:
+    """It had 64 kB/s, which no caller gives up: hours for the state of a large stage."""
+    model = replace(demo_run().model, layers=1, stages=1, hidden=512, ffn_hidden=2048)
+    run = replace(demo_run(), model=model)
+    async with swarm(run, replicas=0) as s:
+        await add_liar(s, "first", 0, 4, saved=(2, 3, 4))
+        transport, free_s = s.network.peers["first"].transport, now_s()
+        honest, _ = transport.handlers["chunk"]
+
+        async def slowly(request: Request) -> Answer:
+            nonlocal free_s
+            free_s = max(free_s, now_s()) + CHUNK_BYTES / LEAST_BYTES_PER_S
+            await asyncio.sleep(free_s - now_s())
+            return await honest(request)
+
+        transport.serve("chunk", slowly)
+        keeper, began_s = add_keeper(s, tmp_path), now_s()
+        await asyncio.sleep(30.0)
+        await add_liar(s, "second", 0, 4)  # it has the same
+        await s.until(lambda: keeper.version == 4, limit_s=1000.0)
+        assert ELSEWHERE_S < now_s() - began_s < ELSEWHERE_S + 30.0
