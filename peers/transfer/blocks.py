@@ -131,6 +131,8 @@ class BlockExchange:
         records = self._directory.at(NO_STAGE) or await self._directory.refresh({NO_STAGE})
         feeding = [r.peer for r in records if r.state == "feeding" and (r.peer in named or not named)]
         there = {*feeding, *(r.peer for r in records if r.state == "keeping")} - {me}
+        for peer in set(self._in_vain) - there:  # an identity costs nothing
+            self._in_vain.pop(peer, None)
         awake = [peer for peer in there if not self._backoff.in_backoff(peer, now=now)]
 
         def rank(peer: PeerId) -> tuple[bool, int, bytes]:

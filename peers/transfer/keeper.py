@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import math
 import shutil
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -56,6 +57,8 @@ LAST_S = 25.0
 """On leaving, for the run's last version: a cloud gives 30 s from the notice to the end."""
 MAX_SIGNED = 4
 """What so many peers sign of a checkpoint is saved with it."""
+MAX_COMPLAINTS = 256
+"""That are remembered, of any identities: said again only after so many others."""
 SLACK_BYTES = 1 << 20
 """More than the tensors take on the disk: headers, index, blocks."""
 
@@ -129,7 +132,7 @@ class CheckpointKeeper:
         self._shown: Mapping[Stage, Mapping[int, Sequence[Word]]] = {}
         """What other keepers show that peers signed."""
         self._said: int | None = None
-        self._complaints: dict[str, str] = {}
+        self._complaints = deque[str](maxlen=MAX_COMPLAINTS)
         self._full_until = float("-inf")
         self.full = ""
         """Why the last download was not kept, if the disk had no room."""
@@ -277,7 +280,7 @@ class CheckpointKeeper:
             for peer in by:
                 self._backoff.failed(peer, now=now_s())
             text = f"version {version} of stage {stage} is not kept: {why}"
-            self._complain(f"{stage} {version}", text)
+            self._complain(text)
             return False
 
         words = list(self._shown[stage].get(version, ()))
@@ -354,12 +357,12 @@ class CheckpointKeeper:
         """Put the peer into backoff. One that is gone is left out without a word; nonsense is said, once."""
         self._backoff.failed(fault.peer, now=now_s())
         if isinstance(fault, BadAnswer):
-            self._complain(fault.peer, f"not believed: {fault.text}")
+            self._complain(f"not believed: {fault.text}")
 
-    def _complain(self, about: str, text: str) -> None:
-        """Once, until there is something else to say about that."""
-        if self._complaints.get(about) != text:
-            self._complaints[about] = text
+    def _complain(self, text: str) -> None:
+        """Once, until there was much else to say."""
+        if text not in self._complaints:
+            self._complaints.append(text)
             self._emit(events.Trouble(text=text))
 
     # -- status -----------------------------------------------------------------------------------

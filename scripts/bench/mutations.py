@@ -7863,4 +7863,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A peer that gives next to nothing has a keeper wait for each of the versions that it says it has.",
         ("test_keeping",),
     ),
+    Mutation(
+        "all-that-ever-failed-are-remembered",
+        "swarm/policy/backoff.py",
+        "if len(self._last_s) > MAX_PEERS:",
+        "if False:",
+        "A crowd whose identities cost nothing has a peer remember each of them for ever.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "all-that-were-asked-in-vain-are-remembered",
+        "peers/transfer/blocks.py",
+        "in set(self._in_vain) - there:",
+        "in set[PeerId]():",
+        "A crowd that says it has the data has a trainer remember each of them for ever.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
+        "all-complaints-are-remembered",
+        "peers/transfer/keeper.py",
+        "deque[str](maxlen=MAX_COMPLAINTS)",
+        "deque[str]()",
+        "A crowd that says what cannot be has a keeper remember what each of them said for ever.",
+        ("test_keeping",),
+    ),
 )

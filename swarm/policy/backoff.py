@@ -23,7 +23,7 @@ MAX_REST_S = 3600.0
 AGAIN_S = 1.0
 """Of a peer that has used its budget up, so much more within the 20 steps is the next time."""
 MAX_PEERS = 4096
-"""Identities cost nothing: of more, the one that was charged longest ago is forgotten."""
+"""Identities cost nothing: of more, the one that was charged, or failed, longest ago is forgotten."""
 
 
 @dataclass(slots=True)
@@ -136,8 +136,10 @@ class Backoff:
             self._silent.add(peer)
         backoff_s = min(self._longest_s, 2 * self._last_s.get(peer, self._first_s / 2))
         self.changes += 1
-        self._last_s[peer] = backoff_s
-        self._until[peer] = now + backoff_s
+        self._last_s.pop(peer, None)
+        self._last_s[peer], self._until[peer] = backoff_s, now + backoff_s
+        if len(self._last_s) > MAX_PEERS:
+            self.answered(next(iter(self._last_s)))
         return backoff_s
 
     def answered(self, peer: PeerId) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.policy.backoff import FIRST_BACKOFF_S, MAX_BACKOFF_S, Backoff
+from swarm.policy.backoff import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_PEERS, Backoff
 
 
 @pytest.fixture
@@ -110,3 +110,14 @@ def test_nobody_asks_for_ever_after_one_that_is_announced_no_more() -> None:
     backoff.forget("a")
     assert backoff.silent() == []
     assert not backoff.in_backoff("a", now=1.0)
+
+
+def test_a_crowd_that_fails_is_not_remembered_for_ever() -> None:
+    backoff = Backoff(probed=True)
+    for name in ("first", "honest", *map(str, range(MAX_PEERS - 2))):
+        backoff.failed(name, now=0.0, silent=True)
+    backoff.failed("honest", now=2.0, silent=True)
+    for number in range(10):
+        backoff.failed(f"more {number}", now=3.0, silent=True)
+    assert not backoff.is_failing("first") and backoff.is_failing("honest")
+    assert len(backoff.silent()) == len(backoff._until) == len(backoff._last_s) == MAX_PEERS

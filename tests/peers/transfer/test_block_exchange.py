@@ -221,6 +221,21 @@ async def test_all_of_a_crowd_are_asked_in_the_end(
     raise AssertionError("the same strangers were asked again and again")
 
 
+async def test_strangers_that_come_and_go_are_not_remembered_for_ever(
+    both: tuple[Run, Dataset, Dataset],
+) -> None:
+    run, _, empty = both
+    hub = Hub()
+    asks = shared(hub, "empty", run, empty)
+    crowd(hub, BUSY, exchange.MAX_ASKED)
+    with pytest.raises(NotNow):
+        await asyncio.to_thread(hub_exchange(empty), empty.blocks, 0)
+    assert len(asks._in_vain) == exchange.MAX_ASKED
+    hub.records.clear()
+    await asks._sources("")
+    assert not asks._in_vain
+
+
 def hub_exchange(data: Dataset) -> Callable[..., object]:
     """What has peers asked for a block of some data."""
     assert data.blocks.others is not None

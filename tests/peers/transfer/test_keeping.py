@@ -26,9 +26,9 @@ from peers.storage import atomic_file as atomic
 from peers.storage import checkpoint
 from peers.storage.transcript import TranscriptWriter, path_of
 from peers.storage.weights import find_run
-from peers.transfer.keeper import ELSEWHERE_S, CheckpointKeeper, KeepingSettings
+from peers.transfer.keeper import ELSEWHERE_S, MAX_COMPLAINTS, CheckpointKeeper, KeepingSettings
 from peers.transfer.leases import CHUNK_BYTES
-from swarm.errors import SetupError, SwarmError
+from swarm.errors import BadAnswer, SetupError, SwarmError
 from swarm.manifest import IslandsSpec, Run, audit_run, demo_run
 from swarm.model.stage import StageCompute
 from swarm.policy.timeouts import LEAST_BYTES_PER_S
@@ -382,6 +382,18 @@ async def test_what_cannot_be_is_not_believed_and_the_honest_mate_is_asked(
         await s.until(lambda: checkpoint.newest_common_step(tmp_path, RUN) == RUN.steps)
         assert [event.text for event in s.seen(Trouble)].count(words) == 1
     assert_counted(tmp_path, range(RUN.S), RUN.steps)
+
+
+async def test_a_crowd_that_says_what_cannot_be_is_not_remembered_for_ever(tmp_path: Path) -> None:
+    async with swarm(RUN, replicas=0) as s:
+        keeper = add_keeper(s, tmp_path)
+        for number in range(2 * MAX_COMPLAINTS):
+            for text in ("lies", "lies in another way"):
+                keeper._not_believed(BadAnswer(f"a{number}", text))
+            for text in ("lies", "lies in another way"):
+                keeper._not_believed(BadAnswer(f"a{number}", text))
+        assert len(s.seen(Trouble)) == 4 * MAX_COMPLAINTS, "each once, though it says two things in turn"
+        assert len(keeper._complaints) == MAX_COMPLAINTS
 
 
 async def test_a_version_ahead_of_the_run_is_not_even_asked_for(tmp_path: Path) -> None:
