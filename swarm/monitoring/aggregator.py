@@ -238,7 +238,7 @@ class Aggregator:
         self._take_work(status)
         if self._began is None or status.generation == self._position.generation:
             self._history.take(status, self._voice)
-        if status.stage in self._firsts:
+        if status.stage in self._firsts and seen in self._heard([seen, *self._fed()]):
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
                 self._trainer_at = now
             for trainer in status.trainers:
@@ -313,6 +313,10 @@ class Aggregator:
         """The peers whose word counts."""
         said = {seen.record.peer: seen for seen in peers}
         return [said[peer] for peer in heard(said, self._voice)]
+
+    def _fed(self) -> Iterable[_Seen]:
+        """The peers to which trainers send."""
+        return (s for s in self._peers.values() if s.record.stage in self._firsts and s.serves)
 
     def _paused_position(self) -> Position:
         """The position of a run that no peer serves, by its paused peers and keepers."""
@@ -505,7 +509,7 @@ class Aggregator:
         return computed > MAX_RECOMPUTED * needed
 
     def _trainer_away_s(self, now: float) -> float | None:
-        firsts = [s for s in self._peers.values() if s.record.stage in self._firsts and s.serves]
+        firsts = self._heard(self._fed())
         if not firsts or any(s.status is None for s in firsts):
             return None
         if self._trainer_at is None:

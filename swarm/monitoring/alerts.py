@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from swarm.errors import count, lasting, short
 from swarm.ids import PeerId
@@ -32,8 +32,14 @@ def _at_most(alike: Sequence[Alert]) -> Iterator[Alert]:
         yield Alert(level=alike[-1].level, text=f"and {more} more like the last one")
 
 
+def _counted(peers: Iterable[PeerHealth]) -> Sequence[PeerHealth]:
+    """Those whose word counts."""
+    every = list(peers)
+    return [peer for peer in every if peer.voice] or every
+
+
 def _wrong_count(health: SwarmHealth) -> Iterator[Alert]:
-    for peer in health.peers:
+    for peer in _counted(health.peers):
         for n, what in (
             (peer.audit.missing, "missing from steps that were taken"),
             (peer.audit.duplicated, "counted twice"),
@@ -57,6 +63,7 @@ def _disagree(health: SwarmHealth) -> Iterator[Alert]:
 def _few_left(health: SwarmHealth) -> Iterator[Alert]:
     if health.cut_off_s is not None:
         return  # the peers may serve, unseen
+    counted = {peer.peer for peer in _counted(health.peers)}
     for stage in health.stages:
         if stage.serving == 0:
             text = f"{stage.place} has no peer: the run waits until one joins"
@@ -67,6 +74,9 @@ def _few_left(health: SwarmHealth) -> Iterator[Alert]:
                 loading = count(stage.joining, "peer")
                 text = f"{stage.place} has no peer: the run waits for {loading} to load it"
             yield Alert(level="error", text=text, stage=stage.stage)
+        elif not any(one.peer in counted for one in stage.peers if one.state == "serving" and not one.why):
+            text = f"{stage.place} has only peers that have not worked for the run: perhaps they do nothing"
+            yield Alert(level="warning", text=text, stage=stage.stage)
         elif stage.serving == 1 and stage.most_serving > 1:
             yield Alert(level="warning", text=f"{stage.place} has one peer left", stage=stage.stage)
 
@@ -76,7 +86,7 @@ def _no_trainer(health: SwarmHealth) -> Iterator[Alert]:
     if away_s is None or health.version >= health.steps:
         return
     # Whether a trainer would have found them.
-    waited = all(health.at - peer.since >= TRAINER_AWAY_S for peer in health.stages[0].peers)
+    waited = all(health.at - peer.since >= TRAINER_AWAY_S for peer in _counted(health.stages[0].peers))
     if away_s >= TRAINER_AWAY_S:
         yield Alert(level="warning", text=f"no trainer for {lasting(away_s)}")
     elif health.step_s is None and not health.trainers and waited:

@@ -237,6 +237,37 @@ def test_a_stranger_has_no_weights_disagree_and_hides_no_two_that_do() -> None:
     assert look(1050.0, "other", version=40) == (("other", ("b",)), ("same", ("a",)))
 
 
+@pytest.mark.parametrize("until", [2010.0, 2050.0])
+def test_a_stranger_raises_and_hides_no_alert_where_others_have_voice(until: float) -> None:
+    """It has a trainer that nobody else has, and lacks microbatches; one that is silent joined in future."""
+    liar = msgspec.structs.replace(
+        status("liar", 0), trainers=("none",), audit=LedgerCounts(missing=3)
+    )  # fmt: skip
+
+    def alerts(*names: str, voice: dict[str, int] | None = None) -> str:
+        aggregator = Aggregator(RUN)
+        records = [record(name, name == "b") for name in names if name != "silent"]
+        records += [msgspec.structs.replace(record(name, 0), since=1e9) for name in names if name == "silent"]
+        aggregator.observe(Observation(at=2000.0, records=tuple(records), voice=voice))
+        honest = [
+            msgspec.structs.replace(status(one, one == "b"), trainers=()) for one in names if one in "ab"
+        ]
+        for at in (2001.0, until):
+            said = (*honest, liar) if "liar" in names else tuple(honest)
+            aggregator.observe(Observation(at=at, statuses=said))
+        return "; ".join(alert.text for alert in aggregator.health(now=until).alerts)
+
+    missing, nobody = (
+        "peer liar reports 3 microbatches missing",
+        "stage 0 has only peers that have not worked",
+    )
+    assert missing in alerts("a", "b", "liar")
+    said = alerts("a", "b", "liar", "silent", voice={"a": 5, "b": 5})
+    assert "no trainer" in said and missing not in said and nobody not in said
+    assert nobody in alerts("b", "liar", voice={"b": 5})
+    assert nobody not in alerts("b", "liar")
+
+
 async def test_records_alone_need_no_call_and_the_dead_and_trainers_stay_away() -> None:
     line, records = Line(), Records()
     records.known = [record("b", 1), record("a", 0), record("d", 1, state="joining")]
