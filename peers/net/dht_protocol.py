@@ -58,6 +58,13 @@ HANDED_ON_PER_S, HANDED_ON_EACH_PER_S = 200.0, 20.0
 HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 3072.0
 """Values of others that all peers together may offer, and one of them: a node that is met is given at once
 what it should hold. What is refused comes with the next renewal from its own peer."""
+LOOKED_THROUGH_PER_S = 32768.0
+LOOKED_THROUGH_AT_ONCE = 10 * LOOKED_THROUGH_PER_S
+"""Entries that one peer may have a node look through, 2.6 µs each. Who works for a run asks one node at most
+three questions in 2 s, each for all that it has at most; and twice for all of it when it joins."""
+CALL_COST, FIND_COST, KNOWN_BYTES_COST = 50, 16, 1 / 128
+"""As many entries take as much time: of a call, of each key for which nodes near it are found, and of each
+byte that is read."""
 MAX_OFFERERS = 4096
 MAX_KEYS = 4096
 MAX_ENTRIES = 16384
@@ -361,8 +368,8 @@ class DhtNode:
         self._entries = 0
         self._of: Counter[str] = Counter()
         """How many values are kept of each subkey."""
-        self._offers: dict[tuple[PeerId, bool], Allowance] = {}
-        """Of each peer: of its own values, and of others'."""
+        self._offers: dict[tuple[PeerId, float], Allowance] = {}
+        """Of each peer: of its own values, of others', and of what is looked through for it."""
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
         self._hands_on = Allowance(HAND_ON_PER_S, HAND_ON_AT_ONCE)
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
@@ -380,7 +387,10 @@ class DhtNode:
         await control.serve_calls(self.answer)
 
     async def answer(self, data: bytes, asker: PeerId) -> bytes:
-        """What a peer is answered. Raises Refused: it asks for nothing that there is."""
+        """What a peer is answered. Raises Refused: it asks for nothing that there is, or for too much."""
+        asks, now = self._allowance(asker, LOOKED_THROUGH_PER_S, LOOKED_THROUGH_AT_ONCE), now_s()
+        if asks.take(CALL_COST + len(data) * KNOWN_BYTES_COST, now=now):
+            raise Refused("other peers ask as well")
         request = read_request(data)
         if asker in self.table.peer_id_to_uid:
             self._met(asker)
@@ -392,9 +402,11 @@ class DhtNode:
             case Store():
                 return _encode([self._store(asker, *value) for value in request.values])
             case Find():
+                asks.take(FIND_COST * len(request.keys), now=now)
                 ids = map(DHTID.from_bytes, request.keys)
                 return _encode([self.near(one, self.bucket_size, exclude=asker) for one in ids])
             case Question():
+                asks.take(sum(len(self._kept.get(one.key, ())) for one in request.keys), now=now)
                 return _encode(answer(request, self.entries))
 
     async def pong(self, ping: Ping, asker: PeerId) -> Pong:
@@ -410,12 +422,17 @@ class DhtNode:
 
     # -- storing ----------------------------------------------------------------------------------
 
-    def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
-        own, others = (STORED_PER_S, STORED_AT_ONCE), (HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE)
-        known = self._offers.pop((peer, first_hand), None) or Allowance(*(own if first_hand else others))
-        self._offers[peer, first_hand] = known
+    def _allowance(self, peer: PeerId, per_s: float, at_once: float) -> Allowance:
+        """What is left to a peer of what it may do at that pace."""
+        known = self._offers.pop((peer, at_once), None) or Allowance(per_s, at_once)
+        self._offers[peer, at_once] = known
         if len(self._offers) > MAX_OFFERERS:
             del self._offers[next(iter(self._offers))]
+        return known
+
+    def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
+        own, others = (STORED_PER_S, STORED_AT_ONCE), (HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE)
+        known = self._allowance(peer, *(own if first_hand else others))
         may = known.take_if_there(1.0, now=now_s())
         return may and (first_hand or self._handed_on.take_if_there(1.0, now=now_s()))
 

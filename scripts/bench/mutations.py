@@ -7927,4 +7927,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger that says it serves a stage hides that nobody does who has worked for the run.",
         ("test_status",),
     ),
+    Mutation(
+        "who-asks-is-not-counted",
+        NODES,
+        "        if asks.take(CALL_COST + len(data) * KNOWN_BYTES_COST, now=now):\n",
+        "        if False:\n",
+        "One that asks again and again for all that a node has stops it.",
+        ("test_dht_protocol",),
+    ),
+    Mutation(
+        "what-is-looked-through-is-not-counted",
+        NODES,
+        "asks.take(sum(len(self._kept.get(one.key, ())) for one in request.keys), now=now)",
+        "pass",
+        "One that asks again and again for all that a node has stops it.",
+        ("test_dht_protocol",),
+    ),
+    Mutation(
+        "finding-nodes-is-not-counted",
+        NODES,
+        "asks.take(FIND_COST * len(request.keys), now=now)",
+        "pass",
+        "One that asks again and again which nodes are near 64 keys takes half of a node's time.",
+        ("test_dht_protocol",),
+    ),
 )

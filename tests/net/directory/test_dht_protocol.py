@@ -15,11 +15,16 @@ from hypothesis import strategies as st
 from peers.clock import unix_s
 from peers.net import dht_protocol, signed_records
 from peers.net.dht_protocol import (
+    CALL_COST,
+    FIND_COST,
+    KNOWN_BYTES_COST,
+    LOOKED_THROUGH_AT_ONCE,
     AskedKey,
     DhtNode,
     Entry,
     Find,
     FoundEntries,
+    KeptEntry,
     Ping,
     Pong,
     Question,
@@ -424,6 +429,32 @@ async def test_no_more_of_those_who_ask_are_pinged_than_may_be() -> None:
         await at.answer(msgspec.msgpack.encode(Find([KEY])), peer_id(number))
     await asyncio.sleep(1.0)
     assert len(asked) == dht_protocol.PINGED_AT_ONCE
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("what", ["questions", "finds", "bytes"])
+async def test_one_that_asks_without_end_takes_no_more_time_than_others_are_given(what: str) -> None:
+    """24 questions a second for all that a node has, 2 kB each, stopped it."""
+    at, keys = node(), [bytes([number]) * 20 for number in range(64)]
+    for key in keys:
+        held = [Entry(f"{key.hex()} {number}", b"", soon()) for number in range(256)]
+        at._kept[key] = {one.subkey: KeptEntry(one, True) for one in held}
+    at._met = at._strangers.take_if_there = lambda *_, **__: False  # type: ignore
+    every = ask({key: {} for key in keys}, 0, SALT)
+    asked, cost = {
+        "questions": (every, 64 * 256),
+        "finds": (Find(keys), 64 * FIND_COST),
+        "bytes": (Question(0, SALT, [AskedKey(KEY, bytes(8 * 2048))]), 8 * 2048 * KNOWN_BYTES_COST),
+    }[what]
+    cost, data, answered = cost + CALL_COST, msgspec.msgpack.encode(asked), 0
+    with pytest.raises(Refused, match="other peers ask as well"):
+        while answered * cost < 1.2 * LOOKED_THROUGH_AT_ONCE:
+            await at.answer(data, peer_id(1))
+            answered += 1
+    assert answered * cost > 0.8 * LOOKED_THROUGH_AT_ONCE
+    assert await at.answer(data, peer_id(2))
+    await asyncio.sleep(2.0)
+    assert await at.answer(data, peer_id(1)), "what an honest peer asks in that time"
 
 
 async def test_identities_that_are_made_nearer_and_nearer_do_not_keep_a_search_going() -> None:
