@@ -174,7 +174,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _file(parser: _Parser, word: str) -> list[str]:
-    """The arguments in a file that a bootstrap wrote, a line each."""
+    """The arguments in a file that a bootstrap wrote, a line each. It comes from a stranger: other options,
+    such as code to run or a file to write, are the user's alone."""
     text, wrong = "", f"{word[1:]!r} is not what a bootstrap writes with --join-file"
     try:
         is_no_pipe("@FILE", path := options.path(word[1:] or "."))
@@ -182,9 +183,10 @@ def _file(parser: _Parser, word: str) -> list[str]:
             text = file.read(1 << 16)  # hundreds of addresses
     except OSError as error:
         wrong = f"{word[1:]!r}, which a bootstrap writes with --join-file, cannot be read: {error.strerror}"
-    if not text.startswith("--"):
+    words = [*filter(None, map(str.strip, text.splitlines()))]
+    if {one for one in words if one[:1] == "-"} != {"--run", "--join"}:
         parser.error(f"{word}: {wrong}. Or type --run and --join, as the bootstrap printed them")
-    return [*filter(None, map(str.strip, text.splitlines()))]
+    return words
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -3856,6 +3856,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger's manifest has any function called that is installed here.",
         ("test_cli",),
     ),
+    Mutation(
+        "a-join-file-gives-any-option",
+        "peers/cli.py",
+        'if {one for one in words if one[:1] == "-"} != {"--run", "--join"}:',
+        'if not text.startswith("--"):',
+        "Who hands out a join.txt allows his own code in it, or has a peer write where he likes.",
+        ("test_cli",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

@@ -261,6 +261,17 @@ def test_variables_of_the_environment_stand_for_what_is_not_typed(monkeypatch: p
     assert said_by(["pause"], monkeypatch).identity is None, "which of a user's peers is another question"
 
 
+@pytest.mark.parametrize("more", ["--allow-code\n./evil.py", "--checkpoint-dir=/home", "-h", "--"])
+def test_a_join_file_gives_no_option_but_where_the_run_is(
+    more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes from a run's owner, and may be a stranger's."""
+    (file := tmp_path / "join.txt").write_text(f"--run\n{RUN}\n--join\n{JOIN}\n{more}\n")
+    with pytest.raises(SystemExit, match=str(int(Exit.USAGE))):
+        build_parser(["peer"]).parse_args(["peer", f"@{file}"])
+    assert "is not what a bootstrap writes with --join-file" in capsys.readouterr().err
+
+
 async def test_variables_of_the_environment_are_not_for_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six peers of a demo must not share one key."""
     monkeypatch.setenv("SWARM_IDENTITY", "mine.key")
@@ -503,7 +514,7 @@ def test_a_home_that_the_shell_left_as_it_was_written_is_found(
 ) -> None:
     """Shells leave the ~ of `--dir=~/ckpt`, of `@~/join.txt` and of a quoted value."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "join.txt").write_text("\n".join(NEEDED["keeper"]))
+    (tmp_path / "join.txt").write_text(f"--run\n{RUN}\n--join\n{JOIN}")
     given = build_parser().parse_args(["keeper", "@~/join.txt", "--dir=~/ckpt", "--identity", "~no one/x"])
     assert (given.dir, given.identity) == (tmp_path / "ckpt", Path("~no one/x"))
     for name, folder in ((CACHE_ENV, cache_folder), (RESULTS_ENV, results_folder)):
