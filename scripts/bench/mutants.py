@@ -61,6 +61,7 @@ PURE = {
     "swarm/model/graph": (
         "tests/model/graph/test_own_functions.py",
         "tests/model/graph/test_stage_module.py",
+        "tests/model/graph/test_strange_configs.py",
     ),
     "swarm/policy": ("tests/policy",),
     "swarm/protocol": ("tests/protocol", "tests/policy"),

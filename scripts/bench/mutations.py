@@ -3864,6 +3864,30 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Who hands out a join.txt allows his own code in it, or has a peer write where he likes.",
         ("test_cli",),
     ),
+    Mutation(
+        "a-config-has-others-fetched",
+        "swarm/model/graph/model_source.py",
+        "if (key in FETCHED and value) or (",
+        "if (key == 'auto_map') or (",
+        "A stranger's manifest has transformers fetch a config, or a kernel, that no rule has looked at.",
+        ("test_brought",),
+    ),
+    Mutation(
+        "numbers-of-a-config-are-of-any-size",
+        "swarm/model/graph/model_source.py",
+        "if type(value) is int and value > most:",
+        "if False:",
+        "A stranger's manifest fills the memory of who joins: 3 GB for ten million labels.",
+        ("test_brought",),
+    ),
+    Mutation(
+        "a-model-has-any-number-of-layers",
+        "swarm/model/graph/lazy_tensors.py",
+        "if len(self._steps) == self._most:",
+        "if False:",
+        "A stranger's manifest has who joins build layers until its memory is full.",
+        ("test_brought",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from swarm.errors import SetupError
 from swarm.model.same_bits import storage_of
 from swarm.model.seeded_random import seed_of
 
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 
 LARGE_BYTES = 1 << 20
 """Tensors of one number again and again are noted from this size on; smaller ones may as well be made."""
+MAX_STEPS = 1 << 18
+"""A config may be a stranger's: of ten thousand layers, which take a minute and half a GB."""
 _UNSET = frozenset(
     (
         aten.empty.memory_format,
@@ -74,8 +77,9 @@ _NEEDS_NUMBERS = (RuntimeError, TypeError, ValueError, IndexError)
 class LazyTensors:
     """What the code of one model did with `noted` in force."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed_of("draws", seed)
+    def __init__(self, seed: int, most: int = MAX_STEPS) -> None:
+        """`most`: calls that are noted."""
+        self._seed, self._most = seed_of("draws", seed), most
         self._steps: list[_Step] = []
         self._writers: dict[int, list[int]] = {}
         """Storage -> the steps that made it or wrote to it; others have their numbers in memory."""
@@ -165,6 +169,8 @@ class LazyTensors:
         *,
         is_random: bool = False,
     ) -> None:
+        if len(self._steps) == self._most:
+            raise SetupError(f"its code makes tensors by more than {self._most} calls: take fewer layers")
         arguments = pytree.tree_map_only(torch.Tensor, self._remembered, (args, kwargs))
         reads = {key for key in map(storage_of, given) if key in self._writers}
         for tensor in new:

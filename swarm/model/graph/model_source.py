@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,10 @@ from swarm.model.graph.builder import Traced
 from swarm.model.graph.trace import trace
 
 FORMS = "(module, inputs), or (module, inputs, loss, targets)"
+FETCHED = ("auto_map", "attribute_map", "backbone", "use_pretrained_backbone")
+"""Keys of a config by which transformers fetches code, configs or weights; by the second any key is one."""
+MAX_NUMBER, MAX_LABELS = 1 << 24, 1 << 20
+"""Whole numbers in a config, of which transformers makes lists; each label becomes a text, twice."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -85,9 +90,11 @@ def from_hf(config: Mapping[str, Any], *, rows: int, length: int, inputs: Sequen
     library = transformers()
     library.utils.logging.set_verbosity_error()  # it tells of defaults that do not concern us
     for key, value in _entries(config):
-        fetched = key == "auto_map" or (key == "use_pretrained_backbone" and value)
-        if fetched or ("attn_implementation" in key and "/" in str(value)):
+        if (key in FETCHED and value) or ("attn_implementation" in key and "/" in str(value)):
             raise SetupError(f"{key} in the model's config asks for something to be fetched: leave it out")
+        most = math.inf if "theta" in key else MAX_LABELS if key == "num_labels" else MAX_NUMBER
+        if type(value) is int and value > most:
+            raise SetupError(f"{key} in the model's config is {value}: at most {most} are taken")
     settings = dict(config)
     try:
         known = library.AutoConfig.for_model(settings.pop("model_type", ""), **settings)
@@ -116,15 +123,12 @@ def from_hf(config: Mapping[str, Any], *, rows: int, length: int, inputs: Sequen
     return CustomModel(module=module, kwargs=given)
 
 
-def _entries(config: Any) -> Iterator[tuple[str, Any]]:
-    """All keys with their values, also of tables inside."""
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            yield str(key), value
-            yield from _entries(value)
-    elif isinstance(config, list):
-        for part in config:
-            yield from _entries(part)
+def _entries(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """All keys with their values, also of tables and lists inside; a list's parts have its key."""
+    for name, value in config.items() if isinstance(config, Mapping) else ((key, part) for part in config):
+        yield str(name), value
+        if isinstance(value, Mapping | list):
+            yield from _entries(value, str(name))
 
 
 def _input(text: str, rows: int) -> tuple[str, Any]:
