@@ -22,7 +22,9 @@ from swarm.model.layout import can_start, start_from
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """As `save_pretrained` names them: which file has which tensor, and a model in one file."""
 MAX_HEADER_BYTES = 100_000_000
-"""The library's own limit."""
+"""Of all files together, the library's own limit for one: an owner names whatever he put on a hub."""
+LEAST_FILE_BYTES = 1 << 14
+"""That each file counts."""
 ATTEMPTS = 3
 _REMEDY = "; save the model with transformers' save_pretrained, which writes safetensors"
 
@@ -58,10 +60,12 @@ class StartWeights:
         """
         self._where, self._at = where, at
         self._places: dict[str, _Place] = {}
+        left = MAX_HEADER_BYTES
         for file in files:
             begin = 8 + int.from_bytes(self._bytes(file, 0, 8), "little")
-            if not 8 < begin <= MAX_HEADER_BYTES:
+            if not 8 < begin <= left:
                 raise SetupError(f"{file} in {where} is no safetensors file")
+            left -= max(begin, LEAST_FILE_BYTES)
             header = bytes(self._bytes(file, 8, begin - 8))
             try:
                 listed = msgspec.json.decode(header, type=dict[str, msgspec.Raw])

@@ -6649,6 +6649,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_fetched_start",),
     ),
     Mutation(
+        "headers-of-any-number-of-files",
+        "peers/storage/start_weights.py",
+        "            left -= max(begin, LEAST_FILE_BYTES)\n",
+        "",
+        "What an owner put on a hub fills the memory of all that join.",
+        ("test_start_weights",),
+    ),
+    Mutation(
         "read-whatever-weights-are-there",
         "swarm/model/layout.py",
         "start_digest(found) != run.start.digests[stage]",

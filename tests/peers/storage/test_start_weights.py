@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import fetch
 from peers.storage.dataset import open_dataset
-from peers.storage.start_weights import INDEX, open_start
+from peers.storage.start_weights import INDEX, MAX_HEADER_BYTES, open_start
 from swarm.errors import SetupError
 from swarm.manifest import (
     BatchSpec,
@@ -197,6 +197,24 @@ def test_an_index_names_no_file_elsewhere(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "../secret.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(SetupError, match=r"names '\.\./secret\.safetensors', which is no file there"):
+        open_start(run_of(), tmp_path)
+
+
+def test_all_headers_together_are_of_a_bounded_size(tmp_path: Path) -> None:
+    """Else who reads what an owner put on a hub holds as much as he likes."""
+    size = MAX_HEADER_BYTES // 3
+    (tmp_path / "0").write_bytes(size.to_bytes(8, "little") + b"{}".ljust(size))
+    for number in range(1, 5):
+        (tmp_path / str(number)).hardlink_to(tmp_path / "0")
+
+    def index(files: int) -> None:
+        names = {f"{number}.weight": str(number) for number in range(files)}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": names}))
+
+    index(2)
+    assert open_start(run_of(), tmp_path)
+    index(5)
+    with pytest.raises(SetupError, match=r"^2 in .* is no safetensors file$"):
         open_start(run_of(), tmp_path)
 
 
