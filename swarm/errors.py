@@ -210,8 +210,8 @@ def short(peer: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: its lines, without control characters. It may come from a stranger."""
-    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    """`text` for a terminal: its lines and tabs, without control characters. It may come from a stranger."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 MAX_WORDS_CHARS = 400

@@ -40,7 +40,7 @@ from peers.storage.samples import Samples, open_data
 from peers.storage.tokenizer import Tokenizer, open_tokenizer
 from peers.storage.weights import Weights, find_weights, load_weights, say
 from peers.system import usable_cores
-from swarm.errors import SetupError
+from swarm.errors import SetupError, printable
 from swarm.evaluation import mean_loss, spread
 from swarm.ids import Stage
 from swarm.manifest import Run
@@ -249,7 +249,7 @@ def run_generate(options: GenerateOptions) -> None:
     how = options.tokens, options.temperature, options.seed, device
     with Bar("generating", options.tokens, unit="tokens") as bar:
         more = generate(model.run, model.by_name, prompt, *how, progress=bar)
-    print(options.prompt + tokenizer.decode(more))
+    print(options.prompt + printable(tokenizer.decode(more)))  # whoever trained it chose what it says
 
 
 def _model(options: ModelOptions) -> Weights:

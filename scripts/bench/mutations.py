@@ -3888,6 +3888,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger's manifest has who joins build layers until its memory is full.",
         ("test_brought",),
     ),
+    Mutation(
+        "a-model-writes-to-the-terminal",
+        "peers/programs/trained.py",
+        "printable(tokenizer.decode(more))",
+        "tokenizer.decode(more)",
+        "Who hands out a model has it write to the clipboard of all that try it.",
+        ("test_generate",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

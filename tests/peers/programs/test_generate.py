@@ -84,6 +84,13 @@ def test_the_command_prints_the_prompt_and_what_follows(
     assert capsys.readouterr().out == first
 
 
+def test_what_a_model_says_steers_no_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its bytes are any that whoever trained it likes; those of one that learned nothing are drawn."""
+    assert main(["generate", "--checkpoint-dir", str(folder), "--tokens", "60", "Hello"]) == Exit.OK
+    said = capsys.readouterr().out
+    assert said.replace("\n", "").replace("\t", "").isprintable() and "?" in said
+
+
 def test_how_far_a_passage_is_stands_on_standard_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
