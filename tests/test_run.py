@@ -19,6 +19,7 @@ from peers.programs.manifest import EXAMPLE
 from scripts.bench.common.model_sizes import parameter_count
 from swarm.errors import SetupError
 from swarm.manifest import (
+    MAX_CELLS,
     MAX_MANIFEST_BYTES,
     PRESETS,
     AdmissionSpec,
@@ -335,6 +336,16 @@ def test_a_batch_warm_up_grows_from_fewer_microbatches(steps: int, first: int, m
     spec = BatchSpec(microbatch_size=1, microbatches_per_step=4, warmup_steps=2, warmup_microbatches=1)
     with pytest.raises(SetupError, match=r"islands\.count = 2 .* 1 when batch\.warmup_steps is 2"):
         replace(audit_run(stages=2, steps=4), batch=spec, islands=IslandsSpec(count=2, local_steps=1))
+
+
+def test_there_are_no_more_cells_than_a_record_can_name() -> None:
+    """Who reads the records of a run asks for each: of two millions that took half a minute, and a GB."""
+    run = replace(audit_run(stages=1024, steps=4), islands=IslandsSpec())
+    most = replace(run.batch, microbatches_per_step=64)
+    assert replace(run, batch=most, islands=IslandsSpec(count=64, local_steps=1)).cells == MAX_CELLS
+    more = replace(run.batch, microbatches_per_step=2048)
+    with pytest.raises(SetupError, match=r"^islands\.count = 2048 .* must be at most 64 with 1024 stages"):
+        replace(run, batch=more, islands=IslandsSpec(count=2048, local_steps=1))
 
 
 def test_samples_that_code_makes_need_no_length() -> None:

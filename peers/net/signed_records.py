@@ -21,7 +21,7 @@ from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signatu
 from peers.net.lookup import MAX_LEVEL, StageKey, homes
 from swarm.errors import MALFORMED, Refused, SetupError
 from swarm.ids import PeerId, Stage
-from swarm.manifest import id_of, parse_run
+from swarm.manifest import MAX_CELLS, id_of, parse_run
 from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State, Voucher
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
@@ -48,7 +48,7 @@ class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A `PeerRecord` in the DHT. New fields come last, with defaults: readers ignore unknown ones."""
 
     run: str
-    stage: Annotated[Stage, msgspec.Meta(ge=NO_STAGE, lt=65536)]
+    stage: Annotated[Stage, msgspec.Meta(ge=NO_STAGE, lt=MAX_CELLS)]
     level: Annotated[int, msgspec.Meta(ge=0, le=MAX_LEVEL)]
     state: State
     version: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 48)]

@@ -3896,6 +3896,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Who hands out a model has it write to the clipboard of all that try it.",
         ("test_generate",),
     ),
+    Mutation(
+        "any-number-of-cells",
+        "swarm/manifest/run.py",
+        "if self.S * count > MAX_CELLS:",
+        "if False:",
+        "A stranger's manifest has who looks at its run ask for millions of records, and hear nobody.",
+        ("test_directory",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

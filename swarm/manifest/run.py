@@ -32,6 +32,9 @@ MAX_MANIFEST_BYTES = 16_000
 MAX_TOLD = 256 * 8192
 """Stages times microbatches of a step, of which the run coordinator says what is lacking: 256 kB of bits."""
 
+MAX_CELLS = 1 << 16
+"""Stages of all islands together: a record names no more, and who reads them asks for each."""
+
 NO_ISLAND = -1
 """The number of a run that is no island of another."""
 
@@ -157,6 +160,8 @@ class Run(Spec):
         count, window = self.islands.count, self.islands.local_steps + 1
         if window > self.steps:
             raise self.islands.wrong("local_steps", f"below steps ({self.steps}), or islands never meet")
+        if self.S * count > MAX_CELLS:
+            raise self.islands.wrong("count", f"at most {MAX_CELLS // self.S} with {self.S} stages")
         if self.M % count:
             raise self.islands.wrong("count", f"a divisor of batch.microbatches_per_step ({self.M})")
         if self.delayed_updates:
