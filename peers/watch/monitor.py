@@ -32,6 +32,11 @@ MAX_ASKED = 32
 """At once: those that hang are waited for."""
 ASK_S = 4.0
 """Longer than the silence limit of a connection, so that a hung peer is named as such."""
+MAX_ASKED_ONCE = 256
+"""By one look at a run. Each takes some files, of which a process may open 1024, and who has no work to show
+may announce any number."""
+VOICED_SHARE = 4
+"""Of so many questions one is for those whose word does not count, be they ever so many."""
 MAX_REASONS = 20
 
 
@@ -127,11 +132,13 @@ class Monitor:
 
     async def once(self, *, calls: bool = True) -> Observation:
         """The run by all of its records and, unless no `calls` are wanted, by each peer's own answer; all are
-        asked at once.
+        asked at once, of very many first those whose word counts.
         """
         await self._directory.lookup_all()
         if calls:
-            await asyncio.gather(*map(self._ask, self._askable().values()))
+            voice, askable = self._voices.of_all(), self._askable()
+            asked = sorted(askable, key=lambda peer: peer not in voice)[:MAX_ASKED_ONCE]
+            await asyncio.gather(*(self._ask(askable[peer]) for peer in asked))
         return self._observe()
 
     def _askable(self) -> dict[PeerId, PeerRecord]:
@@ -161,14 +168,16 @@ class Monitor:
         )  # fmt: skip
 
     def _ask_some(self) -> None:
-        """Ask the peers that have waited longest."""
+        """Ask the peers that have waited longest, and first those whose word counts."""
         now = time.monotonic()
         records = self._askable()
         self._ask_at = {peer: self._ask_at.get(peer, 0.0) for peer in records}
         self._told = {peer: version for peer, version in self._told.items() if peer in records}
         due = [peer for peer, at in self._ask_at.items() if at <= now and peer not in self._asked]
-        room = min(MAX_ASKED_EACH, MAX_ASKED - len(self._asked))
-        for peer in sorted(due, key=lambda peer: (self._ask_at[peer], peer))[: max(0, room)]:
+        room = max(0, min(MAX_ASKED_EACH, MAX_ASKED - len(self._asked)))
+        due.sort(key=lambda peer: (self._ask_at[peer], peer))
+        first = [peer for peer in due if peer in self._voice][: room - room // VOICED_SHARE]
+        for peer in [*dict.fromkeys((*first, *due))][:room]:
             self._asked[peer] = asyncio.create_task(self._ask(records[peer]))
 
     async def _ask(self, record: PeerRecord) -> None:

@@ -3904,6 +3904,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger's manifest has who looks at its run ask for millions of records, and hear nobody.",
         ("test_directory",),
     ),
+    Mutation(
+        "one-look-asks-everybody",
+        "peers/watch/monitor.py",
+        "key=lambda peer: peer not in voice)[:MAX_ASKED_ONCE]",
+        "key=lambda peer: peer not in voice)",
+        "A crowd of strangers has `swarm status` run out of files, and find no honest peer.",
+        ("test_monitor",),
+    ),
+    Mutation(
+        "ask-a-crowd-before-those-with-voice",
+        "peers/watch/monitor.py",
+        "[peer for peer in due if peer in self._voice]",
+        "[]",
+        "The dashboard asks strangers for hours before an honest peer has its turn.",
+        ("test_monitor",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

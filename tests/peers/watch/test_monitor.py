@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from peers.ports import Answer, Request
 from peers.watch import monitor
 from peers.watch.monitor import Monitor, ask_one
 from swarm.errors import PeerGone
-from swarm.manifest import demo_run
+from swarm.manifest import AdmissionSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
@@ -25,6 +26,10 @@ from tests.peers.network import CalmNetwork
 pytestmark = pytest.mark.virtual_time
 
 RUN = demo_run(stages=2, steps=40)
+
+
+FOUNDER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+FOUNDED = replace(RUN, admission=AdmissionSpec(founders=(FOUNDER,)))
 
 
 def record(peer: str, stage: int) -> PeerRecord:
@@ -42,8 +47,8 @@ def status(peer: str, stage: int) -> PeerStatus:
 class Scene:
     """Peers that answer, a monitor that looks at them, and what it sees."""
 
-    def __init__(self, network: CalmNetwork) -> None:
-        self.network = network
+    def __init__(self, network: CalmNetwork, run: Run = RUN) -> None:
+        self.network, self.run = network, run
         self.asked: Counter[str] = Counter()
         self.looks: list[Observation] = []
         self.refused: dict[str, int] = {}
@@ -97,7 +102,7 @@ class Scene:
 
         watcher.transport.call = counted  # type: ignore[method-assign]
         looking = Monitor(
-            RUN, watcher.transport, watcher.directory, self.take, refused=lambda: self.refused, **pace
+            self.run, watcher.transport, watcher.directory, self.take, refused=lambda: self.refused, **pace
         )
         task = asyncio.create_task(looking.run())
         try:
@@ -150,6 +155,23 @@ async def test_of_many_peers_a_few_are_asked_per_look_and_all_have_their_turn(sc
     assert max(len(look.statuses) for look in scene.looks) <= monitor.MAX_ASKED_EACH
     assert len(scene.looks) >= 103 // monitor.MAX_ASKED_EACH
     assert max(scene.asked.values()) <= 2
+
+
+async def test_of_a_crowd_those_whose_word_counts_are_asked_first() -> None:
+    """At once nobody is asked in vain: each question takes files, of which a program may open 1024."""
+    network = CalmNetwork(silence_s=0.05)
+    scene = Scene(network, FOUNDED)
+    for i in range(monitor.MAX_ASKED_ONCE):
+        await scene.add(f"a-stranger-{i}", i % 2)
+    await scene.add(FOUNDER, 0)
+    look = await Monitor(FOUNDED, scene.watcher.transport, scene.watcher.directory).once()
+    assert len(look.records) == monitor.MAX_ASKED_ONCE + 1
+    assert scene.asked[FOUNDER] and scene.asked.total() == monitor.MAX_ASKED_ONCE
+    scene.asked.clear()
+    async with scene.watched(peer_every_s=0.0):
+        await scene.until(lambda: scene.asked[FOUNDER] >= 5)
+        assert 10 <= len(scene.asked) < 100, "the others have their turn, too"
+    await network.close()
 
 
 async def test_those_that_hang_hold_nobody_up_and_are_few_at_a_time(scene: Scene) -> None:
