@@ -176,6 +176,9 @@ def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Netw
     if isinstance(seen, Network):
         return seen, [], ""
     there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
+    if seen.voice:  # anybody announces thousands, for which one would search for hours
+        known = seen.voice.keys() | {status.peer for status in seen.statuses}
+        there = {peer: record for peer, record in there.items() if peer in known}
     serving = [record for peer, record in there.items() if peer not in seen.silent]
     if not serving:
         raise SetupError("nobody serves the run now: there is nobody to plan for")

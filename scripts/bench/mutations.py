@@ -3920,6 +3920,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "The dashboard asks strangers for hours before an honest peer has its turn.",
         ("test_monitor",),
     ),
+    Mutation(
+        "plan-for-whoever-is-announced",
+        "peers/programs/plan.py",
+        "    if seen.voice:  #",
+        "    if False:  #",
+        "A crowd of strangers has `swarm plan` search for hours, for machines that are not there.",
+        ("test_plan",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

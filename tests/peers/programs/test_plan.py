@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -383,6 +384,17 @@ def test_the_peers_of_a_run_are_planned_for_with_what_they_measured() -> None:
     said = render(answer, ASKED, network, job)
     assert f"as the peers are now: {answer.now_s:.3g} s" in said
     assert "8 of 15 pairs of peers measured, the others estimated" in said
+
+
+def test_strangers_that_nobody_asked_are_not_planned_for() -> None:
+    """A search for thousands of machines takes hours, and anybody can announce them."""
+    known = view_of(peer("a", 0), peer("b", 1), peer("c", 2), peer("asked", 2))
+    crowd = view_of(*(peer(f"s{i}", i % 3) for i in range(9)))
+    view = msgspec.structs.replace(
+        known, records=(*known.records, *crowd.records), voice={"a": 20, "b": 20, "c": 20}
+    )
+    _, network, _ = plan_view(ASKED, view, seed=1, budget_s=0.0)
+    assert [device.name for device in network.devices] == ["a", "b", "c", "asked"]
 
 
 def test_a_run_with_an_empty_stage_is_planned_for_too() -> None:
