@@ -21,6 +21,7 @@ from swarm.errors import SetupError
 from swarm.manifest import (
     MAX_CELLS,
     MAX_MANIFEST_BYTES,
+    MAX_ROTATIONS,
     PRESETS,
     AdmissionSpec,
     BatchSpec,
@@ -336,6 +337,16 @@ def test_a_batch_warm_up_grows_from_fewer_microbatches(steps: int, first: int, m
     spec = BatchSpec(microbatch_size=1, microbatches_per_step=4, warmup_steps=2, warmup_microbatches=1)
     with pytest.raises(SetupError, match=r"islands\.count = 2 .* 1 when batch\.warmup_steps is 2"):
         replace(audit_run(stages=2, steps=4), batch=spec, islands=IslandsSpec(count=2, local_steps=1))
+
+
+def test_the_table_of_rotary_positions_is_of_a_bounded_size() -> None:
+    """Each peer makes it before it can know whether its stage fits: 275 GB were asked for, of one key."""
+    model = replace(demo_run().built_in, stages=1, layers=1, hidden=65_536, heads=256)
+    long = replace(demo_run(), model=model, data=DataSpec(source="tales", sequence_length=1 << 20))
+    assert long.data.sequence_length * 256 == MAX_ROTATIONS
+    with pytest.raises(SetupError, match=r"^data\.sequence_length = .* must be at most 524288 with so"):
+        replace(long, model=replace(model, heads=128))
+    assert replace(long, model=replace(model, heads=1, positions="learned"))
 
 
 def test_there_are_no_more_cells_than_a_record_can_name() -> None:

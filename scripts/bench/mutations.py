@@ -3928,6 +3928,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A crowd of strangers has `swarm plan` search for hours, for machines that are not there.",
         ("test_plan",),
     ),
+    Mutation(
+        "a-table-of-positions-of-any-size",
+        "swarm/manifest/run.py",
+        "            if self.data.sequence_length > most:",
+        "            if False:",
+        "A stranger's manifest fills the memory of who joins, before it can see whether its stage fits.",
+        ("test_directory",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 # ruff: noqa: F401  this is what others import
 from swarm.manifest.examples import audit_run, demo_run
-from swarm.manifest.run import MAX_CELLS, MAX_MANIFEST_BYTES, NO_ISLAND, Run, id_of
+from swarm.manifest.run import MAX_CELLS, MAX_MANIFEST_BYTES, MAX_ROTATIONS, NO_ISLAND, Run, id_of
 from swarm.manifest.tables import (
     MAX_FOUNDERS,
     AdmissionSpec,

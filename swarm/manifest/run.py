@@ -32,6 +32,10 @@ MAX_MANIFEST_BYTES = 16_000
 MAX_TOLD = 256 * 8192
 """Stages times microbatches of a step, of which the run coordinator says what is lacking: 256 kB of bits."""
 
+MAX_ROTATIONS = 1 << 28
+"""Tokens of a sample times channels of a head, of which each peer has a table, of 1 GB: before it can know
+whether its stage fits."""
+
 MAX_CELLS = 1 << 16
 """Stages of all islands together: a record names no more, and who reads them asks for each."""
 
@@ -110,6 +114,10 @@ class Run(Spec):
         if self.data.document_mask and self.model.kind != "gpt":
             allowed = f'false when model.kind is "{self.model.kind}": only the built-in decoder has that mask'
             raise self.data.wrong("document_mask", allowed)
+        if isinstance(self.model, ModelSpec) and (self.model.kind, self.model.positions) == ("gpt", "rotary"):
+            most = MAX_ROTATIONS * self.model.heads // self.model.hidden
+            if self.data.sequence_length > most:
+                raise self.data.wrong("sequence_length", f"at most {most} with so wide heads (model.heads)")
         if self.data.eos >= self.model.vocab_size:
             raise self.data.wrong("eos", f"less than model.vocab_size ({self.model.vocab_size})")
         if self.data.source == "code":
