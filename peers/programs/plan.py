@@ -19,6 +19,7 @@ import numpy as np
 from peers.islands import planning as plan_islands
 from peers.islands.planning import IslandsAnswer, islands_of
 from peers.programs.descriptions import as_now, heading, job_of, load_devices, read_text, shown_names
+from peers.programs.roles import check_code
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from peers.progress import spending
@@ -79,6 +80,7 @@ async def run_plan(options: PlanOptions) -> None:
         if not options.join:
             raise SetupError("--run needs --join: the address of a bootstrap or of any peer of that run")
         run, seen = await observe(options.run, options.join)
+        check_code(run, options.allow_code)  # it is built, to reckon its work
     else:
         if options.manifest is None or options.devices is None:
             raise SetupError(

@@ -450,6 +450,7 @@ class PlanOptions(MaybeMembership):
 
     manifest: Path | None = optional(arg.FILE, TERMS_HELP)
     devices: Path | None = optional(arg.FILE, "the machines and what lies between them (TOML)")
+    allow_code: tuple[str, ...] = repeated(arg.WORD, arg.ALLOW_HELP)
     seed: int = option(arg.SEED, "default: %(default)s", 0)
     budget: float = option(arg.SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
     survive_region: bool = switch(

@@ -29,7 +29,7 @@ from peers.clock import now_s
 from peers.device import choose_device
 from peers.events import Emit, Event, Note
 from peers.ports import Directory, Transport
-from peers.programs.manifest_pinning import import_handed
+from peers.programs.roles import check_code
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
 from peers.start_line import program
@@ -141,7 +141,7 @@ def fetched(options: Options) -> Iterator[tuple[Options, Run]]:
     """
     if not options.join:
         run = find_weights(options)
-        import_handed(run, options.allow_code)
+        check_code(run, options.allow_code)
         yield options, run
         return
     if options.run is None:

@@ -3936,6 +3936,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger's manifest fills the memory of who joins, before it can see whether its stage fits.",
         ("test_directory",),
     ),
+    Mutation(
+        "weights-call-any-code",
+        "peers/programs/trained.py",
+        "        check_code(run, options.allow_code)\n",
+        "",
+        "A stranger's model file has any function called that is installed here.",
+        ("test_generate",),
+    ),
+    Mutation(
+        "a-plan-calls-any-code",
+        "peers/programs/plan.py",
+        "        check_code(run, options.allow_code)  # it is built, to reckon its work\n",
+        "",
+        "Who plans for a stranger's run has any function called that is installed here.",
+        ("test_plan",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

@@ -21,7 +21,7 @@ from peers.programs.trained import fetched
 from peers.storage import RESULTS_ENV, checkpoint
 from peers.storage.weights import find_run, load_weights
 from swarm.errors import SetupError
-from swarm.manifest import Run, demo_run, pin
+from swarm.manifest import CustomModelSpec, Run, demo_run, pin
 from swarm.model.stage import StageCompute
 
 RUN = pin(
@@ -82,6 +82,19 @@ def test_the_command_prints_the_prompt_and_what_follows(
     assert len(first) > len("Hello you\n")
     assert main(argv) == Exit.OK
     assert capsys.readouterr().out == first
+
+
+def test_of_strangers_weights_no_code_is_called_that_is_not_allowed(tmp_path: Path) -> None:
+    """What is beside them names a function that is installed here."""
+    spec = CustomModelSpec(kind="code", source="no.such:function", stages=2)
+    run = replace(RUN, model=spec, data=replace(RUN.data, root=""))
+    (tmp_path / run.id).mkdir()
+    (tmp_path / run.id / "run.toml").write_text(run.to_toml())
+    options = GenerateOptions(checkpoint_dir=tmp_path, prompt="The ")
+    with pytest.raises(SetupError, match=r"names code that is installed here: no\.such:function\."):
+        fetched(options).__enter__()
+    with fetched(replace(options, allow_code=("no",))) as (_, found):
+        assert found == run
 
 
 def test_what_a_model_says_steers_no_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

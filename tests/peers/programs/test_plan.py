@@ -26,10 +26,12 @@ from peers.programs.plan import (
     plan_codecs,
     plan_view,
     render,
+    run_plan,
     with_codecs,
 )
+from peers.programs.tool_options import PlanOptions
 from swarm.errors import SetupError
-from swarm.manifest import CodecSpec, demo_run, parse_run
+from swarm.manifest import CodecSpec, CustomModelSpec, Run, demo_run, parse_run
 from swarm.monitoring.health import Observation
 from swarm.plan.network import Device, Network, read_devices
 from swarm.plan.overlapped import IDLE, Overlap
@@ -384,6 +386,21 @@ def test_the_peers_of_a_run_are_planned_for_with_what_they_measured() -> None:
     said = render(answer, ASKED, network, job)
     assert f"as the peers are now: {answer.now_s:.3g} s" in said
     assert "8 of 15 pairs of peers measured, the others estimated" in said
+
+
+async def test_of_a_run_no_code_is_called_that_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest is a stranger's, and names a function that is installed here."""
+    run = replace(ASKED, model=CustomModelSpec(kind="code", source="no.such:function", stages=3))
+
+    async def observed(*_: object) -> tuple[Run, Observation]:
+        return run, view_of(peer("a", 0), peer("b", 1), peer("c", 2))
+
+    monkeypatch.setattr("peers.programs.plan.observe", observed)
+    with pytest.raises(SetupError, match=r"names code that is installed here: no\.such:function"):
+        await run_plan(PlanOptions(run="f" * 32, join=("/ip4/1.2.3.4/tcp/5",)))
+    allowed = PlanOptions(run="f" * 32, join=("/ip4/1.2.3.4/tcp/5",), allow_code=("no",))
+    with pytest.raises(SetupError, match=r"^the model no\.such:function cannot be imported here"):
+        await run_plan(allowed)
 
 
 def test_strangers_that_nobody_asked_are_not_planned_for() -> None:
