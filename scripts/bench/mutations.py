@@ -3952,6 +3952,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Who plans for a stranger's run has any function called that is installed here.",
         ("test_plan",),
     ),
+    Mutation(
+        "adapters-of-any-size",
+        "swarm/model/graph/lora.py",
+        "    if max(numbers) > MAX_OF_LAYER or sum(numbers) > MAX_OF_ALL:",
+        "    if False:",
+        "A stranger's manifest fills the memory of who joins: 5 GB a layer, for rank 65536.",
+        ("test_lora",),
+    ),
     # --- the word of peers outside of steps ---
     Mutation(
         "sources-count-by-number",

@@ -21,6 +21,9 @@ from swarm.model.seeded_random import initial_normal
 A, B = "lora_A", "lora_B"
 """As peft calls them."""
 MAX_TOLD = 20
+MAX_OF_LAYER, MAX_OF_ALL = 1 << 26, 1 << 30
+"""Numbers in these matrices. Each peer makes all of them, before it can know whether its stage fits: the
+largest take a GB meanwhile."""
 
 
 def is_adapter(name: str) -> bool:
@@ -63,6 +66,12 @@ def adapt(module: nn.Module, spec: LoraSpec, seed: int) -> None:
                 f"lora.targets: {target!r} is no linear layer of the model; there are {_some(ends) or 'none'}"
             )
         chosen |= found
+    numbers = [spec.rank * sum(_sizes(part)) for part in chosen.values()]
+    if max(numbers) > MAX_OF_LAYER or sum(numbers) > MAX_OF_ALL:
+        raise SetupError(
+            f"lora.rank = {spec.rank}: its matrices have up to {max(numbers)} numbers beside a layer and "
+            f"{sum(numbers)} in all; at most {MAX_OF_LAYER} and {MAX_OF_ALL} are allowed"
+        )
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     scale = spec.alpha / spec.rank

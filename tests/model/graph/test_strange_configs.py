@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from swarm.errors import SetupError
+from swarm.manifest import LoraSpec
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
+from swarm.model.graph.lora import adapt
 from swarm.model.graph.model_source import MAX_LABELS, MAX_NUMBER, from_hf
 
 transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
@@ -50,3 +54,13 @@ def test_no_model_of_very_many_layers_is_built() -> None:
     too_many = "makes no model of this config: its code makes tensors by more than 100 calls"
     with seeded(0), lazy.noted(), pytest.raises(SetupError, match=too_many):
         from_hf({**GPT2, "n_layer": 50}, rows=1, length=4)
+
+
+@pytest.mark.parametrize(("layers", "rank"), [(1, 1 << 10), (40, 1 << 9)])
+def test_no_matrices_beside_layers_fill_the_memory(layers: int, rank: int) -> None:
+    """They are made before a peer can know whether its stage fits: of rank 65536 they took 5 GB a layer."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1 << 15, 1 << 16) for _ in range(layers)))
+    targets = tuple(map(str, range(layers)))
+    with pytest.raises(SetupError, match=rf"^lora\.rank = {rank}: its matrices have up to .* are allowed"):
+        adapt(model, LoraSpec(rank=rank, targets=targets), seed=0)
