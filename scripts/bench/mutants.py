@@ -53,6 +53,7 @@ RINGS = ("pure", "peers", "sim")
 PURE = {
     "swarm": ("tests/test_data.py", "tests/test_run.py"),
     "swarm/audit": ("tests/audit",),
+    "swarm/manifest": ("tests/test_run.py",),
     "swarm/model": (
         "tests/model/test_stage.py",
         "tests/model/test_fixed_point.py",

@@ -3921,7 +3921,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_monitor",),
     ),
     Mutation(
-        "plan-for-whoever-is-announced",
+        "plan-for-all-that-are-announced",
         "peers/programs/plan.py",
         "    if seen.voice:  #",
         "    if False:  #",
