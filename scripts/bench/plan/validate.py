@@ -15,8 +15,8 @@ forward, each backward, and the forward, loss and backward of the last stage tog
 seconds on the device thread (SWARM_JOB_S), more than what it really computes. So routing, queues, transfers,
 all-reduces and the ends of steps are compared, and the arithmetic is not, as long as the machine has cores
 for all: `cores` is the share of their time that anything used meanwhile, whatever it was. A microbatch costs
-70 to 110 ms of a core, all of its stages, calls and packets together, so that two cores that play six peers
-are the limit where jobs take 50 ms (0.9 and more), and the comparison says nothing of the simulation.
+70 to 120 ms of a core, all of its stages, calls and packets together, so that two cores that play six peers
+are too few while microbatches are computed, where jobs take 50 ms.
 `--slower` has jobs and lines and their delays so many times slower, and all as long as that. The simulations
 get the same times, bytes and lines (less the headers of TCP/IP), the same window, and no other
 number: nothing was fitted.
