@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peers.evaluation.data import pinned_eval
 from swarm.errors import SetupError
-from swarm.installed import import_file, is_file_name
+from swarm.installed import ENTRY_POINTS, check_allowed, import_file, is_file_name
 from swarm.manifest import CustomModelSpec, Run
 
 if TYPE_CHECKING:
@@ -97,13 +98,16 @@ def _with_start(run: Run, folder: Path | None) -> Run:
     return run
 
 
-def import_handed(run: Run, allow_code: Sequence[str]) -> None:
-    """Import the owner's files that the manifest names functions of.
+def check_code(run: Run, allow_code: Sequence[str]) -> None:
+    """Import the files that the user was handed for this run.
 
     Raises:
-        SetupError: a file is not the one that the manifest means, or fails.
+        SetupError: a manifest names code that neither the user nor its package lets it name; or a file is not
+            the one that it means, or fails.
     """
     files = {Path(word).stem: Path(word) for word in allow_code if is_file_name(word)}
+    declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
+    check_allowed(run.code, (*allow_code, *files, *declared))
     model = run.model
     source, version = (model.source, model.version) if isinstance(model, CustomModelSpec) else ("", "")
     for spec in run.code:

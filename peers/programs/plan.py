@@ -19,7 +19,7 @@ import numpy as np
 from peers.islands import planning as plan_islands
 from peers.islands.planning import IslandsAnswer, islands_of
 from peers.programs.descriptions import as_now, heading, job_of, load_devices, read_text, shown_names
-from peers.programs.roles import check_code
+from peers.programs.manifest_pinning import check_code
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from peers.progress import spending

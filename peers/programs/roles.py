@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
@@ -34,7 +33,7 @@ from peers.options import (
 )
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
-from peers.programs.manifest_pinning import import_handed
+from peers.programs.manifest_pinning import check_code
 from peers.programs.stage_choice import check_stages, choose_stage, unserved
 from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program, start_line
 from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
@@ -43,7 +42,6 @@ from peers.waiting import end_tasks, happens, unless
 from swarm.charter import Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError, count, stages_named
 from swarm.ids import Stage
-from swarm.installed import ENTRY_POINTS, check_allowed, is_file_name
 from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
@@ -279,19 +277,6 @@ async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
             f"run {run.id} does not say which data or model it has: its owner has to publish it anew"
         )
     return run
-
-
-def check_code(run: Run, allow_code: Sequence[str]) -> None:
-    """Import the files that the user was handed for this run.
-
-    Raises:
-        SetupError: a manifest names code that neither the user nor its package lets it name; or a file is not
-            the one that it means.
-    """
-    declared = [entry.value for entry in entry_points(group=ENTRY_POINTS)] if run.code else []
-    files = [Path(word).stem for word in allow_code if is_file_name(word)]
-    check_allowed(run.code, (*allow_code, *files, *declared))
-    import_handed(run, allow_code)
 
 
 def device_named(name: str) -> str:

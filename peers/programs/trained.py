@@ -29,7 +29,7 @@ from peers.clock import now_s
 from peers.device import choose_device
 from peers.events import Emit, Event, Note
 from peers.ports import Directory, Transport
-from peers.programs.roles import check_code
+from peers.programs.manifest_pinning import check_code
 from peers.programs.tool_options import EvalOptions, ExportOptions, GenerateOptions, ModelOptions
 from peers.progress import Bar
 from peers.start_line import program

@@ -16,7 +16,7 @@ from peers.audit.account import Account, Verify, account_of
 from peers.device import choose_device
 from peers.islands.directory import split_cell
 from peers.net import identity
-from peers.programs.roles import check_code
+from peers.programs.manifest_pinning import check_code
 from peers.programs.stage_choice import check_stages
 from peers.programs.tool_options import VerifyOptions
 from peers.progress import Bar

@@ -30,9 +30,10 @@ from peers import cli, options
 from peers.cli import COMMANDS, PROGRAMS, ROLES, UNLISTED, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
 from peers.options import description, options_from
-from peers.programs import roles, tool_options
+from peers.programs import manifest_pinning, roles, tool_options
 from peers.programs.fleet import Child
-from peers.programs.roles import check_code, manifest
+from peers.programs.manifest_pinning import check_code
+from peers.programs.roles import manifest
 from peers.storage import CACHE_ENV, RESULTS_ENV, cache_folder, results_folder
 from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
 from swarm.installed import check_allowed
@@ -847,7 +848,9 @@ def test_code_that_a_package_declares_for_swarms_needs_no_leave(monkeypatch: pyt
             return CODE
 
     declared = [EntryPoint("m", "cats.models:build", "swarm.models")]
-    monkeypatch.setattr(roles, "entry_points", lambda group: declared if group == "swarm.models" else [])
+    monkeypatch.setattr(
+        manifest_pinning, "entry_points", lambda group: declared if group == "swarm.models" else []
+    )
     with pytest.raises(SetupError, match=r"names code that is installed here: cats\.data:samples\."):
         asyncio.run(manifest(Node()))  # type: ignore[arg-type]
     for more, allowed in ((["cats.data:samples"], []), ([], ["cats.data"])):
