@@ -19,7 +19,6 @@ from swarm.audit.answers import FAR, NOISE, UNSURE, distance, is_far, norm
 from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
 from swarm.model.fixed_point import SCALE
-from swarm.model.gradient_sum import Gradients
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
 
@@ -46,7 +45,7 @@ class Recount:
         inputs: Sequence[Encoded],
         output_grads: Sequence[Encoded],
         lock: AbstractContextManager[object] = NO_LOCK,
-    ) -> Sequence[Encoded]:
+    ) -> list[Encoded]:
         """Compute a microbatch and add it; what its stage sends on. `lock`: held while the sum changes, where
         several compute.
 
@@ -54,8 +53,12 @@ class Recount:
             As `StageCompute.forward`, `gradients` and `add`.
         """
         compute, mb = self._compute, Microbatch(self._t, m)
-        outputs, found = _made(compute, mb, inputs, output_grads)
-        _, moves = _made(compute.nudged(), mb, inputs, output_grads)
+        if compute.stage == compute.run.S - 1:
+            outputs, found = list[Encoded](), compute.loss_gradients(mb, inputs, weights=True)
+        else:
+            fwd = compute.forward(mb, inputs)
+            outputs, found = fwd.outputs, compute.gradients(fwd, output_grads, weights=True)
+        moves = compute.nudged().gradients_of(mb, inputs, output_grads)
         moves.terms = {name: term - found.terms[name] for name, term in moves.terms.items()}
         with lock:
             before = self._part().clone()
@@ -124,13 +127,3 @@ class Recount:
 
     def _part(self) -> torch.Tensor:
         return self._compute.sums.of(self._t)[self._chunk]
-
-
-def _made(
-    compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded]
-) -> tuple[Sequence[Encoded], Gradients]:
-    """What a stage sends on of a microbatch, and what it adds."""
-    if compute.stage == compute.run.S - 1:
-        return [], compute.loss_gradients(mb, inputs, weights=True)
-    fwd = compute.forward(mb, inputs)
-    return fwd.outputs, compute.gradients(fwd, output_grads, weights=True)
