@@ -140,8 +140,7 @@ class Leases:
         now, why = now_s(), "this download was slower than any line, and others waited"
         for unread in [lease for lease in self.of(pool) if not lease.wanted(now)]:
             del self._leases[unread.opened.lease]
-            reading = [(peer, reader) for peer, reader in unread.readers.items() if not reader.done]
-            slow = [peer for peer, reader in reading if reader.too_slow(now)]
+            slow = [peer for peer, one in unread.readers.items() if not one.done and one.too_slow(now)]
             self._rests |= dict.fromkeys(slow, (now + REST_S, why))
         if len(self.of(pool)) >= most:
             raise NotReady(NO_PLACE, version=version, retry_after_s=1.0)

@@ -8010,7 +8010,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "anybodys-trainer-hides-that-there-is-none",
         "swarm/monitoring/aggregator.py",
-        " and seen in self._heard([seen, *self._fed()])",
+        " and self._is_heard(seen)",
         "",
         "A stranger that says it has a trainer hides that there is none.",
         ("test_status",),

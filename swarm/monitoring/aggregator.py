@@ -238,7 +238,7 @@ class Aggregator:
         self._take_work(status)
         if self._began is None or status.generation == self._position.generation:
             self._history.take(status, self._voice)
-        if status.stage in self._firsts and seen in self._heard([seen, *self._fed()]):
+        if status.stage in self._firsts and self._is_heard(seen):
             if status.trainers or (seen.before is not None and status.taken > seen.before.taken):
                 self._trainer_at = now
             for trainer in status.trainers:
@@ -313,6 +313,11 @@ class Aggregator:
         """The peers whose word counts."""
         said = {seen.record.peer: seen for seen in peers}
         return [said[peer] for peer in heard(said, self._voice)]
+
+    def _is_heard(self, seen: _Seen) -> bool:
+        """Whether what one to which trainers send says counts: without voice only if none has any."""
+        counts = self._voice.get
+        return bool(counts(seen.record.peer)) or not any(counts(s.record.peer) for s in self._fed())
 
     def _fed(self) -> Iterable[_Seen]:
         """The peers to which trainers send."""
