@@ -12,7 +12,7 @@ from peers.islands.directory import DirectoryView
 from peers.ports import Answer, Directory, Request, Transport
 from peers.status_query import MAX_VOICES, ask_convicted
 from peers.voices import Voices
-from peers.waiting import TaskKeeper, end_tasks
+from peers.waiting import TaskKeeper, unless
 from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -44,7 +44,7 @@ class Verdicts:
         """Whose contribution an auditor of the owner found false."""
         self._asking: set[PeerId] = set()
         self._left_out: dict[PeerId, asyncio.Future[None]] = {}
-        """Done for those that are: of all that were called."""
+        """Ends the calls to a peer when it is: of all that were called."""
         self.on_conviction: Callable[[PeerId], None] = lambda peer: None
         self._tasks = TaskKeeper()
 
@@ -54,8 +54,9 @@ class Verdicts:
             return
         self.convicted.add(accused)
         self._emit(events.Trouble(text=f"peer {short(accused)} is left out: {why}"))
-        if accused in self._left_out:
-            self._left_out[accused].set_result(None)
+        if (calls := self._left_out.get(accused)) is not None:
+            calls.set_exception(PeerGone(accused, "it is left out"))
+            calls.exception()  # perhaps none runs
         self.on_conviction(accused)
 
     async def while_trusted(self, peer: PeerId, call: Coroutine[Any, Any, T]) -> T:
@@ -64,16 +65,8 @@ class Verdicts:
         Raises:
             PeerGone: it was shown to lie meanwhile.
         """
-        calling = asyncio.ensure_future(call)
         left_out = self._left_out.setdefault(peer, asyncio.get_running_loop().create_future())
-        try:
-            await asyncio.wait({calling, left_out}, return_when=asyncio.FIRST_COMPLETED)
-            if not calling.done():
-                raise PeerGone(peer, "it is left out")
-            return calling.result()
-        finally:
-            if not calling.done():
-                await end_tasks([calling])
+        return await unless(left_out, call)
 
     def ask_soon(self, about: PeerId = "") -> None:
         """`ask`, or only `about` one peer, in the background."""

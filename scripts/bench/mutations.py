@@ -5367,7 +5367,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "calls-to-liars-are-waited-for",
         "peers/audit/verdicts.py",
-        "            self._left_out[accused].set_result(None)\n",
+        '            calls.set_exception(PeerGone(accused, "it is left out"))\n',
         "            pass\n",
         "A step waits for a peer that was left out, from which nobody takes anything.",
         ("test_judges",),
