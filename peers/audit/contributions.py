@@ -135,15 +135,6 @@ class SignedContribution(NamedTuple):
         return WrongContribution(accused=self.member, statement=self.said, signature=self.signature)
 
 
-class _Case(NamedTuple):
-    """What a member claims, and the chunk that is compared."""
-
-    claim: SignedContribution
-    parts: Sequence[Chunks]
-    chunk: torch.Tensor
-    recount: Recount
-
-
 class ContributionAudits:
     """This replica's part in the audits of what its stage adds."""
 
@@ -197,8 +188,9 @@ class ContributionAudits:
         except (SwarmError, RuntimeError):  # no memory for a copy
             return
         claim = SignedContribution(check.plan, place, *check.product_of(place))
-        case = _Case(claim, check.parts, chunk, Recount(compute, check.t, check.parts[part][index]))
-        self._task = asyncio.get_running_loop().create_task(self._audit(case))
+        recount = Recount(compute, check.t, check.parts[part][index])
+        work = self._audit(claim, check.parts, recount, chunk)
+        self._task = asyncio.get_running_loop().create_task(work)
 
     def _choose(self, check: SumCheck, strange: PeerId | None) -> PeerId | None:
         others = [
@@ -218,18 +210,22 @@ class ContributionAudits:
         toss = Toss("contribution", self._core.stage, check.t, f"{check.plan.round} {what}")
         return Coin(self._core.transport.signer, self._core.run.id, toss)
 
-    async def _audit(self, case: _Case) -> None:
-        claim, core = case.claim, self._core
-        member, t, microbatches = claim.member, claim.said.t, claim.microbatches
+    async def _audit(
+        self, claim: SignedContribution, parts: Sequence[Chunks], recount: Recount, chunk: torch.Tensor
+    ) -> None:
+        """`chunk`: what the member contributed where the recount compares."""
+        member, t, microbatches, core = claim.member, claim.said.t, claim.microbatches, self._core
         try:
-            found = await count_again(self._kept, core.device, case.recount, [member], microbatches)
+            found = await count_again(self._kept, core.device, recount, [member], microbatches)
         except SwarmError:
             if core.version <= t + 1 and core.life == "serving":  # else it need not keep them any more
                 self._charge(member, t)  # it is asked again in the next step, by all
                 self._audit_again(claim)
             return
         self.audited += 1
-        same, far = await asyncio.to_thread(self._compare, case)
+        same, far = await asyncio.to_thread(
+            lambda: (has_its_bits(recount, parts, claim.said), recount.is_far(chunk))
+        )
         if found.false or (far and not same):
             self._found(claim)
         elif not same and self._doubted.get(member, 0):
@@ -255,11 +251,6 @@ class ContributionAudits:
         """With the others, which have one round to hear of it."""
         self._suspects[claim.member] = self._core.version + 1
         self._convictions.pass_on(claim.accusation, [], to_all=False)
-
-    def _compare(self, case: _Case) -> tuple[bool, bool]:
-        """Whether the contribution has the very bits that were computed; whether its chunk is far off."""
-        recount = case.recount
-        return has_its_bits(recount, case.parts, case.claim.said), recount.is_far(case.chunk)
 
     def _charge(self, peer: PeerId, t: int) -> None:
         self._core.backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)
