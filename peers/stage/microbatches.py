@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -45,18 +44,6 @@ MAX_PEER_ID = 100
 """Characters. A peer id has 52."""
 MAX_WAITING = 256
 """Requests that wait for a step to open. They hold a header and no tensors."""
-
-
-class _SentOn(NamedTuple):
-    """A microbatch on its way to the next stage."""
-
-    fwd: Forward
-    came: bytes
-    """The digest of its inputs."""
-    onward: Work
-    sent: bytes
-    """The digest of its outputs."""
-    compute_s: float
 
 
 class MicrobatchServer:
@@ -309,14 +296,10 @@ class MicrobatchServer:
             fault_point("backward")
             named = self._receipts.came(work, inputs)
             found = self._core.compute.loss_gradients(mb, inputs, weights=step.may_add(work.m, now=now_s()))
-            grads_in = found.answer
-            receipt = self._receipts.give(mb, named, grads_in, found.loss)
-            compute_s = self._took_s()
-            hop = self._hop(own_s=now_s() - began, compute_s=compute_s, receipt=receipt)
-            answer = _done(found.loss, grads_in, hop)
+            receipt = self._receipts.give(mb, named, found.answer, found.loss)
+            answer = _done(found.loss, found.answer, self._hop(began, receipt))
             asked = (caller, work) if self._is_audited else None
-            seen = seen_in(found) if self._neighbours else None
-            return self._count(step, found, KeptMicrobatch(inputs, (), answer, grads_in, (), asked)), seen
+            return self._count(step, found, KeptMicrobatch(inputs, (), answer, found.answer, (), asked))
 
         kept, seen = await self._core.device.run(Rank.COMPUTE, work.t, compute)
         if self._neighbours and seen:
@@ -329,7 +312,8 @@ class MicrobatchServer:
         core = self._core
         began, through = now_s(), self._receipts.through(caller, work)
 
-        def forward() -> _SentOn:
+        def forward() -> tuple[Forward, bytes, Work, bytes, float]:
+            """Also the digests of what came and of what is sent on, and how long it took."""
             mb = self._alive(step, work)
             came = self._receipts.came(work, inputs)
             fwd = core.compute.forward(mb, inputs)
@@ -337,7 +321,7 @@ class MicrobatchServer:
             if self._is_audited and (work.m, came) not in step.sent_on:
                 sent_on = KeptMicrobatch(inputs, (), _done(0.0, ()), (), fwd.outputs, (caller, work))
                 step.send_on(work.m, came, sent_on)
-            return _SentOn(fwd, came, onward, sent, self._took_s())
+            return fwd, came, onward, sent, self._took_s()
 
         fwd, came, onward, sent, forward_s = await core.device.run(Rank.COMPUTE, work.t, forward)
         fault_point("forward")
@@ -354,17 +338,13 @@ class MicrobatchServer:
                 assert mb == fwd.mb
                 fault_point("backward")
                 found = core.compute.gradients(fwd, grads, weights=step.may_add(work.m, now=now_s()))
-                grads_in = found.answer
-                receipt = self._receipts.give(mb, came, grads_in, done.loss, sent, done)
-                compute_s = forward_s + self._took_s()
-                own_s = now_s() - began - behind_s
-                hop = self._hop(own_s=own_s, compute_s=compute_s, receipt=receipt)
-                answer = _done(done.loss, grads_in, hop, *done.hops)
-                kept = KeptMicrobatch(inputs, grads, answer, grads_in)
+                receipt = self._receipts.give(mb, came, found.answer, done.loss, sent, done)
+                hop = self._hop(began, receipt, forward_s=forward_s, behind_s=behind_s)
+                answer = _done(done.loss, found.answer, hop, *done.hops)
+                kept = KeptMicrobatch(inputs, grads, answer, found.answer)
                 if self._is_audited:
                     kept.outputs, kept.asked = fwd.outputs, (caller, work)
-                seen = seen_in(found) if self._neighbours else None
-                return self._count(step, found, kept), seen
+                return self._count(step, found, kept)
 
             try:
                 kept, seen = await core.device.run(Rank.COMPUTE, work.t, backward)
@@ -453,9 +433,11 @@ class MicrobatchServer:
             raise self._core.closed(step.t)
         return Microbatch(work.t, work.m)
 
-    def _count(self, step: OpenStep, found: Gradients, kept: KeptMicrobatch) -> KeptMicrobatch:
+    def _count(
+        self, step: OpenStep, found: Gradients, kept: KeptMicrobatch
+    ) -> tuple[KeptMicrobatch, Seen | None]:
         """Add a microbatch to the sum and the ledger, if it may count; if that breaks, both are lost."""
-        m = found.mb.m
+        m, seen = found.mb.m, seen_in(found) if self._neighbours else None
         with self._core.device.books:
             if found.terms_wanted and step.may_add(m, now=now_s()):
                 try:
@@ -468,17 +450,19 @@ class MicrobatchServer:
                 step.ledger.record(m)
             else:
                 step.put_by(kept)
-        return kept
+        return kept, seen
 
     def _took_s(self) -> float:
         """How long the running job, a forward or backward that is done, took."""
         job_point(self._core.device.elapsed_s())
         return self._core.device.elapsed_s()
 
-    def _hop(self, *, own_s: float, compute_s: float, receipt: Receipt | None) -> Hop:
-        core = self._core
+    def _hop(
+        self, began: float, receipt: Receipt | None, *, forward_s: float = 0.0, behind_s: float = 0.0
+    ) -> Hop:
+        core, compute_s = self._core, forward_s + self._took_s()
         return Hop(
-            stage=core.stage, peer=core.me, own_s=max(0.0, own_s), compute_s=compute_s,
+            stage=core.stage, peer=core.me, own_s=max(0.0, now_s() - began - behind_s), compute_s=compute_s,
             upload_s=self._upload_s, receipt=receipt,
         )  # fmt: skip
 
