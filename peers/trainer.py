@@ -29,8 +29,8 @@ from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
 from peers.status_query import holders, refusing, run_position
 from peers.voices import Voices
-from peers.vouching.answered import check_answer
 from peers.vouching.giver import VoucherGiver
+from peers.vouching.tickets import check_answer
 from peers.waiting import end_tasks, happens, report_bug
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count

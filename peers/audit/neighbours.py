@@ -15,7 +15,7 @@ import torch
 from peers.audit.asking import AuditCaller
 from peers.ports import Directory, Transport
 from peers.stage.open_step import KeptMicrobatch
-from swarm.audit.directions import Directions, sample_of
+from swarm.audit.screen import Directions, sample_of
 from swarm.audit.unusual import AnswerScreen, Honest
 from swarm.errors import PeerFault
 from swarm.ids import Microbatch, PeerId, Stage

@@ -17,9 +17,8 @@ from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, KeptMicrobatch, OpenStep
 from peers.stage.state import StageCore
 from peers.voices import REFRESH_S, Membership
-from peers.vouching.answered import check_answer
 from peers.vouching.receipts import Receipts, signed_inputs
-from peers.vouching.tickets import check_inputs, check_ticket
+from peers.vouching.tickets import check_answer, check_inputs, check_ticket
 from peers.waiting import TaskKeeper
 from swarm.audit import is_audited
 from swarm.data import most_proof_bytes, proof_bytes

@@ -1,4 +1,4 @@
-"""Tickets: a trainer's word for a microbatch, without which no stage computes it.
+"""Tickets: a trainer's word for a microbatch, without which no stage computes it; and the checks of answers.
 
 In a run whose manifest names trainers; what they prove, and what not: docs/design.md, *Work that is counted*.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peers.ports import Buffer
+from swarm.audit import is_audited
 from swarm.data import check_samples
-from swarm.errors import Refused
+from swarm.errors import BadAnswer, Refused
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Signer, is_signed, sign
-from swarm.wire.messages import Ticket, Work
-from swarm.wire.receipts import Asked, tensors_digest
+from swarm.wire.messages import Ticket, Work, WorkDone
+from swarm.wire.receipts import Asked, is_receipt, tensors_digest
 
 
 def ticket_for(signer: Signer, run: Run, mb: Microbatch, body: Sequence[Buffer], to: PeerId) -> Ticket:
@@ -56,3 +57,26 @@ def check_inputs(run: Run, stage: Stage, work: Work, body: Sequence[Buffer]) -> 
     named = len(input_metas(run, 0))  # of what enters a later stage the last one, the tokens
     if tensors_digest(work.tensors[-named:], body[-named:]) != ticket.inputs:
         raise Refused(f"what came for ({work.t}, {work.m}) is not what its ticket names")
+
+
+def check_answer(
+    signer: Signer, run: Run, peer: PeerId, stage: Stage, mb: Microbatch, sent: bytes, done: WorkDone,
+    body: Sequence[Buffer],
+) -> None:  # fmt: skip
+    """Check that an answer is as the peer of a stage signed it; and, where answers are audited, that it
+    answers what was `sent`, by its digest: of other inputs its caller could have nothing computed again.
+
+    Raises:
+        BadAnswer: it is not. In a run that names no trainers nothing is signed.
+    """
+    if not run.admission.trainers:
+        return
+    hop = done.hops[0] if done.hops else None
+    if hop is None or hop.receipt is None or (hop.peer, hop.stage) != (peer, stage):
+        raise BadAnswer(peer, "answered without a receipt of its own")
+    if hop.receipt.input_grads != tensors_digest(done.tensors, body):
+        raise BadAnswer(peer, "answered another gradient than its receipt names")
+    if not is_receipt(signer, peer, run.id, stage, mb, done.loss, hop.receipt):
+        raise BadAnswer(peer, "answered with a receipt that it did not sign")
+    if hop.receipt.inputs != sent and is_audited(run):
+        raise BadAnswer(peer, "answered something else than it was sent")

@@ -90,7 +90,7 @@ DIRECT_STREAM = "peers/net/direct/stream.py"
 NODES = "peers/net/dht_protocol.py"
 DIRECTORY = "peers/net/directory.py"
 RECEIPTS = "peers/vouching/receipts.py"
-ANSWERED = "peers/vouching/answered.py"
+TICKETS = "peers/vouching/tickets.py"
 RECEIPT = "swarm/wire/receipts.py"
 SUM_CHECK = "peers/audit/sum_check.py"
 SUM_AUDITS = "peers/audit/sums.py"
@@ -112,7 +112,6 @@ BLOCKS = "peers/storage/blocks.py"
 EXCHANGE = "peers/transfer/blocks.py"
 PROOFS = "swarm/protocol/proofs.py"
 GIVER = "peers/vouching/giver.py"
-TICKETS = "peers/vouching/tickets.py"
 OWN_VOUCHER = "peers/vouching/own.py"
 WORK_COUNT = "swarm/protocol/voice.py"
 
@@ -189,7 +188,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- work that is counted ---
     Mutation(
         "take-an-answer-without-its-receipt",
-        ANSWERED,
+        TICKETS,
         "hop is None or hop.receipt is None or (hop.peer, hop.stage) != (peer, stage)",
         "hop is None or hop.receipt is None",
         "A peer answers with the receipt of another one.",
@@ -197,7 +196,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "take-a-gradient-that-was-not-signed",
-        ANSWERED,
+        TICKETS,
         "if hop.receipt.input_grads != tensors_digest(done.tensors, body):",
         "if not hop.receipt.input_grads:",
         "A peer signs one gradient and sends another: its lie cannot be shown.",
@@ -205,7 +204,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "receipts-are-not-verified",
-        ANSWERED,
+        TICKETS,
         "if not is_receipt(signer, peer, run.id, stage, mb, done.loss, hop.receipt):",
         "if not hop.receipt.signature:",
         "A peer gives receipts under another's name, or of another microbatch.",
@@ -6082,7 +6081,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "answers-to-other-inputs",
-        ANSWERED,
+        TICKETS,
         "if hop.receipt.inputs != sent and is_audited(run):",
         "if False:",
         "A liar whose receipts name other inputs is audited by none that it answers.",

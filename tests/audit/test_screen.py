@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from swarm.audit.directions import Directions, sample_of
-from swarm.audit.screen import Screen
+from swarm.audit.screen import Directions, Screen, sample_of
 from swarm.audit.unusual import AnswerScreen
 
 MEMBERS = ("a", "b", "c", "d")
