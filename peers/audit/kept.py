@@ -74,11 +74,12 @@ class KeptWork:
             raise BadAnswer(peer, "keeps buffers that do not fit their tensors")
         return Shown(told, split[0], split[1])
 
-    def fed_by(self, peer: PeerId, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
-        """The one that signed what `peer` was sent; at stage 0 a trainer's ticket names that instead.
+    def signed_by(self, peer: PeerId, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
+        """The neighbours that signed what came in at `peer`, which cannot choose that later, to suit its sum.
+        What it was sent at stage 0 a trainer's ticket names instead.
 
         Raises:
-            Refused: it does not, or nobody signed it.
+            Refused: nobody signed it.
         """
         run, stage, told, signer = self._run, self._stage, shown.told, self._transport.signer
         work = told.work
@@ -87,15 +88,7 @@ class KeptWork:
         check_ticket(signer, run, work)
         if not was_fed(signer, run, stage, peer, told.caller, work, digest(shown.forth)):
             raise Refused(f"nobody sent these inputs of {mb}")
-        return [(told.caller, stage - 1)] if stage else []
-
-    def signed_by(self, peer: PeerId, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
-        """The neighbours that signed what came in at `peer`, which cannot choose that later, to suit its sum.
-
-        Raises:
-            Refused: nobody signed it.
-        """
-        return [*self.fed_by(peer, mb, shown), *self.answered_by(mb, shown)]
+        return [*([(told.caller, stage - 1)] if stage else []), *self.answered_by(mb, shown)]
 
     def answered_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
         """The one that signed the gradients; at the last stage there is none.

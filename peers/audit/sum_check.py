@@ -206,12 +206,10 @@ class SumCheck:
         self.nonces = {m: nonce for m, nonce in self.nonces.items() if self._is_sealed(m, nonce)}
         self._count_nonces()
 
-    def forged(self) -> tuple[int, int] | None:
-        """An owner that names a contribution which this member did not sign, and the place of it there."""
-        for place, (statement, _) in self.reduced.items():
-            if statement.contributions[self._me] != self._signed[place]:
-                return place, self._me
-        return None
+    def forger(self) -> int | None:
+        """The place of an owner that names a contribution which this member did not sign."""
+        there = self.reduced.items()
+        return next((p for p, (said, _) in there if said.contributions[self._me] != self._signed[p]), None)
 
     # -- nonces and products ------------------------------------------------------------------------
 

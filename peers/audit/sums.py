@@ -127,9 +127,8 @@ class SumAudits:
         """
         check.limit_s = limit_s
         check.agree()
-        forged = check.forged()
-        if forged is not None:
-            raise self._accuse_forger(check, *forged)
+        if (forger := check.forger()) is not None:
+            raise self._accuse_forger(check, forger)
         check.reveal()
         heard = asyncio.ensure_future(happens(check.heard, limit_s))
         work = [self._ask_until_heard(check, other) for other in self._others(check)]
@@ -355,11 +354,11 @@ class SumAudits:
                 return Answer(*say(Products(plan=check.plan, said=said)))
         raise NotReady(f"no products of step {ask.t} are known here", version=-1)
 
-    def _accuse_forger(self, check: SumCheck, place: int, member: int) -> PeerFault:
+    def _accuse_forger(self, check: SumCheck, place: int) -> PeerFault:
         """This member did not sign the contribution that an owner names as its own."""
-        reduced, signature = check.reduced[place]
-        owner = check.plan.members[place]
-        evidence = FalseContribution(accused=owner, statement=reduced, signature=signature, place=member)
+        (reduced, signature), owner = check.reduced[place], check.plan.members[place]
+        me = check.plan.members.index(self._transport.peer_id)
+        evidence = FalseContribution(accused=owner, statement=reduced, signature=signature, place=me)
         if proves(self._transport.signer, self._run, evidence, []):
             self._found(evidence, [])
         return BadAnswer(owner, "names a contribution that this peer did not send")

@@ -58,7 +58,6 @@ class PausedPeer:
         self._directory = own_directory(run, directory)
         self._since = unix_s()
         self._store = CheckpointStore(run, stage, settings.resumed_from)
-        self.stand_by(None, lambda event: None)
         self._keep(kept)
 
     def _keep(self, kept: Snapshot | None) -> None:
@@ -66,12 +65,12 @@ class PausedPeer:
         for version, tensors in (*kept.pinned.items(), (kept.version, kept.tensors)) if kept else ():
             self._store.pin(version, tensors)
 
-    def stand_by(self, spare: Spare | None, emit: Emit) -> None:
-        """`spare`: it is paused because a step takes longer with it, not (or not only) by its owner."""
-        self.spare, self._emit = spare, emit
+    async def begin(self, spare: Spare | None, emit: Emit) -> None:
+        """Take the place of the `StagePeer` that served here: from now on no caller needs it.
 
-    async def begin(self) -> None:
-        """Take the place of the `StagePeer` that served here: from now on no caller needs it."""
+        `spare`: it is paused because a step takes longer with it, not (or not only) by its owner.
+        """
+        self.spare, self._emit = spare, emit
         for method in ABSENT:
             self._transport.serve(method, self._refuse, max_body_bytes=_ANY_BYTES)
         self._transport.serve("status", self._serve_status)
@@ -170,8 +169,7 @@ async def serve(
         if owner.paused:
             resumes = True
             holder = hold(stage, kept)
-            holder.stand_by(spare, emit)
-            await holder.begin()
+            await holder.begin(spare, emit)
             gc.collect()  # tensors that only a circle of references holds are on the device all the same
             release_cached(device)
             paused = Paused(

@@ -3247,7 +3247,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "forged-contribution-taken",
         SUM_AUDITS,
-        "        if forged is not None:\n",
+        "        if (forger := check.forger()) is not None:\n",
         "        if False:\n",
         "An owner blames a member for what it added itself.",
         ("test_false_sums",),

@@ -447,8 +447,7 @@ class RunCoordinator:
         for t in sorted({due, oldest, *range(version, version + ahead + 1)}):
             if t >= self._run.steps:
                 continue
-            views = {stage: _summary_of(summary, t) for stage, summary in summaries.items()}
-            known = {stage: view for stage, view in views.items() if view is not None}
+            known = {s: view for s, said in summaries.items() if (view := _summary_of(said, t)) is not None}
             if t in (due, oldest):  # steps are taken in their order
                 commit = rounds.decide_commit(t, self._run.S, known, self._agreed.commits)
                 if commit is not None and believes(commit):

@@ -129,7 +129,8 @@ class Ledger:
 
     def claim(self, m: int) -> Claim:
         """Ask to compute `m`; the caller computes it only on `NEW`."""
-        self._check(m)
+        if not 0 <= m < self.microbatches:
+            raise ValueError(f"microbatch {m} is not in 0 … {self.microbatches - 1}")
         if self.done >> m & 1:
             return Claim.DONE
         if self.in_progress >> m & 1:
@@ -180,10 +181,6 @@ class Ledger:
         self._may_change()
         self.done = 0
         self.frozen_for = None
-
-    def _check(self, m: int) -> None:
-        if not 0 <= m < self.microbatches:
-            raise ValueError(f"microbatch {m} is not in 0 … {self.microbatches - 1}")
 
 
 def everything(microbatches: int) -> int:
