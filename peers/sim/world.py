@@ -66,11 +66,6 @@ class World:
         self.calm_s = max([setting.faults_within_s, *ends])
         self.over = False
 
-    @property
-    def violation(self) -> str:
-        """What went wrong; empty: nothing."""
-        return self.swarm.violation
-
     def play(self) -> Outcome:
         swarm, loop = self.swarm, self.swarm.loop
         with ExitStack() as stack:

@@ -33,6 +33,13 @@ CHUNK_BYTES = 1 << 20
 """One read or write: large enough that Python costs nothing, small enough to stay in the cache."""
 
 
+def unlink(*paths: Path) -> None:
+    """Remove files, where that can be: others may have, and what cannot be removed does no harm."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
     """A new file in `folder`, open for reading and writing, and its temporary path.
@@ -49,8 +56,7 @@ def replacing(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield file, path
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        unlink(path)
 
 
 def commit(file: BinaryIO, temporary: Path, final: Path) -> None:

@@ -169,8 +169,7 @@ class Blocks:
 
     def _forget(self, block: int) -> None:
         self._inside_again.cache_clear()
-        with contextlib.suppress(OSError):
-            self._path(block).unlink()
+        atomic_file.unlink(self._path(block))
 
     def _inside(self, block: int) -> list[bytes]:
         try:
@@ -344,8 +343,7 @@ class Blocks:
         for _, length, path in sorted(found):
             if self._written <= KEPT * self._most:
                 break
-            with contextlib.suppress(OSError):
-                path.unlink()
+            atomic_file.unlink(path)
             self._written -= length
 
     def _there(self) -> list[tuple[float, int, Path]]:

@@ -88,23 +88,18 @@ class Checkpoint:
             raise _KIND.damaged(path, "its digest is not 64 hex digits")
         return index
 
-    def check(self) -> None:
-        """Read it through, unless this very file was found whole before: a keeper is asked often.
-
-        Raises:
-            Damaged: missing, of another run, or damaged.
-        """
-        index = self._index()
-        path = self._tensors_path(index.sha256)
-        try:
-            now = path.stat()
-        except OSError as error:
-            raise _KIND.unreadable(path, error) from None
-        _verified(path, now.st_ino, now.st_size, now.st_mtime_ns, index.sha256, index.bytes)
-
     def is_whole(self, tell: Tell = unheard) -> bool:
+        """Whether it is there, of this run and undamaged; `tell`: why not. It is read, unless this very file
+        was found whole before: a keeper is asked often.
+        """
         try:
-            self.check()
+            index = self._index()
+            path = self._tensors_path(index.sha256)
+            try:
+                now = path.stat()
+            except OSError as error:
+                raise _KIND.unreadable(path, error) from None
+            _verified(path, now.st_ino, now.st_size, now.st_mtime_ns, index.sha256, index.bytes)
         except Damaged as damaged:
             tell(damaged.text)
             return False
@@ -219,7 +214,7 @@ class Checkpoint:
             safetensors_file.write_json(self.path, index)
         except OSError:
             if written is not None and not self.is_whole():
-                _unlink(written)
+                atomic_file.unlink(written)
             for empty in (where, self._root):  # rmdir refuses a folder with anything in it
                 with contextlib.suppress(OSError):
                     empty.rmdir()
@@ -246,17 +241,11 @@ class Checkpoint:
 
     def _remove(self) -> None:
         """The index first: without it the rest is no checkpoint, so a kill in between leaves no half."""
-        _unlink(self.path)
+        atomic_file.unlink(self.path)
         with contextlib.suppress(OSError):  # replicas that save to the same folder prune it too
-            _unlink(*self._folder.glob(f"stage-{self._stage}-*.safetensors"))
+            atomic_file.unlink(*self._folder.glob(f"stage-{self._stage}-*.safetensors"))
         with contextlib.suppress(OSError):
             self._folder.rmdir()
-
-
-def _unlink(*paths: Path) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 @lru_cache(maxsize=4096)  # what raises is not remembered

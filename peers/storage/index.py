@@ -8,7 +8,6 @@ found when it is used. Addresses are no part of what is pinned; more may be adde
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import weakref
@@ -177,8 +176,7 @@ class TreeFile:
         if not fetch.is_far(self._address):
             raise self.damaged()
         log.warning("%s is damaged: fetching it again", self._copy)
-        with contextlib.suppress(OSError):
-            self._copy.unlink()
+        atomic_file.unlink(self._copy)
         self._open()
 
     def damaged(self) -> SetupError:
@@ -200,16 +198,13 @@ class TreeFile:
         with atomic_file.as_setup_error("cannot keep the index", remedy, folder=folder):
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_file.writing(self._copy) as file:
-                for at in range(0, self._length, _AT_ONCE):
-                    atomic_file.write_all(file, self._nodes(at))
-
-    def _nodes(self, start: int) -> bytearray:
-        end = min(self._length, start + _AT_ONCE)
-        with self._reading():
-            nodes = fetch.read(self._address, start, end)
-        if len(nodes) < end - start:
-            raise self.damaged()
-        return nodes
+                for start in range(0, self._length, _AT_ONCE):
+                    end = min(self._length, start + _AT_ONCE)
+                    with self._reading():
+                        nodes = fetch.read(self._address, start, end)
+                    if len(nodes) < end - start:
+                        raise self.damaged()
+                    atomic_file.write_all(file, nodes)
 
     def _reading(self) -> AbstractContextManager[None]:
         return atomic_file.as_setup_error(f"cannot read {self._address}")

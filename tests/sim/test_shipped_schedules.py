@@ -104,7 +104,7 @@ def test_a_finished_run_goes_back_only_with_a_trainer() -> None:
     waits = story.index("going back to 0 waits for a trainer, and the other stages keep theirs")
     assert "t0 goes home" in story[:waits] and "back to the checkpoint" not in story[:waits]
     assert "back to the checkpoint of step 0" in story[waits:], "a trainer that comes later helps"
-    assert not world.violation, story
+    assert not world.swarm.violation, story
 
 
 def first_with(wanted: Callable[[Setting], bool]) -> Setting:
