@@ -71,7 +71,7 @@ class SumCheck:
         """All nonces are here."""
         self.projected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """This member has said its products."""
-        self._said: dict[int, Projecting] = {}
+        self._said: dict[PeerId, Projecting] = {}
         """What the members signed of their products."""
         self.heard = asyncio.Event()
         """All products are here."""
@@ -274,13 +274,13 @@ class SumCheck:
 
     def note(self, member: PeerId, told: Projecting) -> None:
         """Note what a member, or this one, says of its products."""
-        self._said[self.plan.members.index(member)] = told
+        self._said[member] = told
         if len(self._said) == len(self.plan.members):
             self.heard.set()
 
     def lacking(self) -> tuple[PeerId, ...]:
         """The members whose products are not here."""
-        return tuple(m for place, m in enumerate(self.plan.members) if place not in self._said)
+        return tuple(member for member in self.plan.members if member not in self._said)
 
     def mismatch(self, reduced: torch.Tensor) -> tuple[int, int] | None:
         """Owner and chunk of the first result that is not the sum of the contributions. In any thread."""
@@ -295,11 +295,12 @@ class SumCheck:
 
     def product_of(self, place: int) -> tuple[Projected, bytes]:
         """What a member signed of its products, and its signature."""
-        return self._statement(self._said[place]), self._said[place].signature
+        told = self._said[self.plan.members[place]]
+        return self._statement(told), told.signature
 
     def told_of(self, member: PeerId) -> Projecting | None:
         """The same as it travels, if this member has heard it."""
-        return self._said.get(self.plan.members.index(member)) if member in self.plan.members else None
+        return self._said.get(member)
 
     def _statement(self, told: Projecting) -> Projected:
         return Projected(self._stage, self.t, self.plan.round, told.nonces, told.contributions, told.sums)

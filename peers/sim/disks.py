@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from types import SimpleNamespace
+from typing import BinaryIO
 from unittest.mock import patch
 
 import msgspec
@@ -44,12 +45,6 @@ class Disk(msgspec.Struct, eq=False):
     full: bool = False
     tear: Tear | None = None
     """Of the next file."""
-
-
-class _Usage(NamedTuple):
-    total: int
-    used: int
-    free: int
 
 
 class Disks:
@@ -92,9 +87,9 @@ class Disks:
                 shutil.rmtree(self._root)
                 os.close(self._lock)
 
-    def _usage(self, path: Path) -> _Usage:
+    def _usage(self, path: Path) -> SimpleNamespace:
         full = any(disk.full and path.is_relative_to(disk.folder) for disk in self.all)
-        return _Usage(SIZE_BYTES, SIZE_BYTES * full, SIZE_BYTES * (not full))
+        return SimpleNamespace(free=0 if full else SIZE_BYTES)
 
     def _write(self, file: BinaryIO, temporary: Path, final: Path) -> None:
         """In place of `atomic_file.commit`: the file is written, and gets its name now."""

@@ -68,12 +68,9 @@ class _Request:
         """
         call, network = self._call, self._network
         if call.body:
-            names, size, now = (
-                (call.caller.peer_id, call.callee.peer_id),
-                sum(self.body_sizes),
-                network.loop.now_s,
-            )
-            lasts_s = network.lines.lasts_s(Sent(*names, size, now, call.made_s), network.dice)
+            size, now = sum(self.body_sizes), network.loop.now_s
+            sent = Sent(self.peer, call.callee.peer_id, size, now, call.made_s)
+            lasts_s = network.lines.lasts_s(sent, network.dice)
             call.passing.append((now, max(lasts_s, 1e-9), size))
             await asyncio.sleep(lasts_s)
         if call.abandoned or not call.caller.process.alive:

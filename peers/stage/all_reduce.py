@@ -228,8 +228,7 @@ class AllReduce:
             exchange, watch = asyncio.gather(*work), asyncio.create_task(self._watch(this))
             work.append(watch)
             await unless(watch, exchange)
-            self._measured(this.sent_bytes, now_s() - began)
-            self._note_usual(this)
+            self._learn(this, now_s() - began)
             if self._audits is not None and check is not None:
                 limit_s = max(self._first.limit_s, TIMES_USUAL * (now_s() - this.began_s))
                 await self._audits.verify(check, this.reduced, limit_s, gave_all)
@@ -348,8 +347,11 @@ class AllReduce:
         self._whole.gave_up(limit_s)
         raise RoundAborted(f"the owners of other parts did not answer within {limit_s:.1f} s")
 
-    def _note_usual(self, this: _Round) -> None:
+    def _learn(self, this: _Round, exchange_s: float) -> None:
         """Learn from a round that is complete."""
+        if this.sent_bytes >= 1 << 16 and exchange_s > 0:
+            rate, self.measured_s = 8 * this.sent_bytes / exchange_s, self.measured_s + exchange_s
+            self.bandwidth_bps = rate if not self.bandwidth_bps else 0.8 * self.bandwidth_bps + 0.2 * rate
         if this.came_s:
             self._first.answered(max(0.0, max(this.came_s.values()) - this.began_s))
         if this.shared:
@@ -404,11 +406,6 @@ class AllReduce:
                     raise
                 await asyncio.sleep(not_now.retry_after_s)
         raise AssertionError("unreachable")
-
-    def _measured(self, nbytes: int, took_s: float) -> None:
-        if nbytes >= 1 << 16 and took_s > 0:
-            rate, self.measured_s = 8 * nbytes / took_s, self.measured_s + took_s
-            self.bandwidth_bps = rate if not self.bandwidth_bps else 0.8 * self.bandwidth_bps + 0.2 * rate
 
     async def _serve_part(self, request: Request) -> Answer:
         part = unpack(request.header, Part, self._run)

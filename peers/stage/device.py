@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -108,25 +109,17 @@ class DeviceThreads:
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
-        def deliver(value: T | None, error: BaseException | None) -> None:
-            if result.done():
-                return
-            if error is not None:
-                result.set_exception(error)
-            else:
-                result.set_result(value)  # type: ignore[arg-type]
-
         def work(runs: bool) -> None:
-            value, error = None, None if runs else Leaving(STOPPED)
+            tell: Callable[[], None] = partial(result.set_exception, Leaving(STOPPED))
             if runs and not result.cancelled():
                 try:
-                    value = job(*args)
-                except Exception as raised:  # noqa: BLE001  the caller that awaits the job gets it
-                    error = raised
-                    if isinstance(raised, torch.AcceleratorError):
-                        self.failure = raised
+                    tell = partial(result.set_result, job(*args))
+                except Exception as error:  # noqa: BLE001  the caller that awaits the job gets it
+                    tell = partial(result.set_exception, error)
+                    if isinstance(error, torch.AcceleratorError):
+                        self.failure = error
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
-                loop.call_soon_threadsafe(deliver, value, error)
+                loop.call_soon_threadsafe(lambda: result.done() or tell())
 
         with self._change:
             if self._ending:

@@ -223,13 +223,11 @@ class MicrobatchServer:
         job = Job(done=asyncio.get_running_loop().create_future())
         step.jobs[work.m] = job
         self._core.report_trigger.some()
-        admitted = False
+        self.inflight += 1
         try:
-            if self.inflight >= self.max_inflight:
+            if self.inflight > self.max_inflight:
                 self._incoming.others_wait()
-                raise Busy(f"{self.inflight} microbatches are in flight; no more fit")
-            self.inflight += 1
-            admitted = True
+                raise Busy(f"{self.inflight - 1} microbatches are in flight; no more fit")
             body = await self._incoming.receive(request, lambda: self._is_late(step, work.m))
             step.ledger.late &= ~(1 << work.m)
             check_inputs(self._core.run, self._core.stage, work, body)
@@ -237,7 +235,7 @@ class MicrobatchServer:
             self.taken += 1
             job.has_body = True
         except BaseException as error:
-            self._end(step, work.m, admitted=admitted)
+            self._end(step, work.m)
             self._fail(job, error)
             raise
         self._jobs.create_task(self._compute(step, request.peer, work, inputs, job))
@@ -265,10 +263,10 @@ class MicrobatchServer:
             self._core.computed += 1
             job.done.set_result(kept)
         finally:
-            self._end(step, work.m, admitted=True)
+            self._end(step, work.m)
 
-    def _end(self, step: OpenStep, m: int, *, admitted: bool) -> None:
-        self.inflight -= admitted
+    def _end(self, step: OpenStep, m: int) -> None:
+        self.inflight -= 1
         step.ledger.release(m)
         step.jobs.pop(m, None)
         if step.ledger.in_progress:

@@ -1976,7 +1976,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "more-in-flight-than-there-is-room",
         MICROBATCHES,
-        "if self.inflight >= self.max_inflight:",
+        "if self.inflight > self.max_inflight:",
         "if False:",
         "A peer takes in more than fits its memory.",
         ("test_work", "test_loops"),
