@@ -112,10 +112,6 @@ class AnswerAudits:
     async def _what_was_sent(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Shown:
         """What half an answer was made of, as its peer shows it, or the one before. The caller saw that
         it was signed.
-
-        Raises:
-            PeerFault: neither shows it.
-            SwarmError: its step is over.
         """
         try:
             return await self._shown(ask, made=False)
@@ -150,12 +146,7 @@ class AnswerAudits:
                 self._neighbours.half(stage, mb, link, ask.peer, ask.through[1:], came.forth)
 
     async def _what_came(self, ask: AuditAnswer) -> Shown:
-        """What an answer was made of, as its peer shows it.
-
-        Raises:
-            PeerFault: it shows nothing, or something else than it signed, or than its neighbours did.
-            SwarmError: its step is over.
-        """
+        """What an answer was made of, as its peer shows it, and its neighbours signed it."""
         said, mb = ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         came = await self._shown(ask, made=False)
         try:
@@ -175,12 +166,7 @@ class AnswerAudits:
         return came
 
     async def _what_it_made(self, ask: AuditAnswer, came: Shown, sent: Sequence[Buffer]) -> Shown:
-        """What a peer made of that: of half an answer the peer that got it shows that.
-
-        Raises:
-            Refused: that shows something else.
-            SwarmError: its step is over.
-        """
+        """What a peer made of that: half an answer the peer that got it shows. Raises Refused: it does not."""
         said = ask.statement
         if not said.is_half:
             return await self._shown(ask, made=True)
@@ -192,6 +178,10 @@ class AnswerAudits:
     async def _shown(self, ask: AuditAnswer, *, made: bool) -> Shown:
         """What a peer keeps of what it signed. It cannot be past a step that its stage has not taken, nor
         ever be busy.
+
+        Raises:
+            PeerFault: it shows nothing, or something else.
+            SwarmError: the step is over.
         """
         said = ask.statement
         mb = Microbatch(said.t, said.m)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -132,7 +131,7 @@ class IslandMeeting:
                 voices = island.voices
                 sources = others_to_ask(core, core.stage, island.directory, voices)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
-                    wanted = replace(wanted_of(core.compute, question, numel, fits), gather_s=GATHER_S)
+                    wanted = wanted_of(core.compute, question, numel, fits, gather_s=GATHER_S)
                     voice, failed = voices.of(core.stage), self._failed
                     found = await download(core.transport, wanted, sources, voice=voice, on_fault=failed)
                     return found.tensors["gradient"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from dataclasses import replace
 
 import msgspec
 import torch
@@ -108,7 +107,7 @@ class TiedWeights:
                 stage, question = core.stage, OpenHeld(run=core.run.id, t=step.t, shared_of=other)
                 sources = others_to_ask(core, stage, core.directory, core.voices)
             sources, voice = sources[:ASKED_AT_ONCE], core.voices.of(stage)
-            wanted = replace(wanted_of(core.compute, question, numel), gather_s=GATHER_S * named)
+            wanted = wanted_of(core.compute, question, numel, gather_s=GATHER_S * named)
             for some in [sources] if named else [[source] for source in sources]:
                 with contextlib.suppress(DownloadFailed):
                     found = await download(core.transport, wanted, some, voice=voice, on_fault=core.failed)

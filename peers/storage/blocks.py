@@ -232,11 +232,7 @@ class Blocks:
 
     def _fetched(self, block: int) -> Fetched:
         """A block from its addresses, or else from peers of the run; from them first if all addresses of one
-        of its shards failed lately.
-
-        Raises:
-            SetupError: it is nowhere, or wrong everywhere.
-            NotNow: a server does not answer, which may come back; or a peer is busy.
+        of its shards failed lately. Raises as `read`.
         """
         parts, search = self._shards.of_block(block), _Search()
         sources = [self._of_addresses, self._of_others]

@@ -63,9 +63,11 @@ def wanted_of(
     question: OpenHeld,
     numel: int,
     fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None,
+    *,
+    gather_s: float = 0.0,
 ) -> Wanted:
     """The result of a step, or what of it another stage shares: so many numbers."""
     dtype = torch.uint8 if compute.run.meets_at(question.t) else compute.state.dtype
     like = {"gradient": torch.empty(numel, dtype=dtype, device="meta")}
     name = f"the gradient of step {question.t}"
-    return Wanted(name=name, method="held", question=question, like=like, fits=fits, gather_s=0.0)
+    return Wanted(name=name, method="held", question=question, like=like, fits=fits, gather_s=gather_s)

@@ -155,11 +155,7 @@ def check_report(report: ReplicaReport, run: Run) -> None:
 
 
 def check_summary(summary: StageSummary, run: Run) -> None:
-    """Refuse a summary that no honest stage coordinator sends.
-
-    Raises:
-        Refused: the text names what is impossible.
-    """
+    """Refuse a summary that no honest stage coordinator sends. Raises as `check_report`."""
     check_position(summary.generation, summary.version, run, what="a summary")
     _check_steps([step.t for step in summary.steps], run)
     _check_commits(summary.commits, run)
