@@ -33,7 +33,7 @@ from peers.vouching.giver import VoucherGiver
 from peers.vouching.tickets import check_answer
 from peers.waiting import end_tasks, happens, report_bug
 from swarm.data import sample_offsets, trainer_order
-from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
+from swarm.errors import Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
 from swarm.floats import mean_of
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
@@ -57,6 +57,7 @@ from swarm.wire.messages import (
     Watched,
     Work,
     WorkDone,
+    as_bad_answer,
     pack,
     unpack_answer,
 )
@@ -591,10 +592,8 @@ class Trainer:
 
     def _learn(self, peer: PeerId, watched: Watched) -> None:
         status, now = watched.status, now_s()
-        try:
+        with as_bad_answer(peer):
             check_position(watched.generation, watched.version, self._run, what="a status")
-        except Refused as refused:
-            raise BadAnswer(peer, refused.text) from None
         for t, loss in status.losses:
             if 0 <= t < watched.version:  # of one that is to come it would be kept for ever
                 self.step_losses.setdefault(t, loss)
@@ -617,11 +616,9 @@ class Trainer:
         self._held_by_all = status.held_by_all
         for lacks in status.lacking:
             if len(lacks.by_stage) == self._run.S and self._version <= lacks.t < self._run.steps:
-                try:
+                with as_bad_answer(peer):
                     for bitmap in lacks.by_stage:
                         check_bitmap(bitmap, self._run.microbatches(lacks.t))
-                except Refused as refused:
-                    raise BadAnswer(peer, refused.text) from None
                 self._todo.lacking(lacks.t, lacks.by_stage, now=now)
         self._changed.set()
 

@@ -25,7 +25,7 @@ from swarm.model.stage_io import body_bytes, input_metas
 from swarm.protocol.statements import is_signed
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AuditAnswer, Audited, KeptTensors, WrongAnswer
-from swarm.wire.messages import pack, unpack
+from swarm.wire.messages import as_bad_answer, pack, unpack
 from swarm.wire.receipts import Answered
 
 T = TypeVar("T")
@@ -149,10 +149,8 @@ class AnswerAudits:
         """What an answer was made of, as its peer shows it, and its neighbours signed it."""
         said, mb = ask.statement, Microbatch(ask.statement.t, ask.statement.m)
         came = await self._shown(ask, made=False)
-        try:
+        with as_bad_answer(ask.peer):
             neighbour = self._kept.answered_by(mb, came)
-        except Refused as refused:
-            raise BadAnswer(ask.peer, refused.text) from None
         answer = came.told.next
         if digest(came.back) != said.output_grads:
             raise BadAnswer(ask.peer, "shows other gradients than it signed")
@@ -166,7 +164,7 @@ class AnswerAudits:
         return came
 
     async def _what_it_made(self, ask: AuditAnswer, came: Shown, sent: Sequence[Buffer]) -> Shown:
-        """What a peer made of that: half an answer the peer that got it shows. Raises Refused: it does not."""
+        """What a peer made of that: half an answer the peer that got it shows. Raises Refused: not that."""
         said = ask.statement
         if not said.is_half:
             return await self._shown(ask, made=True)

@@ -19,7 +19,7 @@ from swarm.manifest import Run
 from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 from swarm.wire.codec import Encoded
 from swarm.wire.evidence import AskKept, KeptTensors
-from swarm.wire.messages import pack, unpack, unpack_answer
+from swarm.wire.messages import as_bad_answer, pack, unpack, unpack_answer
 from swarm.wire.receipts import is_receipt
 
 KEPT_S = 10.0
@@ -66,10 +66,8 @@ class KeptWork:
             peer, "kept", pack(ask), max_answer_bytes=self._most_bytes, deadline_s=KEPT_S
         )
         told = unpack_answer(peer, answer.header, KeptTensors)
-        try:
+        with as_bad_answer(peer):
             split = split_tensors((told.forth, told.back), answer.body)
-        except Refused as refused:
-            raise BadAnswer(peer, refused.text) from None
         if split is None:
             raise BadAnswer(peer, "keeps buffers that do not fit their tensors")
         return Shown(told, split[0], split[1])

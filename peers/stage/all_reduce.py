@@ -23,14 +23,14 @@ from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
 from peers.waiting import for_each, happens, pulse, unless
-from swarm.errors import BadAnswer, Busy, NotReady, PeerFault, Refused, SwarmError, short
+from swarm.errors import Busy, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.timeouts import AdaptiveTimeout, is_too_slow, most_s
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes, host_empty
-from swarm.wire.messages import Part, PartDone, pack, unpack, unpack_answer
+from swarm.wire.messages import Part, PartDone, as_bad_answer, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements per call, at most: 8 MB of a sum."""
@@ -381,9 +381,10 @@ class AllReduce:
             )  # fmt: skip
             answer = await self._call_until_ready(owner, part, body, this.deadline_s)
             done = unpack_answer(owner, answer.header, PartDone)
-            this.reduced[start : start + numel] = read_part(
-                owner, done.tensors, None if check else done.crc, answer.body, numel, self._dtype
-            )  # fmt: skip
+            with as_bad_answer(owner):
+                this.reduced[start : start + numel] = read_part(
+                    done.tensors, None if check else done.crc, answer.body, numel, self._dtype
+                )
             if check is not None:
                 check.came(place, done.proof)
             this.sent_bytes += sum(memoryview(b).nbytes for b in body)
@@ -429,9 +430,8 @@ class AllReduce:
         if part.tensors:
             crc = None if this.check else part.crc
             contribution = await asyncio.to_thread(
-                read_part, request.peer, part.tensors, crc, body, part.numel, self._sum_dtype,
-                error=Refused,
-            )  # fmt: skip
+                read_part, part.tensors, crc, body, part.numel, self._sum_dtype
+            )
         if this.check is not None:
             this.check.take(request.peer, chunk.index, part.proof, contribution)
         fault_point("reduce")
@@ -463,28 +463,19 @@ def parts_of(plan: Plan) -> list[list[tuple[int, int]]]:
 
 
 def read_part(
-    peer: PeerId, metas: Sequence[TensorMeta], crc: int | None, body: Sequence[Buffer], numel: int,
-    dtype: torch.dtype, *, error: type[Refused] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """A checked flat chunk; `crc` None: its bytes are checked by their digest.
-
-    Raises `error`, or BadAnswer for an answer, if anything does not fit.
-    """
-    try:
-        if len(metas) != 1:
-            raise Refused(f"{len(metas)} tensors where one chunk was expected")
-        if crc is not None and checksum(body) != crc:
-            raise Refused("the checksum of a chunk does not fit its bytes")
-        expected = TensorMeta((numel,), dtype_name(dtype), "none")
-        if metas[0] != expected:
-            raise Refused(f"a chunk is {metas[0].words}; expected {expected.words}")
-        if dtype == torch.int64:
-            return whole_numbers.unpack(body, numel, name="a chunk")
-        return decode(expected, body, name="a chunk")
-    except Refused as refused:
-        if error is not None:
-            raise
-        raise BadAnswer(peer, refused.text) from None
+    metas: Sequence[TensorMeta], crc: int | None, body: Sequence[Buffer], numel: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A flat chunk; `crc` None: its bytes are checked by their digest. Raises Refused: it does not fit."""
+    if len(metas) != 1:
+        raise Refused(f"{len(metas)} tensors where one chunk was expected")
+    if crc is not None and checksum(body) != crc:
+        raise Refused("the checksum of a chunk does not fit its bytes")
+    expected = TensorMeta((numel,), dtype_name(dtype), "none")
+    if metas[0] != expected:
+        raise Refused(f"a chunk is {metas[0].words}; expected {expected.words}")
+    if dtype == torch.int64:
+        return whole_numbers.unpack(body, numel, name="a chunk")
+    return decode(expected, body, name="a chunk")
 
 
 def packed(total: torch.Tensor, *, name: str) -> Encoded:

@@ -43,6 +43,7 @@ from swarm.wire.messages import (
     Opened,
     OpenHeld,
     OpenState,
+    as_bad_answer,
     pack,
     unpack_answer,
 )
@@ -536,14 +537,12 @@ class _Pull:
         fault_point("joining")
         unpack_answer(source, answer.header, Ack)
         room = self._partial.chunks[index]
-        try:
+        with as_bad_answer(source):
             if room.dtype == torch.int64:
                 chunk = whole_numbers.unpack(answer.body, room.numel(), name="a chunk")
             else:
                 form = TensorMeta((room.numel(),), dtype_name(room.dtype), "none")
                 chunk = decode(form, answer.body)
-        except Refused as refused:
-            raise BadAnswer(source, refused.text) from None
         if await asyncio.to_thread(chunk_digest, chunk) != self._hashes[index]:
             raise BadAnswer(source, f"chunk {index} of {self._of.wanted.name} does not fit its digest")
         if index not in self._missing:

@@ -1447,8 +1447,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "chunk-checksum-not-compared",
         ALL_REDUCE,
-        "        if crc is not None and checksum(body) != crc:",
-        "        if False:",
+        "    if crc is not None and checksum(body) != crc:",
+        "    if False:",
         "A chunk that was damaged on the way enters the sum.",
         ("test_reduce", "test_attack"),
     ),

@@ -33,7 +33,8 @@ Every request names the run by its hash, so that runs never mix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -489,13 +490,20 @@ def check_run(named: str, serves: str, *others: str) -> None:
         raise Refused(f"this peer serves run {serves}, not {named[:40]!r}")
 
 
+@contextmanager
+def as_bad_answer(peer: PeerId) -> Iterator[None]:
+    """What is refused in the block came with an answer of `peer`. Raises BadAnswer: in the same words."""
+    try:
+        yield
+    except Refused as refused:
+        raise BadAnswer(peer, refused.text) from None
+
+
 def unpack_answer(peer: PeerId, header: bytes, kind: type[T], said: Sequence[Buffer] = ()) -> T:
     """The header of an answer; `said`: the body of one that may be too large for it.
 
     Raises:
         BadAnswer: it is not a `kind`.
     """
-    try:
+    with as_bad_answer(peer):
         return hear(header, said, kind)
-    except Refused as refused:
-        raise BadAnswer(peer, refused.text) from None
