@@ -57,6 +57,13 @@ def pulse(event: asyncio.Event) -> None:
     event.clear()
 
 
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """End a future with an error, unless it has ended. Perhaps no task waits for it, or will."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # seen
+
+
 def _end(waiter: asyncio.Future[bool]) -> None:
     if not waiter.done():
         waiter.set_result(True)

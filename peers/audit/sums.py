@@ -17,7 +17,7 @@ import torch
 from peers.audit.convictions import Convictions
 from peers.audit.sum_check import Chunks, SumCheck, any_chunk
 from peers.ports import Answer, Buffer, Request, Transport
-from peers.waiting import happens, pulse
+from peers.waiting import fail, happens, pulse
 from swarm.audit.evidence import numbers, proves
 from swarm.digest import digest_of
 from swarm.errors import BadAnswer, NotReady, PeerFault, Refused, SwarmError, short
@@ -111,9 +111,7 @@ class SumAudits:
 
     def close(self, check: SumCheck) -> None:
         """The round ended here: what is not known by now will not be. In any state, also twice."""
-        if not check.projected.done():
-            check.projected.set_exception(NotReady("the round is void here", version=check.t))
-            check.projected.exception()
+        fail(check.projected, NotReady("the round is void here", version=check.t))
 
     async def verify(
         self, check: SumCheck, reduced: torch.Tensor, limit_s: float, gave_all: Callable[[], None]

@@ -12,7 +12,7 @@ from peers.islands.directory import DirectoryView
 from peers.ports import Answer, Directory, Request, Transport
 from peers.status_query import MAX_VOICES, ask_convicted
 from peers.voices import Voices
-from peers.waiting import TaskKeeper, unless
+from peers.waiting import TaskKeeper, fail, unless
 from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -54,9 +54,8 @@ class Verdicts:
             return
         self.convicted.add(accused)
         self._emit(events.Trouble(text=f"peer {short(accused)} is left out: {why}"))
-        if (calls := self._left_out.get(accused)) is not None:
-            calls.set_exception(PeerGone(accused, "it is left out"))
-            calls.exception()  # perhaps none runs
+        if accused in self._left_out:
+            fail(self._left_out[accused], PeerGone(accused, "it is left out"))
         self.on_conviction(accused)
 
     async def while_trusted(self, peer: PeerId, call: Coroutine[Any, Any, T]) -> T:

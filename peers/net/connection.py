@@ -22,6 +22,7 @@ from peers.net.bandwidth import OBSERVED_EVERY_S, Line, Traffic
 from peers.net.body_buffers import UNLIMITED, Body, Outbox, Outgoing
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer
+from peers.waiting import fail
 from swarm.errors import (
     BadAnswer,
     Busy,
@@ -560,9 +561,7 @@ class ClientConnection(Connection):
     def _lost(self, fault: PeerFault) -> None:
         for call in list(self._calls):
             self._fault(call, _again(fault, self.peer))
-        if not self.opened.done():
-            self.opened.set_exception(fault)
-            self.opened.exception()  # seen: the task that dials may be gone
+        fail(self.opened, fault)  # the task that dials may be gone
 
 
 @dataclass(slots=True, eq=False)

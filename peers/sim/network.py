@@ -17,6 +17,7 @@ from peers.ports import Answer, Buffer, Handler, NetworkPath
 from peers.sim.lines import Lines, Sent
 from peers.sim.loop import WORLD as _WORLD
 from peers.sim.loop import Process, VirtualLoop
+from peers.waiting import fail
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SwarmError, from_wire
 from swarm.ids import PeerId
 from swarm.sim.dice import Dice
@@ -255,19 +256,15 @@ class Network:
 
     def _back(self, call: _Call, outcome: Answer | SwarmError) -> None:
         if isinstance(outcome, SwarmError):
-            self._fail(call, from_wire(call.callee.peer_id, outcome.to_wire()))
+            fail(call.result, from_wire(call.callee.peer_id, outcome.to_wire()))
         elif not call.result.done():
             call.result.set_result(outcome)
 
     # -- how calls fail ---------------------------------------------------------------------------
 
-    def _fail(self, call: _Call, error: SwarmError) -> None:
-        if not call.result.done():
-            call.result.set_exception(error)
-            call.result.exception()  # a caller that dies before it hears of it misses nothing
-
     def _silent(self, call: _Call, why: str = "") -> None:
-        self._fail(call, PeerSilent(call.callee.peer_id, why or f"no sign of life for {self.silence_s} s"))
+        why = why or f"no sign of life for {self.silence_s} s"
+        fail(call.result, PeerSilent(call.callee.peer_id, why))
 
     def _check_stopped(self, call: _Call) -> None:
         if call.callee.process.stopped:
@@ -285,7 +282,7 @@ class Network:
                     self.loop.call_later(self.silence_s, self._silent, call, context=_WORLD)
                 else:
                     delay_s, broke = self.dice.between(*self.breaks_s), PeerGone(name, "the connection broke")
-                    self.loop.call_later(delay_s, self._fail, call, broke, context=_WORLD)
+                    self.loop.call_later(delay_s, fail, call.result, broke, context=_WORLD)
             elif call.caller.process is ended:
                 call.abandoned = True
                 del self._open[call.number]

@@ -22,7 +22,7 @@ from peers.audit.sums import SumAudits, Withheld
 from peers.clock import now_s
 from peers.fault_points import fault_point
 from peers.ports import Answer, Buffer, Request, Transport
-from peers.waiting import for_each, happens, pulse, unless
+from peers.waiting import fail, for_each, happens, pulse, unless
 from swarm.errors import Busy, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
@@ -249,7 +249,10 @@ class AllReduce:
         finally:
             for task in work:
                 task.cancel()
-            self._void(plan.round, "the round ended")
+            ended = self._rounds.pop(plan.round, None)
+            for chunk in ended.chunks.values() if ended is not None else ():
+                text = f"round {plan.round[:8]} is void: the round ended"
+                fail(chunk.result, NotReady(text, version=t))
             if self._audits is not None and check is not None:
                 self._audits.close(check)
         return await self._held(plan.round, this.reduced, value)
@@ -281,14 +284,6 @@ class AllReduce:
             reduced[start : start + numel] = part
         return reduced
 
-    def _void(self, name: str, why: str) -> None:
-        ended = self._rounds.pop(name, None)
-        if ended is not None:
-            for chunk in ended.chunks.values():
-                if not chunk.result.done():
-                    chunk.result.set_exception(NotReady(f"round {name[:8]} is void: {why}", version=ended.t))
-                    chunk.result.exception()  # callers that wait see it; there may be none
-
     def _own(self, this: _Round, start: int) -> torch.Tensor | None:
         if not this.plan.ledgers[this.plan.members.index(self._me)]:
             return None
@@ -312,8 +307,7 @@ class AllReduce:
             result = self._answer(total)
             meta, buffers = packed(result, name="a reduced gradient")
         except Refused as refused:
-            chunk.result.set_exception(refused)
-            chunk.result.exception()
+            fail(chunk.result, refused)
             return
         reduced = this.reduced[start : start + total.numel()]
         reduced.copy_(result)

@@ -19,7 +19,7 @@ from peers.stage.state import StageCore
 from peers.voices import REFRESH_S, Membership
 from peers.vouching.receipts import Receipts, signed_inputs
 from peers.vouching.tickets import check_answer, check_inputs, check_ticket
-from peers.waiting import TaskKeeper
+from peers.waiting import TaskKeeper, fail
 from swarm.audit import is_audited
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError, short
@@ -280,8 +280,7 @@ class MicrobatchServer:
             error = NotReady("the microbatch was given up here", version=-1)
         if isinstance(error, PeerFault):  # the caller can do nothing about it
             error = NotReady(error.text, version=-1)
-        job.done.set_exception(error)
-        job.done.exception()  # perhaps no caller waits any more
+        fail(job.done, error)
 
     async def _last(
         self, step: OpenStep, caller: PeerId, work: Work, inputs: list[Encoded]

@@ -2119,8 +2119,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "void-round-not-told",
         ALL_REDUCE,
-        "                if not chunk.result.done():\n",
-        "                if False:\n",
+        "                fail(chunk.result, NotReady(text, version=t))\n",
+        "                pass\n",
         "A member waits for a round that ended elsewhere.",
         ("test_reduce", "test_loops"),
     ),
@@ -5366,7 +5366,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "calls-to-liars-are-waited-for",
         "peers/audit/verdicts.py",
-        '            calls.set_exception(PeerGone(accused, "it is left out"))\n',
+        '            fail(self._left_out[accused], PeerGone(accused, "it is left out"))\n',
         "            pass\n",
         "A step waits for a peer that was left out, from which nobody takes anything.",
         ("test_judges",),
