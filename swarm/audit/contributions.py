@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,6 @@ from swarm.ids import Microbatch
 from swarm.model.fixed_point import SCALE
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded
-
-NO_LOCK = nullcontext()
 
 
 class Recount:
@@ -40,12 +38,9 @@ class Recount:
         """Of what was added to the chunk, and of what another rounding would change of that."""
 
     def add(
-        self,
-        m: int,
-        inputs: Sequence[Encoded],
-        output_grads: Sequence[Encoded],
-        lock: AbstractContextManager[object] = NO_LOCK,
-    ) -> list[Encoded]:
+        self, m: int, inputs: Sequence[Encoded], output_grads: Sequence[Encoded],
+        lock: AbstractContextManager[object],
+    ) -> list[Encoded]:  # fmt: skip
         """Compute a microbatch and add it; what its stage sends on. `lock`: held while the sum changes, where
         several compute.
 

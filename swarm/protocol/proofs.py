@@ -73,9 +73,6 @@ def _check_signed(
         raise Refused(f"peer {short(peer)} did not sign its result of step {t} of stage {stage}")
 
 
-NOBODY: Set[PeerId] = frozenset()
-
-
 class Belief:
     """What a replica of `stage` believes of results and commits, from what it sees of the directory."""
 
@@ -132,13 +129,7 @@ class Belief:
         counting = sorted(heard(further, voice))
         return {counting[number % len(counting)]} if counting else set()
 
-    def excuse(
-        self,
-        t: int,
-        peers: Iterable[PeerId],
-        idle: Set[PeerId] = NOBODY,
-        able: Set[PeerId] = NOBODY,
-    ) -> None:
+    def excuse(self, t: int, peers: Iterable[PeerId], idle: Set[PeerId], able: Set[PeerId]) -> None:
         """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it. Not
         without that of those that are `able`, which have something.
 

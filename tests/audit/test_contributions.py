@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
     chain.apply(1)
     chain.step(2)
     for m, inputs, grads in kept[::-1]:
-        recount.add(m, inputs, grads)
+        recount.add(m, inputs, grads, nullcontext())
     assert torch.equal(recount.total(), contributed)
     part = contributed[100:500]
     assert part.count_nonzero() and not recount.is_far(part)
@@ -86,7 +87,7 @@ def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
 def test_a_sum_of_inputs_that_make_the_most_of_rounding_is_not_far() -> None:
     compute, _, given, other = nearly_equal_numbers(1e4)
     recount = Recount(compute.snapshot(0), 0, (0, compute.numel))
-    recount.add(0, *given)
+    recount.add(0, *given, nullcontext())
     other.sums.begin(0)
     other.add(other.gradients_of(Microbatch(0, 0), *given))
     theirs = other.sums.of(0)
@@ -100,7 +101,7 @@ def test_what_is_nothing_but_rounding_is_not_far() -> None:
     chain = Chain(exact_run())
     (one,) = step_of(chain, 0, 2, (0,))
     recount = Recount(chain.stages[2].snapshot(0), 0, CHUNK)
-    recount.add(*one)
+    recount.add(*one, nullcontext())
     recount._compute.sums.of(0).zero_()  # type: ignore
     noise = (chain.stages[2].sums.of(0)[100:500].double() * 4e-7).to(torch.int64)
     assert noise.count_nonzero() and not recount.is_far(noise)
@@ -126,7 +127,7 @@ def test_tokens_that_were_sent_on_are_compared_to_the_bit() -> None:
     chain = Chain(exact_run())
     m, inputs, grads = step_of(chain, 0, 0, range(1))[0]
     recount = Recount(chain.stages[0].snapshot(0), 0, CHUNK)
-    hidden, tokens = recount.add(m, inputs, grads)
+    hidden, tokens = recount.add(m, inputs, grads, nullcontext())
     off = bytearray(memoryview(tokens.buffers[0]).cast("B"))
     off[0] ^= 1
     assert not recount.sent_other(m, [hidden, tokens], [hidden, tokens], inputs)

@@ -813,7 +813,7 @@ def test_a_step_that_some_of_each_stage_have_taken_is_committed_anew() -> None:
         Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={}), records, now=NOW
     )
     tell(this, "yan", msgspec.structs.replace(report(1), stage=0))
-    this.belief.excuse(0, {"yan"})
+    this.belief.excuse(0, {"yan"}, set(), set())
     this.speak(now=NOW)
     said = signed_report(report(0, step(held="r")), SimSigner("ann"), None).steps[0].prepared
     assert said is not None

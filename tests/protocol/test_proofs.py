@@ -74,13 +74,13 @@ def test_one_takes_no_step_alone_while_two_others_could_take_part_in_it() -> Non
     """A coordinator that had all others retract what they had took the step, and kept the weights."""
     away = [record("dan", steps=40), record("eve", steps=40)]
     this, alone = belief(*THERE, *away), commit([ZOE], [BOB])
-    this.excuse(0, ["dan", "eve"], idle={"dan"})
+    this.excuse(0, ["dan", "eve"], {"dan"}, set())
     assert this.commit(alone, GENERATION, None), "one that says it has nothing holds no step up"
-    this.excuse(0, ["dan", "eve"], idle={"dan", "eve"})
+    this.excuse(0, ["dan", "eve"], {"dan", "eve"}, set())
     assert not this.commit(alone, GENERATION, None) and this.lacking[0] == ("dan", "eve")
-    this.excuse(0, ["eve"], able={"dan"})
+    this.excuse(0, ["eve"], set(), {"dan"})
     assert not this.commit(alone, GENERATION, None) and this.lacking[0] == ("dan",)
-    this.excuse(0, ["dan", "eve"])
+    this.excuse(0, ["dan", "eve"], set(), set())
     assert this.commit(alone, GENERATION, None)
 
 
@@ -125,7 +125,7 @@ def test_one_with_voice_that_perhaps_serves_by_now_is_asked_before_strangers_pro
         assert this.commit(known, GENERATION, mine, is_told=False) and not this.lacking
         assert this.commit(strangers, GENERATION, mine, is_told=False) != asked
         assert this.lacking == ({0: ("yan",)} if asked else {})
-        this.excuse(0, ["yan"])
+        this.excuse(0, ["yan"], set(), set())
         assert this.commit(strangers, GENERATION, mine, is_told=False)
     this = belief(record("zoe", 0), record("eve"), msgspec.structs.replace(THERE[1], state="joining"))
     own = commit([proof("zoe", 0)], [proof("eve", 1)])
@@ -224,7 +224,7 @@ def actions_of(directive: Directive, step: Step, *, excused: Sequence[PeerId] = 
     this = protocol_of("bob", *records)
     local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
     this.observe(local, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=NOW)
-    this.belief.excuse(0, excused)
+    this.belief.excuse(0, excused, set(), set())
     this.hear_directive("ann", directive, now=NOW)
     return list(this.ready(now=NOW).actions)
 
@@ -255,7 +255,7 @@ def test_who_had_nothing_of_a_step_is_asked_again_once_there_is_a_result() -> No
         records = [record("zoe", 0, steps=40), *(record(name, steps=40) for name in ("ann", "bob", "cid"))]
         this, (directive, step) = protocol_of("bob", *records), told(proof("ann", 1, norm=norm))
         local = Local(generation=GENERATION, version=0, steps={0: Step(0, Ledger(0, RUN.M))}, commits={})
-        this.belief.excuse(0, ["cid"])
+        this.belief.excuse(0, ["cid"], set(), set())
         for at, acted in ((local, []), (local._replace(steps={0: step}), acts)):
             this.observe(at, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=NOW)
             this.hear_directive("ann", directive, now=NOW)
@@ -302,7 +302,7 @@ def fetches(
     this._run = run
     step = Step(0, Ledger(0, RUN.M))
     step.give_all(gave_all)
-    this.belief.excuse(0, excused)
+    this.belief.excuse(0, excused, set(), set())
     local = Local(generation=GENERATION, version=0, steps={0: step}, commits={})
     this.observe(local, {1: records}, now=NOW)
     fetch = FetchResult(round, ("ann",), ready=False, sqnorm=1.0, proofs=proofs)

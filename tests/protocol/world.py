@@ -308,7 +308,7 @@ class World:
                     replica.protocol.witness(other.position)
         elif isinstance(action, AskAbsent):
             able = {p for p in action.peers if self._reaches(name, p) and self.replicas[p].sums(action.t)}
-            replica.protocol.belief.excuse(action.t, set(action.peers) - able)
+            replica.protocol.belief.excuse(action.t, set(action.peers) - able, set(), set())
         elif isinstance(action, AskLostStage):
             lost = action.generation.lost_stage
             there = [r for r in self.live() if r.joined and self._reaches(name, r.name) and r is not replica]
