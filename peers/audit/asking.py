@@ -127,5 +127,4 @@ class AuditCaller:
         return unpack_answer(judge, answer.header, Audited)
 
     async def close(self) -> None:
-        """Ask nothing more."""
         await self._tasks.close()

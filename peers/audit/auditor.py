@@ -99,7 +99,6 @@ class Auditor:
         self._emit(events.Note(text=f"{self.audited} contributions were computed again{liars}"))
 
     def leave(self) -> None:
-        """End `run`."""
         self._leaving.set()
 
     async def _audit_all(self) -> None:

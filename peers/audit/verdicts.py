@@ -161,7 +161,6 @@ class Verdicts:
         return sorted(peers, key=lambda peer: (peer not in voice, peer))
 
     async def close(self) -> None:
-        """Stop telling others."""
         await self._tasks.close()
 
 

@@ -76,7 +76,6 @@ class Process:
         self.context.run(PROCESS.set, self)
 
     def start(self, loop: VirtualLoop, main: Coroutine[Any, Any, None]) -> None:
-        """Run `main` as this process."""
         self.main = self.spawn(loop, main)
 
     def spawn(self, loop: VirtualLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

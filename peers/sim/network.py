@@ -300,7 +300,6 @@ class Network:
                 self.loop.call_later(self.silence_s, self._check_stopped, call, context=_WORLD)
 
     def go_on(self, name: PeerId) -> None:
-        """As SIGCONT."""
         self.transports[name].process.go_on(self.loop)
 
     def cut(

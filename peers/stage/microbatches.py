@@ -12,11 +12,11 @@ from peers.audit.neighbours import Neighbours, Seen, seen_in
 from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
 from peers.incoming import Incoming
-from peers.ports import Answer, Rank, Request, Transport
+from peers.ports import Answer, Rank, Request
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import Job, KeptMicrobatch, OpenStep
 from peers.stage.state import StageCore
-from peers.voices import REFRESH_S, Membership
+from peers.voices import REFRESH_S
 from peers.vouching.receipts import Receipts, signed_inputs
 from peers.vouching.tickets import check_answer, check_inputs, check_ticket
 from peers.waiting import TaskKeeper, fail
@@ -57,16 +57,14 @@ class MicrobatchServer:
     """
 
     def __init__(
-        self, core: StageCore, transport: Transport, membership: Membership, next_stage: NextStage | None, *,
-        max_inflight: int, left_out: Callable[[], Sequence[PeerId]], neighbours: Neighbours | None = None,
-        upload_bps: float = 0.0,
+        self, core: StageCore, next_stage: NextStage | None, neighbours: Neighbours | None, *,
+        max_inflight: int, left_out: Callable[[], Sequence[PeerId]], upload_bps: float,
     ) -> None:  # fmt: skip
         self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
         self._neighbours, self._is_audited = neighbours, is_audited(core.run)
-        self._left_out = left_out
-        self._core, self._transport, self._membership, self._next = core, transport, membership, next_stage
+        self._core, self._transport, self._next, self._left_out = core, core.transport, next_stage, left_out
         self.max_inflight = max_inflight
-        self._receipts = Receipts(core.run, core.stage, transport.signer, core.voices.counts)
+        self._receipts = Receipts(core.run, core.stage, core.transport.signer, core.voices.counts)
         self._incoming = Incoming()
         self._takes = input_metas(core.run, core.stage)
         self._gradients = gradient_metas(core.run, core.stage) if next_stage is not None else ()
@@ -78,8 +76,8 @@ class MicrobatchServer:
         self._jobs = TaskKeeper()
         self._proven = core.stage == 0 and bool(core.run.data.root)
         most = body_bytes(self._takes) + (most_proof_bytes(core.run) if self._proven else 0)
-        transport.serve("work", self._serve_work, max_body_bytes=most)
-        transport.serve("locate", self._serve_locate)
+        core.transport.serve("work", self._serve_work, max_body_bytes=most)
+        core.transport.serve("locate", self._serve_locate)
 
     async def drain(self, *, limit_s: float) -> None:
         """Finish what is in flight, if that does not take too long. Nothing more is admitted meanwhile."""
@@ -107,9 +105,9 @@ class MicrobatchServer:
         work = unpack(request.header, Work, self._core.run.id)
         self._check(work, request)
         if self._core.stage > 0:
-            await self._membership.require(request.peer, self._core.stage - 1)
+            await self._core.membership.require(request.peer, self._core.stage - 1)
         if not self._receipts.is_followed(self._core.stage, request.peer, work):
-            await self._membership.refresh(range(self._core.stage))
+            await self._core.membership.refresh(range(self._core.stage))
             if not self._receipts.is_followed(self._core.stage, request.peer, work):
                 text = f"peer {short(request.peer)} does not show how ({work.t}, {work.m}) came to it"
                 raise NotReady(text, version=self._core.version, retry_after_s=REFRESH_S)

@@ -102,8 +102,8 @@ class StagePeer:
             neighbours = Neighbours(run, stage, transport, directory, self._answered_wrongly)
         self._neighbours = neighbours
         self.microbatches = MicrobatchServer(
-            core, transport, core.membership, next_stage, max_inflight=settings.max_inflight,
-            left_out=self._left_out, neighbours=neighbours, upload_bps=settings.upload_bps,
+            core, next_stage, neighbours, max_inflight=settings.max_inflight, left_out=self._left_out,
+            upload_bps=settings.upload_bps,
         )  # fmt: skip
         self.evaluations = EvaluationServer(core)
         serve_kept(core)

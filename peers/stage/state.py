@@ -127,7 +127,6 @@ class StageCore:
 
     @property
     def position(self) -> Position:
-        """How far this peer is."""
         return Position(self.generation, self.version)
 
     @property

@@ -66,7 +66,6 @@ class StageStatus:
         )  # fmt: skip
 
     async def announce(self) -> None:
-        """Publish the record of this peer."""
         record = self.record()
         self._remember()
         await self._core.directory.announce(record)

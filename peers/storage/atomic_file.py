@@ -87,7 +87,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(final: Path, data: bytes) -> None:
-    """Write a small file at once."""
     with writing(final) as file:
         write_all(file, data)
 

@@ -1952,7 +1952,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "activations-of-a-stranger",
         MICROBATCHES,
-        "            await self._membership.require(request.peer, self._core.stage - 1)\n",
+        "            await self._core.membership.require(request.peer, self._core.stage - 1)\n",
         "            pass\n",
         "A peer outside the stage before makes this one add gradients.",
         ("test_work", "test_attack"),

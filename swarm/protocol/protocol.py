@@ -205,7 +205,6 @@ class StepProtocol:
         return first
 
     def coordinates(self, stage: Stage, *, now: float) -> bool:
-        """Whether this peer is the coordinator of `stage`."""
         return self.coordinator(stage, now=now) == self._me
 
     # -- speaking ---------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ class Local(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """How far this replica is."""
         return Position(self.generation, self.version)
 
 
@@ -132,7 +131,6 @@ def newest_commits(commits: Mapping[int, Commit], *, since: int = 0) -> tuple[Co
 
 
 def step_report(step: ReplicaStep) -> StepReport:
-    """What a replica reports of one step."""
     done = step.ledger.done
     return StepReport(
         t=step.t,

@@ -51,7 +51,6 @@ def sign(signer: Signer, run: str, statement: Statement) -> bytes:
 
 
 def is_signed(signer: Signer, peer: PeerId, run: str, statement: Statement, signature: bytes) -> bool:
-    """Whether `peer` signed a statement."""
     return len(signature) == SIGNATURE_BYTES and signer.verify(peer, signable(run, statement), signature)
 
 

@@ -87,7 +87,7 @@ def test_an_honest_sum_is_made_again_to_the_bit_though_the_step_is_over(
 def test_a_sum_of_inputs_that_make_the_most_of_rounding_is_not_far() -> None:
     compute, _, given, other = nearly_equal_numbers(1e4)
     recount = Recount(compute.snapshot(0), 0, (0, compute.numel))
-    recount.add(0, *given, nullcontext())
+    recount.add(0, *given, lock=nullcontext())
     other.sums.begin(0)
     other.add(other.gradients_of(Microbatch(0, 0), *given))
     theirs = other.sums.of(0)
@@ -101,7 +101,7 @@ def test_what_is_nothing_but_rounding_is_not_far() -> None:
     chain = Chain(exact_run())
     (one,) = step_of(chain, 0, 2, (0,))
     recount = Recount(chain.stages[2].snapshot(0), 0, CHUNK)
-    recount.add(*one, nullcontext())
+    recount.add(*one, lock=nullcontext())
     recount._compute.sums.of(0).zero_()  # type: ignore
     noise = (chain.stages[2].sums.of(0)[100:500].double() * 4e-7).to(torch.int64)
     assert noise.count_nonzero() and not recount.is_far(noise)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def audit(kept: list[Any]) -> dict[str, Any]:
                 for a, b in zip(ours, theirs, strict=True):
                     name = f"{dtype} {codec}"
                     told["worst"][name] = max(told["worst"].get(name, 0.0), _distance(a, b, least))
-            recounts[stage].add(m, inputs, grads)
+            recounts[stage].add(m, inputs, grads, nullcontext())
     return told
 
 

@@ -393,7 +393,7 @@ async def test_who_takes_a_microbatch_out_of_its_sum_shows_still_what_it_answere
         await s.until(lambda: m in step.kept)
         assert step.kept[m] is not kept and step.sent_on[m, kept.inputs_digest] is kept
         other = replaced_input(kept)
-        not_counted: Any = SimpleNamespace(mb=Microbatch(0, m), terms_wanted=False)
+        not_counted: Any = SimpleNamespace(mb=Microbatch(0, m), terms_wanted=False, arrived=(), terms={})
         server._count(step, not_counted, other)
         assert step.shown(m, other.inputs_digest) is other
 
