@@ -164,8 +164,7 @@ class TranscriptRecorder:
             return []
         run, transport = self._run, self._transport
         told = await ask_convicted(run, transport, [asked[self._turn % len(asked)].peer], "")
-        names = [name for one in told.values() for name in one.others]
-        wanted = [name for name in names if written.get(name, 0) < SIGNERS]
+        wanted = [n for one in told.values() for n in one.others if written.get(n, 0) < SIGNERS]
         for accused in self._dice.sample(wanted, min(AT_A_TIME, len(wanted))):
             others = [one.peer for one in asked if one.peer != accused]
             told = await ask_convicted(run, transport, others, accused, show=True)
@@ -187,16 +186,14 @@ class TranscriptRecorder:
     ) -> tuple[Evidence, Signed] | None:
         """What convicted a peer of a stage, by the word of a replica; None if that is not signed by both."""
         run, signer = self._run, self._transport.signer
-        if told is None or told.evidence is None:
+        if told is None or (evidence := told.evidence) is None:
             return None
-        evidence = told.evidence
         if (evidence.accused, evidence.statement.stage) != (accused, stage):
             return None
-        if not evidence.is_signed(signer, run.id):
-            return None
-        if not is_signed(signer, record.peer, run.id, judged(evidence), told.signature):
-            return None
-        return evidence, Signed(record.peer, told.signature, record.voucher)
+        by_both = evidence.is_signed(signer, run.id) and is_signed(
+            signer, record.peer, run.id, judged(evidence), told.signature
+        )
+        return (evidence, Signed(record.peer, told.signature, record.voucher)) if by_both else None
 
 
 def chosen(told: Sequence[Word], weight_of: Callable[[PeerId], int]) -> list[Took]:

@@ -13,7 +13,7 @@ import torch
 from peers.clock import now_s
 from swarm.digest import Digest
 from swarm.ids import PeerId, Stage
-from swarm.protocol.ledger import Ledger, everything
+from swarm.protocol.ledger import Ledger, everything, union_of
 from swarm.protocol.rounds import Commit, Plan
 from swarm.protocol.step import ReplicaStep
 from swarm.protocol.worklist import LOST_AFTER_S
@@ -179,9 +179,6 @@ class OpenStep(ReplicaStep):
 
 def audit(plan: Plan, microbatches: int) -> LedgerCounts:
     """Count, from the ledgers of a round, what is missing and what is in twice."""
-    union, total = 0, 0
-    for ledger in plan.ledgers:
-        union |= ledger
-        total += ledger.bit_count()
+    union, total = union_of(plan.ledgers), sum(ledger.bit_count() for ledger in plan.ledgers)
     missing = (everything(microbatches) & ~union).bit_count()
     return LedgerCounts(steps=1, missing=missing, duplicated=total - union.bit_count())

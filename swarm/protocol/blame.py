@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
-from functools import reduce
-from operator import or_
 
 import msgspec
 from msgspec.structs import replace
@@ -17,7 +15,7 @@ from msgspec.structs import replace
 from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, Backoff
 from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
-from swarm.protocol.ledger import everything
+from swarm.protocol.ledger import everything, union_of
 from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
 
@@ -121,10 +119,8 @@ class Blame:
 
         Only where the stage waits for nothing but such claims: before that they cost nothing.
         """
-        done = claimed = 0
-        for report in reports.values():
-            done, claimed = done | report.done, claimed | report.in_progress
-        lacking = everything(self._microbatches(t)) & ~done
+        claimed = union_of(report.in_progress for report in reports.values())
+        lacking = everything(self._microbatches(t)) & ~union_of(report.done for report in reports.values())
         waits = {
             peer: report.done
             for peer, report in reports.items()
@@ -147,7 +143,7 @@ class Blame:
         for a moment is waited for all the same, and one that others retract for has to keep what it has. One
         that takes something back untold had the stage wait in vain since it said that: no round of it ended.
         A sum may be lost, so that is some seconds each time."""
-        usual, told = self._computing.usual, reduce(or_, by.values(), 0)
+        usual, told = self._computing.usual, union_of(by.values())
         limit_s = usual.limit_s if usual.known else min(BUDGET_S, usual.limit_s)
         waits = self._undoing.setdefault(at, {})
         for peer, report in reports.items():

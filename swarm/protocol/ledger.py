@@ -11,9 +11,10 @@ Bitmaps are Python integers: bit `m` stands for microbatch `(t, m)`. `Bitmap` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 
 from swarm.errors import Refused
 
@@ -186,6 +187,11 @@ class Ledger:
 def everything(microbatches: int) -> int:
     """The bitmap of a complete step."""
     return (1 << microbatches) - 1
+
+
+def union_of(bitmaps: Iterable[int]) -> int:
+    """The microbatches in any of some bitmaps."""
+    return reduce(or_, bitmaps, 0)
 
 
 def members_of(bitmap: int) -> Iterator[int]:

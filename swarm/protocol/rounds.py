@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from swarm.floats import total_of
 from swarm.ids import PeerId, Stage
-from swarm.protocol.ledger import Bitmap, everything, members_of
+from swarm.protocol.ledger import Bitmap, everything, members_of, union_of
 from swarm.protocol.statements import Signature
 from swarm.protocol.voice import RANK_STEPS, heard, weight
 from swarm.records import Voucher
@@ -250,9 +250,7 @@ def doubled_without_voice(
 
     Until it has retracted that, such a replica is not counted: it may never do so.
     """
-    counted = 0
-    for peer, report in reports.items():
-        counted |= report.done if voice.get(peer) else 0
+    counted = union_of(report.done for peer, report in reports.items() if voice.get(peer))
     found = {peer: report.done & counted for peer, report in reports.items() if not voice.get(peer)}
     return {peer: doubled for peer, doubled in found.items() if doubled}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from swarm.ids import Microbatch, Stage
-from swarm.protocol.ledger import everything, members_of
+from swarm.protocol.ledger import everything, members_of, union_of
 
 REPLAY_AFTER_S = 0.4
 """How long a finished microbatch must be reported lacking before it is run again: several reports."""
@@ -75,10 +75,7 @@ class WorkList:
             return
         step = self._step(t)
         step.lacking = list(by_stage)
-        anywhere = 0
-        for bitmap in by_stage:
-            anywhere |= bitmap
-        whole = everything(len(step.order))
+        anywhere, whole = union_of(by_stage), everything(len(step.order))
         step.taken = whole & ~by_stage[0] if by_stage else 0
         for m in [m for m in step.due_s if not anywhere >> m & 1]:
             del step.due_s[m]

@@ -24,6 +24,7 @@ from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import Lines
 from peers.sim.loop import WORLD, Process, VirtualLoop
 from peers.sim.network import SILENCE_S, Network, SimTransport, _Call
+from peers.waiting import fail
 from swarm.errors import BadAnswer, PeerGone, SwarmError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord
@@ -109,7 +110,7 @@ class CalmNetwork(Network):
         elif fault.kind == "delay":
             self.loop.call_later(fault.delay_s, super()._answer, call, outcome)
         else:
-            self._fail(call, BadAnswer(call.callee.peer_id, "its answer breaks the protocol"))
+            fail(call.result, BadAnswer(call.callee.peer_id, "its answer breaks the protocol"))
 
     # -- bans ---------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class CalmNetwork(Network):
         for call in list(self._open.values()):
             names = call.caller.peer_id, call.callee.peer_id
             if set(names) == {at, banned}:
-                self._fail(call, PeerGone(names[1], "not admitted: the owner of the run banned it"))
+                fail(call.result, PeerGone(names[1], "not admitted: the owner of the run banned it"))
         for one, gone in ((end, banned), (other, at)):
             if one.transport.on_gone is not None and one.process.alive:
                 self.loop.call_soon(one.transport.on_gone, gone, context=one.process.context)
@@ -141,7 +142,7 @@ class CalmNetwork(Network):
 
     async def _handle(self, call: _Call) -> None:
         if call.caller.peer_id in self._shut_out.get(call.callee.peer_id, ()):
-            self._fail(call, PeerGone(call.callee.peer_id, "the stream broke"))
+            fail(call.result, PeerGone(call.callee.peer_id, "the stream broke"))
             return
         await super()._handle(call)
 
