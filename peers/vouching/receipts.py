@@ -14,15 +14,7 @@ from swarm.manifest import Run
 from swarm.protocol.statements import Signer
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import MAX_RECEIPTS, Work, WorkDone
-from swarm.wire.receipts import (
-    Answered,
-    Link,
-    Receipt,
-    give_receipt,
-    half_receipt,
-    is_sent_on,
-    tensors_digest,
-)
+from swarm.wire.receipts import Answered, Link, Receipt, give_receipt, is_sent_on, tensors_digest
 
 NOTHING = tensors_digest((), ())
 
@@ -75,8 +67,8 @@ class Receipts:
         """What `feed` made, with this peer's word, to another."""
         if work.fed is None:
             return work
-        mb, made = Microbatch(work.t, work.m), (work.fed.inputs, work.fed.outputs)
-        half = half_receipt(self._signer, self._run.id, self._stage, mb, *made, to)
+        made, of = (work.fed.inputs, work.fed.outputs), (self._stage, work.t, work.m)
+        half = give_receipt(self._signer, self._run.id, Answered(*of, *made, b"", b"", 0.0, to))
         return msgspec.structs.replace(work, fed=half)
 
     def check(self, caller: PeerId, work: Work) -> None:

@@ -84,13 +84,6 @@ def give_receipt(signer: Signer, run: str, answered: Answered) -> Receipt:
     return Receipt(a.inputs, a.outputs, a.output_grads, a.input_grads, sign(signer, run, answered))
 
 
-def half_receipt(
-    signer: Signer, run: str, stage: Stage, mb: Microbatch, inputs: Digest, outputs: Digest, to: PeerId
-) -> Receipt:
-    """The receipt for what a peer sends on to another, before that is answered."""
-    return give_receipt(signer, run, Answered(stage, *mb, inputs, outputs, b"", b"", 0.0, to))
-
-
 def is_receipt(
     signer: Signer, peer: PeerId, run: str, stage: Stage, mb: Microbatch, loss: float, receipt: Receipt
 ) -> bool:

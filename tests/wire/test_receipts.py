@@ -10,12 +10,12 @@ from swarm.ids import Microbatch
 from swarm.wire.receipts import (
     Answered,
     give_receipt,
-    half_receipt,
     is_receipt,
     is_sent_on,
     tensors_digest,
 )
 from swarm.wire.tensor_meta import TensorMeta
+from tests.peers.admitted import half_receipt
 
 META = TensorMeta((2, 3), "float32", "none")
 ANSWERED = Answered(1, 7, 3, b"a" * 32, b"b" * 32, b"c" * 32, b"d" * 32, 2.5)

@@ -16,9 +16,10 @@ from swarm.ids import Microbatch, Stage
 from swarm.model.stage_io import input_metas
 from swarm.records import PeerRecord
 from swarm.wire.messages import Work, WorkDone
-from swarm.wire.receipts import Link, half_receipt, tensors_digest
+from swarm.wire.receipts import Link, tensors_digest
 from swarm.wire.tensor_meta import buffer_sizes
 from tests.peers import sybils
+from tests.peers.admitted import half_receipt
 from tests.peers.liars.test_false_answers import audited_run
 from tests.peers.loops import Swarm, swarm
 

@@ -19,9 +19,9 @@ from swarm.manifest import Run, audit_run
 from swarm.model.stage_io import input_metas
 from swarm.records import PeerRecord
 from swarm.wire.messages import Hop, Work, WorkDone, pack, unpack
-from swarm.wire.receipts import Answered, Receipt, give_receipt, half_receipt, is_receipt, tensors_digest
+from swarm.wire.receipts import Answered, Receipt, give_receipt, is_receipt, tensors_digest
 from swarm.wire.tensor_meta import TensorMeta
-from tests.peers.admitted import TRAINER, admitting
+from tests.peers.admitted import TRAINER, admitting, half_receipt
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time

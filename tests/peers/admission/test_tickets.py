@@ -17,8 +17,8 @@ from swarm.manifest import Run, audit_run
 from swarm.model.stage_io import input_metas
 from swarm.records import PeerRecord
 from swarm.wire.messages import Ticket, Work, WorkDone
-from swarm.wire.receipts import half_receipt, tensors_digest
-from tests.peers.admitted import OTHER, TRAINER, admitting
+from swarm.wire.receipts import tensors_digest
+from tests.peers.admitted import OTHER, TRAINER, admitting, half_receipt
 from tests.peers.loops import Stranger, Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
