@@ -289,10 +289,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Any:
-        handle = _Handle(callback, args, context)
-        when = self.now_s + delay if delay > 0.0 else self.now_s
-        heapq.heappush(self._timers, (when, next(self._order), handle))
-        return handle
+        return self.call_at(self.now_s + max(0.0, delay), callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
         future = _Future(loop=self)

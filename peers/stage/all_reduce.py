@@ -216,8 +216,9 @@ class AllReduce:
         try:
             if check is not None:
                 await asyncio.to_thread(check.commit)
-            for start in chunks:
-                self._contribute(this, start, self._me, self._own(this, start))
+            for start, chunk in chunks.items():
+                own = total[start : start + chunk.numel] if plan.ledgers[mine] else None
+                self._contribute(this, start, self._me, own)
                 await asyncio.sleep(0)  # gigabytes must not keep heartbeats waiting
             for owner, part in zip(plan.members, parts, strict=True):
                 if owner == self._me:
@@ -283,11 +284,6 @@ class AllReduce:
                 raise Refused("a reduced gradient is not finite")
             reduced[start : start + numel] = part
         return reduced
-
-    def _own(self, this: _Round, start: int) -> torch.Tensor | None:
-        if not this.plan.ledgers[this.plan.members.index(self._me)]:
-            return None
-        return this.total[start : start + this.chunks[start].numel]
 
     def _contribute(self, this: _Round, start: int, member: PeerId, part: torch.Tensor | None) -> None:
         """Take one replica's contribution; with the last one, the chunk is reduced."""

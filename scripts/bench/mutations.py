@@ -2103,8 +2103,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-an-empty-ledger-has",
         ALL_REDUCE,
-        "        if not this.plan.ledgers[this.plan.members.index(self._me)]:\n            return None\n",
-        "",
+        "own = total[start : start + chunk.numel] if plan.ledgers[mine] else None",
+        "own = total[start : start + chunk.numel]",
         "The memory of a replica that computed nothing is added.",
         ("test_reduce",),
     ),
