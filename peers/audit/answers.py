@@ -164,7 +164,7 @@ class AnswerAudits:
         return came
 
     async def _what_it_made(self, ask: AuditAnswer, came: Shown, sent: Sequence[Buffer]) -> Shown:
-        """What a peer made of that: half an answer the peer that got it shows. Raises Refused: not that."""
+        """What a peer made of that; half an answer is shown by the peer that got it."""
         said = ask.statement
         if not said.is_half:
             return await self._shown(ask, made=True)

@@ -86,7 +86,8 @@ class KeptWork:
         check_ticket(signer, run, work)
         if not was_fed(signer, run, stage, peer, told.caller, work, digest(shown.forth)):
             raise Refused(f"nobody sent these inputs of {mb}")
-        return [*([(told.caller, stage - 1)] if stage else []), *self.answered_by(mb, shown)]
+        feeder = [(told.caller, stage - 1)] if stage else []
+        return [*feeder, *self.answered_by(mb, shown)]
 
     def answered_by(self, mb: Microbatch, shown: Shown) -> list[tuple[PeerId, Stage]]:
         """The one that signed the gradients; at the last stage there is none.

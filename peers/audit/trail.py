@@ -53,6 +53,7 @@ class OwnTrail:
         return first, self._steps[first - self._start : max(last, first) - self._start]
 
     def serve(self, run: Run, stage: Stage, transport: Transport, kind: Callable[[], str]) -> None:
+        """Answer `trail`."""
 
         async def answer(request: Request) -> Answer:
             ask = unpack(request.header, AskTrail, run.id)

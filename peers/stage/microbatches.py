@@ -430,7 +430,9 @@ class MicrobatchServer:
     def _count(
         self, step: OpenStep, found: Gradients, kept: KeptMicrobatch
     ) -> tuple[KeptMicrobatch, Seen | None]:
-        """Add a microbatch to the sum and the ledger, if it may count; if that breaks, both are lost."""
+        """Add a microbatch to the sum and the ledger, if it may count; if that breaks, both are lost. Returns
+        also what its neighbours are judged by.
+        """
         m, seen = found.mb.m, seen_in(found) if self._neighbours else None
         with self._core.device.books:
             if found.terms_wanted and step.may_add(m, now=now_s()):
@@ -454,6 +456,7 @@ class MicrobatchServer:
     def _hop(
         self, began: float, receipt: Receipt | None, *, forward_s: float = 0.0, behind_s: float = 0.0
     ) -> Hop:
+        """What this peer spent on a microbatch, at the end of the last job of it."""
         core, compute_s = self._core, forward_s + self._took_s()
         return Hop(
             stage=core.stage, peer=core.me, own_s=max(0.0, now_s() - began - behind_s), compute_s=compute_s,
