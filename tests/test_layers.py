@@ -69,6 +69,7 @@ MAY_IMPORT = {
         *BASE,
         *SHARED,
         "swarm.monitoring.validation",
+        "swarm.policy.backoff",
         "hivemind",
         "base58",
         "cryptography",

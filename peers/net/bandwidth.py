@@ -73,12 +73,10 @@ class RateLimiter:
     """
 
     def __init__(self, limit_bps: float = math.inf) -> None:
-        self.limit_bps = limit_bps
-        """That the owner gave."""
         self.gauges: set[Gauge] = set()
         """One for each link whose packets can be observed."""
-        self._all = self._urgent = Allowance(math.inf, math.inf)
-        self._set(SHARE * limit_bps / 8)
+        self._all, self._urgent = Allowance(math.inf, math.inf), Allowance(math.inf, math.inf)
+        self.keep_to(limit_bps)
         self._observed_at, self._observed = float("-inf"), 0
         self._queued = 0
         """Observations in a row of packets that waited longer than they should."""
@@ -95,8 +93,8 @@ class RateLimiter:
     def _set(self, bytes_per_s: float) -> None:
         self._bytes_per_s = rate = bytes_per_s
         self.turn_bytes = max(MIN_TURN_BYTES, int(TURN_S * min(rate, MAX_BPS)))
-        self._all = self._all.at(rate, rate * CATCH_UP_S)
-        self._urgent = self._urgent.at(rate * URGENT_SHARE, rate * URGENT_SHARE * URGENT_S)
+        self._all.keep_to(rate, rate * CATCH_UP_S)
+        self._urgent.keep_to(rate * URGENT_SHARE, rate * URGENT_SHARE * URGENT_S)
 
     def take(self, nbytes: int, *, now: float) -> float:
         """Reserve the line for `nbytes`; how long they have to wait for their turn, in seconds."""
@@ -179,12 +177,9 @@ class Allowance:
     def __init__(self, per_s: float, at_once: float) -> None:
         self._per_s, self._most, self._left, self._at = per_s, at_once, at_once, float("-inf")
 
-    def at(self, per_s: float, at_once: float) -> Allowance:
-        """The same from now on, at another pace: what is owed stays owed."""
-        other = Allowance(per_s, at_once)
-        other._at = self._at
-        other._left = min(at_once, self._left)
-        return other
+    def keep_to(self, per_s: float, at_once: float) -> None:
+        """Another pace from now on: what is owed stays owed."""
+        self._per_s, self._most, self._left = per_s, at_once, min(at_once, self._left)
 
     def left(self, *, now: float) -> float:
         """What may be taken; negative: what is owed."""
@@ -208,6 +203,8 @@ class Line:
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
+        self.limiter = traffic.limiter
+        """Of what we send: one for all lines."""
         self.sent_bytes = 0
         self.received_bytes = 0
         """Calls of the peer and its answers to ours share the line."""
@@ -219,19 +216,10 @@ class Line:
         """Its calls that are worked on."""
         self.logged_at = float("-inf")
         """When it was last said that it does what it may not."""
-        self.direct_at = float("-inf")
-        """When a direct connection may be tried, again."""
-        self.direct_pause_s = 0.0
-        """After which it may be, if it comes to nothing once more; 0: it did not."""
         self._round_trips_s: deque[float] = deque(maxlen=_ROUND_TRIPS)
         self._rates_bps: deque[float] = deque(maxlen=_BODIES)
         self._calls = Allowance(CALLS_PER_S, CALLS_AT_ONCE)
         self._control = Allowance(CONTROL_BYTES_PER_S, CONTROL_BYTES_AT_ONCE)
-
-    @property
-    def limiter(self) -> RateLimiter:
-        """Of what we send: one for all lines."""
-        return self._traffic.limiter
 
     @property
     def least_round_trip_s(self) -> float:

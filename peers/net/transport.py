@@ -37,6 +37,7 @@ from swarm.errors import (
     short,
 )
 from swarm.ids import PeerId
+from swarm.policy.backoff import Backoff
 from swarm.wire import frames
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Dialer:
         self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
         self._shortens: dict[PeerId, asyncio.Task[None]] = {}
         """A direct connection is looked for."""
+        self._no_direct = Backoff(first_s=timings.direct_again_s, longest_s=timings.direct_again_most_s)
+        """A direct connection was looked for in vain, or broke: what stands between may stay."""
         self._back = asyncio.Event()
         """Our p2pd runs, or never will again."""
         self._back.set()
@@ -127,18 +130,12 @@ class Dialer:
     def _shorten(self, link: ClientConnection, body_bytes: int) -> None:
         """Look for a path past both p2pds, if the pair moves enough for that, and not again at once."""
         now, line = now_s(), link.line
-        if self.direct is None or link.direct or now < line.direct_at:
+        if self.direct is None or link.direct or self._no_direct.in_backoff(link.peer, now=now):
             return
         if line.sent_bytes + line.received_bytes + body_bytes >= self.direct.options.after_bytes:
-            self._put_off_direct(line)
+            self._no_direct.failed(link.peer, now=now)  # until it is there
             task = self._shortens[link.peer] = self._tasks.create_task(self._take_direct(link, self.direct))
             task.add_done_callback(lambda _: self._shortens.pop(link.peer))
-
-    def _put_off_direct(self, line: Line) -> None:
-        """Look for no direct path for a while: each time for longer, what stands between may stay."""
-        pause_s = line.direct_pause_s or self._timings.direct_again_s
-        line.direct_at = now_s() + pause_s
-        line.direct_pause_s = min(2 * pause_s, self._timings.direct_again_most_s)
 
     async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
         peer = link.peer
@@ -152,7 +149,7 @@ class Dialer:
             except BaseException:
                 better.fail(PeerGone(peer, "could not show what admits us"))
                 raise
-            link.line.direct_pause_s = 0.0
+            self._no_direct.answered(peer)
             self._move(link, better, self._timings.punched_after_s[0])
         except (SwarmError, OSError, asyncio.TimeoutError) as error:
             logger.debug("no direct connection to peer %s: %s", short(peer), error)
@@ -229,7 +226,7 @@ class Dialer:
         if self.links.get(link.peer) is link:
             del self.links[link.peer]
         if link.direct:
-            self._put_off_direct(link.line)
+            self._no_direct.failed(link.peer, now=now_s())
         if isinstance(link.lost_because, PeerSilent):
             self._hang_up(link.peer)
 

@@ -187,7 +187,8 @@ async def test_where_no_hole_opens_calls_pass_the_relay_until_one_does(relay: Re
     await calls(caller, callee)
     await until(lambda: not caller._tasks._tasks and not callee._dialer.direct._knocking)
     assert direct_links(caller) == (0, 0) and len(routers.came) == 2
-    routers.holes, caller._traffic.of(callee.peer_id).direct_at = True, float("-inf")  # the pause is over
+    routers.holes = True
+    caller._dialer._no_direct.answered(callee.peer_id)  # the pause is over
     await calls(caller, callee, 1)
     await until(lambda: direct_links(caller) == (1, 0))
 
@@ -256,18 +257,18 @@ async def test_a_path_that_cannot_be_had_is_tried_again_later_each_time_and_at_m
     timings = replace(QUICK, direct_again_s=60.0, direct_again_most_s=200.0)
     caller, callee = await added(relay, timings=timings)
     callee._dialer.direct.port = 0
-    line, next_s = caller._traffic.of(callee.peer_id), list[float]()
+    paths, pauses_s = caller._dialer._no_direct, list[float]()
     for _ in range(4):
         await calls(caller, callee, 1)
         await until(lambda: not caller._tasks._tasks)
-        assert line.direct_at > now_s()
-        next_s.append(line.direct_pause_s)
-        line.direct_at = float("-inf")  # so much time passes
-    assert next_s == [120.0, 200.0, 200.0, 200.0]
+        assert paths.in_backoff(callee.peer_id, now=now_s())
+        pauses_s.append(paths._last_s[callee.peer_id])
+        paths._until.clear()  # so much time passes
+    assert pauses_s == [60.0, 120.0, 200.0, 200.0]
     callee._dialer.direct.port = callee._dialer.direct._listeners[0].getsockname()[1]
     await calls(caller, callee, 1)
     await until(lambda: direct_links(caller) == (1, 0))
-    assert line.direct_pause_s == 0.0, "what came about may break, and is soon tried again"
+    assert not paths.is_failing(callee.peer_id), "what came about may break, and is soon tried again"
 
 
 async def test_when_it_breaks_calls_fail_as_on_p2pd_and_the_next_ones_pass_p2pd(relay: Relay) -> None:
