@@ -489,30 +489,24 @@ class DhtNode:
         if not self._kept[key]:
             del self._kept[key]
 
+    def _drop_those(self, over: Callable[[KeptEntry], object]) -> None:
+        for key, held in list(self._kept.items()):
+            for subkey in [subkey for subkey, kept in held.items() if over(kept)]:
+                self._drop(key, subkey)
+
     def forget(self, subkey: str) -> None:
         """Drop the values of a subkey, under all keys: later ones may expire earlier."""
-        for key in [key for key, kept in self._kept.items() if subkey in kept]:
-            self._drop(key, subkey)
+        self._drop_those(lambda kept: kept.entry.subkey == subkey)
 
     def recheck(self) -> None:
         """Drop records of peers that are not admitted any more."""
-        for key, held in list(self._kept.items()):
-            for subkey, kept in list(held.items()):
-                if kept.announced is not None and self.check.why_not(kept.announced):
-                    self._drop(key, subkey)
+        self._drop_those(lambda kept: kept.announced is not None and self.check.why_not(kept.announced))
 
     def _expire(self) -> None:
         """Drop what is over, once a second."""
         if now_s() - self._expired_at > 1.0:
             self._expired_at, now = now_s(), unix_s()
-            over = [
-                (key, subkey)
-                for key, held in self._kept.items()
-                for subkey, kept in held.items()
-                if kept.entry.expires <= now
-            ]
-            for key, subkey in over:
-                self._drop(key, subkey)
+            self._drop_those(lambda kept: kept.entry.expires <= now)
 
     def entries(self, key: bytes) -> list[Entry]:
         """What is here under a key: first what peers sent themselves, then the others, in any order."""

@@ -3642,8 +3642,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-is-over-is-kept-until-it-is-asked-for",
         NODES,
-        "                if kept.entry.expires <= now\n",
-        "                if False\n",
+        "lambda kept: kept.entry.expires <= now",
+        "lambda kept: False",
         "A full node has no room again when all that it keeps is over.",
         ("test_dht_protocol",),
     ),
@@ -7945,8 +7945,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "all-signatures-again-at-each-change",
         "peers/net/dht_protocol.py",
-        "if kept.announced is not None and self.check.why_not(kept.announced):",
-        "if self.check.open(key, kept.entry) is None:",
+        "kept.announced is not None and self.check.why_not(kept.announced)",
+        "kept.announced and self.check.open(record_ids(kept.announced)[0], kept.entry) is None",
         "Keys that revoke themselves stop a peer that keeps many records for 2 s, each 8 s.",
         ("test_directory",),
     ),
