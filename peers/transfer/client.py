@@ -139,8 +139,6 @@ class Download:
     tensors: dict[str, torch.Tensor]
     sources: tuple[PeerId, ...]
     """Those that gave it, the one that gave most first."""
-    received_bytes: int
-    """Without what was here already."""
     agreed: frozenset[PeerId] = frozenset()
     """Those that offered just this, and were believed."""
     voiced: bool = False
@@ -324,7 +322,6 @@ class _Downloading:
                 return Download(
                     opened=opened, tensors=tensors, agreed=frozenset(members),
                     voiced=self._has_voice(members),
-                    received_bytes=sum(self.given_bytes.values()),
                     sources=tuple(peer for peer, _ in self.given_bytes.most_common()),
                 )  # fmt: skip
             self.partial.forget()

@@ -51,10 +51,6 @@ class Encoded(NamedTuple):
     meta: TensorMeta
     buffers: Sequence[Buffer]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(encoded_sizes(self.meta))
-
 
 def split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
     """The buffers of a body, tensor by tensor."""

@@ -30,6 +30,11 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def sizes(tensor: torch.Tensor, codec: str) -> int:
+    """Bytes that it takes, all buffers together."""
+    return sum(encoded_sizes(encode(tensor, codec).meta))
+
+
 def same(a: Encoded, b: Encoded) -> bool:
     return a.meta == b.meta and [bytes(x) for x in a.buffers] == [bytes(x) for x in b.buffers]
 
@@ -69,19 +74,18 @@ def test_any_shape_travels(codec: str, shape: tuple[int, ...]) -> None:
 def test_the_sizes_are_known_from_the_meta_alone(codec: str, numel: int, dtype: str) -> None:
     encoded = encode(torch.ones(numel, dtype=getattr(torch, dtype)), codec)
     assert encoded_sizes(encoded.meta) == [memoryview(b).nbytes for b in encoded.buffers]
-    assert encoded.nbytes == sum(encoded_sizes(encoded.meta))
 
 
 def test_blockwise8_takes_a_quarter_of_the_bytes_and_the_scales() -> None:
-    assert encode(torch.ones(4, 512, 64), "blockwise8").nbytes == 4 * 512 * 64 * (1 + 4 / 256)
+    assert sizes(torch.ones(4, 512, 64), "blockwise8") == 4 * 512 * 64 * (1 + 4 / 256)
 
 
 # --- hadamard4 ---------------------------------------------------------------------------------
 
 
 def test_hadamard4_takes_half_a_byte_a_number_and_the_scales() -> None:
-    assert encode(torch.ones(4, 512, 64), "hadamard4").nbytes == 4 * 512 * 64 * (1 / 2 + 4 / BLOCK)
-    assert encode(torch.ones(3), "hadamard4").nbytes == BLOCK / 2 + 4, "whole blocks"
+    assert sizes(torch.ones(4, 512, 64), "hadamard4") == 4 * 512 * 64 * (1 / 2 + 4 / BLOCK)
+    assert sizes(torch.ones(3), "hadamard4") == BLOCK / 2 + 4, "whole blocks"
 
 
 @pytest.mark.parametrize("place", [0, 77, 255])

@@ -570,7 +570,7 @@ async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.Mo
 
     async def download(*_: object, **__: object) -> Download:
         tensors = dict(initial_state(RUN, 0))
-        return Download(opened=opened, tensors=tensors, sources=("other",), voiced=True, received_bytes=0)
+        return Download(opened=opened, tensors=tensors, sources=("other",), voiced=True)
 
     monkeypatch.setattr(recovery, "download", download)
     assert await alone.peer.actions._recovery.download(["other"])  # type: ignore

@@ -150,7 +150,6 @@ async def test_sources_share_the_load_and_no_chunk_is_fetched_twice(net: Net) ->
     assert is_of(got, 4)
     assert sorted(got.sources) == ["a", "b", "c"] and not net.faults
     assert sum(net.chunks.values()) == CHUNKS and min(net.chunks.values()) >= 3
-    assert got.received_bytes == 40 * 8
 
 
 async def test_of_a_small_state_too_each_source_gives_its_share(
@@ -291,11 +290,11 @@ async def test_when_all_die_what_came_is_not_fetched_again(net: Net) -> None:
     assert failed.text == (
         "could not download stage 0: " + "; ".join(failed.reasons[name] for name in failed.reasons)
     )
-    here = net.progress[-1][0]
+    here, before = net.progress[-1][0], len(net.progress)
     assert 0 < here < 320
     net.give("c", Saved(4))
     got = await net.get("c", partial=partial)
-    assert is_of(got, 4) and got.received_bytes == 320 - here
+    assert is_of(got, 4) and net.progress[before][0] == here
     assert net.chunks["c"] == CHUNKS - here // 24
     # What was handed out is not given a second time.
     got.tensors["weights"].zero_()
