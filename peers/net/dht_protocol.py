@@ -164,15 +164,6 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag=3):
     keys: Annotated[list[AskedKey], msgspec.Meta(max_length=MAX_KEYS_PER_CALL)]
 
 
-class Welcome(NamedTuple):
-    """What a peer to join at says of us."""
-
-    ahead_s: float
-    """Its clock, of ours."""
-    reaches_us: bool
-    protocol: int = PROTOCOL_VERSION
-
-
 Request: TypeAlias = Ping | Store | Find | Question
 T = TypeVar("T")
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -361,8 +352,8 @@ class DhtNode:
 
     def __init__(self, me: PeerId, check: RecordCheck, tasks: TaskKeeper) -> None:
         self.node_id, self.check = node_id_of(me), check
-        self.welcomes: list[Welcome] = []
-        """What the peers that we join at answered."""
+        self.welcomes: list[tuple[float, Pong]] = []
+        """What the peers that we join at answered, and how far their clocks are ahead of ours."""
         self._me, self._tasks, self._rng = me, tasks, random.Random()
         self._kept: dict[bytes, dict[str, KeptEntry]] = {}
         self._entries = 0
@@ -545,7 +536,7 @@ class DhtNode:
             # Its clock was read some time between the question and the answer.
             pong = answered[0]
             ahead_s = pong.unix_s - min(max(pong.unix_s, asked_at), unix_s())
-            self.welcomes.append(Welcome(ahead_s, pong.reaches, pong.protocol))
+            self.welcomes.append((ahead_s, pong))
         return answered is not None
 
     async def store(self, peer: PeerId, values: Sequence[tuple[bytes, Entry]]) -> list[bool] | None:

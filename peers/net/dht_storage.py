@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from peers.clock import now_s
 from peers.net._hivemind import DHTID
-from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, RecordCheck, Welcome, key_bytes, nearest
+from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, Pong, RecordCheck, key_bytes, nearest
 from peers.net.identity import CIRCUIT, AddressBook, by_peer, with_peer_id
 from peers.net.p2pd_control import DaemonControl
 from peers.waiting import TaskKeeper
@@ -97,7 +97,7 @@ class DhtStorage:
         """
         await self._meet_those_to_join_at()
         for _ in range(MORE_TRIES):
-            if any(one.reaches_us for one in self.node.welcomes):
+            if any(pong.reaches for _, pong in self.node.welcomes):
                 break
             self.node.welcomes.clear()
             await self._meet_those_to_join_at()
@@ -212,14 +212,15 @@ def _why_none(failed: Iterable[tuple[PeerId, Sequence[str], BaseException | None
     )
 
 
-def what_is_wrong(welcomes: Collection[Welcome]) -> str:
-    """Why a peer that got these answers cannot join; '' if it can. Most versions and clocks are right."""
-    others = [welcome.protocol for welcome in welcomes if welcome.protocol != PROTOCOL_VERSION]
+def what_is_wrong(welcomes: Collection[tuple[float, Pong]]) -> str:
+    """Why a peer that got these answers cannot join, each from a clock that is so many seconds ahead; '' if
+    it can. Most versions and clocks are right."""
+    others = [pong.protocol for _, pong in welcomes if pong.protocol != PROTOCOL_VERSION]
     if 2 * len(others) > len(welcomes):
         return differ("this program", PROTOCOL_VERSION, "the swarm that it joins", others[0])
-    if welcomes and not any(welcome.reaches_us for welcome in welcomes):
+    if welcomes and not any(pong.reaches for _, pong in welcomes):
         return "cannot join: the peers to join at cannot reach this one back over its own connection"
-    wrong = sorted(welcome.ahead_s for welcome in welcomes if abs(welcome.ahead_s) > MAX_CLOCK_ERROR_S)
+    wrong = sorted(ahead_s for ahead_s, _ in welcomes if abs(ahead_s) > MAX_CLOCK_ERROR_S)
     if 2 * len(wrong) <= len(welcomes):
         return ""
     ahead_s = wrong[len(wrong) // 2]

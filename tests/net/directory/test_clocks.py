@@ -7,10 +7,11 @@ import logging
 
 import pytest
 
-from peers.net.dht_protocol import Welcome
+from peers.net.dht_protocol import Pong
 from peers.net.dht_storage import what_is_wrong
 from peers.net.identity import Identity
 from swarm.errors import SetupError
+from swarm.wire.version import PROTOCOL_VERSION
 from tests.net.directory.memory_dht import MemoryDht, MemoryNode, record
 
 pytestmark = pytest.mark.virtual_time
@@ -79,8 +80,9 @@ async def test_a_peer_whose_clock_differs_from_most_is_refused_with_the_seconds(
 
 
 async def test_a_newcomer_that_none_can_reach_back_does_not_join() -> None:
-    assert "cannot reach this one back" in what_is_wrong([Welcome(0.0, False), Welcome(0.0, False)])
-    assert what_is_wrong([Welcome(0.0, False), Welcome(0.0, True)]) == ""
+    reached, cut_off = (0.0, Pong(0.0, True, PROTOCOL_VERSION)), (0.0, Pong(0.0, False, PROTOCOL_VERSION))
+    assert "cannot reach this one back" in what_is_wrong([cut_off, cut_off])
+    assert what_is_wrong([cut_off, reached]) == ""
 
 
 @pytest.mark.parametrize(("for_s", "joins"), [(5.0, True), (60.0, False)])
@@ -97,7 +99,7 @@ async def test_a_newcomer_that_none_reaches_back_for_some_seconds_joins(for_s: f
 
 
 async def test_a_newcomer_of_another_version_than_most_does_not_join() -> None:
-    ours, other = Welcome(0.0, True), Welcome(0.0, True, 99)
+    ours, other = (0.0, Pong(0.0, True, PROTOCOL_VERSION)), (0.0, Pong(0.0, True, 99))
     assert "the swarm that it joins version 99: update the older program" in what_is_wrong(
         [ours, other, other]
     )
