@@ -506,19 +506,16 @@ class ClientConnection(Connection):
             pending.heard = True
             self.line.answered(now - pending.since, pending.size)
         if prefix.kind is Kind.ACCEPT:
-            self._accepted(pending.outgoing)
+            parked = pending.outgoing.left > 0 and pending.outgoing.credit == 0
+            pending.outgoing.credit = UNLIMITED
+            if parked:
+                self.outbox.add(pending.outgoing)
         elif pending.body is not None:
             raise FrameError("a second answer to one call")
         elif prefix.kind is Kind.ERROR:
             self._fault(call, from_wire(self.peer, frames.unpack_error(header)))
         else:
             self._result(call, pending, header, now)
-
-    def _accepted(self, outgoing: Outgoing) -> None:
-        parked = outgoing.left > 0 and outgoing.credit == 0
-        outgoing.credit = UNLIMITED
-        if parked:
-            self.outbox.add(outgoing)
 
     def _result(self, call: int, pending: _Pending, header: bytes, now: float) -> None:
         result = frames.unpack_result(header)
@@ -639,21 +636,19 @@ class ServerConnection(Connection):
             self._check_made(prefix)
             self._abort(prefix.call)
             return
-        if prefix.call <= self._newest:
-            raise FrameError(f"CALL {prefix.call} after call {self._newest}")
-        self._newest = prefix.call
-        self._called(prefix.call, frames.unpack_call(header), now)
-
-    def _called(self, number: int, header: frames.CallHeader, now: float) -> None:
+        number = prefix.call
+        if number <= self._newest:
+            raise FrameError(f"CALL {number} after call {self._newest}")
+        self._newest, called = number, frames.unpack_call(header)
         if len(self._calls) >= frames.MAX_PENDING:
             busy = Busy(f"{frames.MAX_PENDING} calls of yours are pending already")
             self._send(frames.pack_error(number, busy.to_wire()))
             return
         if not self._calls:
             self._last_alive = now
-        body = Body(number, header.body_sizes, now, self._came_bytes, self.line.holds)
+        body = Body(number, called.body_sizes, now, self._came_bytes, self.line.holds)
         call = self._calls[number] = ServedCall(
-            self, number, self.peer, header.method, header.header, header.body_sizes, body
+            self, number, self.peer, called.method, called.header, called.body_sizes, body
         )
         self._keep_ticking()
         try:

@@ -178,13 +178,6 @@ def _claim_port(options: DaemonOptions) -> None:
         # p2pd says anything else itself
 
 
-def _private_dir() -> tuple[Path, int]:
-    """In /tmp, because the path of a unix socket has to be shorter than 108 bytes."""
-    return private_folder(
-        Path("/tmp") if os.access("/tmp", os.W_OK) else Path(tempfile.gettempdir()), "swarm-"
-    )
-
-
 class Daemon:
     """A p2pd of our own. `spawn` starts it at once and does not wait; `ready` does."""
 
@@ -192,7 +185,9 @@ class Daemon:
         self.options = options
         self.identity = identity
         self.peer_id: PeerId = identity.peer_id
-        self.directory, lock = _private_dir()
+        # The path of a unix socket has to be shorter than 108 bytes.
+        short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+        self.directory, lock = private_folder(Path(short), "swarm-")
         self._locks = [lock]
         self.control_path = self.directory / "p2pd.sock"
         self.pid: int | None = None

@@ -73,9 +73,7 @@ class Doorkeeper:
             return f"not admitted: {why}"
         if method in ("", SHOW_METHOD, DIRECT_METHOD):  # a stream, what is shown on it, and a better one
             return ""
-        roles = callers_of(method, self.terms.stage_of(self.stage))
-        if not incoming:
-            roles = callees_of(method)
+        roles = callers_of(method, self.terms.stage_of(self.stage)) if incoming else callees_of(method)
         return self._why_none(peer, roles, now=now, stage=self.stage if method in REPLICAS_CALL else None)
 
     def _why_none(self, peer: PeerId, roles: tuple[Role, ...], *, now: float, **more: Any) -> str:
@@ -90,9 +88,7 @@ class Doorkeeper:
 
     def invited(self, peer: PeerId) -> bool:
         """Whether the owner named a peer to serve a stage, or gave it a token that holds."""
-        if self.terms is None:
-            return False
-        return not self.why_not(peer, "peer", now=unix_s(), closed=True)
+        return self.terms is not None and not self.why_not(peer, "peer", now=unix_s(), closed=True)
 
     def lacks_stamp(self, peer: PeerId, role: Role) -> bool:
         """Whether a stamp is all that a peer needs to be admitted as a role."""
