@@ -306,7 +306,7 @@ class NetDirectory:
             self.reader.stages = run.cells
             self.charters.follow_manifest(run)
             if self.charters.charter is None:
-                await self.charters.ask_now()
+                await self.charters.ask()
 
 
 class ManifestKeeper:

@@ -154,7 +154,7 @@ async def _at_the_run(
         charters = node.directory.charters
         if name is not None:
             charter = await charters.find(name, timeout_s=FIND_S, expired=True)
-            await charters.ask_now()  # for revocations, now that the run is known
+            await charters.ask()  # for revocations, now that the run is known
             yield node, charters.charter or charter
             return
         await node.directory.fetch_manifest(options.run)
@@ -181,7 +181,7 @@ async def _publish(node: Node, charter: Charter, owner: Identity, words: str) ->
     charters = node.directory.charters
     if await charters.publish(charter, owner) < 2:  # one is ours
         raise SetupError("no node of the run took the new charter: try again, and check the clocks (NTP)")
-    await charters.ask_now()
+    await charters.ask()
     if charters.charter != charter:
         raise SetupError("another charter was signed in the same moment, and holds: do this again")
     print(

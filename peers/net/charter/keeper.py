@@ -102,7 +102,7 @@ class CharterKeeper:
         self.follow(name)
         deadline, why = now_s() + timeout_s, ""
         while True:
-            await self._ask(2 * REPLICAS)
+            await self.ask()
             if self.charter is not None:
                 try:
                     if not expired:
@@ -117,11 +117,6 @@ class CharterKeeper:
             await self._storage.search([self._place()])
             await asyncio.sleep(0.3)
 
-    async def ask_now(self) -> None:
-        """Ask once, all nodes that may have it."""
-        if self.name is not None:
-            await self._ask(2 * REPLICAS)
-
     # -- again and again --------------------------------------------------------------------------
 
     def poll(self) -> None:
@@ -132,7 +127,7 @@ class CharterKeeper:
         self._warn(now)
         if now - self._polled_at >= POLL_EVERY_S and (self._polling is None or self._polling.done()):
             self._polled_at = now
-            self._polling = self._storage.tasks.create_task(self._ask(POLLED_NODES))
+            self._polling = self._storage.tasks.create_task(self.ask(POLLED_NODES))
         if self.charter is not None and now - self._stored_at >= self._life_s / 3:
             self._stored_at = now
             self._storage.tasks.create_task(self._store())
@@ -152,14 +147,14 @@ class CharterKeeper:
         assert self.name is not None
         return self._storage.place(charter_key(self.name))
 
-    async def _ask(self, most: int) -> None:
-        """Take in what some of the nodes near the keys have."""
+    async def ask(self, most: int = 2 * REPLICAS) -> None:
+        """Take in what some of the nodes near the keys have; by default all that may have it are asked."""
         storage = self._storage
+        if self.name is None or not storage.online:
+            return
         places = [self._place()]
         if self.charter is not None:
             places.append(storage.place(revocations_key(self.charter.run)))
-        if not storage.online:
-            return
         old = [place for place in places if now_s() - place.searched_at > _SEARCH_EVERY_S]
         if old:
             await storage.search(old)
