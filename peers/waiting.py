@@ -97,6 +97,17 @@ async def for_each(items: Iterable[I], work: Callable[[I], Awaitable[T]], most: 
         await end_tasks(tasks)
 
 
+async def until_one_ends(*work: Coroutine[Any, Any, object]) -> None:
+    """Do all of these at a time, until one ends: the others are cancelled, and its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end_tasks(tasks)
+
+
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel all of them, and return when none runs any more, whatever became of it."""
     ended = list(tasks)

@@ -32,7 +32,7 @@ from peers.status_query import ask_status
 from peers.transfer.client import download, shown, state_of
 from peers.transfer.gradient import wanted_of
 from peers.voices import Voices
-from peers.waiting import TaskKeeper, end_tasks
+from peers.waiting import TaskKeeper, end_tasks, until_one_ends
 from swarm.audit.answers import make, proves_answer
 from swarm.audit.contributions import Recount
 from swarm.audit.projection import coefficients
@@ -85,14 +85,9 @@ class Auditor:
     async def run(self) -> None:
         """Audit until `leave`, or until the run is complete."""
         self._device.start()
-        work = asyncio.ensure_future(self._audit_all())
-        leaving = asyncio.ensure_future(self._leaving.wait())
         try:
-            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
+            await until_one_ends(self._audit_all(), self._leaving.wait())
         finally:
-            await end_tasks((work, leaving))
             await self._tasks.close()
             self._device.stop()
         liars = f"; other work was signed by {' '.join(sorted(self.found))}" if self.found else ""

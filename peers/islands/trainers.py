@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from msgspec.structs import replace
@@ -11,7 +10,7 @@ from peers import events
 from peers.islands.directory import telling_cells
 from peers.ports import Directory, Transport
 from peers.trainer import Batches, Trainer, TrainerSettings
-from peers.waiting import end_tasks
+from peers.waiting import for_each
 from swarm.manifest import Run
 
 
@@ -48,11 +47,7 @@ class IslandTrainers:
 
     async def run(self) -> None:
         """Train. Raises as `Trainer.run`: then no island is trained any more."""
-        tasks = [asyncio.create_task(trainer.run()) for trainer in self.trainers]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            await end_tasks(tasks)
+        await for_each(self.trainers, lambda trainer: trainer.run(), len(self.trainers))
 
     def leave(self) -> None:
         """Start nothing more and end `run`."""

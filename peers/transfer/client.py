@@ -23,7 +23,7 @@ from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
 from peers.ports import Answer, Transport
 from peers.transfer.leases import chunks_of, flat, forms_of
-from peers.waiting import TaskKeeper, end_tasks, happens, pulse
+from peers.waiting import TaskKeeper, end_tasks, for_each, happens, pulse
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
@@ -488,12 +488,10 @@ class _Pull:
             SwarmError: it does not give them; those that it had are in the queue again.
         """
         self.active.add(source)
-        workers = [asyncio.create_task(self._work(source, lease, turn)) for turn in range(IN_FLIGHT)]
         try:
-            await asyncio.gather(*workers)
+            await for_each(range(IN_FLIGHT), lambda turn: self._work(source, lease, turn), IN_FLIGHT)
         finally:
             self.active.discard(source)
-            await end_tasks(workers)
 
     async def _work(self, source: PeerId, lease: str, turn: int) -> None:
         for _ in range(turn):

@@ -32,7 +32,7 @@ from peers.storage.transcript import TranscriptWriter
 from peers.transfer.catalog import SIGNERS, Found, ask_saved, is_keeper, signed_states, voice_behind
 from peers.transfer.client import DownloadFailed, Partial, download, shown, state_of
 from peers.transfer.server import StateLeases
-from peers.waiting import end_tasks, happens, within
+from peers.waiting import happens, until_one_ends, within
 from swarm.errors import BadAnswer, PeerFault, SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -153,18 +153,13 @@ class CheckpointKeeper:
             when = f"every {every} steps" if every else "at the end of the run only (checkpoint_every = 0)"
             text = f"nothing is kept in {self._settings.folder} yet: peers save a version {when}"
             self._emit(events.Note(text=text))
-        loops: list[asyncio.Task[object]] = []
         try:
             await self._announce()
-            work = [self._leaving.wait(), self._keep_often(), *(one.run() for one in self._recorders)]
-            loops = [asyncio.create_task(loop) for loop in work]
-            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # a bug in a loop ends the keeper, with its traceback
-            await end_tasks(loops)
+            recording = [recorder.run() for recorder in self._recorders]
+            # A bug in a loop ends the keeper, with its traceback.
+            await until_one_ends(self._leaving.wait(), self._keep_often(), *recording)
             await self._keep_the_last()
         finally:
-            await end_tasks(loops)
             await self._directory.withdraw()
 
     def leave(self) -> None:
