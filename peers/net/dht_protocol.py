@@ -311,13 +311,11 @@ class RecordCheck:
             except Refused as refusal:
                 opened = refusal.text
         if isinstance(opened, str) and opened:
-            return self.refuse(opened)
+            if opened in self.rejected or len(self.rejected) < 100:
+                self.rejected[opened] += 1
+            logger.debug("refused a DHT record: %s", opened)
+            return None
         return opened
-
-    def refuse(self, reason: str) -> None:
-        if reason in self.rejected or len(self.rejected) < 100:
-            self.rejected[reason] += 1
-        logger.debug("refused a DHT record: %s", reason)
 
 
 # --- the node -----------------------------------------------------------------------------------------------

@@ -12,12 +12,9 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from swarm.ids import PeerId, Stage
-
-Key = TypeVar("Key")
-Holder = TypeVar("Holder")
 
 FAN = 4
 MAX_LEVEL = 3
@@ -100,8 +97,8 @@ DEFAULT_SCALE = Scale()
 
 
 def nodes_to_ask(
-    holders: Mapping[Key, Sequence[Holder]], rng: random.Random, *, most: int | None = None
-) -> dict[Holder, list[Key]]:
+    holders: Mapping[bytes, Sequence[PeerId]], rng: random.Random, *, most: int | None = None
+) -> dict[PeerId, list[bytes]]:
     """Few nodes that together hold all keys, other ones each time: node -> the keys to ask it for.
 
     In a small swarm every node holds nearly everything, and asking one or two does (a question costs 1 ms
@@ -112,7 +109,7 @@ def nodes_to_ask(
         most: nodes. What is left has to wait.
     """
     left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items() if nodes}
-    chosen: dict[Holder, list[Key]] = {}
+    chosen: dict[PeerId, list[bytes]] = {}
     counts = Counter(node for nodes in left.values() for node in nodes)
     while left and (most is None or len(chosen) < most):
         urgent = next(iter(left.values()))

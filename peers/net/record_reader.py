@@ -24,7 +24,7 @@ from peers.net.dht_protocol import (
     record_ids,
 )
 from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
-from peers.net.lookup import Holder, Key, Scale, nodes_to_ask
+from peers.net.lookup import Scale, nodes_to_ask
 from peers.net.record_table import RecordTable
 from peers.net.signed_records import Announced, peers_key
 from swarm.ids import PeerId, Stage
@@ -55,9 +55,9 @@ _NEAR_STRETCH = 0.2
 
 
 async def ask_around(
-    holders: Mapping[Key, Sequence[Holder]],
-    spare: Mapping[Key, Sequence[Holder]],
-    ask: Callable[[Holder, Sequence[Key]], asyncio.Task[bool]],
+    holders: Mapping[bytes, Sequence[PeerId]],
+    spare: Mapping[bytes, Sequence[PeerId]],
+    ask: Callable[[PeerId, Sequence[bytes]], asyncio.Task[bool]],
     rng: random.Random,
     *,
     answers: int,
@@ -74,8 +74,8 @@ async def ask_around(
     """
     left = {key: list(dict.fromkeys(nodes)) for key, nodes in holders.items()}
     more = {key: [node for node in spare.get(key, ()) if node not in nodes] for key, nodes in left.items()}
-    answered: Counter[Key] = Counter()
-    asking: dict[asyncio.Task[bool], tuple[Sequence[Key], float]] = {}
+    answered = Counter[bytes]()
+    asking: dict[asyncio.Task[bool], tuple[Sequence[bytes], float]] = {}
     end = now_s() + limit_s
     while True:
         in_time = Counter(key for keys, since in asking.values() for key in keys if now_s() < since + SLOW_S)

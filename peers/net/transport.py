@@ -362,15 +362,6 @@ class NetTransport:
         """See `peers.ports.Transport.serve`."""
         self._methods[method] = (handler, max_body_bytes)
 
-    def _find(self, method: str, body_bytes: int) -> Handler:
-        """The handler of a call that came. Raises Refused: there is none, or it takes no such body."""
-        handler, limit = self._methods.get(method, (None, 0))
-        if handler is None:
-            raise Refused(f"no such method: {method!r}")
-        if body_bytes > limit:
-            raise Refused(f"a body of {body_bytes} bytes; {method!r} takes {limit}")
-        return handler
-
     def _make_callee(self, peer: PeerId = "") -> ServerConnection:
         """Our end of a stream of this peer, or of that which p2pd names when it opens the stream."""
 
@@ -420,7 +411,11 @@ class NetTransport:
         """A CALL arrived: start its handler. Raises Refused, Leaving or Busy."""
         if why := self.refusal(link.peer, served.method, True):
             raise NotAdmitted(why)
-        handler = self._find(served.method, sum(served.body_sizes))
+        (handler, limit), size = self._methods.get(served.method, (None, 0)), sum(served.body_sizes)
+        if handler is None:
+            raise Refused(f"no such method: {served.method!r}")
+        if size > limit:
+            raise Refused(f"a body of {size} bytes; {served.method!r} takes {limit}")
         if self._dialer.closed:
             raise Leaving(self._dialer.closed)
         if link.line.handling >= MAX_HANDLERS_PER_PEER:

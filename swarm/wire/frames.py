@@ -80,9 +80,6 @@ class Kind(enum.IntEnum):
     PONG = 9
 
 
-OF_NO_CALL = frozenset({Kind.ALIVE, Kind.PING, Kind.PONG})
-
-
 class Prefix(NamedTuple):
     """What a frame is, and how many bytes follow."""
 
@@ -131,7 +128,7 @@ def unpack_prefix(data: bytes | bytearray | memoryview) -> Prefix:
     most = CHUNK_BYTES if kind is Kind.BODY else 0
     if not min(1, most) <= body_bytes <= most:
         raise FrameError(f"{kind.name} with {body_bytes} bytes of body; at most {most} are allowed")
-    if call == 0 and kind not in OF_NO_CALL:
+    if call == 0 and kind not in (Kind.ALIVE, Kind.PING, Kind.PONG):
         raise FrameError(f"{kind.name} for call 0; calls count from 1")
     return Prefix(kind, call, header_bytes, body_bytes)
 
