@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from swarm.errors import MALFORMED, Refused, SetupError, clean
+from swarm.errors import Refused, SetupError, clean, decoded
 from swarm.ids import PEER_ID, RUN_NAME, PeerId, Stage
 
 MAX_CHARTER_BYTES = 16_000
@@ -114,12 +114,7 @@ def decode(data: bytes) -> Charter:
     Raises:
         Refused: oversized, malformed, or not the canonical bytes of what it says.
     """
-    if len(data) > MAX_CHARTER_BYTES:
-        raise Refused(f"a charter of {len(data)} bytes; at most {MAX_CHARTER_BYTES} are allowed")
-    try:
-        charter = _decoder.decode(data)
-    except MALFORMED as error:
-        raise Refused(f"a malformed charter: {clean(str(error))}") from None
+    charter = decoded(data, _decoder.decode, "charter", MAX_CHARTER_BYTES)
     if encode(charter) != data:
         raise Refused("a charter that is not in canonical form")
     return charter

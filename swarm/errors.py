@@ -22,9 +22,10 @@ Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
+T = TypeVar("T")
 DIVERGED = "; the run diverged, or a sample is bad: begin another with a lower optimizer.lr, or other data"
 MALFORMED = (ValueError, RecursionError)
 """What decoders raise for bytes that are not of their form: a stranger's may be no UTF-8, or a deep nest."""
@@ -216,6 +217,16 @@ def printable(text: str) -> str:
 
 MAX_WORDS_CHARS = 400
 """Of a text that a stranger wrote, for people."""
+
+
+def decoded(data: bytes, decode: Callable[[bytes], T], what: str, max_bytes: int) -> T:
+    """What a stranger's bytes say. Raises Refused: they are too many, or say nothing of that form."""
+    if len(data) > max_bytes:
+        raise Refused(f"a {what} of {len(data)} bytes; at most {max_bytes} are allowed")
+    try:
+        return decode(data)
+    except MALFORMED as error:
+        raise Refused(f"a malformed {what}: {clean(str(error))}") from None
 
 
 def clean(text: str, max_chars: int = MAX_WORDS_CHARS) -> str:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signature, verify
 from peers.net.lookup import MAX_LEVEL, StageKey, homes
-from swarm.errors import MALFORMED, Refused, SetupError
+from swarm.errors import Refused, SetupError, decoded
 from swarm.ids import PeerId, Stage
 from swarm.manifest import MAX_CELLS, id_of, parse_run
 from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State, Voucher
@@ -81,21 +81,10 @@ class _SignedManifest(msgspec.Struct, frozen=True, array_like=True):
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
 
 
-T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 _packed_decoder = msgspec.msgpack.Decoder(_Packed)
 _signed_decoder = msgspec.msgpack.Decoder(_SignedRecord)
 _manifest_decoder = msgspec.msgpack.Decoder(_SignedManifest)
-
-
-def decoded(data: bytes, decoder: msgspec.msgpack.Decoder[T], what: str, max_bytes: int) -> T:
-    """What a stranger's bytes say. Raises Refused: they are too many, or say nothing of that form."""
-    if len(data) > max_bytes:
-        raise Refused(f"a {what} of {len(data)} bytes; at most {max_bytes} are allowed")
-    try:
-        return decoder.decode(data)
-    except MALFORMED as error:
-        raise Refused(f"a malformed {what}: {error}") from None
 
 
 def peers_key(run_id: str, shard: StageKey) -> str:
@@ -155,10 +144,10 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     Raises:
         Refused: oversized, malformed, of impossible values, or not signed by `peer`.
     """
-    signed = decoded(data, _signed_decoder, "record", MAX_SIGNED_BYTES)
+    signed = decoded(data, _signed_decoder.decode, "record", MAX_SIGNED_BYTES)
     if signed.protocol != PROTOCOL_VERSION:
         raise Refused(differ("the peer of a record", signed.protocol, "this one", PROTOCOL_VERSION))
-    packed = decoded(signed.record, _packed_decoder, "record", MAX_RECORD_BYTES)
+    packed = decoded(signed.record, _packed_decoder.decode, "record", MAX_RECORD_BYTES)
     if signed.expires != expires:
         raise Refused("a record stored for another time than it was signed for")
     nowhere = packed.stage == NO_STAGE
@@ -205,7 +194,7 @@ def open_manifest(data: bytes, owner: PeerId) -> tuple[str, str]:
     Raises:
         Refused: oversized, malformed, or not signed by an owner that it names.
     """
-    signed = decoded(data, _manifest_decoder, "manifest", MAX_PACKED_MANIFEST_BYTES)
+    signed = decoded(data, _manifest_decoder.decode, "manifest", MAX_PACKED_MANIFEST_BYTES)
     try:
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(signed.compressed, MAX_MANIFEST_BYTES + 1)

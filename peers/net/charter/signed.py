@@ -17,10 +17,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from peers.net.identity import SIGNATURE_BYTES, Identity, Signature, peer_id_of, verify
-from peers.net.signed_records import decoded
 from swarm import charter as rules
 from swarm.charter import MAX_CHARTER_BYTES, Charter, Credential, Role, Token
-from swarm.errors import Refused, SetupError
+from swarm.errors import Refused, SetupError, decoded
 from swarm.ids import PeerId, RunName, fingerprint_of
 
 MAX_SEALED_BYTES = MAX_CHARTER_BYTES + SIGNATURE_BYTES + 32
@@ -121,7 +120,7 @@ def seal_revocation(run_id: str, identity: Identity) -> bytes:
 
 def open_statement(data: bytes, signer: PeerId) -> Charter | Revocation:
     """What `signer` signed, and stored under its id. Raises Refused: malformed, or signed by another."""
-    signed = decoded(data, _statement_decoder, "charter", MAX_SEALED_BYTES)
+    signed = decoded(data, _statement_decoder.decode, "charter", MAX_SEALED_BYTES)
     if isinstance(signed, _SignedRevocation):
         if not verify(signer, _revocation_to_sign(signed.run, signer), signed.signature):
             raise Refused("a revocation that is not signed by the key that it revokes")
@@ -194,7 +193,7 @@ def certify(token: str, run_id: str, peer: PeerId) -> tuple[Role, _Certificate]:
         if not token.strip().startswith(TOKEN_START):
             raise ValueError
         packed = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
-        found = decoded(packed, _token_decoder, "token", MAX_TOKEN_BYTES)
+        found = decoded(packed, _token_decoder.decode, "token", MAX_TOKEN_BYTES)
     except (ValueError, Refused):
         raise SetupError(
             f"--token is none that swarm invite printed: it is one word that starts with {TOKEN_START}"
@@ -224,7 +223,7 @@ def open_credential(data: bytes, run_id: str, owner: PeerId, peer: PeerId) -> Cr
     """
     if not data:
         return rules.NOTHING
-    found = decoded(data, _credential_decoder, "credential", MAX_CREDENTIAL_BYTES)
+    found = decoded(data, _credential_decoder.decode, "credential", MAX_CREDENTIAL_BYTES)
     token, made = None, found.certificate
     if made is not None:
         to_sign = _token_to_sign(run_id, made.role, made.expires, made.uses, made.key)
