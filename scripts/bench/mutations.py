@@ -3514,8 +3514,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "direct-ticket-twice",
         DIRECT_PATHS,
-        "        del self._granted[ticket]\n        return granted",
-        "        return granted",
+        "        del self._granted[ticket]\n        end, sealer",
+        "        end, sealer",
         "What was recorded on the line opens a second connection in the name of the caller.",
         ("test_direct_ticket",),
     ),

@@ -177,8 +177,15 @@ class DirectPaths:
             raise
 
     def admit(self, hello: bytes, *, near: bool) -> Stream:
-        """What was granted, once, for the socket on which this was said. Raises Refused: it opens nothing."""
-        granted, opener, opening = self._redeem(hello)
+        """What was granted, once, for the socket on which a ticket was said, and the record that proves its
+        key. Raises Refused: they open nothing."""
+        ticket = hello[:TICKET_BYTES]
+        granted = self._granted.get(ticket)
+        if granted is None or granted.until < now_s():
+            raise Refused("a ticket that opens nothing")
+        opener = Opener(granted.keys.to_callee)
+        opening = _opened(opener, hello[TICKET_BYTES:])
+        del self._granted[ticket]
         end, sealer = self._receive(granted.peer), Sealer(granted.keys.to_caller)
         end.direct, end.in_memory = True, near
         self._keep(end)
@@ -252,17 +259,6 @@ class DirectPaths:
                 return await asyncio.get_running_loop().sock_connect(tcp, place)
             except ConnectionError:  # refused by a router that has no hole yet; Linux says so twice
                 await asyncio.sleep(KNOCK_AGAIN_S)
-
-    def _redeem(self, hello: bytes) -> tuple[_Granted, Opener, bytes]:
-        """What a ticket opens, once, and the record that proves its key. Raises Refused: it opens nothing."""
-        ticket = hello[:TICKET_BYTES]
-        granted = self._granted.get(ticket)
-        if granted is None or granted.until < now_s():
-            raise Refused("a ticket that opens nothing")
-        opener = Opener(granted.keys.to_callee)
-        opening = _opened(opener, hello[TICKET_BYTES:])
-        del self._granted[ticket]
-        return granted, opener, opening
 
     def _keep(self, end: Connection) -> None:
         self.streams.add(end)
