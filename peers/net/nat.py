@@ -193,9 +193,12 @@ async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: boo
         for peer, ends in direct.items():
             transport.addresses.learn(peer, ends)
         asked = await asyncio.gather(*(_ask(transport, peer, question) for peer in direct))
-        answers = _alike(target, [answer for answer in asked if isinstance(answer, Reached)])
+        answers = [answer for answer in asked if isinstance(answer, Reached)]
         refusals = [answer for answer in asked if isinstance(answer, str)]
-        found = conclude(answers, refusals, join, port=_port(target), asked_from=_port(asker))
+        # Those that see us at an address of the kind that we listen on (IPv4 or IPv6), if any does.
+        version = int(target.addresses[0][3])
+        alike = [answer for answer in answers if ipaddress.ip_address(answer.host).version == version]
+        found = conclude(alike or answers, refusals, join, port=_port(target), asked_from=_port(asker))
         if found.kind == "open" and not hidden:
             return found
         return replace(found, relays=await relaying(transport, control, found.relays))
@@ -237,12 +240,6 @@ async def _listening(stack: contextlib.AsyncExitStack, options: DaemonOptions) -
     stack.callback(daemon.close_now)
     await daemon.ready()
     return daemon
-
-
-def _alike(daemon: Daemon, answers: list[Reached]) -> list[Reached]:
-    """Those that see us at an address of the kind that we listen on (IPv4 or IPv6), if any does."""
-    version = int(daemon.addresses[0][3])
-    return [a for a in answers if ipaddress.ip_address(a.host).version == version] or answers
 
 
 def _port(daemon: Daemon) -> int:

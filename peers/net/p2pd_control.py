@@ -334,24 +334,23 @@ async def _one_listens(endpoints: Sequence[Endpoint], timeout_s: float) -> None:
     """Return as soon as one of the endpoints takes a TCP connection. Raises ControlError: why none does."""
     reasons: list[str] = []
 
-    async def knock(endpoint: Endpoint) -> None:
+    async def knock(endpoint: Endpoint) -> str:
+        """Why it takes none; nothing if it does."""
         try:
             await within(_connect(endpoint), timeout_s)
-            return
+            return ""
         except asyncio.TimeoutError:
             words = f"no connection within {timeout_s:g} s"
         except (OSError, ValueError, OverflowError) as error:
             words = os.strerror(n) if (n := getattr(error, "errno", 0) or 0) > 0 else str(error)
-        reasons.append(f"{endpoint.host}:{endpoint.port}: {words}")
-        raise ControlError(words)
+        return f"{endpoint.host}:{endpoint.port}: {words}"
 
     knocking = TaskKeeper()
     try:
-        for knocked in asyncio.as_completed(
-            [knocking.create_task(knock(endpoint)) for endpoint in set(endpoints)]
-        ):
-            with contextlib.suppress(ControlError):
-                return await knocked
+        for knocked in asyncio.as_completed([knocking.create_task(knock(end)) for end in set(endpoints)]):
+            if not (why := await knocked):
+                return
+            reasons.append(why)
     finally:
         await knocking.close()
     raise ControlError("; ".join(sorted(reasons))[:300])

@@ -66,18 +66,15 @@ async def fetch_start(
     wanted = start_of(run, stage, await asyncio.to_thread(start_shapes, run, stage))
     partial, said, tried = Partial(), "", set[PeerId]()
     while True:
-        records = await directory.lookup_all()
-        there = [
-            r.peer
-            for r in sorted(records, key=lambda r: r.stage != stage)
-            if r.peer != transport.peer_id and r.state != "feeding"
-        ]
+        records = sorted(await directory.lookup_all(), key=lambda r: r.stage != stage)
+        there = [r.peer for r in records if r.peer != transport.peer_id and r.state != "feeding"]
         tried &= tried if set(there) - tried else set()  # all of them: from the first again
         sources = [peer for peer in there if peer not in tried]
         try:
             found = await download(
                 transport, wanted, sources, partial=partial, progress=shown(stage, 0, emit)
             )
+            return found.tensors
         except DownloadFailed as failed:
             tried |= failed.reasons.keys()
             text = f"stage {stage} waits for the weights that the run starts from: {failed.text}"
@@ -85,5 +82,3 @@ async def fetch_start(
                 emit(Note(text=f"{text}. Or give their folder with --start"))
                 said = text
             await asyncio.sleep(RETRY_S)
-            continue
-        return found.tensors
