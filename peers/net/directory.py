@@ -205,11 +205,11 @@ class NetDirectory:
         """
         seal_record(record, 0.0, self._identity)  # a wrong record fails here
         before = self._own
-        same = before is not None and (before.run, before.stage) == (record.run, record.stage)
-        if before is not None and not same:
+        if before is not None and (before.run, before.stage) != (record.run, record.stage):
             await self.withdraw()  # it lies under other keys
+            before = None
         self._set_own(record)
-        if not same or before is None or before.state != record.state:
+        if before is None or before.state != record.state:
             await self._store_own()
 
     async def withdraw(self) -> None:

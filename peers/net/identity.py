@@ -113,18 +113,16 @@ class Identity:
         Raises:
             SetupError: the file cannot be read or written, or is not a key.
         """
-        if path.exists():
-            return cls.load(path)
-        identity = cls.generate()
-        try:
-            identity.save(path)
-        except FileExistsError:
-            return cls.load(path)
-        except OSError as error:
-            raise SetupError(
-                f"cannot write the identity file {path}: {error.strerror}. Choose a writable folder."
-            ) from None
-        return identity
+        if not path.exists():
+            try:
+                cls.generate().save(path)
+            except FileExistsError:
+                pass  # another program was faster
+            except OSError as error:
+                raise SetupError(
+                    f"cannot write the identity file {path}: {error.strerror}. Choose a writable folder."
+                ) from None
+        return cls.load(path)
 
     def save(self, path: Path) -> None:
         """Write a new file (mode 600). Raises FileExistsError and other OSErrors."""

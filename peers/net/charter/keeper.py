@@ -103,14 +103,13 @@ class CharterKeeper:
         deadline, why = now_s() + timeout_s, ""
         while True:
             await self.ask()
-            if self.charter is not None:
+            if (found := self.charter) is not None:
                 try:
                     if not expired:
-                        check_life(self.charter, now=unix_s())
+                        check_life(found, now=unix_s())
+                    return found
                 except Refused as refusal:
                     why = refusal.text
-                else:
-                    return self.charter
             if now_s() >= deadline:
                 nobody = f"no peer here knows a run {name}: check the name and the fingerprint, and that a "
                 raise SetupError(why or f"{nobody}peer of that run is up")
