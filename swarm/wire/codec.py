@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -54,12 +55,8 @@ class Encoded(NamedTuple):
 
 def split(metas: Sequence[TensorMeta], buffers: Sequence[Buffer]) -> list[Encoded]:
     """The buffers of a body, tensor by tensor."""
-    tensors, at = [], 0
-    for meta in metas:
-        count = len(encoded_sizes(meta))
-        tensors.append(Encoded(meta, list(buffers[at : at + count])))
-        at += count
-    return tensors
+    left = iter(buffers)
+    return [Encoded(meta, list(islice(left, len(encoded_sizes(meta))))) for meta in metas]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
