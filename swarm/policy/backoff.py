@@ -37,6 +37,9 @@ class _Account:
     """Charged since the last rest began."""
 
 
+_NO_ACCOUNT = _Account()
+
+
 class LostTime:
     """What each peer cost the run lately, and which are left out for it.
 
@@ -78,32 +81,30 @@ class LostTime:
 
     def left_s(self, peer: PeerId, *, t: int) -> float:
         """Seconds that `peer` may still cost until step `t` is over."""
-        account = self._accounts.get(peer)
-        charges = account.charges if account is not None else ()
+        charges = self._accounts.get(peer, _NO_ACCOUNT).charges
         return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
 
     def was_charged(self, peer: PeerId, *, t: int) -> bool:
-        """Whether `peer` was charged, be it with nothing, in the last `STEPS` before step `t` is over."""
-        account = self._accounts.get(peer)
-        return account is not None and any(charge[0] > t - STEPS for charge in account.charges)
+        """Whether `peer` was charged in the last `STEPS` before step `t` is over, be it with no time: others
+        may have lost more by it.
+        """
+        return any(charge[0] > t - STEPS for charge in self._accounts.get(peer, _NO_ACCOUNT).charges)
 
     def rests_until_s(self, peer: PeerId) -> float:
         """Until when `peer` is left out; minus infinity if it never was."""
-        account = self._accounts.get(peer)
-        return account.rests_until_s if account is not None else float("-inf")
+        return self._accounts.get(peer, _NO_ACCOUNT).rests_until_s
+
+    def rests(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` is left out since it cost the run too much."""
+        return now < self.rests_until_s(peer)
 
     def is_tried(self, peer: PeerId, *, now: float) -> bool:
-        """Whether `peer` has come back from a rest for less than that lasted."""
-        account = self._accounts.get(peer)
-        return account is not None and now < account.rests_until_s + account.rest_s
-
-    def forgive(self, peer: PeerId) -> None:
-        """End the rest of `peer`: there is no other."""
-        if peer in self._accounts:
-            self._accounts[peer].rests_until_s = float("-inf")
+        """Whether `peer` rests, or has come back for less than that lasted: nothing shall depend on it."""
+        account = self._accounts.get(peer, _NO_ACCOUNT)
+        return now < account.rests_until_s + account.rest_s
 
 
-class Backoff:
+class Backoff(LostTime):
     """Exponential backoff per peer: 1 s after the first failure, doubled each time, until the peer answers.
 
     With `probed`, a prober (`peers.liveness_probe`) pings silent peers. A silent peer then stays in backoff
@@ -114,11 +115,11 @@ class Backoff:
     def __init__(
         self, *, first_s: float = FIRST_BACKOFF_S, longest_s: float = MAX_BACKOFF_S, probed: bool = False
     ) -> None:
+        super().__init__()
         self._first_s, self._longest_s, self._probed = first_s, longest_s, probed
         self._until: dict[PeerId, float] = {}
         self._last_s: dict[PeerId, float] = {}
         self._silent: set[PeerId] = set()
-        self._lost = LostTime()
         self.changes = 0
         """Counts the beginnings and ends of backoffs, except those that end by time."""
         self.unclear_rounds = 0
@@ -174,42 +175,30 @@ class Backoff:
         self.changes += 1
         self._silent.discard(peer)
 
-    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> None:
-        """Charge `peer` with time that the run lost by it in step `t`, and with aborted rounds."""
+    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> bool:
         rested = self.rests(peer, now=now)
-        if self._lost.charge(peer, t=t, since_s=since_s, now=now, rounds=rounds) and not rested:
-            self.changes += 1
-
-    def was_charged(self, peer: PeerId, *, t: int) -> bool:
-        """Whether `peer` was charged lately, be it with no time: others may have lost more by it."""
-        return self._lost.was_charged(peer, t=t)
+        rests = super().charge(peer, t=t, since_s=since_s, now=now, rounds=rounds)
+        self.changes += rests and not rested
+        return rests
 
     def aborted(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
         """Charge `peer` with a round that it aborted, and with those that failed for an unseen cause."""
         self.charge(peer, t=t, since_s=since_s, now=now, rounds=1 + self.unclear_rounds)
 
-    def rests(self, peer: PeerId, *, now: float) -> bool:
-        """Whether `peer` is left out since it cost the run too much."""
-        return now < self._lost.rests_until_s(peer)
-
-    def is_tried(self, peer: PeerId, *, now: float) -> bool:
-        """Whether `peer` rests, or has come back for less than that lasted: nothing shall depend on it."""
-        return self._lost.is_tried(peer, now=now)
-
     def calls_take(self, usual_s: float) -> None:
         """Note how long a call usually takes: a peer may cost `TIMES_USUAL` as much."""
-        self._lost.budget_s = max(BUDGET_S, TIMES_USUAL * usual_s)
+        self.budget_s = max(BUDGET_S, TIMES_USUAL * usual_s)
 
     def within_budget_s(self, peer: PeerId, limit_s: float, *, t: int) -> float:
         """`limit_s` for a call in step `t`, or less: what `peer` may still cost, if that is anything."""
-        left_s = self._lost.left_s(peer, t=t)
+        left_s = self.left_s(peer, t=t)
         return min(limit_s, left_s) if left_s >= AGAIN_S else limit_s
 
     def relent(self, peers: Collection[PeerId], *, now: float) -> bool:
         """Ask again the one of `peers` whose rest ends first, if there is no other; returns whether."""
         if not peers or not all(self.rests(peer, now=now) for peer in peers):
             return False
-        self._lost.forgive(min(sorted(peers), key=self._lost.rests_until_s))
+        self._accounts[min(sorted(peers), key=self.rests_until_s)].rests_until_s = float("-inf")
         self.changes += 1
         return True
 
@@ -223,4 +212,4 @@ class Backoff:
 
     def ends(self, peer: PeerId) -> float:
         """When the backoff of `peer` ends (at the earliest, if it is silent); without one, -inf."""
-        return max(self._until.get(peer, float("-inf")), self._lost.rests_until_s(peer))
+        return max(self._until.get(peer, float("-inf")), self.rests_until_s(peer))
