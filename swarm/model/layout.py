@@ -9,7 +9,7 @@ numbers between two parameters are 0.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -43,29 +43,24 @@ class Span(NamedTuple):
     shape: torch.Size
 
 
-class Statistic(NamedTuple):
-    """A buffer of a batch norm: its position in their vector, and its momentum."""
-
-    span: Span
-    momentum: float
-
-
 class Layout(NamedTuple):
-    """Layout of a stage's weights, and of a step's sum, in which batch norms' statistics follow them."""
+    """Layout of a stage's weights, and of a step's sum: there the statistics of batch norms follow them. In a
+    state these have a vector of their own.
+    """
 
     spans: dict[str, Span]
     """By full name, in their order."""
     decayed: int
     """How many numbers of the vector decay: the first ones."""
     numel: int
-    statistics: dict[str, Statistic]
-    """By full name, in their order."""
+    statistics: dict[str, float]
+    """The momentum of each buffer of a batch norm, by full name, in their order."""
     terms: dict[str, Span]
     """Where the gradient of each weight, and each statistic, lies in a sum."""
 
     @property
     def statistics_numel(self) -> int:
-        return sum(span.end - span.start for span, _ in self.statistics.values())
+        return sum(self.terms[name].shape.numel() for name in self.statistics)
 
     @property
     def blocks(self) -> dict[str, slice]:
@@ -78,26 +73,23 @@ class Layout(NamedTuple):
         return found
 
     @property
-    def blocks_numel(self) -> int:
-        return sum(blocks_of(end - start) for start, end, _ in self.spans.values())
-
-    @property
     def sum_numel(self) -> int:
         return self.numel + self.statistics_numel
 
-    def views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of a flat vector by full name; they share its memory."""
-        for name, (start, end, shape) in self.spans.items():
-            yield name, flat[start:end].view(shape)
+    def views(self, flat: torch.Tensor, statistics: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The parameters in a flat vector by full name, and the statistics, if there are any, in theirs; they
+        share its memory.
+        """
+        found = {name: flat[start:end].view(shape) for name, (start, end, shape) in self.spans.items()}
+        if statistics is not None:
+            for name in self.statistics:
+                start, end, shape = self.terms[name]
+                found[name] = statistics[start - self.numel : end - self.numel].view(shape)
+        return found
 
     def terms_of(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients and statistics in a sum by full name, likewise."""
         return {name: flat[start:end].view(shape) for name, (start, end, shape) in self.terms.items()}
-
-    def statistics_views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The statistics in their flat vector, likewise."""
-        for name, ((start, end, shape), _) in self.statistics.items():
-            yield name, flat[start:end].view(shape)
 
 
 def make_layout(
@@ -111,13 +103,13 @@ def make_layout(
         end = start + shapes[name].numel()
         spans[name] = Span(start, end, shapes[name])
         decayed = end if len(shapes[name]) >= 2 else decayed
-    told: dict[str, Statistic] = {}
-    terms, at = dict(spans), 0
+    momenta: dict[str, float] = {}
+    terms, at = dict(spans), end
     for name, (shape, momentum) in (statistics or {}).items():
-        start, at = at, at + shape.numel()
-        told[name] = Statistic(Span(start, at, shape), momentum)
-        terms[name] = Span(end + start, end + at, shape)
-    return Layout(spans, decayed, end, told, terms)
+        momenta[name] = momentum
+        terms[name] = Span(at, at + shape.numel(), shape)
+        at += shape.numel()
+    return Layout(spans, decayed, end, momenta, terms)
 
 
 @lru_cache(maxsize=256)  # a module is built to find it
@@ -164,7 +156,8 @@ def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     if layout.statistics:
         vectors["statistics"] = (layout.statistics_numel, dtype)
     if run.rounds_sums:
-        vectors["dropped_bits"] = (layout.blocks_numel, torch.uint8)
+        blocks = sum(blocks_of(end - start) for start, end, _ in layout.spans.values())
+        vectors["dropped_bits"] = (blocks, torch.uint8)
     if run.delayed_updates:
         vectors["weights_previous"] = vectors["weights"]
     return {name: torch.empty(n, dtype=kind, device="meta") for name, (n, kind) in vectors.items()}
@@ -253,9 +246,7 @@ def initial_state(run: Run, stage: Stage, device: str | torch.device = "cpu") ->
         for name, empty in empty_state(run, stage).items()
     }
     layout = stage_layout(run, stage)
-    places = dict(layout.views(state["weights"]))
-    if "statistics" in state:
-        places |= layout.statistics_views(state["statistics"])
+    places = layout.views(state["weights"], state.get("statistics"))
     given = start_tensors(run, stage) if run.start.weights else {}
     others = drawn(run, stage) if run.brings_model else (
         (name, initial_value(run, name, view.shape)) for name, view in places.items() if name not in given
@@ -291,7 +282,7 @@ def named_weights(
                 f"{name} of {list(vector.shape)} numbers of {vector.dtype}; "
                 f"stage {stage} has [{numel}] of {dtype}"
             )
-    return {**dict(layout.views(flat)), **dict(layout.statistics_views(told))}
+    return layout.views(flat, told)
 
 
 def reduce_bytes(run: Run, stage: Stage) -> float:

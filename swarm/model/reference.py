@@ -156,10 +156,9 @@ class PlainStage:
         given = initial_state(run, stage) if state is None else state
         self.state = {name: vector.to(device, copy=True) for name, vector in given.items()}
         """The newest, as `StageState.copy` has it."""
-        self.weights = dict(self.layout.views(self.state["weights"]))
+        self.weights = self._views("weights")
         """By full name, as all that follows: views of the state."""
-        told = self.layout.statistics_views(self.state["statistics"]) if self.layout.statistics else ()
-        self.named = {**self.weights, **dict(told)}
+        self.named = self.layout.views(self.state["weights"], self.state.get("statistics"))
         """With the statistics of batch norms."""
         blocks = self.layout.blocks if run.rounds_sums else {}
         self._dropped = {name: self.state["dropped_bits"][part] for name, part in blocks.items()}
@@ -173,7 +172,7 @@ class PlainStage:
         self._sums: dict[str, torch.Tensor] = {}
 
     def _views(self, vector: str) -> dict[str, torch.Tensor]:
-        return dict(self.layout.views(self.state[vector]))
+        return self.layout.views(self.state[vector])
 
     def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> Passed:
         """Compute the stage, and what its outputs are for the next one."""
@@ -255,7 +254,7 @@ class PlainStage:
         scale = 1.0 / M
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(squares) / M + 1e-6))
-        for name, (_, momentum) in self.layout.statistics.items():
+        for name, momentum in self.layout.statistics.items():
             mean = totals[name] * (1.0 / M)
             self.named[name].mul_(1.0 - momentum).add_(mean, alpha=momentum)
         for name, dropped in self._dropped.items():
@@ -354,7 +353,7 @@ def add_up(
         # As a stage adds them: at their places in its vector.
         own = sum_of(stage)
         flat = torch.zeros_like(own[: layout.numel])
-        for name, view in layout.views(flat):
+        for name, view in layout.views(flat).items():
             if name not in seen:
                 start, end, shape = layout.spans[name]
                 view.copy_(shared[name] if name in shared else own[start:end].view(shape))

@@ -68,7 +68,7 @@ class StageState:
         every microbatch, and every microbatch in flight would hold a copy: 3.6 GB and 7 % of the time for a
         layer of GPT-3. The numbers are those of autocast (tested).
         """
-        views, low = dict(self._layout.views(self.weights(version))), self._low[version % len(self._low)]
+        views, low = self._layout.views(self.weights(version)), self._low[version % len(self._low)]
         replace_parameters(module, lambda name, _: views[name])
         for name, part in module.named_modules():
             if isinstance(part, nn.Linear) and low.numel():
@@ -112,15 +112,16 @@ class StageState:
         if spec.clip_norm:
             scale *= min(1.0, spec.clip_norm / (math.sqrt(total_sqnorm) / M + 1e-6))
         old, new = self.weights(t), self.weights(t + 1)
-        gradient, told = reduced.to(self.device).split([self._layout.numel, self._layout.statistics_numel])
+        reduced, numel = reduced.to(self.device), self._layout.numel
+        gradient = reduced[:numel]
         self._optimizer.step(
             self._run.islands.moments_age(t), self._run.lr_at(t), old, new, gradient, scale,
             number=self._run.step_number(t),
         )  # fmt: skip
-        means = told * (1.0 / M)
-        for (start, end, _), momentum in self._layout.statistics.values():
-            mean = self._besides["statistics"][start:end]
-            mean.mul_(1.0 - momentum).add_(means[start:end], alpha=momentum)
+        for name, momentum in self._layout.statistics.items():
+            start, end, _ = self._layout.terms[name]
+            mean = self._besides["statistics"][start - numel : end - numel]
+            mean.mul_(1.0 - momentum).add_(reduced[start:end] * (1.0 / M), alpha=momentum)
         if self._run.rounds_sums:
             for name, blocks in self._layout.blocks.items():
                 start, end, _ = self._layout.spans[name]
@@ -177,7 +178,7 @@ class StageState:
         """The newest weights and batch norms' statistics by full name, copied to the CPU."""
         flat = self.weights(self.version).detach().cpu().clone()
         statistics = self._besides.get("statistics", flat[:0]).cpu().clone()
-        return {**dict(self._layout.views(flat)), **dict(self._layout.statistics_views(statistics))}
+        return self._layout.views(flat, statistics)
 
     def digest(self, *, whole: bool = True) -> str:
         """32 hex digits of the newest version, as `state_digest` has them."""
