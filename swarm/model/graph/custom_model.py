@@ -31,7 +31,7 @@ from swarm.model.graph.ir import Call, Operator, Ref, Value, refs
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
-from swarm.model.graph.partition import StagePlan, of_several, plan_stages, shared_parameters
+from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.layout import finite, stage_layout, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
@@ -56,20 +56,6 @@ _SAME_NUMBERS = _KEPT | _PARTS | _PADS
 """Operators that hand on the numbers of their first argument."""
 
 
-class Input(NamedTuple):
-    """One input of the model, as it enters stage 0."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of a microbatch."""
-    dtype: str
-    """On the wire."""
-    below: int
-    """Whole numbers: each is less, and at least 0; 0: it has none."""
-    shifted: bool
-    """In a run of tokens: it gets those after."""
-
-
 class Bounds(NamedTuple):
     """What whole numbers may be: `least` to `below` - 1."""
 
@@ -87,7 +73,7 @@ class Model:
     assignment: tuple[int, ...]
     """The stage of each operator."""
     plans: tuple[StagePlan, ...]
-    inputs: tuple[Input, ...]
+    inputs: tuple[StageInput, ...]
     """In the graph's order; all enter at stage 0."""
     bounds: Mapping[str, Bounds]
     """Of the whole numbers that stages make of others, where it is known."""
@@ -207,7 +193,8 @@ def model_inputs(run: Run, rows: np.ndarray | Sequence[np.ndarray]) -> list[torc
     inputs = custom_model(run).inputs
     if isinstance(rows, np.ndarray):
         tokens = torch.from_numpy(rows.astype(np.int64))
-        filled = [tokens[:, 1:] if taken.shifted else tokens[:, :-1] for taken in inputs]
+        shifted = LABELS if _spec(run).kind == "code" else ()
+        filled = [tokens[:, 1:] if taken.name in shifted else tokens[:, :-1] for taken in inputs]
     else:
         if len(rows) != len(inputs):
             names = ", ".join(taken.name for taken in inputs)
@@ -487,21 +474,12 @@ def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
                     f"{_maker(makers.get(value.name), value)} goes from stage {plan.stage} to the next: "
                     f"{error.text}. Cut elsewhere (model.cut), or change the model there"
                 ) from None
-    for name, stages in (*shared_parameters(plans).items(), *_shared_statistics(traced, plans).items()):
+    for name, stages in shared_parameters(plans, traced.statistics).items():
         if not (run.adds_exactly or run.dtype == "float64"):
             raise SetupError(
                 f"{name} is in stages {' and '.join(map(str, stages))}, where it has to stay the same: their "
                 "sums of its gradient must be exact. Set exact_sums = true, or cut so that one stage has it"
             )
-
-
-def _shared_statistics(traced: Traced, plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
-    """Batch norms' buffers that several stages tell of, and which."""
-    tellers = {
-        plan.stage: sorted({told.buffer for i in plan.operators for told in traced.statistics.get(i, ())})
-        for plan in plans
-    }
-    return of_several(tellers)
 
 
 def _maker(op: Operator | None, value: Value) -> str:
@@ -513,12 +491,12 @@ def _maker(op: Operator | None, value: Value) -> str:
 # --- inputs -------------------------------------------------------------------------------------------------
 
 
-def _inputs(run: Run, traced: Traced) -> tuple[Input, ...]:
+def _inputs(run: Run, traced: Traced) -> tuple[StageInput, ...]:
     graph, spec = traced.graph, _spec(run)
     tokens = run.data.source != "code"
     rows, length, vocab = run.batch.microbatch_size, run.data.sequence_length, spec.vocab_size
     limits = _limits(traced)
-    found: list[Input] = []
+    found: list[StageInput] = []
     for name in graph.inputs:
         value = graph.values[name]
         if tokens and not (_whole(value.dtype) and value.shape == (rows, length)):
@@ -536,9 +514,7 @@ def _inputs(run: Run, traced: Traced) -> tuple[Input, ...]:
                 "with a tokenizer that makes no other tokens; or take a model that knows more"
             )
         dtype = wire_dtype(run, value, entering=True)
-        found.append(
-            Input(name, value.shape, dtype, min(below, least), spec.kind == "code" and name in LABELS)
-        )
+        found.append(StageInput(name, value.shape, dtype, graded=False, below=min(below, least)))
     return tuple(found)
 
 
@@ -559,7 +535,7 @@ def _limits(traced: Traced) -> dict[str, tuple[int, str]]:
     return found
 
 
-def _bounds(traced: Traced, inputs: Sequence[Input]) -> dict[str, Bounds]:
+def _bounds(traced: Traced, inputs: Sequence[StageInput]) -> dict[str, Bounds]:
     """Of whole numbers: those of the input that they are, and of the tables that they are looked up in.
 
     Part of a value may be looked up where the rest would not fit, so bounds go back through whole views only.
@@ -631,7 +607,7 @@ def _whole(dtype: str) -> bool:
     return dtype.startswith(("int", "uint"))
 
 
-def _fitting(run: Run, taken: Input, array: np.ndarray) -> torch.Tensor:
+def _fitting(run: Run, taken: StageInput, array: np.ndarray) -> torch.Tensor:
     """The samples of one input, if they fit it."""
     where = f"the samples of {run.data.code}"
     if array.shape != taken.shape:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import SetupError
-from swarm.model.graph.ir import OpGraph, Value
+from swarm.model.graph.ir import NormStatistic, OpGraph, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +69,18 @@ def plan_stages(graph: OpGraph, assignment: Sequence[int]) -> tuple[StagePlan, .
     return tuple(reversed(plans))
 
 
-def shared_parameters(plans: Sequence[StagePlan]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages read, and which: their gradients have to be added up."""
-    return of_several({plan.stage: plan.parameters for plan in plans})
-
-
-def of_several(names: Mapping[int, Iterable[str]]) -> dict[str, tuple[int, ...]]:
-    """What more than one stage has, and which; `names`: what each has."""
-    having: dict[str, tuple[int, ...]] = {}
-    for stage, of_stage in names.items():
-        having.update({name: (*having.get(name, ()), stage) for name in of_stage})
-    return {name: stages for name, stages in having.items() if len(stages) > 1}
+def shared_parameters(
+    plans: Sequence[StagePlan], statistics: Mapping[int, Sequence[NormStatistic]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages read, and which: their gradients have to be added up. Likewise the
+    buffers that they tell of by `statistics`, which are those of operators.
+    """
+    readers: dict[str, tuple[int, ...]] = {}
+    for plan in plans:
+        told = [told.buffer for index in plan.operators for told in (statistics or {}).get(index, ())]
+        for name in dict.fromkeys((*plan.parameters, *told)):
+            readers[name] = (*readers.get(name, ()), plan.stage)
+    return {name: stages for name, stages in readers.items() if len(stages) > 1}
 
 
 def recomputed(graph: OpGraph) -> frozenset[int]:

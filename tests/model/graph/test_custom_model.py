@@ -114,9 +114,9 @@ def test_a_float64_run_has_the_same_weights_in_float64() -> None:
 def test_the_graph_is_of_the_run_s_microbatch_and_labels_are_the_tokens_after() -> None:
     run = of("bag", rows=1, length=9)
     model = custom_model(run)
-    assert [(i.name, i.shape, i.dtype, i.below, i.shifted) for i in model.inputs] == [
-        ("tokens", (1, 9), "uint8", 256, False),
-        ("target", (1, 9), "uint8", 256, True),
+    assert [(i.name, i.shape, i.dtype, i.below) for i in model.inputs] == [
+        ("tokens", (1, 9), "uint8", 256),
+        ("target", (1, 9), "uint8", 256),
     ]
     rows = np.arange(10, dtype=np.uint8)[None]
     tokens, target = model_inputs(run, rows)
@@ -310,7 +310,9 @@ def test_a_config_of_transformers_is_pinned_with_its_version() -> None:
     run = pin_model(changed(hf(model_type="gpt2", **sizes), stages=2))
     assert isinstance(run.model, CustomModelSpec)
     assert run.model.version == f"transformers {transformers.__version__}"
-    assert [i.shifted for i in custom_model(run).inputs] == [False, False]  # it shifts labels itself
+    row = np.arange(run.data.sequence_length + 1, dtype=np.uint8)
+    tokens, labels = model_inputs(run, np.tile(row, (run.batch.microbatch_size, 1)))
+    assert torch.equal(tokens, labels), "it shifts labels itself"
     with pytest.raises(SetupError, match=r"of transformers 4\.0, here is transformers 5"):
         custom_model(changed(run, version="transformers 4.0"))
 
