@@ -207,7 +207,7 @@ def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: EventLin
 
 def _sample(run: Run, weights: Mapping[str, torch.Tensor]) -> str:
     """What the trained model writes."""
-    from swarm.model.generate import generate
+    from swarm.model.evaluate import generate
 
     tokenizer, tells = run.open_data().tokenizer, run.terms.data.source == "tales"
     prompt, temperature = ("Once upon a time there was a ", 0.4) if tells else ("The ", 0.7)

@@ -44,8 +44,7 @@ from swarm.errors import SetupError, printable
 from swarm.evaluation import mean_loss, spread
 from swarm.ids import Stage
 from swarm.manifest import Run
-from swarm.model.evaluate import loss_of
-from swarm.model.generate import generate
+from swarm.model.evaluate import generate, loss_of
 from swarm.model.layout import stage_layout
 from swarm.policy.keeping import newest_common
 

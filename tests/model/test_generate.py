@@ -9,7 +9,7 @@ import torch
 
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, audit_run
-from swarm.model.generate import generate
+from swarm.model.evaluate import generate
 from swarm.model.reference import SingleProcess
 from swarm.model.same_bits import threads_as_before
 from tests.model.chain import Chain, batch_of, tiny_run
@@ -85,7 +85,7 @@ def test_a_small_model_writes_with_one_thread(
         used.append(torch.get_num_threads())
         return torch.zeros(1, tokens.shape[1], 256)
 
-    monkeypatch.setattr("swarm.model.generate.given_decoder", lambda *_: module)
+    monkeypatch.setattr("swarm.model.evaluate.given_decoder", lambda *_: module)
     with threads_as_before():
         torch.set_num_threads(2)
         generate(RUN, {"a": torch.zeros(1)}, [1], 3, one_thread_below=limit)
