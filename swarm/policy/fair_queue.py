@@ -71,12 +71,6 @@ class Candidate:
         self.answers += 1
         self.work_s = median_high(self.last_works_s)
 
-    def forget(self) -> None:
-        """Take it for one that has never answered."""
-        self.last_works_s.clear()
-        self.last_tooks_s.clear()
-        self.answers, self.work_s, self.least_s = 0, DEFAULT_WORK_S, float("inf")
-
     def in_time(self, limit_s: float, now: float) -> bool:
         """Whether it does not hold the step up, or is to be tried again all the same."""
         if len(self.last_works_s) < REMEMBERED:
@@ -138,8 +132,9 @@ class FairQueue:
         if (candidate := self.known.get(peer)) is not None:
             place = candidate.place
             self._put(candidate, "backoff")
-            candidate.forget()
-            self._put(candidate, place)
+            new = Candidate(peer, candidate.tie, candidate.clock_s, "backoff", chosen_at=candidate.chosen_at)
+            self.known[peer] = new
+            self._put(new, place)
 
     def is_soon(self, took_s: float) -> bool:
         """Whether a microbatch came back about as fast as those that were fastest."""

@@ -35,32 +35,28 @@ class AdaptiveTimeout:
         """`stages`: that a call passes; `min_s`: for each of them."""
         self._min_s, self._times_typical = min_s * stages, times_typical
         self._lasted_s: deque[float] = deque(maxlen=REMEMBERED)
-        self._answered = False
+        self.known = False
+        """Whether there was an answer."""
         self._doubled = 1.0
         self.expected_s = 0.0
         """What a call should take by what peers say of their speed; 0: unknown."""
 
     def answered(self, took_s: float) -> None:
         """Record the duration of a call, everything behind it included."""
-        self._answered = True
+        self.known = True
         self._lasted_s.append(took_s)
 
     def gave_up(self, after_s: float) -> None:
         """Record that a call was given up. If most are, all peers have become slow: the limit doubles."""
-        if self._answered:
+        if self.known:
             self._lasted_s.append(2 * after_s / self._times_typical)
         else:
             self._doubled *= 2
 
     @property
-    def known(self) -> bool:
-        """Whether there was an answer."""
-        return self._answered
-
-    @property
     def limit_s(self) -> float:
         """Seconds after which a call is given up."""
-        if not self._answered:
+        if not self.known:
             return self._doubled * max(self._min_s, TIMES_EXPECTED * self.expected_s)
         return max(self._min_s, self._times_typical * self.typical_s)
 
