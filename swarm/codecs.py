@@ -32,13 +32,12 @@ class Codec(NamedTuple):
     """Numbers that travel, of each million; `PPM`: all, and their places are not sent."""
 
     keep_ppm: int
-    """How the values are encoded, one of `VALUES`."""
     values: str
     """How they look, one of `VALUES`."""
 
     @property
     def name(self) -> str:
-        """The codec that `name` stands for; None if there is none."""
+        """What a manifest calls it."""
         if self.keep_ppm == PPM:
             return self.values
         part = f"topk:0.{self.keep_ppm:06d}".rstrip("0")

@@ -96,6 +96,8 @@ class StageCompute:
             import bitsandbytes.functional  # noqa: F401
         self._last = stage == run.S - 1
         self._function = stage_function(run, stage)
+        self.passes: Collection[int] = self._function.passes
+        """The places of outputs that are inputs, unchanged: tokens, labels, masks."""
         if recompute_layers and run.model.kind != "gpt":
             raise SetupError(
                 f"--recompute-layers: only the built-in decoder has layers that are known, and model.kind = "
@@ -111,7 +113,6 @@ class StageCompute:
         self.state = StageState(run, stage, self.layout, self.device)
         self.sums = GradientSums(run, stage, self.layout, self.state, on_host=host_sums)
         self.shared = SharedWeights(run, stage, self.layout, self.device)
-        self._saved_bytes = 0
         self._bind()
 
     def _bind(self) -> None:
@@ -127,11 +128,6 @@ class StageCompute:
     def version(self) -> int:
         """Newest weight version held."""
         return self.state.version
-
-    @property
-    def passes(self) -> Collection[int]:
-        """The places of outputs that are inputs, unchanged: tokens, labels, masks."""
-        return self._function.passes
 
     # --- microbatches -----------------------------------------------------------------------------------
 
@@ -313,10 +309,13 @@ class StageCompute:
     # --- measured ---------------------------------------------------------------------------------------
 
     def saved_bytes(self) -> int:
-        """Bytes that one microbatch in flight holds, measured once with a microbatch of zeros."""
-        if not self._saved_bytes:
-            self._saved_bytes = self._measure()
-        return self._saved_bytes
+        """Bytes that one microbatch in flight holds, measured with a microbatch of zeros."""
+        entered = self._boundary.made_up(zeros=True)
+
+        def compute() -> Sequence[torch.Tensor]:
+            return [] if self.recompute else self._compute(Microbatch(0, 0), 0, entered).outputs
+
+        return kept_bytes(compute, entered.values, self.state.holds)
 
     def rehearse(self) -> str:
         """32 hex digits of all that a made-up microbatch gives, forward and backward; nothing is kept.
@@ -428,11 +427,3 @@ class StageCompute:
             if term is not None:
                 terms[name] = term
         return found, dict(reversed(terms.items()))
-
-    def _measure(self) -> int:
-        entered = self._boundary.made_up(zeros=True)
-
-        def compute() -> Sequence[torch.Tensor]:
-            return [] if self.recompute else self._compute(Microbatch(0, 0), 0, entered).outputs
-
-        return kept_bytes(compute, entered.values, self.state.holds)

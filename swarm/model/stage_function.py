@@ -108,15 +108,12 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
         if value.name in comes and not value.differentiable
     }
 
-    def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:
-        return module(*values, mb=mb)
-
     return StageFunction(
         takes=stage_inputs(run, stage),
         gives=() if last else stage_inputs(run, stage + 1),
         dtypes=tuple(dtypes),
         passes=passes,
         module=lambda: stage_module(run, stage),
-        compute=compute,
+        compute=lambda module, values, mb: module(*values, mb=mb),
         halves=run.dtype == "bfloat16",
     )

@@ -23,7 +23,7 @@ from swarm.model.layout import Layout, initial_state
 from swarm.model.meeting import difference, meet
 from swarm.model.optimizer import FlatOptimizer, parts_of
 from swarm.model.reductions import state_digest
-from swarm.model.same_bits import use_threads_of
+from swarm.model.same_bits import storage_of, use_threads_of
 
 
 class StageState:
@@ -49,7 +49,6 @@ class StageState:
         # The decoder's matrices in bfloat16, for bfloat16 runs: see `bind`. They are the decayed weights.
         low = layout.decayed if run.dtype == "bfloat16" and not run.brings_model else 0
         self._low = [flat[:low].to(torch.bfloat16) for flat in self._weights]
-        self._storages = {v.untyped_storage().data_ptr() for v in (*self._weights, *self._low)}
         self.dropped = self._besides.get("dropped_bits", torch.zeros(0, dtype=torch.uint8, device=device))
         """Where gradients are rounded, the bits that their blocks drop in the step of the newest version."""
 
@@ -82,12 +81,11 @@ class StageState:
         copied.version = version
         copied._weights, copied._low = [self._weights[held].clone()], [self._low[held].clone()]
         copied.dropped = self.dropped.clone()
-        copied._storages = {v.untyped_storage().data_ptr() for v in (*copied._weights, *copied._low)}
         return copied
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the weights, which change under it."""
-        return tensor.untyped_storage().data_ptr() in self._storages
+        return storage_of(tensor) in map(storage_of, (*self._weights, *self._low))
 
     def step(self, t: int, reduced: torch.Tensor, total_sqnorm: float) -> None:
         """Make weights of version t + 1; as `StageCompute.apply`."""

@@ -18,6 +18,7 @@ from swarm.errors import SetupError
 from swarm.model.graph.capture import Captured
 from swarm.model.graph.functions import OPERATOR
 from swarm.model.graph.kernels import write_through
+from swarm.model.graph.operators import name_of
 from swarm.model.graph.untraceable import Untraceable, where
 from swarm.model.same_bits import storage_of
 
@@ -265,9 +266,7 @@ def _called(node: fx.Node) -> str:
 
 def is_check(node: fx.Node) -> bool:
     """Whether an operator only checks something, and gives nothing."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name.partition("::")[2].startswith(
-        CHECKS
-    )
+    return isinstance(node.target, OpOverload) and name_of(node.target).startswith(CHECKS)
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -282,7 +281,7 @@ def _out_of_place(node: fx.Node) -> Callable[..., Any] | None:
     """The operator that computes what this one writes, if it surely does."""
     op = node.target
     assert isinstance(op, OpOverload)
-    name = op._schema.name.partition("::")[2].removesuffix("_")
+    name = name_of(op).removesuffix("_")
     dtypes = {
         arg.meta["val"].dtype for arg in node.all_input_nodes if isinstance(arg.meta["val"], torch.Tensor)
     }
