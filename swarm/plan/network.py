@@ -123,20 +123,16 @@ class Network:
     def __len__(self) -> int:
         return len(self.devices)
 
-    def latency_matrix_s(self) -> np.ndarray:
-        """[N, N] one way, 0 on the diagonal. For small N only: it grows with N²."""
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N, N] latencies in s, 0 on the diagonal, and bandwidths in bit/s from the row's device to the
+        column's, inf on it. For small N only: they grow with N².
+        """
         every = np.arange(len(self))
-        latency_NN, _ = self.between(every, every)
+        latency_NN, line_NN = self.between(every, every)
+        bandwidth_NN = np.minimum(np.minimum(line_NN, self.upload_bps[:, None]), self.download_bps)
         np.fill_diagonal(latency_NN, 0.0)
-        return latency_NN
-
-    def bandwidth_matrix_bps(self) -> np.ndarray:
-        """[N, N] from the row's device to the column's, inf on the diagonal. For small N only."""
-        every = np.arange(len(self))
-        _, bandwidth_NN = self.between(every, every)
-        bandwidth_NN = np.minimum(np.minimum(bandwidth_NN, self.upload_bps[:, None]), self.download_bps)
         np.fill_diagonal(bandwidth_NN, np.inf)
-        return bandwidth_NN
+        return latency_NN, bandwidth_NN
 
     def between(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[a, b] latencies in s and bandwidths in bit/s of the lines between these devices and those."""

@@ -321,9 +321,9 @@ def clustered_layouts(
     `cost_s` less.
     """
     stages, replicas = job.stages, len(network) // job.stages
-    bandwidth_NN = network.bandwidth_matrix_bps()
+    latency_NN, bandwidth_NN = network.pairs()
     near_NN = 8.0 * max(job.forward_bytes, default=0.0) / np.minimum(bandwidth_NN, bandwidth_NN.T)
-    near_NN += network.latency_matrix_s()
+    near_NN += latency_NN
     np.fill_diagonal(near_NN, 0.0)
     for a, b in shapes(stages, replicas):
         if a * b == 1:

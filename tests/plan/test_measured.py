@@ -30,7 +30,8 @@ BPS = [
 
 def between(net: Network, i: int, j: int) -> tuple[float, float]:
     """(latency in s, bandwidth in bit/s) from one device to another."""
-    return float(net.latency_matrix_s()[i, j]), float(net.bandwidth_matrix_bps()[i, j])
+    latency_NN, bandwidth_NN = net.pairs()
+    return float(latency_NN[i, j]), float(bandwidth_NN[i, j])
 
 
 def machines(count: int) -> list[Machine]:

@@ -63,7 +63,7 @@ def test_the_documented_example_is_a_network() -> None:
     assert len(found) == 10
     laptop = found.devices[-1]
     assert laptop == Device("laptop-1", 1, 0.25 * 30e12, 8e9, 40e6, 250e6)
-    latency_NN, bandwidth_NN = found.latency_matrix_s(), found.bandwidth_matrix_bps()
+    latency_NN, bandwidth_NN = found.pairs()
     assert (latency_NN[0, 1], bandwidth_NN[0, 1]) == (0.005, 2e9)
     assert (latency_NN[0, 9], bandwidth_NN[0, 9]) == (0.143, 250e6)
     assert (latency_NN[9, 0], bandwidth_NN[9, 0]) == (0.143, 40e6)
@@ -71,7 +71,7 @@ def test_the_documented_example_is_a_network() -> None:
 
 
 def test_a_device_limits_its_own_lines() -> None:
-    bandwidth_NN = network().bandwidth_matrix_bps()
+    _, bandwidth_NN = network().pairs()
     assert bandwidth_NN[1, 0] == 1e7 and bandwidth_NN[0, 1] == 1e8
 
 
@@ -229,19 +229,20 @@ def test_cards_of_a_machine_are_devices_with_a_line_of_memory_between_them() -> 
         "host-1/0",
     ]
     assert [network.machine_of(i) for i in range(9)] == ["host-0"] * 4 + ["host-1"] * 4 + [""]
-    latency_NN, bandwidth_NN = network.latency_matrix_s(), network.bandwidth_matrix_bps()
+    latency_NN, bandwidth_NN = network.pairs()
     assert (latency_NN[0, 3], bandwidth_NN[0, 3]) == (CARDS_LATENCY_S, CARDS_BPS)
     assert (latency_NN[0, 4], bandwidth_NN[0, 4]) == (0.005, 100e6), "a fourth of the machine's slower way"
     assert (latency_NN[0, 8], bandwidth_NN[0, 8], bandwidth_NN[8, 0]) == (0.005, 100e6, 40e6)
     assert set(network.place_of) == {network.regions.index("Oslo")}, "all can be lost together"
     slower = read_devices(CARDS + "[machine]\nbandwidth_mbps = 900\nlatency_ms = 2\n")
-    assert slower.bandwidth_matrix_bps()[0, 1] == 900e6 and slower.latency_matrix_s()[0, 1] == 0.002
+    latency_NN, bandwidth_NN = slower.pairs()
+    assert (latency_NN[0, 1], bandwidth_NN[0, 1]) == (0.002, 900e6)
 
 
 def test_one_machine_alone_needs_nothing_said_of_lines() -> None:
     network = read_devices('[[devices]]\nname = "a"\nregion = "x"\ntflops = 1\ncards = 2\n')
     assert [device.name for device in network.devices] == ["a/0", "a/1"]
-    assert network.bandwidth_matrix_bps()[0, 1] == CARDS_BPS
+    assert network.pairs()[1][0, 1] == CARDS_BPS
 
 
 @pytest.mark.parametrize(

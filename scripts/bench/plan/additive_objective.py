@@ -71,7 +71,7 @@ def additive_terms(
     for what, nbytes in (("gradient", gradient_bytes), ("activation", activation_bytes)):
         if not 0 <= nbytes < np.inf:
             raise SetupError(f"{nbytes:g} {what} bytes: they cannot be negative or infinite")
-    latency_NN, bandwidth_NN = network.latency_matrix_s(), network.bandwidth_matrix_bps()
+    latency_NN, bandwidth_NN = network.pairs()
     seconds_per_byte_NN = 8.0 / np.minimum(bandwidth_NN, bandwidth_NN.T)
     replicas = max(1, len(network) // max(1, stages))
     exchange_NN = 2.0 * (latency_NN + gradient_bytes * seconds_per_byte_NN / replicas)
