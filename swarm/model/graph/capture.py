@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -35,7 +34,8 @@ class Captured:
     constants: Mapping[str, torch.Tensor]
     functions: Mapping[str, TracedFunction]
     """By the first argument of a `functions.OPERATOR`."""
-    inputs: tuple[str, ...]
+    inputs: tuple[Any, ...]
+    """Numbers of the sample are as they are."""
     output: torch.fx.Node
     """The loss."""
 
@@ -119,22 +119,14 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
                 "it draws random numbers by numpy, and each microbatch would have the same: draw them by "
                 "torch, or do without (apply_spec_augment = false in a config for speech)"
             )
-    names: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
-    inputs = []
-    for spec in program.graph_signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT:
-            inputs.append(spec.arg.name)
-        else:
-            assert spec.target is not None
-            names[spec.kind][spec.arg.name] = spec.target
-    for kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-        if names[kind]:
-            raise Untraceable(f"it reads {sorted(names[kind].values())[0]}, which is no tensor")
+    signature = program.graph_signature
+    if strange := sorted((*signature.lifted_custom_objs, *signature.input_tokens)):
+        raise Untraceable(f"it reads {strange[0]}, which is no tensor")
     (output,) = program.graph_module.graph.find_nodes(op="output")
     # By the names that `WithLoss` has.
     parameters, buffers = (
-        {holder: name.removeprefix("model.") for holder, name in names[kind].items()}
-        for kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        {holder: name.removeprefix("model.") for holder, name in names.items()}
+        for names in (signature.inputs_to_parameters, signature.inputs_to_buffers)
     )
     return Captured(
         module=program.graph_module,
@@ -142,10 +134,10 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
         buffers=buffers,
         constants={
             name: cast(torch.Tensor, program.constants[target])
-            for name, target in names[InputKind.CONSTANT_TENSOR].items()
+            for name, target in signature.inputs_to_lifted_tensor_constants.items()
         },
         functions=functions.found,
-        inputs=tuple(inputs),
+        inputs=tuple(signature.user_inputs),
         output=output.args[0][-1],
     )
 
