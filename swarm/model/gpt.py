@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import cast
 
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import ModelSpec, Run
 from swarm.manifest.tables import CODES_BEFORE
-from swarm.model.seeded_random import Dropout, initial_normal
+from swarm.model.seeded_random import dropped, initial_normal
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02
@@ -101,7 +102,7 @@ class Block(nn.Module):
         x_BTH: torch.Tensor,
         turn_TD: torch.Tensor | None,
         mask_B1TT: torch.Tensor | None,
-        dropout: Dropout | None,
+        dropout: Callable[[torch.Tensor, str], torch.Tensor],
     ) -> torch.Tensor:
         B, T, H = x_BTH.shape
         N, K = self.heads, self.kv_heads
@@ -118,7 +119,7 @@ class Block(nn.Module):
             q_BNTD, k_BNTD, v_BNTD, attn_mask=mask_B1TT, is_causal=mask_B1TT is None
         )
         y_BTH = self.out(mixed.transpose(1, 2).reshape(B, T, H))
-        x_BTH = x_BTH + (dropout(y_BTH, f"{self.name}.attention") if dropout else y_BTH)
+        x_BTH = x_BTH + dropout(y_BTH, f"{self.name}.attention")
         y_BTF = self.up(self.norm2(x_BTH))
         if self.gated:
             gate_BTF, y_BTF = y_BTF.chunk(2, -1)
@@ -126,7 +127,7 @@ class Block(nn.Module):
         else:
             y_BTF = functional.gelu(y_BTF)
         y_BTH = self.down(y_BTF)
-        return x_BTH + (dropout(y_BTH, f"{self.name}.mlp") if dropout else y_BTH)
+        return x_BTH + dropout(y_BTH, f"{self.name}.mlp")
 
 
 class Embedding(nn.Embedding):
@@ -217,7 +218,7 @@ class GptStage(nn.Module):
         dropout; without it there is none, and no `z_loss`. Without labels the last stage gives logits
         [B, T, V].
         """
-        dropout = Dropout(self._seed, mb, self._p) if mb is not None and self._p else None
+        dropout = partial(dropped, p=self._p, seed=self._seed, mb=mb)
         if self.first:
             ids_BT = x
             x = self.tokens(x)
@@ -226,7 +227,7 @@ class GptStage(nn.Module):
                     x = x + self.places.weight[: x.shape[1]]
                 else:
                     x = x + self.places(_places(ids_BT, self._eos))
-            x = dropout(x, "tokens") if dropout else x
+            x = dropout(x, "tokens")
         elif x.dtype == torch.bfloat16:
             x = x.float()  # the residual stream, see `boundary_dtype`
         turn = None if self.learned else cast(torch.Tensor, self.turn)[: x.shape[1]]

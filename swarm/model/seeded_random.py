@@ -73,24 +73,15 @@ def fractions(seed: int, start: int, count: int, device: torch.device) -> torch.
     return halves.mul_(2.0**-16)
 
 
-class Dropout:
-    """The dropout of one microbatch. Whole-number arithmetic, so the masks are the same on every device.
+def dropped(x: torch.Tensor, site: str, *, p: float, seed: int, mb: Microbatch | None) -> torch.Tensor:
+    """`x` with each element zeroed with probability `p`, the others scaled by 1 / (1 - p); as it is without a
+    microbatch. `site` names the place in the model, such as `layers.3.attention`.
 
-    torch's own generators differ between CPU and CUDA: a microbatch that is recomputed on another kind of
-    device would have another gradient.
+    Whole-number arithmetic, so the masks are the same on every device. torch's own generators differ between
+    CPU and CUDA: a microbatch that is recomputed on another kind of device would have another gradient.
     """
-
-    def __init__(self, seed: int, mb: Microbatch, p: float) -> None:
-        self._key = ("dropout", seed, mb.t, mb.m)
-        self._p = p
-
-    def __call__(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """`x` with each element zeroed with probability p, the others scaled by 1 / (1 - p).
-
-        `site` names the place in the model, such as `layers.3.attention`.
-        """
-        if not self._p:
-            return x
-        word = words(seed_of(*self._key, site), 0, x.numel(), x.device)
-        keep = (word >= int(self._p * 2**32)).view(x.shape)
-        return x * (keep.to(x.dtype) * (1.0 / (1.0 - self._p)))
+    if not p or mb is None:
+        return x
+    word = words(seed_of("dropout", seed, mb.t, mb.m, site), 0, x.numel(), x.device)
+    keep = (word >= int(p * 2**32)).view(x.shape)
+    return x * (keep.to(x.dtype) * (1.0 / (1.0 - p)))

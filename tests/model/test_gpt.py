@@ -25,7 +25,7 @@ from swarm.model.gpt import (
     stage_skeleton,
 )
 from swarm.model.layout import shared_terms
-from swarm.model.seeded_random import Dropout, initial_normal, seed_of
+from swarm.model.seeded_random import dropped, initial_normal, seed_of
 from swarm.model.stage_io import boundary_bytes
 from tests.model.chain import build_stage, tiny_run
 
@@ -298,7 +298,7 @@ def test_there_is_no_stage_beyond_the_last() -> None:
 
 def test_dropout_zeroes_its_share_and_keeps_the_mean() -> None:
     x = torch.ones(500, 500)
-    y = Dropout(1, Microbatch(0, 0), 0.25)(x, "layers.0.mlp")
+    y = dropped(x, "layers.0.mlp", p=0.25, seed=1, mb=Microbatch(0, 0))
     assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=3e-3)
     assert y.mean().item() == pytest.approx(1.0, abs=4e-3)
     assert y.max().item() == pytest.approx(1 / 0.75)
@@ -311,7 +311,7 @@ def test_dropout_is_a_function_of_seed_microbatch_and_place() -> None:
     x = torch.ones(50, 50)
 
     def kept(seed: int, t: int, m: int, site: str) -> torch.Tensor:
-        return Dropout(seed, Microbatch(t, m), 0.5)(x, site)
+        return dropped(x, site, p=0.5, seed=seed, mb=Microbatch(t, m))
 
     first = kept(1, 2, 3, "layers.0.mlp")
     assert torch.equal(first, kept(1, 2, 3, "layers.0.mlp"))
@@ -323,4 +323,4 @@ def test_dropout_is_a_function_of_seed_microbatch_and_place() -> None:
 
 def test_no_dropout_is_the_identity() -> None:
     x = torch.ones(3)
-    assert Dropout(1, Microbatch(0, 0), 0.0)(x, "a") is x
+    assert dropped(x, "a", p=0.0, seed=1, mb=Microbatch(0, 0)) is x

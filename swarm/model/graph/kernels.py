@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from swarm.ids import Microbatch
-from swarm.model.seeded_random import Dropout, seed_of, words
+from swarm.model.seeded_random import dropped, seed_of, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class SeededRandom:
 
     def drop(self, x: torch.Tensor, p: float, site: str) -> torch.Tensor:
         """`x` with each element zeroed with probability `p`, the others scaled by 1 / (1 - p)."""
-        if self.mb is None:
-            return x
-        return Dropout(self.seed, self.mb, p)(x, site) if p < 1.0 else x * 0.0
+        if p == 1.0 and self.mb is not None:
+            return x * 0.0
+        return dropped(x, site, p=p, seed=self.seed, mb=self.mb)
 
     def words(self, form: torch.Tensor, site: str, each: int = 1) -> torch.Tensor:
         """Words of 32 bits, as int64, of the shape of `form`; with `each`, so many of that shape."""

@@ -18,7 +18,7 @@ from swarm.model.graph.kernels import KINDS, SeededRandom
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import trace
-from swarm.model.seeded_random import Dropout
+from swarm.model.seeded_random import dropped
 from tests.model.graph import zoo
 from tests.model.graph.parity import Gradients, cut, gradients, random_cuts, whole
 
@@ -53,7 +53,7 @@ class Drops(nn.Module):
 
     def by_hand(self, x: torch.Tensor, seed: int) -> torch.Tensor:
         def drop(x: torch.Tensor, p: float, site: str) -> torch.Tensor:
-            return Dropout(seed, MB, p)(x, site)
+            return dropped(x, site, p=p, seed=seed, mb=MB)
 
         y = drop(self.conv(x), 0.3, "drop")
         y = y * drop(torch.ones(6, 4, 1, 1, dtype=y.dtype), 0.4, "whole")
