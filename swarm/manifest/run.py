@@ -309,12 +309,10 @@ class Run(Spec):
 
     def lr_at(self, t: int) -> float:
         """The learning rate of step `t`, which is no meeting."""
-        lr, age, warmup = (
-            self.optimizer.lr_at(t, self.steps),
-            self.islands.moments_age(t),
-            self.islands.warmup_steps,
-        )
-        return lr if self.islands.count == 1 else lr * min(1.0, (age + 1) / (warmup + 1))
+        lr, islands = self.optimizer.lr_at(t, self.steps), self.islands
+        if islands.count == 1:
+            return lr
+        return lr * min(1.0, (islands.moments_age(t) + 1) / (islands.warmup_steps + 1))
 
     def meets_at(self, t: int) -> bool:
         """Whether step `t` is a meeting of islands."""

@@ -39,15 +39,6 @@ def weights_dtype(run: Run) -> torch.dtype:
     return torch.float64 if run.dtype == "float64" else torch.float32
 
 
-def boundary_dtype(run: Run) -> torch.dtype:
-    """The dtype of the tensors between stages, before their codec: the run's own.
-
-    The residual stream of a bfloat16 run is float32 inside a stage (autocast), and rounded to bfloat16 where
-    it leaves it: half the bytes with codec `none`, and an error a tenth of blockwise8's.
-    """
-    return {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}[run.dtype]
-
-
 def layer_flops(model: ModelSpec, sequence_length: int) -> tuple[int, int]:
     """Multiply-adds per token of the forward of (one block, the head)."""
     H = model.hidden
@@ -229,7 +220,9 @@ class GptStage(nn.Module):
                     x = x + self.places(_places(ids_BT, self._eos))
             x = dropout(x, "tokens")
         elif x.dtype == torch.bfloat16:
-            x = x.float()  # the residual stream, see `boundary_dtype`
+            # The residual stream is float32 inside a stage (autocast), and rounded to bfloat16 on its way to
+            # the next: half the bytes with codec `none`, and an error a tenth of blockwise8's.
+            x = x.float()
         turn = None if self.learned else cast(torch.Tensor, self.turn)[: x.shape[1]]
         mask = None
         if self._eos is not None:

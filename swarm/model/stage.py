@@ -50,8 +50,6 @@ class Forward:
     """One microbatch in flight at a stage. Keeps its graph until its backward (unless recomputed)."""
 
     mb: Microbatch
-    version: int
-    """The version of the weights that it was computed with."""
     loads: int
     """How many states had been loaded when it was computed."""
     inputs: Sequence[Encoded]
@@ -149,7 +147,7 @@ class StageCompute:
         with torch.set_grad_enabled(keep):
             computed = self._compute(mb, version, entered)
         outputs = self._boundary.encode_outputs(mb, entered, computed)
-        return Forward(mb, version, self.state.loads, inputs, outputs, computed if keep else None)
+        return Forward(mb, self.state.loads, inputs, outputs, computed if keep else None)
 
     def evaluate(self, version: int, inputs: Sequence[Encoded]) -> list[Encoded] | float:
         """The inputs of the next stage, or the loss, of samples that are not trained on, with these weights.
@@ -181,15 +179,16 @@ class StageCompute:
             Refused: `grads_out` are not what the run prescribes, or the answer is not finite.
             Stale: the weights it was computed with are gone.
         """
-        if self._held_version(fwd.mb) != fwd.version or self.state.loads != fwd.loads:
+        version = self._held_version(fwd.mb)
+        if self.state.loads != fwd.loads:
             raise self._gone(fwd.mb)
         grads = self._boundary.decode_gradients(grads_out)
         if not weights and not self._boundary.answers:
             return Gradients(mb=fwd.mb, loads=self.state.loads)
         graph, fwd.graph = fwd.graph, None
         if graph is None:
-            graph = self._compute(fwd.mb, fwd.version, self._boundary.enter(fwd.inputs))
-        found = self._differentiate(fwd.mb, fwd.version, graph, grads, weights=weights, inputs=fwd.inputs)
+            graph = self._compute(fwd.mb, version, self._boundary.enter(fwd.inputs))
+        found = self._differentiate(fwd.mb, version, graph, grads, weights=weights, inputs=fwd.inputs)
         found.arrived = [torch.linalg.vector_norm(grad) for grad in grads]
         return found
 
@@ -222,8 +221,7 @@ class StageCompute:
         """
         if self._last:
             return self.loss_gradients(mb, inputs, weights=True)
-        forward = Forward(mb, self._held_version(mb), self.state.loads, inputs, [])
-        return self.gradients(forward, grads_out, weights=True)
+        return self.gradients(Forward(mb, self.state.loads, inputs, []), grads_out, weights=True)
 
     def add(self, found: Gradients) -> None:
         """Add the gradients of the weights to the sum of their step, which must have begun.

@@ -16,7 +16,7 @@ from torch import nn
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import Run
 from swarm.model.custom import custom_model, stage_module
-from swarm.model.gpt import boundary_dtype, stage_skeleton
+from swarm.model.gpt import stage_skeleton
 from swarm.model.stage_io import StageInput, stage_inputs
 
 Values: TypeAlias = Sequence[torch.Tensor | None]
@@ -73,7 +73,7 @@ def stage_function(run: Run, stage: Stage) -> StageFunction:
 
 def _built_in(run: Run, stage: Stage) -> StageFunction:
     first, last = stage == 0, stage == run.S - 1
-    hidden = () if first else (boundary_dtype(run),)
+    hidden = () if first else (getattr(torch, run.dtype),)
     reads = first or last or run.built_in.bottleneck or run.data.document_mask
 
     def compute(module: nn.Module, values: Values, mb: Microbatch | None) -> Output:

@@ -14,7 +14,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model import gradient_sum
 from swarm.model.fixed_point import MOST_DROPPED, SCALE, add_exact
-from swarm.model.gpt import boundary_dtype, layer_split
+from swarm.model.gpt import layer_split
 from swarm.model.gradient_sum import SumLost
 from swarm.model.reductions import sqnorm, state_digest
 from swarm.model.stage import StageCompute
@@ -407,13 +407,13 @@ def test_a_gradient_beyond_what_an_exact_sum_holds_is_refused_and_leaves_the_sum
     chain = Chain(tiny_run(dtype=dtype))
     before = accumulated(chain, MB)
     kept, _ = chain.forward(Microbatch(0, 1))
-    huge = encode(torch.full((2, 16, 32), number).to(boundary_dtype(chain.run)), "none")
+    huge = encode(torch.full((2, 16, 32), number).to(getattr(torch, chain.run.dtype)), "none")
     with pytest.raises(Refused, match=text):
         backward(chain.stages[1], kept[1], [huge], add=True)
     assert torch.equal(chain.stages[1].sums.of(0), before[1])
     assert not grads_of(chain.stages[1], 0)
     # A better gradient is taken for the same microbatch, as if nothing had been.
-    fine = encode(torch.ones((2, 16, 32)).to(boundary_dtype(chain.run)), "none")
+    fine = encode(torch.ones((2, 16, 32)).to(getattr(torch, chain.run.dtype)), "none")
     backward(chain.stages[1], kept[1], [fine], add=True)
     other = Chain(tiny_run(dtype=dtype))
     accumulated(other, MB)

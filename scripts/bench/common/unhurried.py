@@ -20,7 +20,7 @@ class Unhurried(StageCompute):
     def forward(self, mb: Microbatch, inputs: Sequence[Encoded], *, grad: bool = True) -> Forward:
         if self._outputs is None:
             self._outputs = super().forward(mb, inputs, grad=False).outputs
-        return Forward(mb, self._held_version(mb), self.state.loads, inputs, self._outputs)
+        return Forward(mb, self.state.loads, inputs, self._outputs)
 
     def gradients(self, fwd: Forward, grads_out: Sequence[Encoded], *, weights: bool) -> Gradients:
         if self._one is None:
