@@ -141,10 +141,7 @@ def most_proof_bytes(size: int) -> int:
 
 
 def holds(root: bytes, size: int, start: int, data: bytes, proof: bytes) -> bool:
-    """Whether `data` is what the tree with this root has from `start` on.
-
-    `proof`: from a stranger, of any content.
-    """
+    """Whether the tree with this root has `data` from `start` on. `proof`: a stranger's, of any content."""
     end = start + len(data)
     if not 0 <= start < end <= size or len(proof) != proof_bytes(size, start, end):
         return False

@@ -280,9 +280,7 @@ class Run(Spec):
         return max(0, self.number) * self.S + stage
 
     def place(self, cell: Stage, *, short: bool = False) -> str:
-        """The name of a cell: `stage 2`, of islands `stage 2 of island 1 (cell 5)`; or short, in tables: `2`,
-        `1.2`.
-        """
+        """`stage 2`, of islands `stage 2 of island 1 (cell 5)`; or short, in tables: `2`, `1.2`."""
         if cell < 0:
             return "–" if short else "no stage"
         if self.cells == self.S:

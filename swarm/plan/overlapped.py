@@ -133,9 +133,7 @@ class Overlap:
         return found_N
 
     def weigh_s(self, stage_of: Sequence[int] | np.ndarray) -> tuple[float, float]:
-        """The step's seconds; and with a little of what does not limit it: a search on a plain needs a
-        slope.
-        """
+        """The step's seconds; and with a bit of what does not limit it: a search on a plain needs a slope."""
         stages, boundaries = self._parts(stage_of)
         spare_s = sum(stage.busy_s + stage.exchange_s for stage in stages)
         spare_s += sum(boundary.busy_s for boundary in boundaries)

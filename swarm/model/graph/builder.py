@@ -77,16 +77,13 @@ class Builder:
         loss = self._values[self._env[loss_node].name]
         if not loss.differentiable:
             raise SetupError("the loss depends on no parameter that is trained")
-        kept = self._needed(loss.name)
-        graph = self._graph(kept, loss.name)
-        calls = tuple(self._calls[op.name][3] for op in graph.operators)
-        statistics = self._statistics(graph)
+        graph = self._graph(self._needed(loss.name), loss.name)
         return Traced(
             graph=graph,
-            calls=calls,
+            calls=tuple(self._calls[op.name][3] for op in graph.operators),
             parameters={name: self._all[name] for name in self._names.values()},
             buffers={name: self._buffers[name] for name in graph.buffers},
-            statistics=statistics,
+            statistics=self._statistics(graph),
         )
 
     # --- nodes ------------------------------------------------------------------------------------------

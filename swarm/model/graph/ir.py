@@ -92,8 +92,7 @@ class Ref:
 
 
 RANDOM, DEVICE = Ref("draws:"), Ref("device:")
-"""The chance of the microbatch (`kernels.SeededRandom`), and the device that computes. No value is called
-so."""
+"""The microbatch's chance (`kernels.SeededRandom`), and the device that computes. No value is called so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
