@@ -139,9 +139,9 @@ def is_codec(value: Any) -> bool:
     return type(value) is str and parse_codec(value) is not None
 
 
-CODEC = Rule(f"one of {KNOWN}, where R, the part kept, is between 0 and 1, such as 0.05", is_codec)
 CODECS = Rule(
-    f"{CODEC.allowed}; or a list of them, one for each of the boundaries between stages, in order",
+    f"one of {KNOWN}, where R, the part kept, is between 0 and 1, such as 0.05; or a list of them, one for "
+    "each of the boundaries between stages, in order",
     lambda v: all(is_codec(one) for one in (v if type(v) in (list, tuple) else (v,))),
     lambda v: v if type(v) is str else tuple(v),
 )
@@ -180,7 +180,7 @@ def shown(value: Any) -> str:
 
 
 def toml(value: Any) -> str:
-    """`value` as TOML; strings must need no escape for the result to be canonical (see `_Text`)."""
+    """`value` as TOML; strings must need no escape for the result to be canonical (see `text`)."""
     if type(value) is bool:
         return "true" if value else "false"
     if type(value) is str:

@@ -319,19 +319,14 @@ def replace_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], t
         setattr(module.get_submodule(owner), leaf, nn.Parameter(value(name, old)))
 
 
-def _documents(ids_BT: torch.Tensor, eos: int) -> torch.Tensor:
-    """How many documents have ended before each token [B, T]: its end belongs to a document."""
-    ends_BT = (ids_BT == eos).long()
-    return ends_BT.cumsum(1) - ends_BT
-
-
 def _document_mask(ids_BT: torch.Tensor, eos: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to scores [B, 1, T, T]: 0 where a token sees another one, itself or before it in its
     document.
 
     As numbers, and in the dtype of the scores: each layer would keep a copy of its own else.
     """
-    document_BT = _documents(ids_BT, eos)
+    ends_BT = (ids_BT == eos).long()
+    document_BT = ends_BT.cumsum(1) - ends_BT  # its end belongs to a document
     seen_BTT = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
     return torch.zeros(seen_BTT.shape, dtype=dtype, device=ids_BT.device).masked_fill(~seen_BTT, -math.inf)[
         :, None

@@ -72,7 +72,8 @@ def simulate(
         report.end_s = loop.now_s = loop.now_s if ended else end_s
         for stage in list(world.empty):
             world.filled(stage)
-        members.count_out_all()
+        for peer in world.peers.values():
+            members.count_out(peer)
         report.version, report.events = world.version, loop.callbacks
         report.replayed, report.open = trainers.replayed, world.open
     return report

@@ -147,21 +147,16 @@ class Members:
         if now_s > 0.0:  # those that begin together are all there before anything starts
             self._trainers.start_all()
 
-    def _count_out(self, peer: Peer) -> None:
+    def count_out(self, peer: Peer) -> None:
         """Add what a peer did in its stage to the report."""
         if peer.serving:
             self._report.busy_s[peer.stage] += peer.busy_s
             self._report.there_s[peer.stage] += self._loop.now_s - peer.served_from_s
         peer.alive = peer.serving = False
 
-    def count_out_all(self) -> None:
-        """End the run."""
-        for peer in self._world.peers.values():
-            self._count_out(peer)
-
     def _leave(self, peer: Peer) -> None:
         world, was_serving = self._world, peer.serving
-        self._count_out(peer)
+        self.count_out(peer)
         peer.ended_s = self._loop.now_s
         del world.peers[peer.name]
         if was_serving and not world.serving(peer.stage):
