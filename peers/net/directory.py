@@ -37,7 +37,7 @@ from peers.net.signed_records import (
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, RunName, Stage
-from swarm.manifest import check_id, parse_run
+from swarm.manifest import Run, check_id
 from swarm.records import PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -254,16 +254,10 @@ class NetDirectory:
         if took[0] == 1 and (self.storage.join or self.storage.addresses.latest(1)):
             self._stored_at = -math.inf  # no other node has it: again in the next round
 
-    async def publish_manifest(self, text: str) -> str:
-        """Publish a run's canonical text, and keep it published; returns the run's id.
-
-        Raises:
-            SetupError: not canonical, or the manifest names an owner who is not us.
-        """
-        run_id = parse_run(text).id
-        await self._manifests.publish(run_id, *seal_manifest(text, self._identity))
-        await self._learn(run_id, text)
-        return run_id
+    async def publish_manifest(self, run: Run) -> None:
+        """Publish a run's manifest, and keep it published. Raises SetupError: its owner is another one."""
+        await self._manifests.publish(run.id, *seal_manifest(run, self._identity))
+        await self._learn(run)
 
     async def find_run(self, name: RunName, *, timeout_s: float = 10.0) -> str:
         """The id of the run that the charter of this name is about; this directory is of that run from now
@@ -281,17 +275,17 @@ class NetDirectory:
         self._table.drop(self.door.why_not_record)
         self.storage.node.recheck()
 
-    async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> str:
-        """The text of a run's manifest: its hash is the id, and its owner, if it names one, signed it.
+    async def fetch_manifest(self, run_id: str, *, timeout_s: float = 10.0) -> Run:
+        """The run of this id: the hash of its manifest, whose owner, if it names one, signed it.
 
         From then on we help to keep it published.
 
         Raises:
             SetupError: no node that can be reached has it, or the charter that we follow is not its owner's.
         """
-        text = await self._manifests.fetch(run_id, timeout_s)
-        await self._learn(run_id, text)
-        return text
+        run = await self._manifests.fetch(run_id, timeout_s)
+        await self._learn(run)
+        return run
 
     async def _find_stages(self) -> None:
         """Learn how many stages the run has, if its manifest was not asked for yet."""
@@ -299,10 +293,9 @@ class NetDirectory:
             with contextlib.suppress(SetupError):
                 await self.fetch_manifest(self.run_id, timeout_s=SEARCH_WAIT_S)
 
-    async def _learn(self, run_id: str, text: str) -> None:
+    async def _learn(self, run: Run) -> None:
         """From the run's manifest: its stages, and whose charter holds."""
-        if run_id == self.run_id:
-            run = parse_run(text)
+        if run.id == self.run_id:
             self.reader.stages = run.cells
             self.charters.follow_manifest(run)
             if self.charters.charter is None:
@@ -333,14 +326,14 @@ class ManifestKeeper:
         self.stored_at = now_s() if self._storage.online else -math.inf
         await self._storage.store(manifest_key(run_id), Entry(owner, value, unix_s() + self._life_s))
 
-    async def fetch(self, run_id: str, timeout_s: float) -> str:
-        """The text. Raises SetupError if no node has it."""
+    async def fetch(self, run_id: str, timeout_s: float) -> Run:
+        """The run. Raises SetupError if no node has it."""
         place = self._storage.place(manifest_key(run_id))
         deadline = now_s() + timeout_s
         while True:
-            text = await self._ask_nodes(run_id, place, min(RPC_S, timeout_s))
-            if text is not None:
-                return text
+            run = await self._ask_nodes(run_id, place, min(RPC_S, timeout_s))
+            if run is not None:
+                return run
             if now_s() >= deadline:
                 refused = ", ".join(sorted(self._storage.check.rejected)[:3])
                 raise SetupError(
@@ -351,33 +344,34 @@ class ManifestKeeper:
                 await self._storage.search([place])
             await asyncio.sleep(0.3)
 
-    async def _ask_nodes(self, run_id: str, place: Place, limit_s: float) -> str | None:
-        """The manifest, from the first node near its key that has it."""
+    async def _ask_nodes(self, run_id: str, place: Place, limit_s: float) -> Run | None:
+        """The run, from the first node near its key that has it."""
         storage = self._storage
         if not storage.online:
             return None
-        if text := self._take(run_id, place.key, storage.node.entries(place.key)):
-            return text
+        if run := self._take(run_id, place.key, storage.node.entries(place.key)):
+            return run
         near = storage.nearest(place, 2 * REPLICAS)
         asking = [storage.node.read(peer, {place.key: {}}, MAX_ANSWER_BYTES) for peer in near]
         with contextlib.suppress(asyncio.TimeoutError):
             for answer in asyncio.as_completed(asking, timeout=limit_s):
                 answered = await answer
                 found = answered[0][place.key].entries if answered is not None else ()
-                if text := self._take(run_id, place.key, found):
-                    return text
+                if run := self._take(run_id, place.key, found):
+                    return run
         return None
 
-    def _take(self, run_id: str, key: bytes, entries: Iterable[Entry]) -> str | None:
-        """The text of the run's manifest, if it is among the entries; we keep it published from now on."""
+    def _take(self, run_id: str, key: bytes, entries: Iterable[Entry]) -> Run | None:
+        """The run, if its manifest is among the entries; we keep it published from now on."""
         for entry in entries:
             if self._storage.check.open(key, entry) != "":
                 continue
             with contextlib.suppress(Refused, SetupError):
                 _, text = open_manifest(entry.value, entry.subkey)
-                if check_id(text, run_id).admission.owner == entry.subkey:
+                run = check_id(text, run_id)
+                if run.admission.owner == entry.subkey:
                     self.kept = (run_id, entry.subkey, entry.value)
                     # Not all peers at the same moment.
                     self.stored_at = now_s() - self._life_s / 3 * self._random.random()
-                    return text
+                    return run
         return None

@@ -41,7 +41,7 @@ from peers.net.transport import SHOW_METHOD, NetTransport
 from peers.waiting import TaskKeeper
 from swarm.errors import SetupError, SwarmError
 from swarm.ids import PeerId, RunName
-from swarm.manifest import Run, check_id
+from swarm.manifest import Run
 
 logger = logging.getLogger(__name__)
 
@@ -405,9 +405,9 @@ class Node:
             self.daemon.close_now()
 
     async def manifest(self) -> Run:
-        """The manifest of the run, from the directory. Raises SetupError: it is not acceptable."""
+        """The run, from the directory. Raises SetupError: no node has its manifest."""
         assert self.run_id is not None
-        return check_id(await self.directory.fetch_manifest(self.run_id), self.run_id)
+        return await self.directory.fetch_manifest(self.run_id)
 
     # -- who and where --------------------------------------------------------------------------
 

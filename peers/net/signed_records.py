@@ -21,7 +21,7 @@ from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signatu
 from peers.net.lookup import MAX_LEVEL, StageKey, homes
 from swarm.errors import Refused, SetupError, decoded
 from swarm.ids import PeerId, Stage
-from swarm.manifest import MAX_CELLS, id_of, parse_run
+from swarm.manifest import MAX_CELLS, Run, id_of
 from swarm.records import MAX_RECORD_BYTES, NO_STAGE, PeerRecord, State, Voucher
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
@@ -160,27 +160,20 @@ def open_record(data: bytes, peer: PeerId, expires: float) -> Announced:
     return Announced(_unpack(packed, peer), packed.level, expires, packed.credential)
 
 
-def seal_manifest(text: str, identity: Identity | None) -> tuple[PeerId, bytes]:
+def seal_manifest(run: Run, identity: Identity | None) -> tuple[PeerId, bytes]:
     """The subkey and the value to store.
 
     Raises:
-        SetupError: the manifest is not canonical, or names an owner and `identity` is not that one.
+        SetupError: the manifest names an owner, and `identity` is not that one.
     """
-    run = parse_run(text)
-    if run.to_toml() != text:
-        raise SetupError("only the canonical text of a manifest can be published: use run.to_toml()")
-    owner = run.admission.owner
-    signature = b""
+    owner, signature = run.admission.owner, b""
     if owner:
         if identity is None or identity.peer_id != owner:
             raise SetupError(
                 f"the manifest names {owner} as its owner (admission.owner): only it can publish it"
             )
         signature = identity.sign(_manifest_to_sign(run.id))
-    value = _encoder.encode(_SignedManifest(zlib.compress(text.encode(), 9), signature))
-    if len(value) > MAX_PACKED_MANIFEST_BYTES:
-        raise SetupError(f"a manifest of {len(value)} bytes; at most {MAX_MANIFEST_BYTES} are allowed")
-    return owner, value
+    return owner, _encoder.encode(_SignedManifest(zlib.compress(run.to_toml().encode(), 9), signature))
 
 
 def _manifest_to_sign(run_id: str) -> bytes:

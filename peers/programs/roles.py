@@ -183,7 +183,7 @@ class Bootstrap(Networked[BootstrapOptions]):
             run_id=run.id,
             charters=charters_folder(),
         ) as node:
-            await node.directory.publish_manifest(run.to_toml())
+            await node.directory.publish_manifest(run)
             if options.charter is not None:
                 await self._publish_charter(node, options.charter)
             self._node = node

@@ -620,7 +620,7 @@ def _(data: bytes) -> None:
     dht_protocol.record_ids(opened)
 
 
-@target("manifests", lambda: [b"z" + RUN.to_toml().encode(), b"r" + seal_manifest(RUN.to_toml(), None)[1]])
+@target("manifests", lambda: [b"z" + RUN.to_toml().encode(), b"r" + seal_manifest(RUN, None)[1]])
 def _(data: bytes) -> None:
     """After `z`: a text, packed as the directory has it; else all as it came."""
     value = data[1:]
@@ -701,7 +701,7 @@ def _node() -> dht_protocol.DhtNode:
 def _node_messages() -> list[bytes]:
     record = _record()
     value, expires = seal_record(record, unix_s() + 300.0, ME), unix_s() + 300.0
-    text, manifest = seal_manifest(RUN.to_toml(), None)
+    text, manifest = seal_manifest(RUN, None)
     keys = [dht_protocol.key_bytes(key) for key in dht_protocol.record_keys(record, 0)]
     manifest_key = dht_protocol.key_bytes(dht_protocol.manifest_key(RUN.id))
     values = [

@@ -179,10 +179,9 @@ async def feed(host: str, run_id: str, join: Sequence[str], window: int) -> None
     from peers.net.p2pd import DaemonOptions
     from peers.storage.dataset import open_dataset
     from peers.trainer import Trainer, TrainerSettings
-    from swarm.manifest import check_id
 
     async with Node(options=DaemonOptions(host=host), join=join, run_id=run_id) as node:
-        run = check_id(await node.directory.fetch_manifest(run_id), run_id)
+        run = await node.directory.fetch_manifest(run_id)
         transport: Any = _Telling(node.transport)
         settings = TrainerSettings(window=window)
         trainer = Trainer(run, open_dataset(run), transport, node.directory, settings, Emitter("json"))

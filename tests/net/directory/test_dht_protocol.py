@@ -359,7 +359,7 @@ async def test_a_manifest_that_expires_never_or_not_at_a_number_is_not_kept() ->
     """A NaN is not later than the latest time, and no time is later than a NaN: it stayed for ever."""
     at = node()
     run = example_run()
-    _, value = signed_records.seal_manifest(run.to_toml(), None)
+    _, value = signed_records.seal_manifest(run, None)
     key = signed_records.manifest_key(run.id)
     for never in (float("nan"), float("inf")):
         assert await store(at, Entry("", value, never), sender=1, key=key) == [False]

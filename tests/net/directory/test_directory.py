@@ -227,18 +227,18 @@ async def test_a_swarm_that_lost_its_node_finds_it_again(dht: MemoryDht) -> None
 async def test_a_manifest_is_found_by_its_id_and_kept_as_long_as_one_that_fetched_it_is_there(
     dht: MemoryDht,
 ) -> None:
-    text, run_id = example_run().to_toml(), example_run().id
+    run = example_run()
     bootstrap = await dht.add(0)
     publisher = await dht.add(1, join=bootstrap)
-    assert await publisher.directory.publish_manifest(text) == run_id
+    await publisher.directory.publish_manifest(run)
     joiners = [await dht.add(number, join=bootstrap) for number in (2, 3)]
     for joiner in joiners:
-        assert await joiner.directory.fetch_manifest(run_id) == text
+        assert await joiner.directory.fetch_manifest(run.id) == run
     for node in (bootstrap, publisher, joiners[0]):
         await dht.kill(node)
     await asyncio.sleep(700.0)  # the life of what the publisher stored has passed twice
     newcomer = await dht.add(4, join=joiners[1])
-    assert await newcomer.directory.fetch_manifest(run_id) == text
+    assert await newcomer.directory.fetch_manifest(run.id) == run
     with pytest.raises(SetupError, match="no peer here knows a run 0123: check the id"):
         await newcomer.directory.fetch_manifest("0123")
 
@@ -273,7 +273,7 @@ async def test_no_manifest_is_fetched_that_is_none_or_that_its_owner_did_not_sig
 async def test_a_run_says_by_its_manifest_how_many_stages_there_are_to_read(dht: MemoryDht) -> None:
     run = example_run()
     first = await dht.add(0, run_id=run.id)
-    await first.directory.publish_manifest(run.to_toml())
+    await first.directory.publish_manifest(run)
     last = record(first, run.S - 1, run=run.id)
     await first.directory.announce(last)
     reader = await dht.add(1, run_id=run.id, join=first)

@@ -253,7 +253,7 @@ async def a_run(
     async with MemoryDht() as dht:
         first = await dht.add(1, run_id=run.id)
         first.directory._identity = OWNER
-        await first.directory.publish_manifest(run.to_toml())
+        await first.directory.publish_manifest(run)
         first.directory._identity = first.identity
         peers = [first, *[await dht.add(n, run_id=run.id, join=first) for n in (2, 3)]]
         for peer in peers[1:]:

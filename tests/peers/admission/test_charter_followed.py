@@ -51,7 +51,7 @@ async def swarm(dht: MemoryDht, count: int, *, run: Run = RUN, **options: Any) -
     """Peers of the run, the first of which has published its manifest; not yet a charter."""
     first = await dht.add(1, run_id=run.id, **options)
     first.directory._identity = OWNER  # the bootstrap's key is the owner's
-    await first.directory.publish_manifest(run.to_toml())
+    await first.directory.publish_manifest(run)
     first.directory._identity = first.identity
     others = [await dht.add(n, run_id=run.id, join=first, **options) for n in range(2, count + 1)]
     for other in others:
@@ -301,7 +301,7 @@ async def test_a_name_whose_run_is_of_another_owner_is_not_joined() -> None:
     theirs = run_of(owner="")
     async with MemoryDht() as dht:
         first = await dht.add(1, run_id=theirs.id)
-        await first.directory.publish_manifest(theirs.to_toml())
+        await first.directory.publish_manifest(theirs)
         lying = charter(1, name=theirs.name, run=theirs.id)
         await first.directory.storage.store(
             signed.charter_key(NAME),
@@ -453,7 +453,7 @@ async def test_a_run_without_an_owner_follows_nothing() -> None:
     bare = run_of(owner="")
     async with MemoryDht() as dht:
         first = await dht.add(1, run_id=bare.id)
-        await first.directory.publish_manifest(bare.to_toml())
+        await first.directory.publish_manifest(bare)
         second = await dht.add(2, run_id=bare.id, join=first)
         await second.directory.fetch_manifest(bare.id)
         await asyncio.sleep(60)

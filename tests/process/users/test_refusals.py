@@ -104,7 +104,7 @@ def test_a_manifest_that_does_not_fit_its_hash_is_not_believed(tmp_path: Path) -
         wanted = swarm.run.id
 
         async def lie(node: Node) -> str:
-            owner, value = signed_records.seal_manifest(replace(swarm.run, seed=2).to_toml(), None)
+            owner, value = signed_records.seal_manifest(replace(swarm.run, seed=2), None)
             entry = Entry(owner, value, time.time() + 60)
             await node.directory.storage.store(signed_records.manifest_key(wanted), entry)
             joiner = swarm.start("train", ["train", "--run", wanted, "--join", node.addresses[0]])
