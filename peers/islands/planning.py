@@ -36,6 +36,8 @@ CODEC = "blockwise8"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IslandsAnswer:
+    run: Run
+    network: Network
     plan: IslandsPlan
     without_s: float
     """A step with the same devices and no islands."""
@@ -78,7 +80,8 @@ def plan(
     if now:
         whole = set(now) == set(range(run.cells))
         now_s = predict_islands(network, one, islands, now).step_s if whole else math.inf
-    return IslandsAnswer(found, without.step.total_s, meeting_bytes(one, islands, found.cell_of), now_s)
+    moved_bytes = meeting_bytes(one, islands, found.cell_of)
+    return IslandsAnswer(run, network, found, without.step.total_s, moved_bytes, now_s)
 
 
 def proposal(network: Network, run: Run, step_s: float, *, seed: int) -> str:
@@ -123,9 +126,9 @@ def with_islands(run: Run, islands: int, local_steps: int) -> Run:
     )
 
 
-def as_json(answer: IslandsAnswer, run: Run, network: Network) -> dict[str, Any]:
+def as_json(answer: IslandsAnswer) -> dict[str, Any]:
     """One object for programs; times in seconds. `stages` are cells: those of the first island come first."""
-    names, plan = [device.name for device in network.devices], answer.plan
+    names, run, plan = [device.name for device in answer.network.devices], answer.run, answer.plan
     return {
         "run": run.id,
         "islands": run.islands.count,
@@ -144,8 +147,8 @@ def as_json(answer: IslandsAnswer, run: Run, network: Network) -> dict[str, Any]
     }
 
 
-def render(answer: IslandsAnswer, run: Run, network: Network) -> str:
-    plan, spec = answer.plan, run.islands
+def render(answer: IslandsAnswer) -> str:
+    run, network, plan, spec = answer.run, answer.network, answer.plan, answer.run.islands
     lines = [heading(run, network)]
     for cell in range(run.cells):
         members = _members(plan, cell)

@@ -49,6 +49,9 @@ WORTH = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
+    run: Run
+    network: Network
+    job: StepWork
     plan: Placement
     in_flight: np.ndarray
     """[N] microbatches that each device has at once; see `Overlap.in_flight`."""
@@ -73,7 +76,6 @@ async def run_plan(options: PlanOptions) -> None:
         SetupError: a file that cannot be read or says what cannot be; fewer devices than stages; a stage that
             fits no device; a run that nobody knows, or whose peers have not measured their speed.
     """
-    budget_s = options.budget / (1 if options.keep is None else SEARCHES)
     if options.run:
         if options.manifest or options.devices:
             raise SetupError("--run plans for the peers of a run: it goes without --manifest and --devices")
@@ -88,32 +90,27 @@ async def run_plan(options: PlanOptions) -> None:
                 "--join, or @FILE that has both, for the peers of a run as they are"
             )
         seen = load_devices(options.devices)
-        run = load_run_with_stages(options.manifest, seen, seed=options.seed, survive=options.survive_region)
+        run = load_run_with_stages(options.manifest, seen, options)
     if run.islands.count > 1:
         if options.keep is not None or options.survive_region:
             raise SetupError(
                 "--keep and --survive-region plan for runs without islands: an island gets a stage that it "
                 "has lost from the others"
             )
-        found = islands_view(run, seen, seed=options.seed, budget_s=budget_s)
-        print(json.dumps(plan_islands.as_json(*found)) if options.json else plan_islands.render(*found))
+        found = islands_view(run, seen, options)
+        print(json.dumps(plan_islands.as_json(found)) if options.json else plan_islands.render(found))
         return
-    answer, network, job = plan_view(
-        run, seen, seed=options.seed, budget_s=budget_s, survive=options.survive_region
-    )
+    answer = plan_view(run, seen, options)
     if options.keep is not None:
-        answer = with_codecs(
-            run, network, job, answer, options.keep,
-            seed=options.seed, budget_s=budget_s, survive=options.survive_region,
-        )  # fmt: skip
+        answer = with_codecs(answer, options.keep, options)
     else:
-        islands = plan_islands.proposal(network, run, answer.plan.step.total_s, seed=options.seed)
+        islands = plan_islands.proposal(answer.network, run, answer.plan.step.total_s, seed=options.seed)
         answer = replace(answer, islands=islands)
-    answer = replace(answer, without_s=worst_loss(network, job, answer.plan.stage_of))
-    print(json.dumps(as_json(answer, run, network)) if options.json else render(answer, run, network, job))
+    answer = replace(answer, without_s=worst_loss(answer))
+    print(json.dumps(as_json(answer)) if options.json else render(answer))
 
 
-def load_run_with_stages(path: Path, network: Network, *, seed: int, survive: bool) -> Run:
+def load_run_with_stages(path: Path, network: Network, options: PlanOptions) -> Run:
     """The run of a manifest; with the number of stages of the shortest step, where that is left out. Of each
     number only layouts made by rule are looked at.
 
@@ -135,8 +132,9 @@ def load_run_with_stages(path: Path, network: Network, *, seed: int, survive: bo
             run = run_of({**values, "model": {**model, "stages": stages}})
             check_cells(network, job := job_of(run.island(0)), islands_of(run))
             best = search_overlapped(
-                network, job, seed=seed, budget_s=0.0, spent_s=lambda: 0.0, survive=survive
-            )
+                network, job, seed=options.seed, budget_s=0.0, spent_s=lambda: 0.0,
+                survive=options.survive_region,
+            )  # fmt: skip
             found.append((best.step.total_s, stages, run))
         except SetupError as error:
             wrong.append(error)
@@ -147,28 +145,24 @@ def load_run_with_stages(path: Path, network: Network, *, seed: int, survive: bo
     return min(found)[2]
 
 
-def plan_view(
-    run: Run, seen: Observation | Network, *, seed: int, budget_s: float, survive: bool = False
-) -> tuple[Planned, Network, StepWork]:
+def plan_view(run: Run, seen: Observation | Network, options: PlanOptions) -> Planned:
     """A plan for the peers that serve a run, from what they have measured of themselves and their lines; or
     for machines that are only described."""
     job = job_of(run)
     network, now, words = measured(run, seen, job)
-    answer, now_s = plan(network, job, seed=seed, budget_s=budget_s, survive=survive), None
+    answer, now_s = plan(run, network, job, options), None
     if now:
         whole = set(now) == set(range(run.S))
         now_s = Overlap(network, job).predict(now).total_s if whole else math.inf
-    return replace(answer, now_s=now_s, measured=words), network, job
+    return replace(answer, now_s=now_s, measured=words)
 
 
-def islands_view(
-    run: Run, seen: Observation | Network, *, seed: int, budget_s: float
-) -> tuple[IslandsAnswer, Run, Network]:
+def islands_view(run: Run, seen: Observation | Network, options: PlanOptions) -> IslandsAnswer:
     """A plan for a run of islands: for the peers that serve it, or machines that are only described."""
     job = job_of(replace(run, islands=IslandsSpec()))
     network, now, words = measured(run, seen, job)
-    answer = plan_islands.plan(network, run, job, seed=seed, budget_s=budget_s, now=now)
-    return replace(answer, measured=words), run, network
+    answer = plan_islands.plan(network, run, job, seed=options.seed, budget_s=options.budget, now=now)
+    return replace(answer, measured=words)
 
 
 def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Network, list[Stage], str]:
@@ -200,36 +194,29 @@ def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Netw
     return found.network, [record.stage for record in serving], found.words
 
 
-def plan(network: Network, job: StepWork, *, seed: int, budget_s: float, survive: bool = False) -> Planned:
+def plan(run: Run, network: Network, job: StepWork, options: PlanOptions) -> Planned:
     """The search's plan; the budget is of this process's CPU time."""
+    budget_s = options.budget / (1 if options.keep is None else SEARCHES)
     with spending("searching", budget_s) as spent_s:
         found = search_overlapped(
-            network, job, seed=seed, budget_s=budget_s, spent_s=spent_s, survive=survive
-        )
-    return Planned(found, Overlap(network, job).in_flight(found.stage_of))
+            network, job, seed=options.seed, budget_s=budget_s, spent_s=spent_s,
+            survive=options.survive_region,
+        )  # fmt: skip
+    return Planned(run, network, job, found, Overlap(network, job).in_flight(found.stage_of))
 
 
-def with_codecs(
-    run: Run,
-    network: Network,
-    job: StepWork,
-    answer: Planned,
-    least: float,
-    *,
-    seed: int,
-    budget_s: float,
-    survive: bool = False,
-) -> Planned:
+def with_codecs(answer: Planned, least: float, options: PlanOptions) -> Planned:
     """Codecs for a layout and a layout for these codecs: first for as little as may be sent, as far devices
     are of use only then; then for what was chosen.
 
     `answer`: the layout for what the manifest sends. Taken is the shortest step.
     """
+    run, network, job = answer.run, answer.network, answer.job
     codecs, step_s = plan_codecs(run, network, job, answer.plan.stage_of, least)
     sends = CodecSpec.symmetric(f"topk:{least:g}+blockwise8")
     for _ in range(SEARCHES - 1):
         sending = job_of(replace(run, codec=sends))
-        again = plan(network, sending, seed=seed, budget_s=budget_s, survive=survive)
+        again = plan(run, network, sending, options)
         found, found_s = plan_codecs(run, network, job, again.plan.stage_of, least)
         if found_s < step_s:
             codecs, step_s = found, found_s
@@ -292,21 +279,22 @@ def plan_codecs(
     return codecs, found_s
 
 
-def worst_loss(network: Network, job: StepWork, stage_of: np.ndarray) -> tuple[str, float] | None:
+def worst_loss(answer: Planned) -> tuple[str, float] | None:
     """The region without which a step takes longest, and how long; None: without some, a stage is empty."""
-    overlap, found = Overlap(network, job), list[tuple[float, str]]()
+    overlap, stage_of = Overlap(answer.network, answer.job), answer.plan.stage_of
+    found: list[tuple[float, str]] = []
     for region in np.unique(overlap.network.place_of[stage_of != IDLE]):
         left = np.where(overlap.network.place_of == region, IDLE, stage_of)
-        if len(np.unique(left[left != IDLE])) < job.stages:
+        if len(np.unique(left[left != IDLE])) < answer.run.S:
             return None
-        found.append((overlap.predict(left).total_s, network.regions[region]))
+        found.append((overlap.predict(left).total_s, answer.network.regions[region]))
     total_s, name = max(found)
     return name, total_s
 
 
-def as_json(answer: Planned, run: Run, network: Network) -> dict[str, Any]:
+def as_json(answer: Planned) -> dict[str, Any]:
     """One object for programs; times in seconds."""
-    step = answer.plan.step
+    run, network, step = answer.run, answer.network, answer.plan.step
     names = [device.name for device in network.devices]
     return {
         "run": run.id,
@@ -332,14 +320,13 @@ def as_json(answer: Planned, run: Run, network: Network) -> dict[str, Any]:
     }
 
 
-def render(answer: Planned, run: Run, network: Network, job: StepWork) -> str:
-    step, stage_of = answer.plan.step, answer.plan.stage_of
+def render(answer: Planned) -> str:
+    run, network, step, stage_of = answer.run, answer.network, answer.plan.step, answer.plan.stage_of
     lines = [heading(run, network)]
-    for stage, members in enumerate(_members(answer.plan.stage_of, run.S)):
-        lines.append(
-            f"stage {stage}: {count(len(members), 'device')}, {job.least_bytes(stage) / 1e9:.3g} GB on each: "
-            f"{shown_names(network, members)}"
-        )
+    for stage, members in enumerate(_members(stage_of, run.S)):
+        least_gb = answer.job.least_bytes(stage) / 1e9
+        there = f"{count(len(members), 'device')}, {least_gb:.3g} GB on each"
+        lines.append(f"stage {stage}: {there}: {shown_names(network, members)}")
     idle = np.flatnonzero(stage_of == IDLE)
     if len(idle):
         lines.append(f"idle, since with them a step takes no less: {shown_names(network, idle)}")
@@ -349,8 +336,8 @@ def render(answer: Planned, run: Run, network: Network, job: StepWork) -> str:
         f"{step.tail_s:.3g} s to exchange gradients",
         f"what limits it: {step.limit}",
         *_in_memory(network, stage_of),
-        *_in_flight(answer, network, job),
-        *_losses(answer, network),
+        *_in_flight(answer),
+        *_losses(answer),
     ]
     lines += as_now(answer.now_s, step.total_s, answer.measured, "a stage has none: no step is taken")
     if answer.codecs and answer.codecs.forward:
@@ -391,9 +378,9 @@ def _in_memory(network: Network, stage_of: np.ndarray) -> list[str]:
     return lines
 
 
-def _losses(answer: Planned, network: Network) -> list[str]:
+def _losses(answer: Planned) -> list[str]:
     """What the loss of a whole region would do."""
-    if len(set(network.places)) < 2:
+    if len(set(answer.network.places)) < 2:
         return []
     if answer.without_s is None:
         return ["the loss of one region can leave a stage without a device (--survive-region plans for it)"]
@@ -401,14 +388,14 @@ def _losses(answer: Planned, network: Network) -> list[str]:
     return [f"any one region may be lost: without {region}, the worst, a step takes about {total_s:.3g} s"]
 
 
-def _in_flight(answer: Planned, network: Network, job: StepWork) -> list[str]:
+def _in_flight(answer: Planned) -> list[str]:
     """What a layout needs at once on its devices, and which of them cannot hold that."""
-    most = int(answer.in_flight.argmax())
+    most, devices = int(answer.in_flight.argmax()), answer.network.devices
     needs = count(int(answer.in_flight[most]), "microbatch")
-    lines = [f"this layout needs {needs} in flight on {network.devices[most].name}, on others no more"]
+    lines = [f"this layout needs {needs} in flight on {devices[most].name}, on others no more"]
     for i in np.flatnonzero(answer.in_flight):
-        device, needed = network.devices[i], int(answer.in_flight[i])
-        room = job.room(int(answer.plan.stage_of[i]), device)
+        device, needed = devices[i], int(answer.in_flight[i])
+        room = answer.job.room(int(answer.plan.stage_of[i]), device)
         if room < needed:
             lines.append(
                 f"the memory of {device.name} holds {room:.0f} of the {needed} microbatches that it needs in "

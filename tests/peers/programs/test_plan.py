@@ -39,6 +39,8 @@ from swarm.records import PeerRecord
 from swarm.wire.messages import LedgerCounts, LinkStatus, PeerStatus
 from tests.plan.documented import DEVICES
 
+AT_ONCE = PlanOptions(seed=1, budget=0.0)
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
@@ -147,10 +149,10 @@ def test_the_layout_is_searched_again_with_the_codecs_that_were_chosen() -> None
     devices = (*(Device(f"near{i}", 0, flops) for i in range(2)), Device("far", 1, 100 * flops))
     bps = np.array([[1e9, 0.5e6], [0.5e6, 1e9]])
     network = Network(devices, ("a", "b"), np.zeros((2, 2)), bps)
-    first = plan(network, job, seed=0, budget_s=0.2)
+    first = plan(run, network, job, PlanOptions(budget=0.2))
     assert first.plan.stage_of[2] == IDLE
     _, step_s = plan_codecs(run, network, job, first.plan.stage_of, 0.02)
-    again = with_codecs(run, network, job, first, 0.02, seed=0, budget_s=0.2)
+    again = with_codecs(first, 0.02, PlanOptions(budget=0.2))
     assert again.codecs_step_s is not None and again.codecs_step_s < 0.8 * step_s
     assert IDLE not in again.plan.stage_of
 
@@ -196,10 +198,9 @@ def test_a_plan_says_what_is_handed_over_in_memory_and_how_a_machine_is_started(
     assert planned(files, "--json") == Exit.OK
     assert json.loads(capsys.readouterr().out)["machines"] == {"host-0": [0, 1, 2, 3], "host-1": [IDLE] * 4}
     network = read_devices((machines + slow).replace("count = 2", "count = 1"))
-    job = job_of(parse_run(files[0].read_text()))
-    some = replace(plan(network, job, seed=1, budget_s=0.0).plan, stage_of=np.array([3, 0, IDLE, 1]))
-    answer = replace(plan(network, job, seed=1, budget_s=0.0), plan=some)
-    said = render(answer, parse_run(files[0].read_text()), network, job)
+    answer = plan_view(parse_run(files[0].read_text()), network, AT_ONCE)
+    some = replace(answer.plan, stage_of=np.array([3, 0, IDLE, 1]))
+    said = render(replace(answer, plan=some))
     assert "host-0 hands over stages 0 to 1 in memory: swarm peer --device all --stages=3,0,-,1\n" in said
 
 
@@ -231,12 +232,12 @@ def test_where_the_number_of_stages_is_left_out_the_one_of_the_shortest_step_is_
 ) -> None:
     network = read_devices(DEVICES.replace("count = 8", "count = 2"))
     alone = {
-        n: plan(network, job_of(parse_run(RUN.replace("stages = 3", f"stages = {n}"))), seed=0, budget_s=0.0)
+        n: plan_view(parse_run(RUN.replace("stages = 3", f"stages = {n}")), network, PlanOptions(budget=0.0))
         for n in (1, 2, 3, 4)
     }
     steps_s = {stages: answer.plan.step.total_s for stages, answer in alone.items()}
     files[0].write_text(RUN.replace("stages = 3", ""))
-    run = load_run_with_stages(files[0], network, seed=0, survive=False)
+    run = load_run_with_stages(files[0], network, PlanOptions())
     assert min(steps_s, key=steps_s.__getitem__) == run.S
     assert ", ".join(f"{n}: {step_s:.3g} s" for n, step_s in steps_s.items()) in capsys.readouterr().err
 
@@ -378,12 +379,13 @@ def test_the_peers_of_a_run_are_planned_for_with_what_they_measured() -> None:
         peer("b1", 1, line("b2", *near), line("a1", *far)),
         peer("b2", 2, line("b0", *near)),
     )
-    answer, network, job = plan_view(ASKED, view, seed=1, budget_s=0.3)
+    answer = plan_view(ASKED, view, PlanOptions(seed=1, budget=0.3))
+    network, job = answer.network, answer.job
     assert [device.name for device in network.devices] == ["a0", "a1", "a2", "b0", "b1", "b2"]
     assert len({d.region for d in network.devices[:3]}) == len({d.region for d in network.devices[3:]}) == 1
     assert network.devices[0].flops_per_s == pytest.approx(2.0 * 3 * job.forward_flops[0])
     assert answer.now_s is not None and answer.plan.step.total_s <= answer.now_s < math.inf
-    said = render(answer, ASKED, network, job)
+    said = render(answer)
     assert f"as the peers are now: {answer.now_s:.3g} s" in said
     assert "8 of 15 pairs of peers measured, the others estimated" in said
 
@@ -410,35 +412,34 @@ def test_strangers_that_nobody_asked_are_not_planned_for() -> None:
     view = msgspec.structs.replace(
         known, records=(*known.records, *crowd.records), voice={"a": 20, "b": 20, "c": 20}
     )
-    _, network, _ = plan_view(ASKED, view, seed=1, budget_s=0.0)
+    network = plan_view(ASKED, view, AT_ONCE).network
     assert [device.name for device in network.devices] == ["a", "b", "c", "asked"]
 
 
 def test_a_run_with_an_empty_stage_is_planned_for_too() -> None:
     view = view_of(peer("a", 0), peer("b", 0), peer("c", 1), peer("gone", 2, why="no answer"))
-    answer, network, job = plan_view(ASKED, view, seed=1, budget_s=0.0)
-    assert answer.now_s == math.inf and len(network.devices) == 3
-    assert "as the peers are now, a stage has none: no step is taken" in render(answer, ASKED, network, job)
-    assert as_json(answer, ASKED, network)["now_s"] is None
+    answer = plan_view(ASKED, view, AT_ONCE)
+    assert answer.now_s == math.inf and len(answer.network.devices) == 3
+    assert "as the peers are now, a stage has none: no step is taken" in render(answer)
+    assert as_json(answer)["now_s"] is None
 
 
 def test_the_peers_of_islands_are_planned_for_by_their_cells() -> None:
     run = parse_run(ISLANDS)
     peers = [peer(f"p{cell}", cell, line(f"p{(cell + 1) % 6}", 0.002, 1e9)) for cell in range(6)]
-    answer, _, network = islands_view(run, view_of(*peers), seed=1, budget_s=0.0)
-    said = render_islands(answer, run, network)
+    answer = islands_view(run, view_of(*peers), AT_ONCE)
+    said = render_islands(answer)
     assert answer.now_s is not None and f"as the peers are now: {answer.now_s:.3g} s" in said
     assert "6 of 15 pairs of peers measured" in said
     spare = view_of(*peers[:5], peer("p6", 0))
-    answer, _, network = islands_view(run, spare, seed=1, budget_s=0.0)
-    assert "as the peers are now, a cell has none" in render_islands(answer, run, network)
+    assert "as the peers are now, a cell has none" in render_islands(islands_view(run, spare, AT_ONCE))
 
 
 def test_without_peers_or_speeds_there_is_no_plan() -> None:
     with pytest.raises(SetupError, match="nobody serves the run now"):
-        plan_view(ASKED, view_of(peer("gone", 2, why="no answer")), seed=1, budget_s=0.0)
+        plan_view(ASKED, view_of(peer("gone", 2, why="no answer")), AT_ONCE)
     with pytest.raises(SetupError, match="none of 3 peers has measured its speed yet"):
-        plan_view(ASKED, view_of(*(peer(f"p{i}", i, speed=0.0) for i in range(3))), seed=1, budget_s=0.0)
+        plan_view(ASKED, view_of(*(peer(f"p{i}", i, speed=0.0) for i in range(3))), AT_ONCE)
 
 
 @pytest.mark.parametrize(
