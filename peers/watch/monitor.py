@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from peers.ports import Directory, Transport
 from peers.voices import Voices
@@ -21,17 +22,10 @@ from swarm.monitoring.health import Observation
 from swarm.records import PeerRecord
 from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
-OBSERVE_EVERY_S = 1.0
-PEER_EVERY_S = 3.0
-"""No peer is asked more often."""
-SILENT_EVERY_S = 10.0
-"""One that did not answer is asked again after this."""
 MAX_ASKED_EACH = 8
 """Of 500 peers each is then asked once a minute. An answer is up to 8 kB, and takes a peer a millisecond."""
 MAX_ASKED = 32
 """At once: those that hang are waited for."""
-ASK_S = 4.0
-"""Longer than the silence limit of a connection, so that a hung peer is named as such."""
 MAX_ASKED_ONCE = 256
 """By one look at a run. Each takes some files, of which a process may open 1024, and who has no work to show
 may announce any number."""
@@ -82,29 +76,32 @@ async def ask_one(
         raise BadAnswer(record.peer, f"answered with {refused.text}") from None
 
 
+class WatchPace(NamedTuple):
+    observe_every_s: float = 1.0
+    peer_every_s: float = 3.0
+    """No peer is asked more often."""
+    silent_every_s: float = 10.0
+    """One that did not answer is asked again after this."""
+    ask_s: float = 4.0
+    """Longer than the silence limit of a connection, so that a hung peer is named as such."""
+
+
+USUAL_PACE = WatchPace()
+
+
 class Monitor:
     """Observes until `run` is cancelled, or `once`."""
 
     def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        directory: Directory,
-        take: Callable[[Observation], None] = lambda observation: None,
-        *,
-        refused: Callable[[], Mapping[str, int]] = dict,
-        observe_every_s: float = OBSERVE_EVERY_S,
-        peer_every_s: float = PEER_EVERY_S,
-        silent_every_s: float = SILENT_EVERY_S,
-        ask_s: float = ASK_S,
-    ) -> None:
+        self, run: Run, transport: Transport, directory: Directory,
+        take: Callable[[Observation], None] = lambda observation: None, *,
+        refused: Callable[[], Mapping[str, int]] = dict, pace: WatchPace = USUAL_PACE,
+    ) -> None:  # fmt: skip
         """`take` gets each observation of `run`; `refused` tells how many records the directory refused, by
         reason.
         """
         self._run, self._transport, self._directory = run, transport, directory
-        self._take, self._refused = take, refused
-        self._observe_every_s, self._ask_s = observe_every_s, ask_s
-        self._peer_every_s, self._silent_every_s = peer_every_s, silent_every_s
+        self._take, self._refused, self._pace = take, refused, pace
         self._voices = Voices(run, transport.signer, directory)
         self._voice: Mapping[PeerId, int] = {}
         self._listed: Sequence[PeerRecord] = ()
@@ -126,7 +123,7 @@ class Monitor:
             while True:
                 self._ask_some()
                 self._take(self._observe())
-                await asyncio.sleep(self._observe_every_s)
+                await asyncio.sleep(self._pace.observe_every_s)
         finally:
             await end_tasks(self._asked.values())
 
@@ -181,19 +178,19 @@ class Monitor:
             self._asked[peer] = asyncio.create_task(self._ask(records[peer]))
 
     async def _ask(self, record: PeerRecord) -> None:
-        peer, again_s = record.peer, self._peer_every_s
+        peer, again_s = record.peer, self._pace.peer_every_s
         began = time.monotonic()
         try:
             status = await ask_one(
-                self._run, self._transport, record, deadline_s=self._ask_s, directory=self._directory,
-                after=self._told.get(peer, 0),
+                self._run, self._transport, record, deadline_s=self._pace.ask_s,
+                directory=self._directory, after=self._told.get(peer, 0),
             )  # fmt: skip
             if status is not None:
                 self._statuses.append(status)
                 self._told[peer] = max((step.version for step in status.past), default=status.version)
         except SwarmError as error:
             self._silent[peer] = clean(error.text.removeprefix(f"peer {short(peer)}: "))
-            again_s = self._silent_every_s
+            again_s = self._pace.silent_every_s
         finally:
             self._ask_at[peer] = began + again_s
             self._asked.pop(peer, None)

@@ -14,7 +14,7 @@ import pytest
 
 from peers.ports import Answer, Request
 from peers.watch import monitor
-from peers.watch.monitor import Monitor, ask_one
+from peers.watch.monitor import Monitor, WatchPace, ask_one
 from swarm.errors import PeerGone
 from swarm.manifest import AdmissionSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
@@ -82,13 +82,7 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def watched(self, **settings: float) -> AsyncIterator[None]:
-        pace = {
-            "observe_every_s": 0.01,
-            "peer_every_s": 0.03,
-            "silent_every_s": 0.05,
-            "ask_s": 0.5,
-            **settings,
-        }
+        pace = WatchPace(observe_every_s=0.01, peer_every_s=0.03, silent_every_s=0.05, ask_s=0.5)
         watcher = self.watcher
         call = watcher.transport.call
 
@@ -102,7 +96,12 @@ class Scene:
 
         watcher.transport.call = counted  # type: ignore[method-assign]
         looking = Monitor(
-            self.run, watcher.transport, watcher.directory, self.take, refused=lambda: self.refused, **pace
+            self.run,
+            watcher.transport,
+            watcher.directory,
+            self.take,
+            refused=lambda: self.refused,
+            pace=pace._replace(**settings),
         )
         task = asyncio.create_task(looking.run())
         try:
@@ -298,7 +297,9 @@ async def test_a_peer_is_asked_for_the_steps_that_it_has_not_told_of() -> None:
     await peer.directory.announce(record("a", 0))
     looks: list[Observation] = []
     watching = asyncio.create_task(
-        Monitor(RUN, watcher.transport, watcher.directory, looks.append, peer_every_s=0.0).run()
+        Monitor(
+            RUN, watcher.transport, watcher.directory, looks.append, pace=WatchPace(peer_every_s=0.0)
+        ).run()
     )
     await asyncio.sleep(5.5)
     watching.cancel()

@@ -13,7 +13,7 @@ from rich.console import Console
 from peers.ports import Answer, Request
 from peers.programs.status import join_line, picture, run_status, table, to_json
 from peers.programs.tool_options import StatusOptions
-from peers.watch.monitor import Monitor
+from peers.watch.monitor import Monitor, WatchPace
 from swarm.errors import Refused, SetupError
 from swarm.ids import Generation
 from swarm.manifest import demo_run
@@ -74,7 +74,7 @@ async def network() -> AsyncIterator[CalmNetwork]:
 
 async def look(network: CalmNetwork) -> SwarmHealth:
     looker = network.join("looker")
-    seen = await Monitor(RUN, looker.transport, looker.directory, ask_s=1.0).once()
+    seen = await Monitor(RUN, looker.transport, looker.directory, pace=WatchPace(ask_s=1.0)).once()
     return picture(RUN, msgspec.structs.replace(seen, at=1090.0))
 
 
@@ -192,7 +192,7 @@ async def test_a_peer_that_answers_nonsense_is_named(network: CalmNetwork) -> No
     liar, looker = network.join("peer-d"), network.join("looker")
     liar.transport.serve("status", nonsense)
     await liar.directory.announce(record("peer-d", 1))
-    view = await Monitor(RUN, looker.transport, looker.directory, ask_s=1.0).once()
+    view = await Monitor(RUN, looker.transport, looker.directory, pace=WatchPace(ask_s=1.0)).once()
     assert "malformed PeerStatus header" in view.silent["peer-d"]
 
 
