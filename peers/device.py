@@ -84,11 +84,6 @@ def describe(name: str) -> ComputeDevice:
     )
 
 
-def free_bytes(name: str) -> int:
-    """Bytes that can be taken on device `name` now without pushing anything out."""
-    return describe(name).free_bytes
-
-
 def limit_memory(name: str, most: int | None) -> None:
     """Have torch take no more than `most` bytes of a GPU; of a CPU it cannot be kept from more."""
     if name == "cpu" or most is None:

@@ -61,20 +61,20 @@ class Owner:
         if self._serving is not None:
             self._serving.pause()
             self.doing = "leaving" if self.left else "pausing"
-        self._change()
+        pulse(self.changed)
 
     def resume(self, *by: str) -> None:
         """Take back the commands of those; none named: of all."""
         for name in by or tuple(self._reasons):
             self._reasons.pop(name, None)
-        self._change()
+        pulse(self.changed)
 
     def leave(self) -> None:
         """The peer ends in good order."""
         self.left, self.doing = True, "leaving"
         if self._serving is not None:
             self._serving.leave()
-        self._change()
+        pulse(self.changed)
 
     # -- how far it is ----------------------------------------------------------------------------
 
@@ -88,7 +88,4 @@ class Owner:
 
     def does(self, doing: Doing, words: str = "") -> None:
         self.doing, self.words = doing, words
-        self._change()
-
-    def _change(self) -> None:
         pulse(self.changed)

@@ -372,7 +372,7 @@ class Peer(Networked[PeerOptions]):
         """
         import torch
 
-        from peers.device import describe, free_bytes, limit_memory
+        from peers.device import describe, limit_memory
         from peers.owner.memory_limit import needs_of
         from swarm.model.stage import StageCompute
 
@@ -391,14 +391,15 @@ class Peer(Networked[PeerOptions]):
             if admits == "auto" or most is not None:
                 measured = needs_of(run, stage, microbatch=compute.saved_bytes(), host_sums=host_sums)
                 measured.check(most)
-                fits = measured.inflight(free_bytes(device), most, host_free=free_bytes("cpu"))
+                free, host_free = describe(device).free_bytes, describe("cpu").free_bytes
+                fits = measured.inflight(free, most, host_free=host_free)
                 admits = fits if admits == "auto" else min(fits, admits)
         except torch.OutOfMemoryError as error:
             raise SetupError(f"stage {stage} does not fit on {device} now: {error}") from None
         wanted = 1 if device == "mps" else GPU_WORKERS
         if device == "cpu":
             wanted = (options.threads or usable_cores()) // run.batch.microbatch_threads
-        return compute, admits, max(1, min(wanted, needs.workers(free_bytes(device), most)))
+        return compute, admits, max(1, min(wanted, needs.workers(describe(device).free_bytes, most)))
 
     def _fitting(self, run: Run, cells: Sequence[Stage], device: str) -> list[Stage]:
         """Those whose stages fit: one that did not would be lost to the run. Raises SetupError: none does."""
