@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from peers.api.example import columns_of, largest_of, rows_of, sample_of
 from peers.api.module_text import module_text
-from peers.evaluation.data import open_eval
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
 from peers.storage import cache_folder, written
@@ -150,10 +149,8 @@ class Run:
         self.code = code
         """The folder with the module's code and weights, and the samples; None: the manifest names installed
         code, or none."""
-        self.terms = terms
+        self.terms = pinned(terms, self.files, self.tokenizer, self.start, self.eval_data)
         """What the manifest says."""
-        held_out = open_eval(terms, self.eval_data, self.tokenizer)
-        self.terms = pinned(terms, self.open_data(), self.start, held_out)
 
     @property
     def id(self) -> str:

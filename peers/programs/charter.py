@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from peers.clock import unix_s
 from peers.net.charter.signed import make_token, seal_charter, seal_revocation, write_charter
 from peers.net.identity import Identity
+from peers.programs.manifest_pinning import pinned
 from peers.programs.stage_choice import check_stages
 from peers.programs.tool_options import check_text
 from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program
@@ -48,9 +49,6 @@ def run_init(options: tool_options.InitOptions) -> None:
     Raises:
         SetupError: the manifest or its data cannot be used, or there is such a run in the folder already.
     """
-    from peers.evaluation.data import open_eval
-    from peers.programs.manifest_pinning import pinned
-    from peers.storage.samples import open_data
     from swarm.audit import is_audited
 
     folder = options.name
@@ -75,9 +73,7 @@ def run_init(options: tool_options.InitOptions) -> None:
         founders=run.admission.founders or tuple(one.peer_id for one in founders),
     )
     run = replace(run, name=folder.absolute().name, admission=admission)
-    data = open_data(run, options.data, options.tokenizer)
-    held_out = open_eval(run, options.eval_data, options.tokenizer)
-    run = pinned(run, data, options.start, held_out)
+    run = pinned(run, options.data, options.tokenizer, options.start, options.eval_data)
     charter = rules.make(
         name=run.name, run=run.id, sequence=1, expires=int(unix_s() + options.days * DAY_S),
         peers=AdmissionRule(options.peers), keepers=AdmissionRule(options.keepers),

@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peers.evaluation.data import pinned_eval
 from swarm.errors import SetupError
 from swarm.installed import ENTRY_POINTS, check_allowed, import_file, is_file_name
 from swarm.manifest import CustomModelSpec, Run
@@ -24,19 +23,25 @@ MAX_TOLD = 20
 
 
 def pinned(
-    run: Run, data: Dataset | Samples, start: Path | None = None, held_out: Dataset | Samples | None = None
-) -> Run:
+    run: Run, files: Sequence[str | Path] = (), tokenizer: Path | None = None, start: Path | None = None,
+    eval_files: Sequence[str | Path] = (),
+) -> Run:  # fmt: skip
     """`run` with what is open filled in, as it is on this machine.
 
     Args:
-        held_out: what it is evaluated on, if it is.
+        files: what it is trained on, as `peers.storage.samples.open_data` takes it with the tokenizer; and
+            `eval_files` what it is evaluated on, if it is.
         start: the folder of the weights that it starts from, if its manifest names none of a hub.
 
     Raises:
-        SetupError: the model cannot be built, is not what is pinned, or does not take these data; or the
-            weights cannot be read, or are not of that model.
+        SetupError: the data cannot be read, or are not what is pinned; the model cannot be built, is not what
+            is pinned, or does not take these data; or the weights cannot be read, or are not of that model.
     """
-    run = pinned_eval(data.pinned(run), held_out)
+    from peers.evaluation.data import open_eval, pinned_eval
+    from peers.storage.samples import open_data
+
+    data = open_data(run, files, tokenizer)
+    run = pinned_eval(data.pinned(run), open_eval(run, eval_files, tokenizer))
     if isinstance(run.model, CustomModelSpec):
         run = _with_model(run, data)
     if run.start.weights or start is not None:

@@ -33,7 +33,7 @@ from peers.options import (
 )
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
-from peers.programs.manifest_pinning import check_code
+from peers.programs.manifest_pinning import check_code, pinned
 from peers.programs.stage_choice import check_stages, choose_stage, unserved
 from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program, start_line
 from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
@@ -169,13 +169,7 @@ class Bootstrap(Networked[BootstrapOptions]):
         options = self.options
         run = parse_run(sys.stdin.read()) if str(options.manifest) == "-" else load_run(options.manifest)
         if not run.pinned:
-            from peers.evaluation.data import open_eval
-            from peers.programs.manifest_pinning import pinned
-            from peers.storage.samples import open_data
-
-            data = open_data(run, options.data, options.tokenizer)
-            held_out = open_eval(run, options.eval_data, options.tokenizer)
-            run = pinned(run, data, options.start, held_out)
+            run = pinned(run, options.data, options.tokenizer, options.start, options.eval_data)
         async with Node(
             options=await self._daemon_options(options.join),
             identity_path=options.identity,

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import psutil
 import torch
 
-from peers.evaluation.data import open_eval
 from peers.events import (
     Event,
     JoinLine,
@@ -445,7 +444,7 @@ class Swarm(Processes):
         super().__init__(lab)
         self.device = device
         self.data: Dataset | Samples = open_data(run, data)
-        self.run = pinned(run, self.data, start, open_eval(run, held_out, None))
+        self.run = pinned(run, data, None, start, held_out)
         self._files = ["--data", *map(str, data)] if data else []
         self._files += ["--eval-data", *map(str, held_out)] if held_out else []
         self.manifest = folder / "run.toml"

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peers.programs.manifest_pinning import pinned
 from peers.sim.setting import tree_of_zeros
 from peers.storage.dataset import Dataset, open_dataset
 from peers.trainer import entering
@@ -94,7 +93,7 @@ def opened(run: Run, folder: Path) -> tuple[Run, Dataset]:
     text = folder / "text.txt"
     text.write_bytes(np.random.default_rng(1).integers(0, 256, 50_000, dtype=np.uint8).tobytes())
     data = open_dataset(run, [text])
-    return pinned(run, data), data
+    return data.pinned(run), data
 
 
 FILES = replace(example_run(), data=replace(example_run().data, source="files", tokenizer="bytes"))

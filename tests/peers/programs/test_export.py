@@ -26,7 +26,6 @@ from peers.programs.trained import evaluate, export, open_text, run_export, spre
 from peers.start_line import program
 from peers.storage import atomic_file, checkpoint, model_file
 from peers.storage.dataset import Dataset, open_dataset
-from peers.storage.samples import open_data
 from peers.storage.weights import Weights, load_weights, model_shapes
 from swarm.data import sample_offsets
 from swarm.errors import SetupError
@@ -458,7 +457,7 @@ def test_a_run_whose_code_was_handed_over_is_evaluated_and_exported_with_it(
     data = DataSpec(source="code", code="handed_over_images:images", sequence_length=1)
     import_file(code)
     run = replace(SMALL, model=model, data=data, codec=CodecSpec())
-    run = manifest_pinning.pinned(run, open_data(run))
+    run = manifest_pinning.pinned(run)
     saved(tmp_path / "ckpt", run)
     monkeypatch.delitem(sys.modules, code.stem)
     words = ["--checkpoint-dir", str(tmp_path / "ckpt")]

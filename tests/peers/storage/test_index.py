@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from peers.evaluation.data import fetch_eval, open_eval, pinned_eval
-from peers.programs.manifest_pinning import pinned
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import NAME, TREE, Index, Shard, Source
@@ -95,7 +94,7 @@ def opened(address: str, tmp_path: Path, run: Run = RUN, **more: Any) -> tuple[R
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_ENV, str(tmp_path / "cache"))
         data = open_dataset(run, [address], **more)
-    return pinned(run, data), data
+    return data.pinned(run), data
 
 
 def assert_right(data: Dataset, offsets: list[int]) -> None:

@@ -28,8 +28,8 @@ def of(code: str) -> Run:
 
 def test_a_run_is_bound_to_its_samples_and_its_model_and_trainers_send_the_inputs() -> None:
     data = open_data(of("samples"))
-    run = pinned(of("samples"), data)
-    assert run.pinned and run.data.tokens == 20 and pinned(run, data) == run
+    run = pinned(of("samples"))
+    assert run.pinned and run.data.tokens == 20 and pinned(run) == run
     assert open_samples(run).sha256 == run.data.sha256
     offsets = sample_offsets(run, 3, 1)
     assert len(offsets) == 3
@@ -133,4 +133,4 @@ def test_files_are_refused_where_code_makes_the_samples() -> None:
 def test_a_run_whose_samples_do_not_fit_its_model_is_not_published() -> None:
     run = of("samples_of_pairs")
     with pytest.raises(SetupError, match=r"have 2 arrays each, but the model takes 3: image, mask, label"):
-        pinned(run, open_data(run))
+        pinned(run)

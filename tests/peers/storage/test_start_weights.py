@@ -56,7 +56,7 @@ def run_of(config: dict[str, Any] = GPT2, stages: int = 2, **changes: Any) -> Ru
 
 
 def pin(run: Run, folder: Path | None) -> Run:
-    return pinned(run, open_dataset(run), folder)
+    return pinned(run, start=folder)
 
 
 @pytest.fixture(scope="module")
