@@ -173,8 +173,13 @@ def _owner(path: Path, node: Node) -> Identity:
     return identity
 
 
-async def _publish(node: Node, charter: Charter, owner: Identity, words: str) -> None:
-    charters = node.directory.charters
+async def _publish(node: Node, old: Charter, owner: Identity, words: str, **changes: Any) -> Charter:
+    """The next charter, once it holds: with these changes, and the keys that revoked themselves since the
+    last one; those that the owner named, and others while there is room for them."""
+    charters, known = node.directory.charters, old.revocations
+    seen = sorted(charters.revoked.difference(known), key=lambda peer: (not charters.names(peer), peer))
+    most = max(rules.MAX_REVOCATIONS_TAKEN - len(known), sum(map(charters.names, seen)))
+    charter = rules.succeed(old, now=unix_s(), revocations=(*known, *seen[:most]), **changes)
     if await charters.publish(charter, owner) < 2:  # one is ours
         raise SetupError("no node of the run took the new charter: try again, and check the clocks (NTP)")
     await charters.ask()
@@ -183,6 +188,7 @@ async def _publish(node: Node, charter: Charter, owner: Identity, words: str) ->
     print(
         f"{words}. Charter {charter.sequence} holds until {_date(charter.expires)}; all peers follow in 30 s"
     )
+    return charter
 
 
 async def run_ban(options: tool_options.BanOptions) -> None:
@@ -192,7 +198,7 @@ async def run_ban(options: tool_options.BanOptions) -> None:
         if options.peer == owner.peer_id:
             raise SetupError(f"{options.peer} owns the run: if its key was stolen, end it by swarm revoke")
         bans = rules.ban(charter, options.peer, options.why)
-        await _publish(node, _succeed(node, charter, bans=bans), owner, f"{options.peer} is banned")
+        await _publish(node, charter, owner, f"{options.peer} is banned", bans=bans)
 
 
 async def run_unban(options: tool_options.UnbanOptions) -> None:
@@ -200,23 +206,15 @@ async def run_unban(options: tool_options.UnbanOptions) -> None:
     async with _at_the_run(options) as (node, charter):
         owner = _owner(options.owner, node)
         bans = rules.unban(charter, options.peer)
-        await _publish(node, _succeed(node, charter, bans=bans), owner, f"{options.peer} is not banned")
-
-
-def _succeed(node: Node, charter: Charter, **changes: Any) -> Charter:
-    """The next charter, with the keys that revoked themselves since the last one: those that the owner
-    named, and others while there is room for them."""
-    charters, known = node.directory.charters, charter.revocations
-    seen = sorted(charters.revoked.difference(known), key=lambda peer: (not charters.names(peer), peer))
-    most = max(rules.MAX_REVOCATIONS_TAKEN - len(known), sum(map(charters.names, seen)))
-    return rules.succeed(charter, now=unix_s(), revocations=(*known, *seen[:most]), **changes)
+        await _publish(node, charter, owner, f"{options.peer} is not banned", bans=bans)
 
 
 async def run_charter(options: tool_options.CharterOptions) -> None:
     """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
     async with _at_the_run(options) as (node, charter):
+        changes = _changes(options, charter)
         if options.owner is None:
-            if _changes(options, charter):
+            if changes:
                 raise SetupError("only the owner changes a charter: give its key as --owner")
             print(told(charter, node.directory.charters.owner))
             return
@@ -224,9 +222,9 @@ async def run_charter(options: tool_options.CharterOptions) -> None:
         if options.trusted_stages:
             run = await node.directory.fetch_manifest(charter.run)
             check_stages("--trusted-stages", options.trusted_stages, run)
-        changed = _succeed(node, charter, **_changes(options, charter), days=options.days)
-        await _publish(node, changed, owner, "The charter is renewed")
-        print(told(changed, owner.peer_id))
+        words = "The charter is renewed"
+        renewed = await _publish(node, charter, owner, words, **changes, days=options.days)
+        print(told(renewed, owner.peer_id))
 
 
 def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str, Any]:
