@@ -337,16 +337,13 @@ class TextLines:
     """Lines of text, or a word that there are none."""
 
     def __init__(self, title: str, none: str) -> None:
-        self._none, self._shown = none, ""
+        self._none = none
         with ui.card():
             ui.label(title).classes("title")
             self._label = ui.label(none).classes("lines")
 
     def show(self, lines: Sequence[str]) -> None:
-        text = "\n".join(lines) or self._none
-        if text != self._shown:
-            self._label.set_text(text)
-            self._shown = text
+        self._label.set_text("\n".join(lines) or self._none)
 
 
 LEFT = frozenset({"peer", "state", "device", "slowest", "fastest", "last"})
