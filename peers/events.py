@@ -9,6 +9,7 @@ Unknown events and unknown fields are skipped, so that programs of different ver
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import re
 import string
@@ -492,3 +493,22 @@ def said_in_logs(emit: Emit) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Without the pages that torch logs of a model that it cannot trace: the error says it briefly."""
+
+    def silent(record: logging.LogRecord) -> bool:
+        return False
+
+    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    for handler in handlers:
+        handler.addFilter(silent)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(silent)

@@ -414,18 +414,31 @@ def test_the_command_line_starts_without_torch() -> None:
     assert not wrong, said(wrong)
 
 
-def test_a_trainer_and_who_only_looks_need_no_torch() -> None:
-    seen, waiting = set(), ["peers.trainer", "peers.programs.status", "peers.storage.dataset"]
-    waiting.append("peers.net.node")
+def loaded(*programs: str) -> Iterator[Import]:
+    """What is imported with these: by them, by their packages, and so on."""
+    seen, waiting = {""}, list(programs)
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
+        waiting.append(name.rpartition(".")[0])
         for found in all_imports():
             if found.importer == name and found.runtime and found.top_level:
-                assert not inside(found.name, "torch"), str(found)
+                yield found
                 waiting.append(found.name)
+
+
+def test_a_trainer_and_who_only_looks_need_no_torch() -> None:
+    programs = ("peers.trainer", "peers.programs.status", "peers.storage.dataset", "peers.net.node")
+    wrong = [found for found in loaded(*programs) if inside(found.name, "torch")]
+    assert not wrong, said(wrong)
+
+
+@pytest.mark.parametrize("tool", ["graph", "plan", "simulate", "trained"])
+def test_a_tool_that_can_do_without_a_network_loads_none(tool: str) -> None:
+    wrong = [found for found in loaded(f"peers.programs.{tool}") if inside(found.name, "peers.net")]
+    assert not wrong, said(wrong)
 
 
 def test_the_reader_of_imports_sees_all_forms() -> None:

@@ -8,9 +8,6 @@ different outside of training (dropout, batch norm) still is.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +18,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from peers.events import unlogged
 from swarm.errors import SetupError
 from swarm.model.graph.capture import Captured, WithLoss, capture
 from swarm.model.graph.functionalize import is_check
@@ -37,25 +35,6 @@ class ModuleText(NamedTuple):
     """A class `Model`, and a function `build`."""
     tensors: dict[str, torch.Tensor]
     """By full name."""
-
-
-def _silent(record: logging.LogRecord) -> bool:
-    return False
-
-
-@contextlib.contextmanager
-def unlogged() -> Iterator[None]:
-    """Without the pages that torch logs of a model that it cannot trace: the error says it briefly."""
-    names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
-    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    for handler in handlers:
-        handler.addFilter(_silent)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(_silent)
 
 
 @unlogged()

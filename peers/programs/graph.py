@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from peers.api.module_text import unlogged
+from peers.events import unlogged
 from peers.owner.memory_limit import weight_bytes
 from peers.programs.descriptions import read_text, shown_bytes
 from peers.programs.tool_options import GraphOptions
