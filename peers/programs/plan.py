@@ -25,7 +25,7 @@ from peers.programs.tool_options import PlanOptions
 from peers.progress import spending
 from swarm.errors import SetupError, count
 from swarm.ids import Stage
-from swarm.manifest import CodecSpec, IslandsSpec, Run, parse_run, run_of, tomllib
+from swarm.manifest import CodecSpec, IslandsSpec, Run, load_run, run_of, tomllib
 from swarm.model.stage_io import boundary_bytes
 from swarm.monitoring.health import Observation
 from swarm.plan.islands import check_cells
@@ -117,15 +117,12 @@ def load_run_with_stages(path: Path, network: Network, options: PlanOptions) -> 
     Raises:
         SetupError: it is no manifest, or no number will do.
     """
-    text, values = read_text(path), dict[str, Any]()
-    with contextlib.suppress(ValueError, RecursionError):  # `parse_run` says what is wrong
-        values = tomllib.loads(text)
+    values = dict[str, Any]()
+    with contextlib.suppress(ValueError, RecursionError):  # `load_run` says what is wrong
+        values = tomllib.loads(read_text(path))
     model = values.get("model")
     if type(model) is not dict or "stages" in model:
-        try:
-            return parse_run(text)
-        except SetupError as error:
-            raise SetupError(f"{path}: {error.text}") from None
+        return load_run(path)
     found, wrong = list[tuple[float, int, Run]](), list[SetupError]()
     for stages in [number for number in STAGES if number <= len(network)]:
         try:
