@@ -128,10 +128,7 @@ def load_run_with_stages(path: Path, network: Network, options: PlanOptions) -> 
         try:
             run = run_of({**values, "model": {**model, "stages": stages}})
             check_cells(network, job := job_of(run.island(0)), islands_of(run))
-            best = search_overlapped(
-                network, job, seed=options.seed, budget_s=0.0, spent_s=lambda: 0.0,
-                survive=options.survive_region,
-            )  # fmt: skip
+            best = search_overlapped(network, job, seed=options.seed, survive=options.survive_region)
             found.append((best.step.total_s, stages, run))
         except SetupError as error:
             wrong.append(error)

@@ -136,7 +136,7 @@ def simulate_cells(
     check_cells(network, job, islands)
     cells = layout
     if cells is None:
-        cells = search_islands(network, job, islands, seed=seed, budget_s=0.0, spent_s=lambda: 0.0).cell_of
+        cells = search_islands(network, job, islands, seed=seed).cell_of
     settings = Settings(rebalance_every_s=run.rebalance_every_s if trace is not None else 0.0)
     end_s = end_s if trace is None else min(end_s, trace.end_s)
     return simulate_islands(

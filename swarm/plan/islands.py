@@ -83,8 +83,8 @@ def search_islands(
     islands: IslandLayout,
     *,
     seed: int,
-    budget_s: float,
-    spent_s: Callable[[], float],
+    budget_s: float = 0.0,
+    spent_s: Callable[[], float] = lambda: 0.0,
 ) -> IslandsPlan:
     """The better of two divisions into islands, the devices of each in the stages where the search puts them.
 
@@ -187,9 +187,7 @@ def propose(
     for count in counts:
         one = replace(islands, count=count, local_steps=LOCAL_STEPS[0])
         try:
-            plan = search_islands(
-                network, job_of_islands(count), one, seed=seed, budget_s=0.0, spent_s=lambda: 0.0
-            )
+            plan = search_islands(network, job_of_islands(count), one, seed=seed)
         except SetupError:
             continue
         enough = plan.meeting_s / (MEETING_PART * plan.inner.total_s)

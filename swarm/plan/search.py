@@ -49,11 +49,12 @@ def search_overlapped(
     job: StepWork,
     *,
     seed: int,
-    budget_s: float,
-    spent_s: Callable[[], float],
+    budget_s: float = 0.0,
+    spent_s: Callable[[], float] = lambda: 0.0,
     survive: bool = False,
 ) -> Placement:
-    """A division of small predicted step time, with as many replicas of each stage as are good for it.
+    """A division of small predicted step time, with as many replicas of each stage as are good for it;
+    without a budget the best of those that are made by rule.
 
     `survive`: every stage has devices in two regions, so that the loss of any one leaves it some. Never worse
     than any layout in `starts`. Devices that only hold the others up stay idle.

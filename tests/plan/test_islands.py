@@ -51,7 +51,7 @@ def cities(each: int, *, count: int = 2, between_bps: float = 1e6, **device: flo
 
 
 def searched(network: Network, job: StepWork, islands: IslandLayout) -> np.ndarray:
-    return search_islands(network, job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0).cell_of
+    return search_islands(network, job, islands, seed=0).cell_of
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -89,7 +89,7 @@ def test_devices_whose_lines_hold_an_island_up_are_idle_and_heavy_stages_have_wh
         backward_bytes=(2e6,) * 2, gradient_bytes=(1e9,) * 3, state_bytes=(1e9,) * 3,
         activation_bytes=(0.0,) * 3,
     )  # fmt: skip
-    plan = search_overlapped(home, three, seed=0, budget_s=0.0, spent_s=lambda: 0.0)
+    plan = search_overlapped(home, three, seed=0)
     assert plan.stage_of[0] == 2 and sorted(plan.stage_of[[1, 3, 5]]) == [IDLE, 0, 1]
     assert set(plan.stage_of[[2, 4]]) == {IDLE}
 

@@ -144,7 +144,7 @@ def within(network: Network, run: Run, churn: Churn, only: list[int]) -> list[di
     one, plans = job_of(some.island(0)), dict[int, IslandsPlan]()
     for count in counts:
         islands, its_job = replace(islands_of(some), count=count), replace(one, microbatches=run.M // count)
-        plans[count] = search_islands(network, its_job, islands, seed=0, budget_s=0.0, spent_s=lambda: 0.0)
+        plans[count] = search_islands(network, its_job, islands, seed=0)
         print(count, plans[count].inner.total_s, plans[count].meeting_s, file=sys.stderr, flush=True)
     rows, known = list[dict[str, Any]](), dict[int, IslandsReport]()
     for steps in LOCAL_STEPS:
