@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from peers.programs.roles import Looping, device_named, kept_stages
+from peers.device import choose_device
+from peers.programs.roles import Looping, kept_stages
 from peers.programs.tool_options import AuditOptions
 from peers.system import usable_cores
 from swarm.audit import is_audited
@@ -18,7 +19,7 @@ class Audit(Looping[AuditOptions]):
 
     async def run(self) -> None:
         options = self.options
-        prepare = partial(device_named, options.device)
+        prepare = partial(choose_device, options.device)
         async with self._joined("audit", options, prepare) as (node, run, device):
             import torch
 

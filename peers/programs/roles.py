@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
 from peers.clock import now_s, unix_s
+from peers.device import choose_device
 from peers.events import Emit, JoinLine, Note, Started, Trouble
 from peers.net.charter.entry import allowed_stages, enter
 from peers.net.charter.signed import read_charter, write_charter
@@ -273,13 +274,6 @@ async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
     return run
 
 
-def device_named(name: str) -> str:
-    """Imports torch. Raises SetupError: there is no such device."""
-    from peers.device import choose_device
-
-    return choose_device(name)
-
-
 class Peer(Networked[PeerOptions]):
     """Serves a stage on this machine's device."""
 
@@ -300,7 +294,7 @@ class Peer(Networked[PeerOptions]):
                 check_stages("--stage", [options.stage], run, cells=True)
 
         async with contextlib.AsyncExitStack() as stack:
-            prepare = partial(device_named, options.device)
+            prepare = partial(choose_device, options.device)  # imports torch
             joined = self._joined("peer", options, prepare, accepts)
             node, run, device = await stack.enter_async_context(joined)
             import torch

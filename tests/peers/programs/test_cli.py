@@ -880,7 +880,7 @@ async def test_a_stage_that_the_run_has_not_is_refused_while_torch_is_imported(
 
     monkeypatch.setattr(roles, "Node", Node)
     monkeypatch.setattr(roles.Daemon, "spawn", lambda *_, **__: None)
-    monkeypatch.setattr("peers.device.choose_device", lambda _: imported.wait())
+    monkeypatch.setattr("peers.programs.roles.choose_device", lambda _: imported.wait())
     peer = roles.Peer(options.PeerOptions(run=run.id, join=(JOIN,), stage=7), emit=lambda _: None)
     try:
         with pytest.raises(SetupError, match=r"--stage 7: run 'demo' has stages 0 to 2"):
