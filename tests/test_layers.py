@@ -81,6 +81,7 @@ MAY_IMPORT = {
     "peers.storage": (
         *BASE,
         *SHARED,
+        "swarm.evaluation",
         "swarm.model",
         "swarm.tales",
         "peers.progress",

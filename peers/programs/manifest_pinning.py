@@ -37,8 +37,7 @@ def pinned(
         SetupError: the data cannot be read, or are not what is pinned; the model cannot be built, is not what
             is pinned, or does not take these data; or the weights cannot be read, or are not of that model.
     """
-    from peers.evaluation.data import open_eval, pinned_eval
-    from peers.storage.samples import open_data
+    from peers.storage.samples import open_data, open_eval, pinned_eval
 
     data = open_data(run, files, tokenizer)
     run = pinned_eval(data.pinned(run), open_eval(run, eval_files, tokenizer))

@@ -486,11 +486,10 @@ class Train(Looping[TrainOptions]):
     async def run(self) -> None:
         options = self.options
         async with self._joined("train", options, lambda: None) as (node, run, _):
-            from peers.evaluation.data import fetch_eval, open_eval
             from peers.islands.trainers import IslandTrainers
             from peers.storage.dataset import Dataset
             from peers.storage.index import index_among
-            from peers.storage.samples import open_data
+            from peers.storage.samples import fetch_eval, open_data, open_eval
             from peers.trainer import TrainerSettings
             from peers.transfer.blocks import BlockExchange
 

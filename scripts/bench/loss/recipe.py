@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from peers.api import Run
-from peers.evaluation.data import open_eval
 from peers.storage.checkpoint import Checkpoint, newest_common_step
+from peers.storage.samples import open_eval
 from swarm.evaluation import eval_offsets, is_due, mean_loss, microbatches
 from swarm.model.evaluate import loss_of
 from swarm.model.reference import SingleProcess

@@ -13,13 +13,13 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from peers.evaluation.data import open_eval, pinned_eval
 from peers.evaluation.serving import MAX_AT_ONCE
 from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
 from peers.programs.status import picture
 from peers.programs.trained import evaluate
 from peers.storage.dataset import open_dataset
+from peers.storage.samples import open_eval, pinned_eval
 from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of
 from peers.watch.monitor import Monitor

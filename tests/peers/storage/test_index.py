@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from peers.evaluation.data import fetch_eval, open_eval, pinned_eval
 from peers.storage import CACHE_ENV, atomic_file, fetch
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import NAME, TREE, Index, Shard, Source
+from peers.storage.samples import fetch_eval, open_eval, pinned_eval
 from peers.storage.shards import make_index
 from swarm.data import check_samples, sample_offsets
 from swarm.errors import NotNow, SetupError

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.evaluation.data import open_eval
 from peers.events import Evaluated, StepDone, Stepped
+from peers.storage.samples import open_eval
 from swarm.evaluation import eval_offsets, is_due, mean_loss
 from swarm.manifest import CodecSpec, EvalSpec, Run, demo_run
 from swarm.model.evaluate import loss_of
