@@ -66,7 +66,7 @@ class Role(Protocol):
     """What `_with_signals` runs: constructed without side effects, `run()` does everything."""
 
     preparing: bool
-    """Whether a thread of it still imports torch, which no signal stops."""
+    """Whether it has begun nothing that others count on. Threads of it may import torch, or build a model."""
 
     async def run(self) -> int | None:
         """Work until done or until `leave()`; raises SwarmError. An int is the exit code."""
@@ -313,8 +313,9 @@ def _run_role(args: argparse.Namespace) -> int:
             return True
 
         return _with_signals(
-            run, role.leave, on_leave=lambda: emit(StopNow(role=args.command)), ends_now=ends_now
-        )
+            run, role.leave, on_leave=lambda: emit(StopNow(role=args.command)), ends_now=ends_now,
+            preparing=lambda: role.preparing,
+        )  # fmt: skip
 
 
 def _run_tool(args: argparse.Namespace) -> int:
@@ -339,11 +340,13 @@ def _with_signals(
     *,
     on_leave: Callable[[], None] = lambda: None,
     ends_now: Callable[[SwarmError], bool] = lambda _: False,
+    preparing: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second: cancel at once.
+    """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second, or while it is
+    `preparing`: cancel at once.
 
-    An int that `run` returns is the exit code. Leaving in good order exits with 0. After a second signal, and
-    after an error of which `ends_now` says so, the process ends here.
+    An int that `run` returns is the exit code. Leaving in good order exits with 0. Where it was cancelled at
+    once, and after an error of which `ends_now` says so, the process ends here.
     """
 
     async def main() -> int:
@@ -359,7 +362,7 @@ def _with_signals(
 
         def stop() -> None:
             nonlocal say_leaving, stopped
-            if leave is not None and say_leaving is None:
+            if leave is not None and say_leaving is None and not preparing():
                 on_leave()
                 say_leaving = asyncio.ensure_future(leave())
                 say_leaving.add_done_callback(hang_up)

@@ -67,8 +67,8 @@ CELLS_SHOWN = 4
 
 
 class Networked(Generic[OptionsT]):
-    preparing = False
-    """Whether torch is still being imported."""
+    preparing = True
+    """Until it does what others count on: a signal ends it at once, whatever its threads do."""
 
     def __init__(self, options: OptionsT, *, emit: Emit) -> None:
         self.options, self._emit = options, emit
@@ -76,6 +76,10 @@ class Networked(Generic[OptionsT]):
 
     def _note(self, text: str) -> None:
         self._emit(Note(text=text))
+
+    def _tell_building(self, run: Run) -> None:
+        if run.brings_model:
+            self._note(f"builds and traces the model of {run.name!r}: seconds, or minutes if it is large")
 
     async def connected(self) -> int:
         """How many peers p2pd is connected to.
@@ -133,7 +137,6 @@ class Networked(Generic[OptionsT]):
         """
         options = await self._daemon_options(run.join, dialled=role not in ("train", "audit"))
         daemon = Daemon.spawn(options, identity_path=self.options.identity)
-        self.preparing = True
         prepared = asyncio.ensure_future(asyncio.to_thread(prepare))
         try:
             async with Node(daemon=daemon, join=run.join, run_id=run.run, charters=charters_folder()) as node:
@@ -147,9 +150,7 @@ class Networked(Generic[OptionsT]):
                 admitted_as = "trainer" if audits else AS[role]
                 stamps = cache_folder() / "stamps"  # each takes minutes to make
                 await unless(prepared, enter(node, admitted_as, run.token, stamps, self._note))
-                found = await prepared
-                self.preparing = False
-                yield node, terms, found
+                yield node, terms, await prepared
         finally:
             prepared.cancel()
 
@@ -170,7 +171,11 @@ class Bootstrap(Networked[BootstrapOptions]):
         options = self.options
         run = parse_run(sys.stdin.read()) if str(options.manifest) == "-" else load_run(options.manifest)
         if not run.pinned:
-            run = pinned(run, options.data, options.tokenizer, options.start, options.eval_data)
+            self._tell_building(run)
+            run = await asyncio.to_thread(
+                pinned, run, options.data, options.tokenizer, options.start, options.eval_data
+            )
+        self.preparing = False
         async with Node(
             options=await self._daemon_options(options.join),
             identity_path=options.identity,
@@ -192,6 +197,16 @@ class Bootstrap(Networked[BootstrapOptions]):
             self._emit(self._join_line(run, words))
             while not await happens(self._leaving, RENEW_EVERY_S):
                 await self._renew(node)
+
+    def _pinned(self, run: Run) -> Run:
+        from peers.evaluation.data import open_eval
+        from peers.programs.manifest_pinning import pinned
+        from peers.storage.samples import open_data
+
+        options = self.options
+        data = open_data(run, options.data, options.tokenizer)
+        held_out = open_eval(run, options.eval_data, options.tokenizer)
+        return pinned(run, data, options.start, held_out)
 
     def _join_line(self, run: Run, words: Sequence[str]) -> JoinLine:
         """What starts all else that the run needs."""
@@ -306,6 +321,7 @@ class Peer(Networked[PeerOptions]):
             await self._obey_the_owner(stack, node, device)
             if options.pause_when_busy:
                 self._watch_the_device(stack, device)
+            self._tell_building(run)
             stage = await self._choose_stage(node, run, device)
             await self._tell_missing(options, node, run, stage)
             await self._serve(node, run, stage, device)
@@ -447,7 +463,7 @@ class Peer(Networked[PeerOptions]):
                 emit(Note(text=f"this peer is for {run.place(cell)}"))
             await fetched.prepare(stage, node.transport, node.directory, emit)
             compute, *room = await asyncio.to_thread(self._build, island, stage, device)
-            mine = settings(*room)
+            self.preparing, mine = False, settings(*room)
             node.door.stage = cell
             peer = StagePeer(island, stage, compute, node.transport, node.directory, mine, emit, kept=kept)
             node.transport.on_gone = peer.peer_gone
@@ -463,19 +479,15 @@ class Peer(Networked[PeerOptions]):
 
 
 class Looping(Networked[OptionsT]):
-    """A program whose loop can be told to leave, perhaps before it has begun."""
+    """A program whose loop can be told to leave."""
 
-    _left = False
     loop: IslandTrainers | CheckpointKeeper | Auditor | None = None
 
     async def _run(self, loop: IslandTrainers | CheckpointKeeper | Auditor) -> None:
-        self.loop = loop
-        if self._left:
-            loop.leave()
+        self.loop, self.preparing = loop, False
         await loop.run()
 
     async def leave(self) -> None:
-        self._left = True
         if self.loop is not None:
             self.loop.leave()
 
@@ -499,7 +511,8 @@ class Train(Looping[TrainOptions]):
             if run.brings_model:
                 from swarm.model.custom import custom_model
 
-                await asyncio.to_thread(custom_model, run)  # seconds, once
+                self._tell_building(run)
+                await asyncio.to_thread(custom_model, run)  # once
             held_out = await asyncio.to_thread(open_eval, run, options.eval_data, options.tokenizer)
             opened = ((options.data, batches), (options.eval_data, held_out))
             of_index = [d.blocks for at, d in opened if isinstance(d, Dataset) and index_among(at)]

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -978,6 +978,35 @@ def test_the_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cli, "_end_now", ended.append)
     assert cli._with_signals(work.run, work.leave) == Exit.STOPPED
     assert work.said == [] and ended == [Exit.STOPPED]
+
+
+def test_the_first_signal_ends_what_others_do_not_count_on_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(stubborn=True)
+    ended: list[int] = []
+    monkeypatch.setattr(cli, "_end_now", ended.append)
+    code = cli._with_signals(
+        work.run, work.leave, on_leave=lambda: work.said.append("leaving"), preparing=lambda: True
+    )
+    assert code == Exit.STOPPED and ended == [Exit.STOPPED]
+    assert work.said == [] and not work.left.is_set()
+
+
+async def test_a_bootstrap_hears_signals_while_it_traces_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def heard() -> None:
+        assert bootstrap.preparing
+
+    def traced(*_: object) -> NoReturn:
+        asyncio.run_coroutine_threadsafe(heard(), loop).result(timeout=5)
+        raise SetupError("cannot be traced")
+
+    monkeypatch.setattr(manifest_pinning, "pinned", traced)
+    loop, manifest = asyncio.get_running_loop(), tmp_path / "run.toml"
+    manifest.write_text(demo_run().to_toml())
+    bootstrap = roles.Bootstrap(options.BootstrapOptions(manifest=manifest), emit=lambda _: None)
+    with pytest.raises(SetupError, match="cannot be traced"):
+        await bootstrap.run()
 
 
 def test_a_farewell_that_fails_does_not_leave_the_process_running() -> None:
