@@ -279,12 +279,14 @@ def found_steps(folder: str | Path, run: Run, stage: Stage) -> list[int]:
     return list(_saved(folder, run, [stage]))
 
 
+def runs_in(folder: str | Path) -> list[str]:
+    """Ids of the runs that have checkpoints in `folder`, sorted. Those that `swarm init` made have names."""
+    return sorted(path.parent.name for path in Path(folder).glob("[0-9a-f]" * 32 + "/run.toml"))
+
+
 def other_runs(folder: str | Path, run: Run) -> list[str]:
     """Ids of the other runs that have checkpoints in `folder`, sorted."""
-    with contextlib.suppress(OSError):
-        found = [path.name for path in Path(folder).iterdir() if (path / "run.toml").is_file()]
-        return sorted(name for name in found if name != run.whole.id)
-    return []
+    return [name for name in runs_in(folder) if name != run.whole.id]
 
 
 def load_manifest(folder: str | Path, run_id: str) -> str:

@@ -98,9 +98,12 @@ def find_run(folder: Path, run_id: str | None) -> Run:
     """
     if run_id is not None and "@" in run_id:
         raise SetupError(f"{run_id} is found in the network: of the runs in {folder} give the id (32 digits)")
-    found = sorted(path.parent.name for path in folder.glob("*/run.toml"))
+    found = checkpoint.runs_in(folder)
     if not found:
-        raise SetupError(f"no checkpoints in {folder}: give the --checkpoint-dir of a peer or a keeper")
+        raise SetupError(
+            f"no checkpoints in {folder}: give the --checkpoint-dir of a peer, the --dir of a keeper, or "
+            "the folder checkpoints in that of swarm up"
+        )
     if run_id is None and len(found) > 1:
         raise SetupError(f"{folder} has checkpoints of several runs, say which: --run {' or '.join(found)}")
     if run_id not in (None, *found):

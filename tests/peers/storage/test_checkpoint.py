@@ -513,6 +513,8 @@ def test_the_other_runs_of_a_folder_are_known(tmp_path: Path) -> None:
     assert other_runs(tmp_path / "nowhere", RUN) == []
     _save_all(tmp_path, 1)
     Checkpoint(tmp_path, OTHER, 0, 1).save(TENSORS)
+    (tmp_path / "myrun").mkdir()
+    (tmp_path / "myrun" / "run.toml").write_text(OTHER.to_toml())  # as swarm init makes it: no checkpoints
     assert other_runs(tmp_path, RUN) == [OTHER.id]
 
 
