@@ -254,11 +254,13 @@ class CheckpointKeeper:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(last(), LAST_S)
         offered = newest_common(self.offers)
-        if offered is not None and (self.version is None or self.version < offered):
-            kept = "nothing" if self.version is None else f"version {self.version}"
-            text = f"this keeper leaves with {kept}; version {offered} is with the peers only. Start the "
-            text += "keeper again before they leave, or give them --checkpoint-dir"
-            self._emit(events.Trouble(text=text))
+        kept = "nothing" if self.version is None else f"version {self.version}"
+        if offered is None or (self.version is not None and self.version >= offered):
+            self._emit(events.Note(text=f"this keeper leaves with {kept}"))
+            return
+        text = f"this keeper leaves with {kept}; version {offered} is with the peers only. Start the "
+        text += "keeper again before they leave, or give them --checkpoint-dir"
+        self._emit(events.Trouble(text=text))
 
     def _believed(self, voice: Mapping[Stage, Mapping[PeerId, int]]) -> dict[Stage, list[int]]:
         """The versions here, of stages whose peers have voice only those that such a peer gave."""

@@ -236,7 +236,7 @@ async def test_a_keeper_that_is_told_to_leave_at_the_end_fetches_the_last_versio
         await s.until(s.tasks["keeper"].done)
         said = [event.text for event in s.seen(Note)]
         text = "version 4 of stage 1 is fetched before this keeper leaves, within 25 s; again to leave now"
-        assert text in said
+        assert text in said and said[-1] == "this keeper leaves with version 4"
         assert checkpoint.newest_common_step(tmp_path, run) == run.steps
         assert not s.seen(Trouble)
 
@@ -259,6 +259,16 @@ async def test_a_keeper_that_leaves_without_the_last_version_says_what_is_lost(
             "this keeper leaves with nothing; version 4 is with the peers only. Start the keeper again "
             "before they leave, or give them --checkpoint-dir"
         ]
+
+
+async def test_a_keeper_says_what_it_leaves_with_though_the_peers_left_before(tmp_path: Path) -> None:
+    async with swarm(replace(RUN, checkpoint_every=0), replicas=1) as s:
+        keeper = await trained_with_keeper(s, tmp_path)
+        for name in ("s0p0", "s1p0"):
+            s.kill_and_forget(name)
+        keeper.leave()
+        await s.until(s.tasks["keeper"].done)
+        assert [event.text for event in s.seen(Note)][-1] == "this keeper leaves with nothing"
 
 
 async def test_the_last_version_is_collected_from_peers_without_a_disk(tmp_path: Path) -> None:
