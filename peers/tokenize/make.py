@@ -25,7 +25,7 @@ from peers.storage.shards import in_parallel, make_index, write_shard
 from peers.storage.tokenizer import Tokenizer, load_tokenizer
 from peers.tokenize.documents import HubPart, chunks, has_rows, hub_parts, shard_of, texts
 from swarm.data import token_dtype
-from swarm.errors import SetupError, did_you_mean
+from swarm.errors import SetupError, count, did_you_mean
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdoc|>")
 """What tokenizers call the token at the end of a document."""
@@ -121,8 +121,8 @@ def _make(options: TokenizeOptions) -> None:
             options.out, sources, token_dtype(vocab_size), tokenizer.sha256, eos=end, jobs=jobs
         )
     print(
-        f"{options.out / NAME}: {index.tokens} tokens of {index.dtype} in {len(index.shards)} shards, root "
-        f"{index.root}\n"
+        f"{options.out / NAME}: {index.tokens} tokens of {index.dtype} in "
+        f"{count(len(index.shards), 'shard')}, root {index.root}\n"
         f'in the manifest: model.vocab_size = {vocab_size}, data.source = "files", data.tokenizer = '
         f'"{"file" if tokenizer.sha256 else "bytes"}"\n'
         f"then: swarm bootstrap --manifest run.toml --data {options.out}"

@@ -114,7 +114,7 @@ def test_each_row_is_a_document_with_an_end(
         unlike = replace(run, data=replace(run.data, tokenizer="bytes", tokenizer_sha256=""))
         open_dataset(unlike, [tmp_path / "out"])
     assert tokens_of(tmp_path / "out") == expected(words)
-    assert 'data.tokenizer = "file"' in said and "tokens of uint16 in 1 shards, root " in said
+    assert 'data.tokenizer = "file"' in said and "tokens of uint16 in 1 shard, root " in said
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == words.read_bytes()
 
 
