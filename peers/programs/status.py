@@ -36,8 +36,8 @@ def table(health: SwarmHealth, width: int) -> RenderableType:
     """For people: the dashboard's screen, as long as it takes, and what more there is to say."""
     notes = [Text(f"moves: {health.rebalance}")] if health.rebalance else []
     if handed_over := [peer for peer in health.peers if peer.memory_bytes]:
-        moved_gb = sum(peer.memory_bytes for peer in handed_over) / 1e9
-        text = f"{count(len(handed_over), 'peer')} handed over {moved_gb:.3g} GB in memory, both ways"
+        moved_mb = sum(peer.memory_bytes for peer in handed_over) / 1e6
+        text = f"{count(len(handed_over), 'peer')} handed over {moved_mb:,.1f} MB in memory, both ways"
         notes.append(Text(f"{text}: to others on the same machine"))
     return Group(render(health, width=width, height=ALL), *notes)
 

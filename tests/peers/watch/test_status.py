@@ -94,7 +94,7 @@ async def test_what_is_handed_over_in_memory_is_said(network: CalmNetwork) -> No
     network.peers["peer-a"].transport.serve("status", answer)
     view = await look(network)
     assert [peer.memory_bytes for peer in view.peers] == [5 * 10**9, 0, 0]
-    assert "1 peer handed over 5 GB in memory, both ways: to others on the same machine" in drawn(view)
+    assert "1 peer handed over 5,000.0 MB in memory, both ways: to others on the same machine" in drawn(view)
     assert json.loads(to_json(view))["stages"][0]["peers"][0]["memory_bytes"] == 5 * 10**9
 
 
