@@ -39,6 +39,8 @@ DID_WELL_S = 600.0
 """A peer that ran so long is started again after the shortest wait."""
 OWN_EXITS = (0, 2, 3)
 """Exit codes of a peer that is not to be started again: done, or its owner has to change something."""
+STOPPED = 130
+"""That of one that was told to leave before it served."""
 
 OWN_OPTIONS = frozenset(
     {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
@@ -298,7 +300,7 @@ class Fleet:
             began = time.monotonic()
             code = await self._once(label, words)
             if self._leaving.is_set() or code in OWN_EXITS:
-                if code:
+                if code not in (0, STOPPED):
                     text = f"the peer on {label} ended with exit code {code}; the others go on"
                     self._emit(Trouble(text=text))
                 return _code(code)

@@ -92,6 +92,8 @@ PROGRAMS = {
     "works": "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "print('working', flush=True)\ntry:\n    signal.pause()\n"
     "except KeyboardInterrupt:\n    print('left')",
+    "starts": "import signal\nsignal.signal(signal.SIGINT, lambda *_: exit(130))\n"
+    "print('working', flush=True)\nsignal.pause()",
     "refuses": "raise SystemExit(3)",
     "fails": "raise SystemExit(4)",
     "breaks": "import os, signal\nsignal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), 9))\n"
@@ -138,6 +140,18 @@ async def test_one_ctrl_c_ends_all_of_them(children: None, capfd: pytest.Capture
     await running.leave()
     assert await task == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[works#2] left", "[works] left"]
+    assert not said(events, Trouble)
+
+
+@pytest.mark.process
+async def test_that_one_leaves_while_it_starts_is_no_trouble(
+    children: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    events: list[Event] = []
+    running, task = await run("works,starts", events, "on starts has process id")
+    await until_working(capfd, 2)
+    await running.leave()
+    assert await task == 130
     assert not said(events, Trouble)
 
 
