@@ -198,16 +198,6 @@ class Bootstrap(Networked[BootstrapOptions]):
             while not await happens(self._leaving, RENEW_EVERY_S):
                 await self._renew(node)
 
-    def _pinned(self, run: Run) -> Run:
-        from peers.evaluation.data import open_eval
-        from peers.programs.manifest_pinning import pinned
-        from peers.storage.samples import open_data
-
-        options = self.options
-        data = open_data(run, options.data, options.tokenizer)
-        held_out = open_eval(run, options.eval_data, options.tokenizer)
-        return pinned(run, data, options.start, held_out)
-
     def _join_line(self, run: Run, words: Sequence[str]) -> JoinLine:
         """What starts all else that the run needs."""
         options, path = self.options, self.options.join_file

@@ -4843,7 +4843,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "judges-that-did-not-sign",
         "peers/audit/recorder.py",
-        " and is_signed(\n            signer, record.peer, run.id, judged(evidence), told.signature\n        )\n",
+        " and is_signed(\n"
+        "            signer, record.peer, run.id, judged(evidence), told.signature\n        )\n",
         "\n",
         "A transcript names judges, and nobody can check that they were.",
         ("test_transcript",),
