@@ -40,8 +40,8 @@ class Voices:
 
     def counts(self, peer: PeerId, stage: Stage) -> bool:
         """Whether a peer has voice at a stage; where no peer has, whether it is announced there."""
-        voice = self.of(stage)
-        return peer in voice if voice else Membership(self._directory).has(peer, stage)
+        voice, is_stage = self.of(stage), stage in self._stages  # keepers are at none
+        return peer in voice if voice else is_stage and Membership(self._directory).has(peer, stage)
 
     def has(self, peer: PeerId) -> bool:
         """Whether the word of a peer counts at the stage that it is announced at."""

@@ -5099,6 +5099,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_judges",),
     ),
     Mutation(
+        "keepers-are-replicas-of-a-stage",
+        "peers/voices.py",
+        "else is_stage and Membership",
+        "else Membership",
+        "Identities without work have each peer verify 64 MiB after the other; nothing else is heard.",
+        ("test_judges",),
+    ),
+    Mutation(
         "evidence-against-nobody",
         "peers/audit/convictions.py",
         "if self._directory.find(evidence.accused) is None:",

@@ -22,6 +22,7 @@ from swarm.errors import Busy, NotReady, Refused, Stale
 from swarm.manifest import audit_run
 from swarm.protocol.statements import Statement, sign
 from swarm.protocol.sums import Contribution, Projected, Reduced
+from swarm.records import NO_STAGE
 from swarm.wire.evidence import (
     AskConvicted,
     AuditAnswer,
@@ -31,6 +32,7 @@ from swarm.wire.evidence import (
     ShowEvidence,
     WrongAnswer,
     WrongContribution,
+    WrongSum,
 )
 from swarm.wire.messages import pack
 from swarm.wire.receipts import Answered
@@ -250,6 +252,23 @@ async def test_no_body_of_evidence_is_taken_from_a_stranger() -> None:
         show = pack(ShowEvidence(run=RUN.id, evidence=lies(accused)))
         with pytest.raises(Refused, match="a replica of that stage has to show it"):
             await s.network.peers[teller].transport.call("s0p0", "evidence", show, [b"large"])
+
+
+async def test_no_body_of_evidence_is_taken_from_who_is_at_no_stage() -> None:
+    """Keepers were taken for replicas of a stage of that number: four of them had all places for ever, and
+    each peer verify 64 MiB after the other.
+    """
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        for name in ("a000", "a001"):
+            await add_liar(s, name, NO_STAGE, 2, state="keeping")
+        await asyncio.sleep(1.0)
+        said = Reduced(NO_STAGE, 2, "round", (Contribution("nobody", NOTHING, NOTHING, b""),), b"")
+        lie = WrongSum(accused="a001", statement=said, signature=signed("a001", said), index=0, lists=(b"",))
+        for body in ([b"large"], []):
+            with pytest.raises(Refused, match="a replica of that stage has to s"):
+                show = pack(ShowEvidence(run=RUN.id, evidence=lie))
+                await s.network.peers["a000"].transport.call("s0p0", "evidence", show, body)
 
 
 async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_once() -> None:
