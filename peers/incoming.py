@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+from peers.clock import now_s
 from peers.ports import Buffer, Request
-from swarm.errors import NotReady
+from swarm.errors import Busy, NotReady
 from swarm.ids import PeerId
 from swarm.policy.timeouts import GRACE_S, most_s
 
 BEFORE_S = GRACE_S / 2
 """Sooner than a caller that waits for the same microbatch would give this peer up for it."""
+TIMES, AHEAD_S = 4.0, 20.0
+"""Others have their turn for so many times as long as a caller had a place; so much of that it may owe: what
+looks strange comes many at a time."""
 
 
 class Incoming:
@@ -54,3 +59,31 @@ class Incoming:
             body.add_done_callback(
                 lambda ended: ended.cancelled() or ended.exception()
             )  # no handler waits for it any more
+
+
+class Places(Incoming):
+    """Places for what callers have this peer compute. One that had some for long has none for a while."""
+
+    def __init__(self, most: int, *, each: int) -> None:
+        super().__init__()
+        self._most, self._each = most, each
+        self._taken = Counter[PeerId]()
+        self._paid: dict[PeerId, float] = {}
+        """Until when what each caller had is paid for by time."""
+
+    @contextmanager
+    def one_for(self, caller: PeerId) -> Iterator[None]:
+        """Raises Busy: there is none, or not for this caller."""
+        began = now_s()
+        self._paid = {peer: until for peer, until in self._paid.items() if until > began}
+        if self._taken[caller] >= self._each or self._paid.get(caller, began) - began > AHEAD_S:
+            raise Busy("this peer has computed enough for its caller")
+        if self._taken.total() >= self._most:
+            self.others_wait()
+            raise Busy("this peer computes as much for others as it can")
+        self._taken[caller] += 1
+        try:
+            yield
+        finally:
+            self._taken -= Counter([caller])
+            self._paid[caller] = self._paid.get(caller, began) + TIMES * (now_s() - began)

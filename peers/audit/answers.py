@@ -14,12 +14,12 @@ from typing import TypeVar
 from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, Shown
 from peers.audit.neighbours import Neighbours
-from peers.incoming import Incoming
+from peers.incoming import Places
 from peers.ports import Answer, Buffer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.audit import is_audited
 from swarm.audit.answers import digest, make, proves_answer, split_tensors
-from swarm.errors import BadAnswer, Busy, NotNow, NotReady, PeerFault, Refused, Stale, SwarmError, short
+from swarm.errors import BadAnswer, NotNow, NotReady, PeerFault, Refused, Stale, SwarmError, short
 from swarm.ids import Microbatch, PeerId
 from swarm.model.stage_io import body_bytes, input_metas
 from swarm.protocol.statements import is_signed
@@ -54,7 +54,7 @@ class AnswerAudits:
         self, core: StageCore, convictions: Convictions, kept: KeptWork, neighbours: Neighbours | None
     ) -> None:
         self._core, self._convictions, self._kept, self._neighbours = core, convictions, kept, neighbours
-        self._running, self._incoming = 0, Incoming()
+        self._places = Places(AT_ONCE, each=AT_ONCE)
         self.audited = 0
         """Answers that were computed again."""
         convictions.judge = self.judge
@@ -77,14 +77,8 @@ class AnswerAudits:
             raise Refused(f"peer {short(ask.peer)} did not sign that answer")
         if said.t not in core.steps:
             raise NotReady(f"step {said.t} is not open here", version=core.version)
-        if self._running >= AT_ONCE:
-            self._incoming.others_wait()
-            raise Busy("this peer audits as much as it can")
-        self._running += 1
-        try:
-            return Answer(pack(await self._audit(ask, await self._incoming.receive(request))))
-        finally:
-            self._running -= 1
+        with self._places.one_for(caller):
+            return Answer(pack(await self._audit(ask, await self._places.receive(request))))
 
     async def _audit(self, ask: AuditAnswer, sent: Sequence[Buffer]) -> Audited:
         core, said, mb = self._core, ask.statement, Microbatch(ask.statement.t, ask.statement.m)

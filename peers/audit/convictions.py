@@ -13,12 +13,13 @@ import torch
 from peers import events
 from peers.audit.verdicts import MAX_TOLD, Verdicts
 from peers.device import host_memory
+from peers.incoming import Places
 from peers.ports import Answer, Buffer, Directory, Request, Transport
 from peers.transfer.client import download, state_of
 from peers.waiting import for_each
 from swarm.audit.answers import proves_answer
 from swarm.audit.evidence import proves
-from swarm.errors import Busy, NotReady, Refused, Stale, SwarmError, short
+from swarm.errors import NotReady, Refused, Stale, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
@@ -58,7 +59,7 @@ class Convictions(Verdicts):
         super().__init__(run, transport, directory, emit)
         self._stage = stage
         self._referee = Referee(run, transport)
-        self._passed_on, self._showing = Counter[PeerId](), set[PeerId]()
+        self._passed_on, self._places = Counter[PeerId](), Places(MAX_BODIES, each=1)
         self.barred: set[PeerId] = set()
         """Of those, the ones that all can convict at any time: this peer is in no round with them."""
         self.suspect: Callable[[PeerId], None] = lambda peer: None
@@ -136,13 +137,8 @@ class Convictions(Verdicts):
             return asks if between else await self._hear(teller, evidence, [], between)
         if not self._voices.counts(teller, evidence.statement.stage):
             raise Refused("a replica of that stage has to show it")
-        if teller in self._showing or len(self._showing) == MAX_BODIES:
-            raise Busy("other evidence is looked at")
-        self._showing.add(teller)
-        try:
-            return await self._hear(teller, evidence, await request.accept(), between)
-        finally:
-            self._showing.discard(teller)
+        with self._places.one_for(teller):
+            return await self._hear(teller, evidence, await self._places.receive(request), between)
 
     async def _hear(
         self, teller: PeerId, evidence: Evidence, body: Sequence[Buffer], between: bool

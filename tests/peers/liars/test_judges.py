@@ -13,8 +13,11 @@ import pytest
 
 from peers.audit.answers import AT_ONCE
 from peers.audit.convictions import MAX_BODIES
+from peers.audit.kept import KEPT_S
 from peers.audit.verdicts import MAX_TOLD
+from peers.clock import now_s
 from peers.events import PeerLost
+from peers.incoming import AHEAD_S, TIMES
 from peers.ports import Answer, Buffer, Request
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
@@ -169,6 +172,62 @@ async def test_bodies_that_trickle_make_way_for_an_audit_that_waits() -> None:
         assert (await s.network.peers["s0p0"].transport.call("s1p0", "audit", ask)).header
         ended = await asyncio.gather(*held, return_exceptions=True)
         assert all(isinstance(error, NotReady) for error in ended)
+
+
+async def test_who_had_answers_computed_again_for_long_has_none_for_a_while() -> None:
+    """Those of a stranger that shows nothing for 10 s had both places of each replica for ever, so that no
+    other answer was computed again; those of honest peers had the stage compute twice as much.
+    """
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        await add_liar(s, "a001", 1, 2)
+        s.network.peers["a001"].transport.serve("kept", never)
+        await asyncio.sleep(1.0)
+        said, signature = answer_of("a001")
+        ask = pack(AuditAnswer(run=RUN.id, peer="a001", statement=said, signature=signature))
+
+        def asks(caller: str) -> asyncio.Task[Answer]:
+            return asyncio.create_task(s.network.peers[caller].transport.call("s1p0", "audit", ask))
+
+        first = [asks("s0p1") for _ in range(AT_ONCE)]
+        await asyncio.sleep(1.0)
+        with pytest.raises(Busy):
+            await asks("s0p0")
+        await asyncio.wait(first)
+        with pytest.raises(Busy, match="enough"):
+            await asks("s0p1")
+        assert await asks("s0p0")
+        await asyncio.sleep(AT_ONCE * TIMES * KEPT_S)
+        assert await asks("s0p1")
+
+
+async def test_who_shows_what_proves_nothing_is_not_heard_again_and_again() -> None:
+    """One with voice, and a stranger that signs what it answered truly, had each replica compute that again
+    without end.
+    """
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        (accused,) = await crowd(s, 1, 1)
+        judged, judges = 0, s.peers["s1p0"].convictions
+
+        async def judge(evidence: WrongAnswer, body: object) -> bool:
+            nonlocal judged
+            judged += 1
+            await asyncio.sleep(0.1)
+            return False
+
+        judges.judge = judge
+        said, signature = answer_of(accused)
+        evidence = WrongAnswer(
+            accused=accused, statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
+            input_grads=(),
+        )  # fmt: skip
+        show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
+        began = now_s()
+        while now_s() < began + 60.0:
+            with contextlib.suppress(Refused, Busy):
+                await s.network.peers["s1p1"].transport.call("s1p0", "evidence", show, [b"large"])
+        assert AHEAD_S / TIMES / 0.1 <= judged <= (AHEAD_S + 60.0) / TIMES / 0.1 + 1
 
 
 async def test_strangers_that_convict_themselves_do_not_hide_who_lied() -> None:
