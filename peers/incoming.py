@@ -1,11 +1,14 @@
-"""Bodies that are on their way to this peer: one that comes slowly has its place while no other needs it."""
+"""Bodies on their way to this peer, where a slow one has its place while no other needs it, and from it."""
 
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+
+import numpy as np
 
 from peers.clock import now_s
 from peers.ports import Buffer, Request
@@ -87,3 +90,27 @@ class Places(Incoming):
         finally:
             self._taken -= Counter([caller])
             self._paid[caller] = self._paid.get(caller, began) + TIMES * (now_s() - began)
+
+
+class Given:
+    """Bodies of answers that are held here until their callers have read them: so many of each caller."""
+
+    def __init__(self, each: int) -> None:
+        self._each, self._by = each, Counter[PeerId]()
+
+    def give(self, caller: PeerId, body: Sequence[Buffer]) -> list[Buffer]:
+        """The body, which counts until it was sent, or is given up. Raises Busy: too many do."""
+        if self._by[caller] >= self._each:
+            raise Busy("the caller has not read what it was given before")
+        given = list(body)
+        for place, part in enumerate(given):
+            if memoryview(part).nbytes:
+                array = np.frombuffer(part, np.uint8)
+                self._by[caller] += 1
+                weakref.finalize(array, self._read, caller)
+                given[place] = array.data  # as long as that is held the array is
+                break
+        return given
+
+    def _read(self, caller: PeerId) -> None:
+        self._by -= Counter([caller])

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from peers.incoming import Given
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.state import StageCore
 from peers.voices import Membership, Voices
@@ -24,6 +25,8 @@ from swarm.wire.receipts import is_receipt
 
 KEPT_S = 10.0
 """Limit for what another replica shows of a microbatch."""
+MAX_GIVEN = 8
+"""Microbatches that one peer reads at once: who audits a sum fetches four, and computes two answers again."""
 
 
 class Shown(NamedTuple):
@@ -119,6 +122,7 @@ def serve_kept(core: StageCore) -> None:
     """
     shown: dict[int, set[tuple[PeerId, int, bool]]] = {}
     """To auditors, by step."""
+    given = Given(MAX_GIVEN)
 
     async def answer(request: Request) -> Answer:
         ask = unpack(request.header, AskKept, core.run.id)
@@ -136,18 +140,19 @@ def serve_kept(core: StageCore) -> None:
         kept = None if step is None else step.shown(ask.m, ask.inputs)
         if kept is None:
             raise Stale(f"microbatch ({ask.t}, {ask.m}) is not kept here", version=core.version)
+        forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
+        if is_fed:
+            back = ()
+        body = given.give(request.peer, [buffer for one in (*forth, *back) for buffer in one.buffers])
         if audits:
             for old in [t for t in shown if t < core.version - 1]:
                 del shown[old]
             shown.setdefault(ask.t, set()).add(once)
-        forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
-        if is_fed:
-            back = ()
         caller, work = kept.asked or ("", None)
         told = KeptTensors(
             forth=tuple(one.meta for one in forth), back=tuple(one.meta for one in back),
             caller=caller, work=work, next=next(iter(kept.answer.hops[1:]), None), loss=kept.answer.loss,
         )  # fmt: skip
-        return Answer(pack(told), [buffer for one in (*forth, *back) for buffer in one.buffers])
+        return Answer(pack(told), body)
 
     core.transport.serve("kept", answer)

@@ -7977,6 +7977,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_judges",),
     ),
     Mutation(
+        "what-a-caller-does-not-read-is-held",
+        "peers/incoming.py",
+        "        if self._by[caller] >= self._each:\n",
+        "        if False:\n",
+        "An identity that reads nothing has 768 MiB of chunks, and kept microbatches of all steps, held.",
+        ("test_judges", "test_state_leases"),
+    ),
+    Mutation(
+        "what-a-caller-has-read-counts",
+        "peers/incoming.py",
+        "                weakref.finalize(array, self._read, caller)\n",
+        "",
+        "A peer that has read 64 chunks of another one gets no other from it, and nobody joins.",
+        ("test_judges", "test_state_leases"),
+    ),
+    Mutation(
         "a-keeper-waits-for-a-slow-source",
         "peers/transfer/keeper.py",
         "ELSEWHERE_S if announces else math.inf",

@@ -13,7 +13,7 @@ import pytest
 
 from peers.audit.answers import AT_ONCE
 from peers.audit.convictions import MAX_BODIES
-from peers.audit.kept import KEPT_S
+from peers.audit.kept import KEPT_S, MAX_GIVEN
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
 from peers.events import PeerLost
@@ -28,6 +28,7 @@ from swarm.protocol.sums import Contribution, Projected, Reduced
 from swarm.records import NO_STAGE
 from swarm.wire.evidence import (
     AskConvicted,
+    AskKept,
     AuditAnswer,
     Audited,
     Convicted,
@@ -199,6 +200,24 @@ async def test_who_had_answers_computed_again_for_long_has_none_for_a_while() ->
         assert await asks("s0p0")
         await asyncio.sleep(AT_ONCE * TIMES * KEPT_S)
         assert await asks("s0p1")
+
+
+async def test_who_reads_nothing_has_few_microbatches_kept_for_it() -> None:
+    """A stranger at the stage had those of one step after the other held, 768 at once, when all were done."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        await crowd(s, 1, 2)
+        steps = [(name, s.peers[name].core.applied) for name in ("s1p0", "s1p1", "s1p2")]
+        kept_by = [(name, m) for m in range(RUN.M) for name, step in steps if step and step.shown(m, b"")]
+        name, m = kept_by[0]
+        ask = pack(AskKept(run=RUN.id, t=1, m=m, made=False))
+        kept, _ = s.network.peers[name].transport.handlers["kept"]
+        unread = [await kept(Trickle("a000", ask, [])) for _ in range(MAX_GIVEN)]
+        with pytest.raises(Busy):
+            await kept(Trickle("a000", ask, []))
+        assert await kept(Trickle("a001", ask, [])), "others wait for none of it"
+        unread.pop()
+        assert await kept(Trickle("a000", ask, []))
 
 
 async def test_who_shows_what_proves_nothing_is_not_heard_again_and_again() -> None:
