@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -19,7 +18,7 @@ from peers.transfer.client import download, state_of
 from peers.waiting import for_each
 from swarm.audit.answers import proves_answer
 from swarm.audit.evidence import proves
-from swarm.errors import NotReady, Refused, Stale, SwarmError, short
+from swarm.errors import NotReady, PeerSilent, Refused, Stale, SwarmError, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
@@ -42,6 +41,8 @@ from swarm.wire.messages import pack, say, unpack, unpack_answer
 
 PASS_ON_S = 30.0
 """Limit for one call with evidence."""
+BODIES_AT_ONCE = 2
+"""That this peer shows: if all shared its line none would come in time."""
 MAX_BODIES = 4
 """Evidence with its data that is looked at at once: 256 MiB, one of each peer."""
 SUSPECTS_STEPS = 20
@@ -102,19 +103,29 @@ class Convictions(Verdicts):
         body = body if sum(memoryview(b).nbytes for b in body) <= MAX_EVIDENCE_BYTES else []
         near = {self._stage - 1, self._stage + 1, 0} - {self._stage}
         others = (near, set(range(self._run.S)) - near - {self._stage}) if to_all else ()
-        told: list[tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]] = []
-        told += [(peer, body, []) for peer in self._at({self._stage}) if peer != self._transport.peer_id]
-        told += [(peer, [], body) for stages in others for peer in self._at(stages)]
-        told += [(trainer, [], []) for trainer in self._run.admission.trainers if to_all]
+        here = [peer for peer in self._at({self._stage}) if peer != self._transport.peer_id]
+        told = [peer for stages in others for peer in self._at(stages)]
+        told += self._run.admission.trainers if to_all else ()
+        room = asyncio.Semaphore(BODIES_AT_ONCE)
 
-        async def tell(one: tuple[PeerId, Sequence[Buffer], Sequence[Buffer]]) -> None:
-            peer, shown, if_asked = one
-            show = partial(self._transport.call, peer, "evidence", header, deadline_s=PASS_ON_S)
+        def call(peer: PeerId, shown: Sequence[Buffer] = ()) -> Awaitable[Answer]:
+            return self._transport.call(peer, "evidence", header, shown, deadline_s=PASS_ON_S)
+
+        async def show(peer: PeerId) -> None:
             with contextlib.suppress(SwarmError):
-                answer = await show(shown)
-                if if_asked and unpack_answer(peer, answer.header, Heard).asks:
-                    await show(if_asked)
+                with contextlib.suppress(PeerSilent):
+                    async with room:
+                        await call(peer, body)
+                        return
+                await call(peer)  # a line may be too slow: it asks its stage then
 
+        async def tell(peer: PeerId) -> None:
+            with contextlib.suppress(SwarmError):
+                answer = await call(peer)
+                if body and unpack_answer(peer, answer.header, Heard).asks:
+                    self._tasks.create_task(show(peer))
+
+        self._tasks.create_task(for_each(here[: MAX_TOLD**2], show, BODIES_AT_ONCE if body else MAX_TOLD))
         self._tasks.create_task(for_each(told[: MAX_TOLD**2], tell, MAX_TOLD))
 
     def _at(self, stages: Collection[Stage]) -> list[PeerId]:

@@ -5367,8 +5367,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-are-not-told",
         CONVICTIONS,
-        "for trainer in self._run.admission.trainers if to_all]",
-        "for trainer in ()]",
+        "self._run.admission.trainers if to_all else ()",
+        "()",
         "A trainer sends a sixth of the microbatches to a peer whose work does not count, for twenty steps.",
         ("test_judges",),
     ),
@@ -7991,6 +7991,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         "A peer that has read 64 chunks of another one gets no other from it, and nobody joins.",
         ("test_judges", "test_state_leases"),
+    ),
+    Mutation(
+        "large-evidence-is-shown-to-all-at-once",
+        CONVICTIONS,
+        "asyncio.Semaphore(BODIES_AT_ONCE)",
+        "asyncio.Semaphore(MAX_TOLD)",
+        "Over a slow line evidence of some MB reaches nobody.",
+        ("test_judges",),
+    ),
+    Mutation(
+        "whom-large-evidence-does-not-reach-hears-nothing",
+        CONVICTIONS,
+        "with contextlib.suppress(PeerSilent):",
+        "with contextlib.nullcontext():",
+        "A replica on a slow line goes on with a peer that most of its stage has convicted.",
+        ("test_judges",),
     ),
     Mutation(
         "a-keeper-waits-for-a-slow-source",

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from peers.audit.answers import AT_ONCE
-from peers.audit.convictions import MAX_BODIES
+from peers.audit.convictions import BODIES_AT_ONCE, MAX_BODIES, PASS_ON_S
 from peers.audit.kept import KEPT_S, MAX_GIVEN
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
@@ -33,6 +33,7 @@ from swarm.wire.evidence import (
     Audited,
     Convicted,
     FalseContribution,
+    Heard,
     ShowEvidence,
     WrongAnswer,
     WrongContribution,
@@ -386,6 +387,41 @@ async def test_bodies_of_evidence_are_looked_at_one_of_each_peer_and_four_at_onc
         assert all("does not show" in str(answer) for answer in answers)
         with pytest.raises(Refused, match="does not show"):
             await shows("s0p2", accused[1])
+
+
+async def test_large_evidence_is_shown_to_two_at_a_time_and_told_to_those_whom_it_does_not_reach() -> None:
+    """Over a line of 10 Mbit/s 24 MB reached nobody of a stage in 30 s, and nobody heard of the liar."""
+    async with swarm(RUN, replicas=5) as s:
+        give_voice(s, *(f"s{stage}p{replica}" for stage in range(2) for replica in range(5)))
+        await s.until_serving()
+        reached, told, most = list[str](), list[str](), 0
+
+        def hears(name: str) -> None:
+            async def evidence(request: Request) -> Answer:
+                nonlocal most
+                if not request.body_sizes:
+                    told.append(name)
+                    return Answer(pack(Heard()))
+                reached.append(name)
+                most = max(most, len(reached))
+                await asyncio.sleep(20.0)
+                reached.remove(name)
+                if name == "s1p1":
+                    await asyncio.sleep(1e6)
+                return Answer(pack(Heard()))
+
+            s.network.peers[name].transport.serve("evidence", evidence, max_body_bytes=1 << 20)
+
+        for replica in range(1, 5):
+            hears(f"s1p{replica}")
+        said, signature = answer_of("s1p4")
+        evidence = WrongAnswer(
+            accused="s1p4", statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
+            input_grads=(),
+        )  # fmt: skip
+        s.peers["s1p0"].convictions.pass_on(evidence, [b"large"])
+        await asyncio.sleep(3 * PASS_ON_S)
+        assert most == BODIES_AT_ONCE and told == ["s1p1"]
 
 
 def added_falsely(name: str, stage: int) -> WrongContribution:
