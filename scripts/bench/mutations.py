@@ -1325,10 +1325,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "obey-anybody",
         PROTOCOL,
-        "if sender == directive.coordinator == self.coordinator(self._stage, now=now):",
+        "if sender == directive.coordinator and sender in (seen, told):",
         "if True:",
         "A stranger makes a replica undo its sum.",
         ("test_council",),
+    ),
+    Mutation(
+        "after-late-steps-hear-only-the-one-that-one-sees",
+        PROTOCOL,
+        "told = last.coordinator if last and self._rotation.late else None",
+        "told = None",
+        "A replica that saw one turn less than the others is a second behind in each of 20 steps.",
+    ),
+    Mutation(
+        "count-late-steps-only-up-to-the-last-look",
+        "swarm/policy/rotation.py",
+        "if alone and limit_s < took_s and now - self._seen_s <= SLEPT_S:",
+        "if False:",
+        "Who looked a second before a turn was over follows another coordinator than the others.",
+    ),
+    Mutation(
+        "turns-that-end-to-the-millisecond",
+        "swarm/policy/rotation.py",
+        "TOGETHER_S = 0.5",
+        "TOGETHER_S = 0.0",
+        "Who heard of a step a moment later than the others follows another coordinator than they.",
     ),
     Mutation(
         "follow-an-overtaken-directive",

@@ -28,6 +28,10 @@ on busy machines, one is long enough in the end (as the views of Castro and Lisk
 SLEPT_S = 5.0
 """This peer itself was away for so long: it has not seen who held what up."""
 
+TOGETHER_S = 0.5
+"""A turn that was over for one, whereupon the step ended, was over for all: they count up to the end of the
+step and so much longer, since they began to at moments that are so near."""
+
 
 class Rotation:
     """Whose turn it is to coordinate, as one peer sees it."""
@@ -51,6 +55,8 @@ class Rotation:
     def stepped(self, *, now: float, alone: bool = True) -> None:
         """This peer has taken a step, `alone`, or got other weights: that tells not how long steps take."""
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
+        if alone and limit_s < took_s and now - self._seen_s <= SLEPT_S:
+            self._count(now + TOGETHER_S, limit_s)
         self._in_time = self._in_time + 1 if took_s <= limit_s else 0
         if self._in_time >= STEPS:
             self._used = 0.0
@@ -79,10 +85,13 @@ class Rotation:
         if passed() and not (leads and self._taken_back):  # in its own turn they do not follow it
             self._used, self._stepped_s, self._taken_back = self._used_before, now, True
         else:
-            turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S
-            self._used += (now - self._counted_s) / max(turn_s, limit_s)
+            self._count(now, limit_s)
         self._counted_s = now
         return None if was_late and int(self._used) == turn else turn
+
+    def _count(self, until_s: float, limit_s: float) -> None:
+        turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S
+        self._used += (until_s - self._counted_s) / max(turn_s, limit_s)
 
     def in_turn(self, peers: Sequence[PeerId], turn: int | None = None) -> list[PeerId]:
         """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on."""

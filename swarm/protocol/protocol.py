@@ -292,8 +292,11 @@ class StepProtocol:
                 f"a directive for stage {directive.stage} of run {directive.run[:40]!r}; "
                 f"this is stage {self._stage}"
             )
-        if sender == directive.coordinator == self.coordinator(self._stage, now=now):
-            self.directive_came(directive, now=now, seen=sender)
+        # After late steps it may see another one than the others follow, whose word is in its answers.
+        seen, last = self.coordinator(self._stage, now=now), self.directive
+        told = last.coordinator if last and self._rotation.late else None
+        if sender == directive.coordinator and sender in (seen, told):
+            self.directive_came(directive, now=now, seen=seen)
 
     def directive_came(self, directive: Directive, *, now: float, seen: PeerId | None = None) -> None:
         """Follow a directive of this replica's coordinator: the answer to its report, or its own decision.

@@ -104,6 +104,20 @@ def test_late_steps_add_up() -> None:
     assert this.first == "bob"
 
 
+def test_all_come_to_the_turn_of_the_one_that_ends_a_late_step() -> None:
+    """One looks once a second; the step ended a moment after another one had looked, whose turn that was. The
+    first followed the coordinator before for 20 steps, and was a second behind in each.
+    """
+    for looked_s, later_s in ((0.01, 0.0), (-0.9, 0.0), (-0.9, 0.3)):
+        this = Watched()
+        this.steps(3)
+        began_s, this.now = this.now, this.now + later_s
+        this.rotation.stepped(now=this.now)
+        this.waits(FIRST_TURN_S + looked_s - later_s)
+        this.rotation.stepped(now=began_s + FIRST_TURN_S + 0.02)
+        assert this.first == "bob", (looked_s, later_s)
+
+
 def test_what_is_usual_follows_from_the_steps() -> None:
     this = Watched()
     this.steps(5, each_s=8.0)

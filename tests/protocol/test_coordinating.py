@@ -131,3 +131,23 @@ def test_a_replica_does_not_follow_two_coordinators_in_turn() -> None:
     ):  # fmt: skip
         protocol.directive_came(directive(coordinator), now=now)
         assert protocol.directive is not None and protocol.directive.coordinator == followed
+
+
+def test_while_steps_are_late_the_coordinator_that_the_others_follow_may_push() -> None:
+    """The one that this replica sees answers with what that one decided. What it did not push was a second
+    late in each of the next 20 steps, of which commits were.
+    """
+    protocol = protocol_of("b", others=(record("a", 1, 1.0), record("c", 1, 3.0)))
+    protocol.directive_came(directive("c"), now=NOW)
+    protocol.hear_directive("c", directive("c", number=2), now=NOW)
+    assert protocol.directive == directive("c")
+    protocol._rotation._usual.answered(1.0)
+    for second in range(11, -1, -1):
+        protocol._rotation.waits(now=NOW - second)
+    assert protocol._rotation.late and protocol.coordinator(1, now=NOW) == "a"
+    protocol.hear_directive("c", directive("c", number=2), now=NOW)
+    assert protocol.directive == directive("c", number=2)
+    protocol.hear_directive("d", directive("d", number=2), now=NOW)
+    protocol.hear_directive("a", directive("a"), now=NOW)
+    protocol.hear_directive("c", directive("c", number=3), now=NOW)
+    assert protocol.directive == directive("a")

@@ -189,19 +189,26 @@ def answers_every_other_call(s: Swarm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lie", "seed"),
+    ("lie", "seed", "replicas"),
     [
-        (answers_until_its_turn_is_over, 1),
-        (answers_until_its_turn_is_over, 3),
-        (answers_every_other_call, 1),
+        (answers_until_its_turn_is_over, 1, 3),
+        (answers_until_its_turn_is_over, 3, 3),
+        (answers_until_its_turn_is_over, 2, 5),
+        (answers_every_other_call, 1, 3),
     ],
 )
 async def test_one_that_answers_some_calls_costs_one_budget_whatever_else_it_does(
-    lie: Lie, seed: int
+    lie: Lie, seed: int, replicas: int
 ) -> None:
-    """In 20 steps. An answer made each caller wait as long as before for the next one: 58, 77 and 72 s."""
-    clean_s = await lasts_s(1, None, dtype="float32", seed=seed, steps=STEPS * 3)
-    assert await lasts_s(1, lie, dtype="float32", seed=seed, steps=STEPS * 3) - clean_s <= BUDGET_S
+    """In 20 steps. An answer made each caller wait as long as before for the next one: 58, 77 and 72 s. Of 5
+    some counted a turn less than the others, and were a second behind in each step: 48 s.
+    """
+
+    async def taken_s(lie: Lie | None) -> float:
+        return await lasts_s(1, lie, replicas=replicas, dtype="float32", seed=seed, steps=STEPS * 3)
+
+    clean_s = await taken_s(None)
+    assert await taken_s(lie) - clean_s <= BUDGET_S
 
 
 @pytest.mark.slow
