@@ -1340,9 +1340,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "count-late-steps-only-up-to-the-last-look",
         "swarm/policy/rotation.py",
-        "if alone and limit_s < took_s and now - self._seen_s <= SLEPT_S:",
+        "if saw and self._is_late(took_s):",
         "if False:",
         "Who looked a second before a turn was over follows another coordinator than the others.",
+    ),
+    Mutation(
+        "only-a-step-that-is-late-by-itself-counts",
+        "swarm/policy/rotation.py",
+        "(self.late or sum(self._slow_s) + took_s > limit_s)",
+        "took_s > limit_s",
+        "A coordinator that has each step take 9 s goes on, and costs 181 s in 20 steps.",
+    ),
+    Mutation(
+        "count-of-slow-steps-only-the-last",
+        "swarm/policy/rotation.py",
+        "before_s = 0.0 if self.late else sum(self._slow_s)",
+        "before_s = 0.0",
+        "A coordinator that has each step take 9 s has two turns' time.",
     ),
     Mutation(
         "turns-that-end-to-the-millisecond",
@@ -5876,14 +5890,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "turns-begin-anew-with-each-step",
         "swarm/policy/rotation.py",
-        "        if self._in_time >= STEPS:\n            self._used = 0.0\n",
+        "        if in_time:\n            self._used = 0.0\n",
         "        self._used = 0.0\n",
         "A coordinator that has each step take 24 s goes on.",
     ),
     Mutation(
         "a-coordinator-that-lied-is-never-first-again",
         "swarm/policy/rotation.py",
-        "        if self._in_time >= STEPS:\n",
+        "        if in_time:\n",
         "        if False:\n",
         "Once late, a stage's replicas tell four of stage 0 what one should know, for ever.",
     ),
@@ -5897,8 +5911,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-for-what-nobody-saw",
         "swarm/policy/rotation.py",
-        "            self._stepped_s = self._counted_s = now\n        limit_s",
-        "            pass\n        limit_s",
+        "            self._stepped_s = self._counted_s = now\n        self._seen_s",
+        "            pass\n        self._seen_s",
         "A machine that slept sees other coordinators than the rest.",
     ),
     Mutation(
@@ -5982,15 +5996,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "first-turns-as-long-as-later-ones",
         "swarm/policy/rotation.py",
-        "turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
-        "turn_s = BUDGET_S",
+        "BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
+        "BUDGET_S",
         "A coordinator that lies for its turn, and then holds two rounds up, costs 40 s.",
     ),
     Mutation(
         "later-turns-as-short-as-first-ones",
         "swarm/policy/rotation.py",
-        "turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
-        "turn_s = FIRST_TURN_S",
+        "BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
+        "FIRST_TURN_S",
         "The next one's turn is over before it has seen who holds its rounds up: of two that one is back.",
     ),
     Mutation(

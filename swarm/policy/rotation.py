@@ -7,6 +7,7 @@ turns, by how long late steps have lasted, which all see alike: docs/design.md, 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from swarm.ids import PeerId
@@ -14,7 +15,13 @@ from swarm.policy.backoff import BUDGET_S, STEPS
 from swarm.policy.timeouts import AdaptiveTimeout
 
 LATE_S = 10.0
-"""A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it."""
+"""A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it. Of
+the last `STEPS` those that are slow are late together: else each may take as long."""
+SLOW_S = 1.0
+"""In 20 steps so much of each is less than the 30 s that one may cost."""
+TIMES_SLOW = 3.0
+KNOWN_STEPS = 5
+"""With fewer steps it is not known how long they usually take."""
 FIRST_LATE_S = 30.0
 """The same, before this peer has taken a step."""
 FIRST_TURN_S = BUDGET_S / 2
@@ -44,8 +51,8 @@ class Rotation:
         """How many turns of the first length late steps have used up; the same at the last step."""
         self._taken_back = False
         """Since the last step."""
-        self._in_time = 0
-        """Steps in a row that were not late."""
+        self._slow_s = deque[float](maxlen=STEPS)
+        """How long the slow ones of the last steps took; 0 for each of the others."""
 
     @property
     def late(self) -> bool:
@@ -55,10 +62,13 @@ class Rotation:
     def stepped(self, *, now: float, alone: bool = True) -> None:
         """This peer has taken a step, `alone`, or got other weights: that tells not how long steps take."""
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
-        if alone and limit_s < took_s and now - self._seen_s <= SLEPT_S:
-            self._count(now + TOGETHER_S, limit_s)
-        self._in_time = self._in_time + 1 if took_s <= limit_s else 0
-        if self._in_time >= STEPS:
+        saw = alone and now - self._seen_s <= SLEPT_S
+        if saw and self._is_late(took_s):
+            self._count(now)
+            self._used = max(self._used, float(int(self._used + TOGETHER_S / self._turn_s)))
+        self._slow_s.append(took_s if saw and self._is_slow(took_s) else 0.0)
+        in_time = len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s
+        if in_time:
             self._used = 0.0
         if alone and took_s <= limit_s:
             self._usual.answered(took_s if self._usual.known else FIRST_SHARE * took_s)
@@ -76,22 +86,38 @@ class Rotation:
         the turn is its own. `passed`: whether others have taken that step, so that it was late for this peer
         only. Returns the turn in which the step became late just now, or after which another one began.
         """
-        turn, was_late = int(self._used), self._counted_s > self._stepped_s
+        limit_s, turn = self._usual.limit_s, int(self._used)
+        was_late = self.late and not self._seen_s - self._stepped_s <= limit_s < now - self._stepped_s
         if now - self._seen_s > SLEPT_S or not counts:
             self._stepped_s = self._counted_s = now
-        limit_s, self._seen_s = self._usual.limit_s, now
-        if now - self._stepped_s <= limit_s:
+        self._seen_s = now
+        if not self._is_late(now - self._stepped_s):
             return None
         if passed() and not (leads and self._taken_back):  # in its own turn they do not follow it
             self._used, self._stepped_s, self._taken_back = self._used_before, now, True
         else:
-            self._count(now, limit_s)
+            self._count(now)
         self._counted_s = now
         return None if was_late and int(self._used) == turn else turn
 
-    def _count(self, until_s: float, limit_s: float) -> None:
-        turn_s = BUDGET_S if self._used >= 1.0 else FIRST_TURN_S
-        self._used += (until_s - self._counted_s) / max(turn_s, limit_s)
+    def _is_slow(self, took_s: float) -> bool:
+        """Whether a step that takes so long counts, if others did so too."""
+        known = len(self._slow_s) >= KNOWN_STEPS
+        return took_s > (max(SLOW_S, TIMES_SLOW * self._usual.typical_s) if known else self._usual.limit_s)
+
+    def _is_late(self, took_s: float) -> bool:
+        """Whether a step is late that takes so long: by itself, or together with other slow ones."""
+        limit_s = self._usual.limit_s
+        return self._is_slow(took_s) and (self.late or sum(self._slow_s) + took_s > limit_s)
+
+    @property
+    def _turn_s(self) -> float:
+        return max(BUDGET_S if self._used >= 1.0 else FIRST_TURN_S, self._usual.limit_s)
+
+    def _count(self, now: float) -> None:
+        """Count the time up to now; at first that of the steps before that were slow as well."""
+        before_s = 0.0 if self.late else sum(self._slow_s)
+        self._used += (before_s + now - self._counted_s) / self._turn_s
 
     def in_turn(self, peers: Sequence[PeerId], turn: int | None = None) -> list[PeerId]:
         """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on."""

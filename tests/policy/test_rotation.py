@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import STEPS
-from swarm.policy.rotation import FIRST_LATE_S, FIRST_TURN_S, LATE_S, SLEPT_S, Rotation
+from swarm.policy.rotation import FIRST_LATE_S, FIRST_TURN_S, LATE_S, SLEPT_S, SLOW_S, Rotation
 
 PEERS = ["ann", "bob", "cid"]
 
@@ -72,7 +72,7 @@ def test_who_had_the_turn_is_named_once_when_a_step_becomes_late_and_once_when_t
     this, named = Watched(), dict[float, str]()
     this.steps(3)
     stepped = this.now
-    for _ in range(60):
+    for _ in range(45):
         this.now += 1.0
         turn = this.rotation.waits(now=this.now)
         if turn is not None:
@@ -102,6 +102,34 @@ def test_late_steps_add_up() -> None:
     this.steps(10)
     this.steps(2, each_s=LATE_S + 3.0)
     assert this.first == "bob"
+
+
+def test_slow_steps_that_are_not_late_by_themselves_are_late_together() -> None:
+    """A coordinator that had each step take 9 s cost 181 s in 20 steps, and kept its turn."""
+    this = Watched()
+    this.steps(10)
+    this.steps(3, each_s=2.8)
+    assert not this.rotation.late
+    this.steps(1, each_s=2.8)
+    assert this.rotation.late and this.first == "ann"
+    this.steps(1, each_s=2.8)
+    assert this.first == "bob"
+
+
+def test_steps_that_are_slow_now_and_then_are_not_late() -> None:
+    this = Watched()
+    for _ in range(10):
+        this.steps(STEPS // 2)
+        this.steps(1, each_s=LATE_S / 2 - 0.5)
+    this.steps(STEPS, each_s=SLOW_S)
+    assert this.first == "ann" and not this.rotation.late
+
+
+def test_steps_that_take_longer_than_they_did_are_late_no_more_once_that_is_usual() -> None:
+    this = Watched()
+    this.steps(40)
+    this.steps(60, each_s=4.0)
+    assert not this.rotation.late
 
 
 def test_all_come_to_the_turn_of_the_one_that_ends_a_late_step() -> None:

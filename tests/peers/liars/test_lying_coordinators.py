@@ -212,6 +212,30 @@ async def test_one_that_answers_some_calls_costs_one_budget_whatever_else_it_doe
 
 
 @pytest.mark.slow
+async def test_a_coordinator_that_has_no_step_late_but_each_slow_costs_its_budget() -> None:
+    """It says 9 s later that its stage is ready: 181 s in 20 steps, since none took as long as a late one."""
+
+    def says_late(s: Swarm) -> None:
+        liar, since_s = s.peers["s1p0"].coordination.protocol, dict[int, float]()
+        honest = liar._coordinator.summary  # type: ignore
+
+        def summary(*args: Any, **more: Any) -> StageSummary:
+            said, now = honest(*args, **more), s.network.loop.now_s
+            kept = {
+                step.t for step in said.steps if step.ready and now < since_s.setdefault(step.t, now) + 9.0
+            }
+            steps = (
+                msgspec.structs.replace(step, ready=step.ready and step.t not in kept) for step in said.steps
+            )
+            return msgspec.structs.replace(said, steps=tuple(steps))
+
+        liar._coordinator.summary = summary  # type: ignore[method-assign]
+
+    clean_s = await lasts_s(1, None, dtype="float32", steps=STEPS * 3)
+    assert await lasts_s(1, says_late, dtype="float32", steps=STEPS * 3) - clean_s <= BUDGET_S
+
+
+@pytest.mark.slow
 async def test_a_coordinator_that_hides_that_its_stage_is_ready_has_one_turn() -> None:
     """With seed 4 a replica that heard of the commit a moment after the others took its turn back."""
 
