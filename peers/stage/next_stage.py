@@ -145,6 +145,7 @@ class NextStage:
         return all(self._router.backoff.in_backoff(p, now=now) for p in self._router.peers(self.stage))
 
     def _refresh_peers(self) -> None:
+        self._limits.callers = max(1, len(self._directory.at(self.stage - 1)))
         records = self._directory.at(self.stage)
         if records is not self._seen:
             self._seen = records

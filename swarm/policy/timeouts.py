@@ -87,6 +87,8 @@ TRIAL_S = 3.0
 
 USUAL_HOLD_S = 1.5
 """A peer whose step is about to open may hold a request so long before it says that it is not."""
+ALL_TRIALS_S = 10.0
+"""All callers together may lose so much by one that was charged lately: each learns for itself."""
 
 
 class CallLimits:
@@ -98,6 +100,8 @@ class CallLimits:
         self._answered_s = float("-inf")
         """When a call was answered last."""
         self._calls = Counter[PeerId]()
+        self.callers = 1
+        """Those that call this stage, as far as is known."""
 
     @contextmanager
     def call(
@@ -119,7 +123,8 @@ class CallLimits:
 
         One that has never answered, or not since it failed, or cost anything in the last steps, has less,
         since a microbatch that nobody answers holds up its step: twice as long each time, so that one that
-        wakes slowly is known in the end, and three times what it took itself.
+        wakes slowly is known in the end, and three times what it took itself. One that was charged has the
+        less time the more callers there are, since each learns for itself.
         `serving`: records of the stages that it passes.
         Until one has answered, the calls that are under way to it are done one by one. What it may cost then
         follows from the fastest of each stage: strangers that say that they are slow would make it more.
@@ -128,9 +133,11 @@ class CallLimits:
         self._usual.expected_s = before * expected_s(there)
         limit_s = self._usual.limit_s
         self._backoff.calls_take(self._usual.typical_s or before * expected_s(there, max))
-        suspected = self._backoff.was_charged(peer, t=t) or not self._router.knows(self._stage, peer)
+        charged = self._backoff.was_charged(peer, t=t)
+        suspected = charged or not self._router.knows(self._stage, peer)
         if self._usual.known and suspected:
-            trial_s = max(self._trial_s, TRIAL_S + 3 * self._router.took_s(self._stage, peer))
+            least_s = max(USUAL_HOLD_S, min(TRIAL_S, ALL_TRIALS_S / self.callers)) if charged else TRIAL_S
+            trial_s = least_s + 3 * max(self._usual.typical_s, self._router.took_s(self._stage, peer))
             limit_s = min(limit_s, self._backoff.doubled(peer) * trial_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
 

@@ -7,7 +7,15 @@ from contextlib import ExitStack
 
 from swarm.policy.backoff import BUDGET_S
 from swarm.policy.router import Router
-from swarm.policy.timeouts import MIN_S, TIMES_EXPECTED, TRIAL_S, AdaptiveTimeout, CallLimits, expected_s
+from swarm.policy.timeouts import (
+    MIN_S,
+    TIMES_EXPECTED,
+    TRIAL_S,
+    USUAL_HOLD_S,
+    AdaptiveTimeout,
+    CallLimits,
+    expected_s,
+)
 from swarm.records import PeerRecord
 
 
@@ -110,6 +118,20 @@ def test_one_that_was_charged_has_the_time_of_an_unknown_one_and_of_its_own_answ
     router.backoff.charge("z", t=3, since_s=7.0, now=7.0)
     assert limits.limit_s("z", [], t=22) == TRIAL_S + 3 * 1.4
     assert limits.limit_s("z", [], t=23) == 2 * MIN_S
+
+
+def test_one_that_was_charged_has_the_less_time_the_more_callers_learn_that_for_themselves() -> None:
+    """Of 7 callers each lost as much as one of 2."""
+    router, limits = limits_of("a", "z")
+    router.answered(0, "z", 0.2)
+    limits.answered(0.2, now=0.0)
+    router.backoff.charge("z", t=3, since_s=7.0, now=7.0)
+    limits_s = []
+    for callers in (2, 3, 5, 100):
+        limits.callers = callers
+        limits_s.append(round(limits.limit_s("z", [], t=3) - 0.6, 3))
+    assert limits_s == [TRIAL_S, TRIAL_S, 2.0, USUAL_HOLD_S], "one may hold a call until its step opens"
+    assert limits.limit_s("a", [], t=3) == TRIAL_S + 0.6, "an unknown one was charged with nothing"
 
 
 def test_one_that_says_it_has_begun_needs_half_of_the_time() -> None:

@@ -200,6 +200,23 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
     assert await goes_to(route=("b",)) != "b"
 
 
+async def test_of_many_callers_each_has_less_patience_with_one_that_was_charged() -> None:
+    """Each learns for itself."""
+    line, records, router = Line(), Records(), Router()
+    records.known = [replica(run=TWO.id, stage=1, peer="a")]
+    following = NextStage(
+        TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    line.answers["work"] = lambda peer, _: WorkDone(loss=0.0)
+    router.backoff.charge("a", t=0, since_s=now_s(), now=now_s())
+    limits_s = list[float]()
+    for callers in (2, 5):
+        records.known += [replica(run=TWO.id, stage=0, peer=f"{callers} {each}") for each in range(callers)]
+        await following.call(work(), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+        limits_s.append(following._limits.limit_s("a", [], t=0))
+    assert limits_s[1] < limits_s[0] - 1.0
+
+
 @pytest.mark.parametrize("caller", "pqrstu")
 async def test_what_failed_once_goes_to_one_that_is_known(caller: str) -> None:
     line, records, router, asked = Line(), Records(), Router(caller=caller), list[str]()
