@@ -87,7 +87,7 @@ TRIAL_S = 3.0
 
 USUAL_HOLD_S = 1.5
 """A peer whose step is about to open may hold a request so long before it says that it is not."""
-ALL_TRIALS_S = 10.0
+ALL_TRIALS_S = 8.0
 """All callers together may lose so much by one that was charged lately: each learns for itself."""
 
 
