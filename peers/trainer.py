@@ -400,13 +400,15 @@ class Trainer:
         parts, answered = [(hop.own_s, hop.device_s) for hop in hops], {hop.peer for hop in hops}
         for hop in hops:
             if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
-                self._router.answered(hop.stage, hop.peer, hop.work_s, min(took_s, open_s))
+                beside = (self._router.count(hop.stage + by) for by in (-1, 1))
+                work_s = max(hop.work_s, self._latency.busy_s(hop.peer, *beside))
+                self._router.answered(hop.stage, hop.peer, work_s, min(took_s, open_s))
         for stage, peer in enumerate(route):
             if peer not in answered:
                 self._router.passed_by(stage, peer, min(took_s, open_s))
         for here, there in pairwise(hops):
             if 0 < there.latency_s <= took_s:
-                self._latency.took(here.peer, there.peer, there.latency_s)
+                self._latency.took(here.peer, there.peer, there.latency_s, there.rtt_s)
                 parts.append((there.latency_s, self._latency.least_s(here.peer, there.peer)))
         here_s = took_s - sum(part_s for part_s, _ in parts)
         if hops and here_s > 0.0 and min(parts)[0] >= 0.0:

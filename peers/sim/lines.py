@@ -50,6 +50,10 @@ class Lines:
         """How long a message is on its way, once."""
         return dice.between(self.least_s, self.most_s) + sent.size_bytes / self.bytes_per_s
 
+    def round_trip_s(self, here: PeerId, there: PeerId) -> float:
+        """What a peer measures of a small call; 0: nothing, since each takes another time."""
+        return 0.0
+
 
 class SharedLines(Lines):
     """All lines of a network, and until when each is taken. Devices are named by their index."""
@@ -69,6 +73,9 @@ class SharedLines(Lines):
     def latency_s(self, i: int, j: int) -> float:
         """The latency one way."""
         return self._latency_s[self._region[i]][self._region[j]] if i != j else 0.0
+
+    def round_trip_s(self, here: PeerId, there: PeerId) -> float:
+        return 2 * self.latency_s(self.device_of[here], self.device_of[there])
 
     def down_s(self, i: int, size_bytes: float) -> float:
         """Seconds of a download that nothing else limits."""

@@ -129,7 +129,8 @@ class SimTransport:
         was = self.lines.get(peer, NetworkPath())
         sent_bytes = was.sent_bytes + len(header) + _size(body)
         came_bytes = was.received_bytes + len(answer.header) + size
-        self.lines[peer] = NetworkPath(was.rtt_s, was.bandwidth_bps, sent_bytes, came_bytes, was.memory_bytes)
+        trip_s = self._network.lines.round_trip_s(self.peer_id, peer)
+        self.lines[peer] = NetworkPath(trip_s, was.bandwidth_bps, sent_bytes, came_bytes, was.memory_bytes)
         return answer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from peers.clock import now_s
-from peers.ports import Answer, Buffer, Directory, Transport
+from peers.ports import Answer, Buffer, Directory, NetworkPath, Transport
 from peers.status_query import holders, refusing
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
@@ -121,7 +121,8 @@ class NextStage:
                 # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
                 told = [hop.work_s for hop in done.hops if hop.peer == peer and 0.0 <= hop.own_s <= took_s]
                 self._router.answered(self.stage, peer, told[0] if told else took_s, took_s)
-                done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s))
+                line = self._transport.lines.get(peer, NetworkPath())
+                done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
                 self._note_answered(work, peer)
                 return peer, done, answer
         raise reason

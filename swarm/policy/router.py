@@ -108,6 +108,10 @@ class Router:
         """All peers known at `stage`, in backoff or not."""
         return sorted(self._queue_of(stage).known)
 
+    def count(self, stage: Stage) -> int:
+        """The number of these; 0 before the first stage, and behind the last."""
+        return len(self._queue_of(stage).known)
+
     def knows(self, stage: Stage, peer: PeerId) -> bool:
         """Whether `peer` has answered here."""
         return (candidate := self._queue_of(stage).known.get(peer)) is not None and candidate.measured

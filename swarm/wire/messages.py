@@ -60,6 +60,8 @@ MAX_LONG_BYTES = 1 << 20
 microbatches takes 0.5 MB at most, the plan of a reduce of 1,000 replicas 0.1 MB."""
 MAX_HOPS = 256
 """Of those in an answer: 31 kB. What the others spent is told to nobody."""
+MAX_ROUND_TRIPS = 32
+"""Of those in an answer, as room is left. Links further behind are priced, and limit no share."""
 MAX_RECEIPTS = 60
 """Of those in an answer, or in a request: 12 kB. Those of stages further behind are checked by their callers
 only."""
@@ -138,6 +140,8 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The part of it in which its device worked."""
     latency_s: float = 0.0
     """Time on the line from its caller and back, as the caller measured it; 0 = not known."""
+    rtt_s: float = 0.0
+    """The part of it that any message takes, however small; 0 = not known."""
     upload_s: float = 0.0
     """How long its upload is busy with a microbatch, if its owner limits that."""
     receipt: Receipt | None = None
@@ -154,7 +158,7 @@ class Hop(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return max(self.device_s, self.upload_s) if 0.0 < self.upload_s < math.inf else self.device_s
 
 
-def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
+def with_latency(hops: tuple[Hop, ...], took_s: float, rtt_s: float) -> tuple[Hop, ...]:
     """The hops that a caller passes on: the time of its call that no peer spent is the first hop's latency.
 
     If the work was already done, only the answer was waited for: then nothing is known.
@@ -162,9 +166,12 @@ def with_latency(hops: tuple[Hop, ...], took_s: float) -> tuple[Hop, ...]:
     if not hops:
         return hops
     latency_s = took_s - sum(hop.own_s for hop in hops) - sum(hop.latency_s for hop in hops[1:])
-    first = msgspec.structs.replace(hops[0], latency_s=latency_s if 0.0 < latency_s <= took_s else 0.0)
-    behind = (msgspec.structs.replace(hop, receipt=None, upload_s=0.0) for hop in hops[MAX_RECEIPTS:MAX_HOPS])
-    return (first, *hops[1:MAX_RECEIPTS], *behind)
+    latency_s = latency_s if 0.0 < latency_s <= took_s else 0.0
+    first = msgspec.structs.replace(hops[0], latency_s=latency_s, rtt_s=rtt_s)
+    middle = (msgspec.structs.replace(hop, rtt_s=0.0) for hop in hops[MAX_ROUND_TRIPS:MAX_RECEIPTS])
+    short = {"receipt": None, "upload_s": 0.0, "rtt_s": 0.0}
+    behind = (msgspec.structs.replace(hop, **short) for hop in hops[MAX_RECEIPTS:MAX_HOPS])
+    return (first, *hops[1:MAX_ROUND_TRIPS], *middle, *behind)
 
 
 class WorkDone(msgspec.Struct, frozen=True, kw_only=True):

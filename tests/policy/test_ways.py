@@ -58,6 +58,23 @@ def test_the_price_of_a_way_counts_what_is_in_flight_on_it_until_that_has_come_b
     assert not ways._in_flight
 
 
+def test_the_links_of_a_peer_share_its_microbatches_and_round_trips_keep_none_busy() -> None:
+    ways = LinkLatency()
+    assert ways.busy_s("p", 2, 1) == 0.0
+    ways.took("a", "p", 0.5)
+    assert ways.busy_s("p", 2, 1) == 0.0, "the round trip is not known"
+    ways.took("a", "p", 0.5, 0.1)
+    assert ways.busy_s("p", 1, 1) == pytest.approx(0.2, rel=0.01)
+    assert ways.busy_s("p", 2, 1) == pytest.approx(0.1, rel=0.01), "half through each, of which one is known"
+    ways.took("b", "p", 0.5, 0.1)
+    assert ways.busy_s("p", 2, 1) == pytest.approx(0.1, rel=0.01)
+    assert ways.busy_s("p", 0, 0) == ways.busy_s("q", 2, 1) == 0.0
+    ways.took("p", "c", 0.8, 0.2)
+    assert ways.busy_s("p", 2, 1) == pytest.approx(0.3), "all through one"
+    ways.took("p", "c", 0.1, 0.2)
+    assert ways.busy_s("p", 2, 1) == pytest.approx(0.1, rel=0.01), "less than a round trip: no time"
+
+
 def test_the_oldest_of_too_many_ways_are_forgotten() -> None:
     ways = LinkLatency()
     for i in range(MAX_PAIRS + 2):

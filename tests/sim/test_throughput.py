@@ -371,6 +371,18 @@ def test_a_window_learns_within_two_steps(count: int, microbatches: int) -> None
     assert max(steps_s[2:]) < 1.05 * best_s
 
 
+@pytest.mark.parametrize(("line_bps", "takes_s"), [(1.2e8, 4.9), (5e8, 1.85), (2e9, 1.5)])
+def test_devices_share_work_by_what_limits_it_their_speed_or_their_links(
+    line_bps: float, takes_s: float
+) -> None:
+    """Of two in a stage one is twice as fast. By speed alone a step takes 7.4 s where lines limit."""
+    devices = tuple(Device(f"d{i}", 0, (1.0, 0.5)[i % 2]) for i in range(4))
+    work = replace(job(2, 64, boundary=4e6, gradient=1e6), forward_flops=(0.01,) * 2)
+    net = Network(devices, ("here",), np.array([[0.01]]), np.array([[line_bps]]))
+    report = simulate(net, work, [0, 0, 1, 1], end_s=500.0, steps=9)
+    assert report.step_s(skip=6) <= takes_s
+
+
 def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
     """1.5 GB left, of which half for activations of 0.25 GB: three at once, in a chain that wants six."""
     memory = {"memory_bytes": 2.5e9}

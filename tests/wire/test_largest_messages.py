@@ -161,11 +161,11 @@ LARGEST: dict[type, msgspec.Struct] = {
         loss=1.5, tensors=metas(300),
         hops=with_latency(tuple(
             Hop(
-                stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5, upload_s=1.5,
-                receipt=Receipt(DIGEST, DIGEST, DIGEST, DIGEST, bytes(SIGNATURE_BYTES)),
+                stage=s, peer=PEERS[s], own_s=1.5, compute_s=1.5, latency_s=1.5, rtt_s=1.5,
+                upload_s=1.5, receipt=Receipt(DIGEST, DIGEST, DIGEST, DIGEST, bytes(SIGNATURE_BYTES)),
             )
             for s in range(MAX_HOPS)
-        ), 1e6),
+        ), 1e6, 1.5),
     ),
     GiveVoucher: GiveVoucher(run=RUN, voucher=Voucher(PEERS[0], HUGE, HUGE, bytes(SIGNATURE_BYTES))),
     Part: Part(run=RUN, t=T, round=NAME, start=HUGE, numel=HUGE, crc=1 << 31, tensors=metas(1)),

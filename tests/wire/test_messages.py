@@ -179,14 +179,14 @@ def hop(stage: int, own_s: float, latency_s: float = 0.0) -> Hop:
 
 
 def test_what_a_call_took_and_no_peer_spent_was_the_line_to_the_first() -> None:
-    hops = with_latency((hop(1, 0.1, latency_s=7.0), hop(2, 0.2, latency_s=0.05)), 0.5)
+    hops = with_latency((hop(1, 0.1, latency_s=7.0), hop(2, 0.2, latency_s=0.05)), 0.5, 0.02)
     assert [h.latency_s for h in hops] == [pytest.approx(0.15), 0.05]
-    assert with_latency((), 0.5) == ()
+    assert with_latency((), 0.5, 0.0) == ()
 
 
 @pytest.mark.parametrize("own_s", [0.6, float("nan"), float("inf"), -9.0])
 def test_of_work_done_before_and_of_times_that_cannot_be_no_way_is_known(own_s: float) -> None:
-    assert with_latency((hop(1, own_s),), 0.5)[0].latency_s == 0.0
+    assert with_latency((hop(1, own_s),), 0.5, 0.0)[0].latency_s == 0.0
 
 
 @pytest.mark.parametrize(

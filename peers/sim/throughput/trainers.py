@@ -281,12 +281,15 @@ class Trainers:
         trainer.shared += flight.t == self._world.version
         for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False):
             if latency_s > 0.0:
-                trainer.link_latency.took(here.name, there.name, latency_s)
+                trip_s = 2 * self._world.lines.latency_s(here.device, there.device)
+                trainer.link_latency.took(here.name, there.name, latency_s, trip_s)
         if all(own_s > 0.0 for own_s in flight.own_s):
             trainer.window.answered(in_flight=trainer.running, moving=self._moving_share(flight))
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
             if own_s > 0.0:
-                trainer.router.answered(hop.stage, hop.name, hop.work_s)
+                beside = (trainer.router.count(hop.stage + by) for by in (-1, 1))
+                work_s = max(hop.work_s, trainer.link_latency.busy_s(hop.name, *beside))
+                trainer.router.answered(hop.stage, hop.name, work_s)
         number = int(now_s / self._settings.bin_s)
         report.answered += [0] * (number + 1 - len(report.answered))
         report.answered[number] += 1

@@ -200,6 +200,22 @@ async def test_times_of_an_answer_that_cannot_be_reach_no_router() -> None:
     assert not this._router._queue_of(0).known["p"].measured
 
 
+async def test_a_peer_gets_no_more_than_its_links_carry_however_fast_its_device_is() -> None:
+    this: Any = trainer()
+    hears(this, 0)
+    for stage in range(RUN.S):
+        this._router.set_peers(stage, ["p"])
+    hops = tuple(
+        Hop(stage=stage, peer="p", own_s=0.01, compute_s=0.01, latency_s=1.0 * stage, rtt_s=0.2 * stage)
+        for stage in range(RUN.S)
+    )
+    now = now_s()
+    for _ in range(4):
+        this._learn_speeds(0, ["p"] * RUN.S, hops, 2.0)
+    found = [this._router.route(stage, now=now).expected_s for stage in range(RUN.S)]
+    assert found == pytest.approx([0.4] * RUN.S, rel=0.02), "a second, less the round trip, for both ways"
+
+
 async def test_what_was_computed_a_moment_ago_is_not_run_again_for_a_report_that_lags() -> None:
     this: Any = trainer()
     hears(this, 0)
