@@ -6372,6 +6372,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "shares-by-speed-where-links-limit",
+        "peers/trainer.py",
+        "work_s = max(hop.work_s, self._latency.busy_s(hop.peer, *beside))",
+        "work_s = hop.work_s",
+        "A fast device behind slow links gets most of the work: steps take up to 2.5 times as long.",
+        ("test_trainer_news",),
+    ),
+    Mutation(
+        "round-trips-are-told-to-nobody",
+        "peers/stage/next_stage.py",
+        "hops=with_latency(done.hops, took_s, line.rtt_s)",
+        "hops=with_latency(done.hops, took_s, 0.0)",
+        "A trainer takes how long a link is for how long its bytes keep it busy, or knows neither.",
+        ("test_work",),
+    ),
+    Mutation(
         "wait-for-all-that-one-was-given-before-it-answered",
         "swarm/policy/router.py",
         "        del self._open[peer]\n        self._room, ",

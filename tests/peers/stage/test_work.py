@@ -14,6 +14,7 @@ import pytest
 from peers.clock import now_s
 from peers.events import PeerLost
 from peers.ports import Answer, Request
+from peers.sim.lines import Lines
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import HOLD_S
 from peers.trainer import Trainer
@@ -397,6 +398,22 @@ async def test_impossible_times_of_an_answer_do_not_reach_the_router() -> None:
         s.add_trainer("trainer")
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+class Measured(Lines):
+    """Lines of which small calls tell something."""
+
+    def round_trip_s(self, here: str, there: str) -> float:
+        return 0.02
+
+
+async def test_a_trainer_hears_from_callers_how_much_of_a_links_time_is_its_length() -> None:
+    async with swarm(audit_run(stages=2, steps=2, microbatches_per_step=4), replicas=1) as s:
+        s.network.lines = s.network.calm = Measured()
+        trainer = s.add_trainer("trainer")
+        await s.until_finished()
+        assert trainer._latency._rtt_s == {("s0p0", "s1p0"): 0.02}
+        assert trainer._latency.busy_s("s0p0", 0, 1) == trainer._latency.busy_s("s1p0", 1, 0) > 1e-4
 
 
 # --- a sum is lost ------------------------------------------------------------------------------------------
