@@ -30,7 +30,7 @@ from peers.ports import Directory, Transport
 from peers.status_query import holders, refusing, run_position
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
-from peers.vouching.tickets import check_answer
+from peers.vouching.tickets import check_answer, hops_shown
 from peers.waiting import end_tasks, happens, report_bug
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
@@ -52,7 +52,6 @@ from swarm.wire.buffers import Buffer
 from swarm.wire.messages import (
     MAX_HOPS,
     MAX_LONG_BYTES,
-    Hop,
     Watch,
     Watched,
     Work,
@@ -382,7 +381,7 @@ class Trainer:
             self._pace.answered(now=now_s())
             self._tell_slow(mb.t, now_s())
             self._limits.answered(now_s() - began, now=now_s())
-            self._learn_speeds(mb.t, route, done.hops[: self._run.S], now_s() - began)
+            self._learn_speeds(mb, route, done, now_s() - began)
             self._refusals.pop(mb, None)
         finally:
             self._latency.ended(route)
@@ -394,15 +393,22 @@ class Trainer:
         self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._step_began
         self._emit(events.Working(t=t, done=self._todo.ran(t), count=count, after_s=after_s))
 
-    def _learn_speeds(self, t: int, route: Sequence[PeerId], hops: Sequence[Hop], took_s: float) -> None:
-        """Learn from what each stage and each link took of a microbatch of step `t`."""
-        open_s = now_s() - self._step_began if t >= self._version else took_s
+    def _learn_speeds(self, mb: Microbatch, route: Sequence[PeerId], done: WorkDone, took_s: float) -> None:
+        """Learn from what each stage and each link took of a microbatch."""
+        known = [peer if self._router.knows(stage, peer) else "" for stage, peer in enumerate(route)]
+        hops = hops_shown(self._transport.signer, self._run, mb, done, known)
+        open_s = now_s() - self._step_began if mb.t >= self._version else took_s
         parts, answered = [(hop.own_s, hop.device_s) for hop in hops], {hop.peer for hop in hops}
         for hop in hops:
-            if 0 <= hop.stage < self._run.S and 0 <= hop.own_s <= took_s:
+            if 0 <= hop.own_s <= took_s:  # its upload took no longer either, whatever is said of that
+                record = self._directory.find(hop.peer)
+                own_s = 1.0 / record.speed if record is not None and record.speed > 0.0 else 0.0
                 beside = (self._router.count(hop.stage + by) for by in (-1, 1))
-                work_s = max(hop.work_s, self._latency.busy_s(hop.peer, *beside))
-                self._router.answered(hop.stage, hop.peer, work_s, min(took_s, open_s))
+                links_s = self._latency.busy_s(hop.peer, *beside)
+                self._router.answered(
+                    hop.stage, hop.peer, max(min(hop.work_s, took_s), links_s), min(took_s, open_s),
+                    by=(hops[0].peer, hops[hop.stage - 1].peer) if hop.stage else (), own_s=max(own_s, links_s),
+                )  # fmt: skip
         for stage, peer in enumerate(route):
             if peer not in answered:
                 self._router.passed_by(stage, peer, min(took_s, open_s))

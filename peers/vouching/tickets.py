@@ -15,7 +15,7 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Signer, is_signed, sign
-from swarm.wire.messages import Ticket, Work, WorkDone
+from swarm.wire.messages import MAX_RECEIPTS, Hop, Ticket, Work, WorkDone
 from swarm.wire.receipts import Asked, is_receipt, tensors_digest
 
 
@@ -80,3 +80,21 @@ def check_answer(
         raise BadAnswer(peer, "answered with a receipt that it did not sign")
     if hop.receipt.inputs != sent and is_audited(run):
         raise BadAnswer(peer, "answered something else than it was sent")
+
+
+def hops_shown(
+    signer: Signer, run: Run, mb: Microbatch, done: WorkDone, asked: Sequence[PeerId]
+) -> list[Hop]:  # fmt: skip
+    """What peers took that answered a microbatch, from the first stage on. The peer that passes an answer on
+    may name others: of each that is not one of those `asked`, its receipt has to show that it answered.
+    """
+    shown = list[Hop]()
+    for stage, hop in enumerate(done.hops[: run.S]):
+        bare = not run.admission.trainers or stage > MAX_RECEIPTS  # there are none so far behind
+        said = (hop.peer, run.id, stage, mb, done.loss)
+        signed = bare or hop.peer in asked[stage : stage + 1]
+        signed = signed or (hop.receipt is not None and is_receipt(signer, *said, hop.receipt))
+        if not signed or hop.stage != stage:
+            break
+        shown.append(hop)
+    return shown

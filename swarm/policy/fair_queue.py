@@ -10,11 +10,11 @@ import hashlib
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median_high
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import Backoff
@@ -22,6 +22,8 @@ from swarm.policy.backoff import Backoff
 REMEMBERED = 5
 """Answers in the median: three follow a change of speed, while a single slow one (a stopped process, a busy
 disk) is not held against a peer for hundreds of microbatches."""
+TOLD = 3 * REMEMBERED
+"""Answers in all, by whichever peers told of them."""
 DEFAULT_WORK_S = 0.1
 """Assumed of the first peer, before anything is measured."""
 MUCH_SLOWER = 3.0
@@ -36,6 +38,7 @@ it can hold up the run for a twentieth of the time."""
 MUCH_LATER_S = 1.0
 """Added to three times what microbatches take by way of the fastest peer of a stage. What they take longer by
 way of another counts as its work. In 20 steps what is left takes less than the 30 s that one may cost."""
+Teller: TypeAlias = tuple[PeerId, ...]
 COMPARED = 8
 """Candidates among which the nearest is picked."""
 
@@ -54,7 +57,7 @@ class Candidate:
     chosen_at: float = float("-inf")
     work_s: float = DEFAULT_WORK_S
     """Median time of its device, without waits: those of a busy hour differ by where in a queue one was."""
-    last_works_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    last_works_s: deque[tuple[Teller, float]] = field(default_factory=lambda: deque(maxlen=TOLD))
     last_tooks_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
     least_s: float = float("inf")
     """Of the last five microbatches, with all stages: not each time is one of the others late."""
@@ -63,13 +66,20 @@ class Candidate:
     def measured(self) -> bool:
         return bool(self.last_works_s)
 
-    def note(self, work_s: float) -> None:
-        """Remember an answer; not the first, which pays for warming up and would starve a newcomer."""
+    def note(self, work_s: float, by: Teller, own_s: float) -> None:
+        """Remember an answer; not the first, which pays for warming up and would starve a newcomer.
+
+        One of several that tell may lie: each counts once, and so does what the peer says itself.
+        """
         if self.answers == 1:
             self.last_works_s.clear()
-        self.last_works_s.append(work_s)
+        self.last_works_s.append((by, work_s))
         self.answers += 1
-        self.work_s = median_high(self.last_works_s)
+        told = defaultdict[Teller, list[float]](list)
+        for teller, took_s in self.last_works_s:
+            told[teller].append(took_s)
+        each_s = [median_high(works_s[-REMEMBERED:]) for works_s in told.values()]
+        self.work_s = median_high(each_s + [own_s] * (own_s > 0.0 and len(each_s) > 1))
 
     def in_time(self, limit_s: float, now: float) -> bool:
         """Whether it does not hold the step up, or is to be tried again all the same."""
@@ -112,13 +122,17 @@ class FairQueue:
             self._put(self.known[new], "queue")
             self._changes_seen = -1  # it may be in backoff
 
-    def answered(self, peer: PeerId, work_s: float, took_s: float = 0.0) -> None:
-        """Record an answer of `peer`; `took_s`: with all stages."""
+    def answered(
+        self, peer: PeerId, work_s: float, took_s: float = 0.0, by: Teller = (), own_s: float = 0.0
+    ) -> None:
+        """Record an answer of `peer`; `took_s`: with all stages. `by`: the others that its `work_s` came
+        through; `own_s`: what it says usually; 0: nothing.
+        """
         if (candidate := self.known.get(peer)) is None:
             return
         place = candidate.place
         self._put(candidate, "backoff")
-        candidate.note(work_s)
+        candidate.note(work_s, by, own_s)
         candidate.last_tooks_s.append(took_s)
         if took_s and len(candidate.last_tooks_s) == REMEMBERED:
             candidate.least_s = min(candidate.last_tooks_s)

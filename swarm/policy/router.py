@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
-from swarm.policy.fair_queue import Candidate, FairQueue
+from swarm.policy.fair_queue import Candidate, FairQueue, Teller
 
 PACE_OF = 64
 """Answers in the measured pace."""
@@ -126,15 +126,19 @@ class Router:
         there = self.peers(stage)
         return [peer for peer in there if self.knows(stage, peer)] or there
 
-    def answered(self, stage: Stage, peer: PeerId, work_s: float, took_s: float = 0.0) -> None:
-        """Record an answer of `peer`, for which its device worked so long, and all stages together `took_s`.
+    def answered(
+        self, stage: Stage, peer: PeerId, work_s: float, took_s: float = 0.0, *, by: Teller = (),
+        own_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Record an answer of `peer`, for which its device worked so long, and all stages together `took_s`;
+        `by`, `own_s`: see `FairQueue.answered`.
 
         Waits do not count, unless they are very long: a peer that has a queue would get less than it can do.
         """
         self.backoff.answered(peer)
         if not self.knows(stage, peer):
             self._trials[stage].answered(peer)
-        self._queue_of(stage).answered(peer, work_s, took_s)
+        self._queue_of(stage).answered(peer, work_s, took_s, by, own_s)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""

@@ -13,6 +13,7 @@ import pytest
 from peers.clock import now_s
 from peers.events import PeerLost, RolledBack
 from peers.islands.trainers import IslandTrainers
+from peers.sim.network import SimSigner
 from peers.trainer import ASKED_S, SLOW_S, Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch, Position
@@ -23,7 +24,9 @@ from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, WorkItem
 from swarm.records import PeerRecord
 from swarm.wire.messages import Hop, Watched, WorkDone
+from swarm.wire.receipts import Answered, give_receipt
 from tests.peers.alone import Line, Records
+from tests.peers.sybils import admitting
 
 pytestmark = pytest.mark.virtual_time
 
@@ -268,3 +271,65 @@ async def test_of_a_step_that_takes_minutes_the_trainer_says_now_and_then_how_fa
         "step 0: 2 of 4 microbatches answered after 31 s",
         "step 0: 4 of 4 microbatches answered after 66 s",
     ]
+
+
+def through(first: str, work_s: float, *, behind: str = "p", upload_s: float = 0.0) -> WorkDone:
+    """What one of stage 0 answers, and says of a peer behind it."""
+    at = ((0, first, 0.01, 0.0), (1, behind, work_s, upload_s))
+    hops = [Hop(stage=s, peer=p, own_s=own_s, compute_s=own_s, upload_s=up_s) for s, p, own_s, up_s in at]
+    return WorkDone(loss=0.0, hops=tuple(hops))
+
+
+async def told_by(this: Any, done: WorkDone, route: tuple[str, ...] = ("ann", "p")) -> None:
+    this._learn_speeds(Microbatch(0, 0), route, done, 10.0)
+
+
+async def test_one_that_lies_about_the_time_of_another_makes_it_neither_slow_nor_fast() -> None:
+    """It got a fifth of its work, and where the liar said hours nothing for as long."""
+    this: Any = trainer()
+    this._directory = records = Records()
+    records.known.append(PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0, speed=4.0))
+    this._router.set_peers(1, ["p", "q"])
+    known = this._router._queue_of(1).known["p"]
+    for lie_s in (9.0, 1e-6):
+        for _ in range(12):
+            await told_by(this, through("ann", 0.25))
+            await told_by(this, through("liar", lie_s, upload_s=1e6 if lie_s > 1.0 else 0.0))
+            await told_by(this, through("liar", lie_s))
+        assert known.work_s == 0.25
+    for _ in range(20):
+        await told_by(this, through("liar", 1.0, upload_s=1e6))
+    assert known.work_s == 10.0, "no more than all of it took"
+    for _ in range(3):
+        await told_by(this, through("ann", 0.5))
+    for _ in range(20):
+        await told_by(this, through("bob", 0.5))
+    assert known.work_s == 0.5, "it became slower, as all say"
+
+
+async def test_who_passes_an_answer_on_names_no_peer_that_neither_was_asked_nor_signed_it() -> None:
+    this: Any = trainer()
+    run = this._run = admitting(RUN)
+    this._router.set_peers(1, ["p", "q"])
+    known, mb = this._router._queue_of(1).known, Microbatch(0, 0)
+    ann = through("ann", 0.1).hops[0]
+    this._router.set_peers(0, ["ann"])
+    this._router.answered(0, "ann", 0.1)
+
+    def signed(name: str, *, by: str) -> WorkDone:
+        receipt = give_receipt(SimSigner(by), run.id, Answered(1, *mb, b"i", b"", b"", b"g", 0.0))
+        hop = Hop(stage=1, peer=name, own_s=0.1, compute_s=0.1, receipt=receipt)
+        return WorkDone(loss=0.0, hops=(ann, hop))
+
+    for done in (through("ann", 0.1, behind="q"), through("ann", 0.1), signed("q", by="ann")):
+        await told_by(this, done)
+        assert not (known["p"].measured or known["q"].measured)
+    await told_by(this, signed("q", by="q"))
+    assert known["q"].measured
+    await told_by(this, signed("p", by="p"))
+    await told_by(this, through("ann", 0.1))
+    assert known["p"].answers == 2, "it has answered before, and was asked to"
+    this._router.set_peers(0, ["ann", "p"])
+    elsewhere = msgspec.structs.replace(through("ann", 0.1).hops[1], stage=0)
+    await told_by(this, WorkDone(loss=0.0, hops=(ann, elsewhere)))
+    assert not this._router.knows(0, "p"), "of its stage alone"
