@@ -403,11 +403,12 @@ class Trainer:
             if 0 <= hop.own_s <= took_s:  # its upload took no longer either, whatever is said of that
                 record = self._directory.find(hop.peer)
                 own_s = 1.0 / record.speed if record is not None and record.speed > 0.0 else 0.0
-                beside = (self._router.count(hop.stage + by) for by in (-1, 1))
+                beside = (self._router.count(hop.stage + side) for side in (-1, 1))
                 links_s = self._latency.busy_s(hop.peer, *beside)
+                by = (hops[0].peer, hops[hop.stage - 1].peer) if hop.stage else ()
                 self._router.answered(
                     hop.stage, hop.peer, max(min(hop.work_s, took_s), links_s), min(took_s, open_s),
-                    by=(hops[0].peer, hops[hop.stage - 1].peer) if hop.stage else (), own_s=max(own_s, links_s),
+                    by=by, own_s=max(own_s, links_s),
                 )  # fmt: skip
         for stage, peer in enumerate(route):
             if peer not in answered:

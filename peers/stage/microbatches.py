@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import torch
@@ -319,10 +319,10 @@ class MicrobatchServer:
 
         fwd, came, onward, sent, forward_s = await core.device.run(Rank.COMPUTE, work.t, forward)
         fault_point("forward")
-        behind_s = 0.0
+        behind_s, refused = 0.0, dict[PeerId, Refused]()
         while True:
             left_at = now_s()
-            peer, done, grads = await self._call_next(step, onward, fwd, sent)
+            peer, done, grads = await self._call_next(step, onward, fwd, sent, refused)
             behind_s += now_s() - left_at
 
             def backward(
@@ -342,22 +342,25 @@ class MicrobatchServer:
 
             try:
                 kept, seen = await core.device.run(Rank.COMPUTE, work.t, backward)
-                if self._neighbours and seen:
-                    self._neighbours.used(fwd.mb, peer, done, seen)
-                    self._neighbours.fed(caller, work, kept, seen)
-                return kept
-            except Refused as refused:
-                # The gradient was refused before anything was added: its sender is at fault.
-                assert self._next is not None
-                self._next.fault(BadAnswer(peer, refused.text))
+            except Refused as none:
+                # Nothing was added. Of inputs that a caller chose perhaps no gradient can be used.
+                refused[peer] = none
                 if onward.attempt - work.attempt >= MAX_BAD_GRADIENTS:
                     raise  # several peers cannot all be at fault: the run diverges
                 onward = msgspec.structs.replace(onward, attempt=onward.attempt + 1)
+                continue
+            assert self._next is not None
+            for liar, why in refused.items():  # to the same it was answered what can be
+                self._next.fault(BadAnswer(liar, why.text))
+            if self._neighbours and seen:
+                self._neighbours.used(fwd.mb, peer, done, seen)
+                self._neighbours.fed(caller, work, kept, seen)
+            return kept
 
     async def _call_next(
-        self, step: OpenStep, work: Work, fwd: Forward, sent: bytes
+        self, step: OpenStep, work: Work, fwd: Forward, sent: bytes, in_vain: Collection[PeerId] = ()
     ) -> tuple[PeerId, WorkDone, list[Encoded]]:
-        """`sent`: the digest of what is sent."""
+        """`sent`: the digest of what is sent; `in_vain`: peers whose answers could not be used."""
         assert self._next is not None
 
         def check(peer: PeerId, done: WorkDone, answer: Answer) -> None:
@@ -377,7 +380,7 @@ class MicrobatchServer:
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
         peer, done, answer = await self._next.call(
             work, body, max_answer_bytes=body_bytes(self._gradients), check=check,
-            closed=lambda: self._pointless(step, work), addressed=self._receipts.addressed,
+            closed=lambda: self._pointless(step, work), addressed=self._receipts.addressed, in_vain=in_vain,
         )  # fmt: skip
         return peer, done, split(done.tensors, answer.body)
 

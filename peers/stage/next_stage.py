@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +52,7 @@ class NextStage:
         check: Callable[[PeerId, WorkDone, Answer], None],
         closed: Callable[[], SwarmError | None],
         addressed: Callable[[Work, PeerId], Work] = lambda work, to: work,
+        in_vain: Collection[PeerId] = (),
     ) -> tuple[PeerId, WorkDone, Answer]:
         """Have `work` done by some peer of the stage.
 
@@ -59,6 +60,7 @@ class NextStage:
             check: raises BadAnswer for an answer that cannot be used.
             closed: why the work need not be done any more, if so; it is raised.
             addressed: the work as it is sent to a peer.
+            in_vain: peers that are asked again only if no other can be.
 
         Raises:
             Stale: the step is over, here, or for every peer there that can be asked.
@@ -67,18 +69,20 @@ class NextStage:
         refusals: dict[PeerId, Refused] = {}
         busy: set[PeerId] = set()
         past: dict[PeerId, Stale] = {}
+        vain = set(in_vain)
         holder: PeerId | None = None
         while (reason := closed()) is None:
             self._refresh_peers()
             try:
                 if work.attempt > 0 or work.deepest >= 0:
                     holder = await self._locate(work)
-                away = {*refusals, *busy, *past}
+                away = {*refusals, *busy, *past, *vain}
                 peer = holder if holder and holder not in away else self._choose(work, away)
             except NoPeerForStage as none:
                 if past:
                     raise next(iter(past.values())) from None
                 busy.clear()
+                vain.clear()
                 refusals.clear()  # the others may be gone by now
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
                 await self._directory.refresh({self.stage})

@@ -2062,8 +2062,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "forgive-a-bad-gradient",
         MICROBATCHES,
-        "                self._next.fault(BadAnswer(peer, refused.text))\n",
-        "",
+        "                self._next.fault(BadAnswer(liar, why.text))\n",
+        "                pass\n",
         "A peer that answers gradients that are not finite goes on getting work.",
         ("test_work", "test_attack"),
     ),
@@ -8209,5 +8209,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not signed:",
         "One peer of stage 0 tells of another five times in one answer.",
         ("test_trainer_news",),
+    ),
+    Mutation(
+        "blame-others-for-chosen-inputs",
+        MICROBATCHES,
+        "                refused[peer] = none\n",
+        "                self._next.fault(BadAnswer(peer, none.text))\n",
+        "One that chooses inputs of which no gradient can be used has all peers behind left alone.",
+        ("test_work",),
+    ),
+    Mutation(
+        "ask-the-same-for-another-gradient",
+        NEXT_STAGE,
+        "vain = set(in_vain)",
+        "vain = set[PeerId]()",
+        "One whose gradients overflow is asked for them until the microbatch is refused.",
+        ("test_work",),
     ),
 )

@@ -354,6 +354,27 @@ async def test_a_peer_that_answers_nonsense_is_left_alone_and_another_does_the_w
         assert all(why in text for text in lost)
 
 
+async def test_no_peer_is_at_fault_for_inputs_of_which_no_gradient_can_be_used() -> None:
+    """Its caller chose them: again and again, it had all peers of the next stage left alone, and no others
+    got an answer.
+    """
+    async with swarm(RUN, replicas=2) as s:
+        await s.until_serving()
+        compute, asked = s.peers["s0p0"].core.compute, list[str]()
+        s.network.on_deliver = lambda caller, callee, method: asked.extend([callee] * (method == "work"))
+
+        def overflows(*_: object, **__: object) -> Gradients:
+            raise Refused("the gradient of the weights is beyond 1024")
+
+        compute.gradients = overflows  # type: ignore[method-assign]
+        why = await refusal(s.add_stranger(), "s0p0", first(RUN), [bytes(9)])
+        assert why == "the gradient of the weights is beyond 1024"
+        assert set(asked) == {"s0p0", "s1p0", "s1p1"}, "another one may have answered something else"
+        router = s.peers["s0p0"].microbatches._next._router  # type: ignore[union-attr]
+        assert not any(router.backoff.is_failing(peer) for peer in ("s1p0", "s1p1"))
+        assert not s.seen(PeerLost)
+
+
 async def test_a_peer_that_refuses_what_others_take_is_passed_by() -> None:
     async def refuse(request: Request) -> Answer:
         raise Refused("I do not like it")
