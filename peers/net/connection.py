@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._newest = 0
         """Number of the newest call."""
-        self._last_byte_at = self._loop.time()
+        self.last_byte_at = self._loop.time()
         self.waits = StreamDelay(self.outbox)
         self._came = memoryview(b"")
         """What is still to be looked at."""
@@ -175,7 +175,7 @@ class Connection(asyncio.Protocol):
         """These came, or nothing yet but a sign of life. They may change when this returns."""
         if self.over or self._deaf:
             return
-        self._last_byte_at = self._loop.time()
+        self.last_byte_at = self._loop.time()
         if self._opened:
             self.line.count(received=len(data), in_memory=self.in_memory)
         self._came = memoryview(bytes(self._came) + bytes(data) if self._came else data)
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
                 if not body.left:
                     # All that came meanwhile: a body that others were sent before has no slower line.
                     came_bytes = self.line.received_bytes - body.came_before
-                    self.line.received(body.total, came_bytes, self._last_byte_at - body.since)
+                    self.line.received(body.total, came_bytes, self.last_byte_at - body.since)
                     self._body_came(body.call)
         elif self._prefix is not None:
             header = self._take(self._prefix.header_bytes)
@@ -243,9 +243,9 @@ class Connection(asyncio.Protocol):
             if prefix.kind is Kind.PING:
                 self._send(frames.pack_prefix(Kind.PONG, 0))
             elif prefix.kind is Kind.PONG:
-                self.waits.answered(self._last_byte_at)
+                self.waits.answered(self.last_byte_at)
             else:
-                self._frame(prefix, bytes(header), self._last_byte_at)
+                self._frame(prefix, bytes(header), self.last_byte_at)
         elif not self._opened:
             found = read_varint(self._came)
             if found is not None and found[0] > _MAX_OPENING_BYTES:
@@ -354,7 +354,7 @@ class Connection(asyncio.Protocol):
         late, self._ticker = now - self._tick_at, None
         if late > self.timings.tick_s:
             # It was us who slept (a busy loop, a stopped process): bytes may be waiting to be read.
-            self._last_byte_at += late
+            self.last_byte_at += late
             if self._paused_since is not None:
                 self._paused_since += late
         if self._check_clocks(now):
@@ -550,7 +550,7 @@ class ClientConnection(Connection):
     def _check_clocks(self, now: float) -> bool:
         if not self._calls:
             return False
-        quiet_s = now - max(self._last_byte_at, self._waiting_since)
+        quiet_s = now - max(self.last_byte_at, self._waiting_since)
         if quiet_s > self.timings.silence_s:
             self.fail(PeerSilent(self.peer, f"no sign of life for {quiet_s:.1f} s"))
         return not self.over
@@ -625,6 +625,11 @@ class ServerConnection(Connection):
         self._calls: dict[int, ServedCall] = {}
         """Those not answered in full."""
         self._last_alive = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Its caller waits for answers."""
+        return bool(self._calls)
 
     def _open(self, message: bytes) -> None:
         self.peer, self.line = self._on_open(self, message)
@@ -746,8 +751,8 @@ class ServerConnection(Connection):
             self._last_alive = now
             self._send(frames.pack_prefix(Kind.ALIVE, 0))
         awaited = [call.accepted_at for call in self._calls.values() if call.waiting is not None]
-        if awaited and now - max(self._last_byte_at, min(awaited)) > self.timings.silence_s:
-            quiet_s = now - self._last_byte_at
+        if awaited and now - max(self.last_byte_at, min(awaited)) > self.timings.silence_s:
+            quiet_s = now - self.last_byte_at
             self.fail(PeerSilent(self.peer, f"its body stopped coming {quiet_s:.1f} s ago"))
         return not self.over
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from peers.clock import now_s
 from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Line, Traffic
@@ -50,6 +51,8 @@ MAX_LINKS = 2048
 MAX_LINKS_PER_PEER = 3
 """A caller needs one, and another while calls move to a better path; and it may redial before we notice that
 one broke."""
+SEEN_FOR_ROOM = 8
+"""Streams of which one makes room: to look at all for each that comes would take half a millisecond."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -266,7 +269,7 @@ class NetTransport:
             self._dialer.direct = DirectPaths(signer, direct, timings, self._make_callee)
         self._methods: dict[str, tuple[Handler, int]] = {}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
-        self._incoming: set[ServerConnection] = set()
+        self._incoming: dict[ServerConnection, None] = {}
         self._server: asyncio.AbstractServer | None = None
 
     # -- life -----------------------------------------------------------------------------------
@@ -370,7 +373,7 @@ class NetTransport:
 
         link = ServerConnection(met, self._called, self._timings)
         link.on_rest = self._slowed
-        self._incoming.add(link)
+        self._incoming[link] = None
         link.closed.add_done_callback(lambda _: self._caller_left(link))
         return link
 
@@ -379,20 +382,39 @@ class NetTransport:
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
             links[0].fail(PeerGone(peer, "opened another stream"))
-        why = self._dialer.closed or self.refusal(peer, "", True)
-        if why or len(self._incoming) > self._most_links:
-            link.fail(PeerGone(peer, why or "too many streams are open"))
+        if why := self._dialer.closed or self.refusal(peer, "", True):
+            link.fail(PeerGone(peer, why))
+        elif len(self._incoming) > self._most_links:
+            self._make_room(link)
         return peer, self._traffic.of(peer)
 
-    def _caller_left(self, link: ServerConnection) -> None:
-        self._incoming.discard(link)
+    def _make_room(self, newest: ServerConnection) -> None:
+        """End the stream of the next few that was silent for longest, of a stranger without calls if there
+        is one. Its caller lives, and opens another when it has to.
+        """
+        few = list(islice((link for link in self._incoming if link is not newest), SEEN_FOR_ROOM))
+        least = min(few, key=lambda one: (self.invited(one.peer), one.busy, one.last_byte_at))
+        for link in few:
+            del self._incoming[link]
+        self._incoming |= dict.fromkeys(few)  # others are next
+        del self._incoming[least]
+        self._forget_caller(least)
+        least.fail(PeerGone(least.peer, "others need its place"))
+
+    def _forget_caller(self, link: ServerConnection) -> bool:
+        """Whether a stream was the last one of its caller."""
         links = self._callers.get(link.peer, [])
-        if link in links:
-            links.remove(link)
+        if link not in links:
+            return False
+        links.remove(link)
         if not links:
-            self._callers.pop(link.peer, None)
-            if self.on_gone is not None and not self._dialer.closed:
-                self.on_gone(link.peer)
+            del self._callers[link.peer]
+        return not links
+
+    def _caller_left(self, link: ServerConnection) -> None:
+        self._incoming.pop(link, None)
+        if self._forget_caller(link) and self.on_gone is not None and not self._dialer.closed:
+            self.on_gone(link.peer)
         if isinstance(link.lost_because, BadAnswer):
             self._log_abuse(link, f"closed a stream that broke the protocol: {link.lost_because.text}")
 

@@ -8226,4 +8226,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "One whose gradients overflow is asked for them until the microbatch is refused.",
         ("test_work",),
     ),
+    Mutation(
+        "no-room-for-who-comes",
+        CALLS,
+        "            self._make_room(link)\n",
+        "            link.fail(PeerGone(peer, 'too many streams are open'))\n",
+        "683 identities with three streams each shut all others out.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "close-the-stream-of-who-waits",
+        CALLS,
+        "(self.invited(one.peer), one.busy, one.last_byte_at)",
+        "one.last_byte_at",
+        "In a crowd a trainer loses the streams on which it waits for answers.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "take-for-dead-whose-stream-made-room",
+        CALLS,
+        "        self._forget_caller(least)\n",
+        "",
+        "In a crowd a coordinator takes replicas for dead that live.",
+        ("test_connection",),
+    ),
 )

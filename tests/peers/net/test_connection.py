@@ -4,6 +4,7 @@ both ends do."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,11 +27,15 @@ from peers.net.connection import (
     ServedCall,
     ServerConnection,
 )
+from peers.net.identity import Identity
+from peers.net.p2pd_control import DaemonControl
 from peers.net.timings import NetTimings
+from peers.net.transport import NetTransport
 from peers.ports import Answer
 from peers.sim.loop import run_virtual
 from swarm.errors import BadAnswer, PeerGone, PeerSilent
 from swarm.wire import frames
+from swarm.wire.frames import Kind
 
 OPENING = b"\x02ok"
 BODIES = st.lists(st.sampled_from([0, 1, 700, frames.CHUNK_BYTES + 1, frames.WINDOW_BYTES + 5]), max_size=3)
@@ -266,7 +271,7 @@ async def test_silence_is_noticed_at_both_ends_but_not_our_own_sleep() -> None:
     await asyncio.sleep(0)
     for end in (pair.client, pair.server):
         end._tick_at -= 60.0  # the process slept: bytes may be waiting to be read
-        end._last_byte_at -= 60.0
+        end.last_byte_at -= 60.0
     await asyncio.sleep(0.3)
     assert not pair.client.over and not pair.server.over
     with pytest.raises(PeerSilent, match="no sign of life for"):
@@ -376,3 +381,43 @@ async def test_neither_end_reads_more_frames_than_the_other_one_may_say(called: 
     await asyncio.sleep(1.0)
     assert 0 < answered() - most < 1.1 * CONTROL_BYTES_PER_S / FRAME_BYTES
     assert not end.over
+
+
+@pytest.mark.virtual_time
+async def test_of_streams_that_take_all_places_a_silent_strangers_makes_room_for_who_comes() -> None:
+    """683 identities with three streams each shut all others out, for as long as they liked."""
+    transport, gone = NetTransport(DaemonControl(Path("none")), Identity.generate()), list[str]()
+    transport._most_links, transport.on_gone = 12, gone.append
+    transport.invited = lambda peer: peer == "invited"
+
+    def opens(peer: str) -> ServerConnection:
+        link = transport._make_callee(peer)
+        Wire(link)
+        feed(link, b"\0")
+        return link
+
+    friend, works, speaks = opens("invited"), opens("works"), opens("speaks")
+    work = asyncio.Event()
+
+    async def serve(request: object) -> Answer:
+        await work.wait()
+        return Answer(b"")
+
+    transport.serve("work", serve)
+    feed(works, frames.pack_call(1, "work", b"", ()))
+    await asyncio.sleep(5.0)
+    crowd = [opens(f"stranger {number}") for number in range(9)]
+    for number in range(9, 60):
+        await asyncio.sleep(0.1)
+        feed(speaks, frames.pack_prefix(Kind.PING, 0))
+        crowd.append(opens(f"stranger {number}"))
+        assert not crowd[-1].over, "the one that comes has a place"
+    await asyncio.sleep(0.1)
+    assert not (friend.over or works.over or speaks.over)
+    assert len(transport._incoming) <= 12
+    assert not gone, "whose stream made room may live"
+    friend.fail(PeerGone("invited", "it ended"))
+    await asyncio.sleep(0.1)
+    assert gone == ["invited"]
+    work.set()
+    await transport._tasks.close()
