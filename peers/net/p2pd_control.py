@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -43,6 +44,9 @@ _MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 _SHORT_CALLS = "swarm.dht"
 _MAX_HANDLERS = 512
 """Calls of strangers to our DHT node that may be worked on at a time; each takes about 1 ms."""
+_MAX_LOOKUPS = 2
+"""Names that are looked up at a time. Each may keep one of few threads for half a minute, if no name server
+answers; p2pd looks others up without any."""
 _P2P = pack_varint(421)
 """The code of `/p2p` in a multiaddr's bytes."""
 
@@ -99,6 +103,7 @@ class DaemonControl:
         self._pending: dict[bytes, asyncio.Future[bytes]] = {}
         self._handler: CallHandler | None = None
         self._handling: dict[bytes, asyncio.Task[None]] = {}
+        self._lookups: set[asyncio.Future[Any]] = set()
 
     async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> Any:
         """The answer to a request, as a p2pd_pb2.Response. Raises ControlError: a refusal, or none."""
@@ -139,10 +144,12 @@ class DaemonControl:
         Raises:
             ControlError: it cannot be reached.
         """
-        endpoints = tcp_endpoints(addresses)
-        if endpoints and peer not in await self.connections():
+        endpoints = set(tcp_endpoints(addresses))
+        names = sum(endpoint.ip is None for endpoint in endpoints)
+        knocks = not names or names + len(self._lookups) <= _MAX_LOOKUPS
+        if endpoints and knocks and peer not in await self.connections():
             end = now_s() + timeout_s
-            await _one_listens(endpoints, timeout_s)
+            await _one_listens(endpoints, timeout_s, self._lookups)
             timeout_s = max(0.1, end - now_s())
         request = p2pd_pb2.ConnectRequest(
             peer=peer_bytes(peer), addrs=_raw_addresses(addresses), timeout=max(1, round(timeout_s))
@@ -323,21 +330,32 @@ def _peer_id(data: bytes) -> PeerId:
     return base58.b58encode(data).decode()
 
 
-async def _connect(endpoint: Endpoint) -> None:
-    """Raises OSError or ValueError. Ends the connection itself: a caller that gave up would lose it, open."""
-    loop = asyncio.get_running_loop()
-    knocking, _ = await loop.create_connection(asyncio.Protocol, endpoint.host, endpoint.port)
+async def _connect(endpoint: Endpoint, lookups: set[asyncio.Future[Any]]) -> None:
+    """Raises OSError or ValueError. Ends the connection itself: a caller that gave up would lose it, open.
+
+    A lookup goes on when its caller gave up, since its thread does: `lookups` has it until then.
+    """
+    loop, host = asyncio.get_running_loop(), endpoint.host
+    if endpoint.ip is None:
+        family = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(endpoint.kind, socket.AF_UNSPEC)
+        lookup = asyncio.ensure_future(loop.getaddrinfo(host, endpoint.port, family=family))
+        lookups.add(lookup)
+        lookup.add_done_callback(lambda done: lookups.discard(done) or done.cancelled() or done.exception())
+        host = str((await asyncio.shield(lookup))[0][4][0])
+    knocking, _ = await loop.create_connection(asyncio.Protocol, host, endpoint.port)
     knocking.abort()
 
 
-async def _one_listens(endpoints: Sequence[Endpoint], timeout_s: float) -> None:
+async def _one_listens(
+    endpoints: Collection[Endpoint], timeout_s: float, lookups: set[asyncio.Future[Any]]
+) -> None:
     """Return as soon as one of the endpoints takes a TCP connection. Raises ControlError: why none does."""
     reasons: list[str] = []
 
     async def knock(endpoint: Endpoint) -> str:
         """Why it takes none; nothing if it does."""
         try:
-            await within(_connect(endpoint), timeout_s)
+            await within(_connect(endpoint, lookups), timeout_s)
             return ""
         except asyncio.TimeoutError:
             words = f"no connection within {timeout_s:g} s"
@@ -347,7 +365,7 @@ async def _one_listens(endpoints: Sequence[Endpoint], timeout_s: float) -> None:
 
     knocking = TaskKeeper()
     try:
-        for knocked in asyncio.as_completed([knocking.create_task(knock(end)) for end in set(endpoints)]):
+        for knocked in asyncio.as_completed([knocking.create_task(knock(end)) for end in endpoints]):
             if not (why := await knocked):
                 return
             reasons.append(why)

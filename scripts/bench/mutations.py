@@ -8250,4 +8250,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "In a crowd a coordinator takes replicas for dead that live.",
         ("test_connection",),
     ),
+    Mutation(
+        "look-up-all-names-of-strangers",
+        "peers/net/p2pd_control.py",
+        "knocks = not names or names + len(self._lookups) <= _MAX_LOOKUPS",
+        "knocks = True",
+        "A stranger whose record has names that no server answers takes all threads for lookups.",
+        ("test_reach",),
+    ),
+    Mutation(
+        "forget-a-lookup-that-goes-on",
+        "peers/net/p2pd_control.py",
+        "await asyncio.shield(lookup)",
+        "await lookup",
+        "A stranger whose record has names that no server answers takes all threads for lookups.",
+        ("test_reach",),
+    ),
 )

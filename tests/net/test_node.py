@@ -410,7 +410,7 @@ async def test_that_no_peer_to_join_at_can_be_reached_is_said_in_time(
 async def test_a_host_that_has_no_address_is_named_in_words(
     stack: contextlib.AsyncExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def unknown(place: Endpoint) -> None:
+    async def unknown(place: Endpoint, _: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     first, identity = await start(stack), Identity.generate()
@@ -424,12 +424,12 @@ async def test_a_port_that_is_knocked_at_leaves_no_file_open_whenever_that_is_gi
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
         place = Endpoint("ip4", "127.0.0.1", listening.getsockname()[1])
         for moments in range(50):
-            knocking = asyncio.ensure_future(_one_listens([place], 5.0))
+            knocking = asyncio.ensure_future(_one_listens([place], 5.0, set()))
             for _ in range(moments):
                 await asyncio.sleep(0)
             knocking.cancel()
             await asyncio.wait({knocking})
-        await _one_listens([place], 5.0)
+        await _one_listens([place], 5.0, set())
         await until(lambda: len(psutil.Process().net_connections("tcp4")) == 1)  # that which listens
 
 

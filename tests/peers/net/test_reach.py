@@ -1,14 +1,18 @@
-"""Who asks whether it can be dialled has p2pd asked for all its connections: seldom, whoever it is."""
+"""What a stranger has a peer do to find out whether it can be dialled, or to dial it."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from peers.net.identity import Identity
 from peers.net.nat import MAX_PER_HOST, AskReach, DialBack
+from peers.net.p2pd_control import ControlError, DaemonControl
 from swarm.errors import Busy
 from swarm.wire.messages import pack
 
@@ -39,3 +43,43 @@ async def test_who_asks_without_end_has_p2pd_asked_so_often_and_no_more(
             with contextlib.suppress(Busy):
                 await server.serve(SimpleNamespace(header=question, peer=peer))  # type: ignore[arg-type]
     assert control.asked == most
+
+
+class Asked(DaemonControl):
+    """It is connected to nobody, and p2pd is asked for nothing but to connect."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("none"))
+        self.connected = list[str]()
+
+    async def connections(self) -> dict[str, list[str]]:
+        return {}
+
+    async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> None:
+        self.connected.append(kind)
+
+
+async def test_names_in_records_of_strangers_take_two_threads_at_most() -> None:
+    """16 names that no server answers took all that there are, for half a minute each time."""
+    control, loop, looked_up = Asked(), asyncio.get_running_loop(), list[str]()
+
+    async def getaddrinfo(host: str, *_: object, **__: object) -> None:
+        looked_up.append(host)
+        await asyncio.sleep(30.0)
+        raise OSError("no server answers")
+
+    loop.getaddrinfo = getaddrinfo  # type: ignore[assignment, method-assign]
+    peer = Identity(bytes(32)).peer_id
+
+    async def dialled(*names: str) -> None:
+        with contextlib.suppress(ControlError):
+            await control.connect(peer, [f"/dns4/{name}/tcp/1" for name in names], 4.0)
+
+    await dialled(*map(str, range(16)))
+    assert (looked_up, control.connected) == ([], ["CONNECT"]), "p2pd has no threads to lose"
+    for round_ in range(5):
+        await dialled(f"a{round_}")
+    assert (looked_up, len(control.connected)) == (["a0", "a1"], 4)
+    await asyncio.sleep(30.0)
+    await dialled("b")
+    assert looked_up[2:] == ["b"], "those before are over"
