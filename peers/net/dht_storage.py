@@ -16,7 +16,7 @@ from peers.clock import now_s
 from peers.net._hivemind import DHTID
 from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, Pong, RecordCheck, key_bytes, nearest
 from peers.net.identity import CIRCUIT, AddressBook, by_peer, with_peer_id
-from peers.net.p2pd_control import DaemonControl
+from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens
 from peers.waiting import TaskKeeper
 from swarm.errors import SetupError
 from swarm.ids import PeerId
@@ -26,6 +26,8 @@ SEARCH_WAIT_S = 1.0
 """A search among dead nodes takes long; our own record must be renewed meanwhile."""
 BOOTSTRAP_S = 1.0
 """How long to wait for the others to join at once one of them answered."""
+DIAL_AGAIN_S = 5.5
+"""A handshake may fail once where a peer listens (one of 8, at 100 ms); sooner libp2p does not dial again."""
 MORE_TRIES = 3
 """To join where peers answer, and none reaches this one back: a line may be busy or cut for a while."""
 _MAX_MET = 64
@@ -120,7 +122,15 @@ class DhtStorage:
 
     async def _meet(self, peer: PeerId, addresses: Sequence[str], *, joining: bool = False) -> bool:
         """Dial a peer; whether it answers. Raises ControlError: it cannot be reached."""
-        await self._control.connect(peer, addresses, JOIN_S)
+        try:
+            await self._control.connect(peer, addresses, JOIN_S)
+        except NobodyListens:
+            raise
+        except ControlError:
+            if not joining:
+                raise
+            await asyncio.sleep(DIAL_AGAIN_S)
+            await self._control.connect(peer, addresses, JOIN_S)
         return await self.node.ping(peer, joining=joining)
 
     def _addresses(self, met: Iterable[PeerId] = ()) -> dict[PeerId, list[str]]:

@@ -60,6 +60,10 @@ class ControlError(SwarmError):
     code = "control"
 
 
+class NobodyListens(ControlError):
+    """Where a peer is to be dialled."""
+
+
 class ShortOfFiles(ControlError):
     """We could not even ask: this process or machine has no free file descriptors. p2pd may be well."""
 
@@ -371,7 +375,7 @@ async def _one_listens(
             reasons.append(why)
     finally:
         await knocking.close()
-    raise ControlError("; ".join(sorted(reasons))[:300])
+    raise NobodyListens("; ".join(sorted(reasons))[:300])
 
 
 def _raw_addresses(addresses: Sequence[str]) -> list[bytes]:

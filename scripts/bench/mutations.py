@@ -8266,4 +8266,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "A stranger whose record has names that no server answers takes all threads for lookups.",
         ("test_reach",),
     ),
+    Mutation(
+        "end-by-one-handshake",
+        "peers/net/dht_storage.py",
+        "            await asyncio.sleep(DIAL_AGAIN_S)\n",
+        "            raise\n",
+        "One of eight peers that join over far lines ends: a handshake of theirs failed once.",
+        ("test_reach",),
+    ),
+    Mutation(
+        "dial-again-where-nobody-listens",
+        "peers/net/dht_storage.py",
+        "        except NobodyListens:\n            raise\n",
+        "",
+        "Who mistyped an address hears of it some seconds later.",
+        ("test_reach",),
+    ),
 )

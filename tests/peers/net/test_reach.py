@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from peers.net.identity import Identity
+from peers.clock import now_s
+from peers.net.dht_storage import DhtStorage
+from peers.net.identity import AddressBook, Identity
 from peers.net.nat import MAX_PER_HOST, AskReach, DialBack
-from peers.net.p2pd_control import ControlError, DaemonControl
+from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens
 from swarm.errors import Busy
 from swarm.wire.messages import pack
 
@@ -83,3 +86,39 @@ async def test_names_in_records_of_strangers_take_two_threads_at_most() -> None:
     await asyncio.sleep(30.0)
     await dialled("b")
     assert looked_up[2:] == ["b"], "those before are over"
+
+
+@pytest.mark.parametrize(("failures", "joins"), [(1, True), (2, False)])
+async def test_who_joins_dials_again_where_a_handshake_failed_once(failures: int, joins: bool) -> None:
+    """One of eight peers that joined over 100 ms ended with "noise: message is too short"."""
+    control, peer, left = Asked(), Identity(bytes(32)).peer_id, failures
+    storage = DhtStorage(control, "me", [], AddressBook(), random.Random(1))
+
+    async def connect(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise ControlError("failed to negotiate security protocol: noise: message is too short")
+
+    async def ping(*_: object, **__: object) -> bool:
+        return True
+
+    control.connect, storage.node.ping = connect, ping  # type: ignore[method-assign]
+    meeting = [storage._meet(peer, [], joining=joining) for joining in (True, False)]
+    assert (await asyncio.gather(meeting[0], return_exceptions=True) == [True]) is joins
+    left = 1
+    with pytest.raises(ControlError):  # whom it greets it greets again
+        await meeting[1]
+
+
+async def test_where_nobody_listens_who_joins_says_so_at_once() -> None:
+    control, began = Asked(), now_s()
+    storage = DhtStorage(control, "me", [], AddressBook(), random.Random(1))
+
+    async def connect(*_: object) -> None:
+        raise NobodyListens("127.0.0.1:1: Connection refused")
+
+    control.connect = connect  # type: ignore[method-assign]
+    with pytest.raises(NobodyListens):
+        await storage._meet("p", [], joining=True)
+    assert now_s() == began
