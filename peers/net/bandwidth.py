@@ -69,7 +69,8 @@ class RateLimiter:
     Without a limit of the owner it is found out: once packets wait longer on the way than they should, no
     more is sent than has arrived. So the queue is in the programs, where frames pass bodies, and not in a
     kernel or a router, where nothing passes anything. The shortest wait of all links counts: what is more is
-    not of our line. Nothing is limited before packets wait.
+    not of our line. Nothing is limited before packets wait, nor a link none of whose packets waited together
+    with those of all others: the other end of one may only say that they wait.
     """
 
     def __init__(self, limit_bps: float = math.inf) -> None:
@@ -78,6 +79,8 @@ class RateLimiter:
         self._all, self._urgent = Allowance(math.inf, math.inf), Allowance(math.inf, math.inf)
         self.keep_to(limit_bps)
         self._observed_at, self._observed = float("-inf"), 0
+        self._waiting: set[Gauge] = set()
+        """Links whose packets waited when those of all did."""
         self._queued = 0
         """Observations in a row of packets that waited longer than they should."""
         self._waited = False
@@ -96,10 +99,12 @@ class RateLimiter:
         self._all.keep_to(rate, rate * CATCH_UP_S)
         self._urgent.keep_to(rate * URGENT_SHARE, rate * URGENT_SHARE * URGENT_S)
 
-    def take(self, nbytes: int, *, now: float) -> float:
-        """Reserve the line for `nbytes`; how long they have to wait for their turn, in seconds."""
+    def take(self, nbytes: int, *, now: float, link: Gauge | None = None) -> float:
+        """Reserve the line for `nbytes` of a link; how long they have to wait for their turn, in seconds."""
         if self.limit_bps == math.inf:
             self._observe(now)
+            if link is not None and link not in self._waiting:
+                return 0.0
         if self._bytes_per_s == math.inf:
             return 0.0
         owed = -self._all.left(now=now)
@@ -120,12 +125,14 @@ class RateLimiter:
         if since_s < OBSERVED_EVERY_S:
             return
         self._observed_at = now
-        told = [gauge() for gauge in self.gauges]
-        queues_s = [queue_s for arrived, queue_s in told if arrived]
+        told = {gauge: gauge() for gauge in self.gauges}
+        queues_s = {gauge: queue_s for gauge, (arrived, queue_s) in told.items() if arrived}
         if not queues_s or since_s > IDLE_S:
             return
-        queue_s = min(queues_s)
-        self._arrived.append(min(self._bytes_per_s, sum(arrived for arrived, _ in told) / since_s))
+        queue_s = min(queues_s.values())
+        if queue_s > QUEUE_S:
+            self._waiting = (self._waiting | queues_s.keys()) & self.gauges
+        self._arrived.append(min(self._bytes_per_s, sum(arrived for arrived, _ in told.values()) / since_s))
         self._queued = self._queued + 1 if queue_s > QUEUE_S else 0
         if self._bytes_per_s < math.inf:
             if self._waited or self._queued:

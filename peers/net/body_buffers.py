@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from peers.net.bandwidth import SMALL_BYTES, RateLimiter
+from peers.net.bandwidth import SMALL_BYTES, Gauge, RateLimiter
 from peers.ports import Buffer
 from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind
@@ -127,6 +127,8 @@ class Outbox:
         """What may be sent of bodies then."""
         self._bodies: list[Outgoing] = []
         self.sent_bytes = 0
+        self.gauge: Gauge | None = None
+        """Of its link."""
 
     @property
     def empty(self) -> bool:
@@ -174,7 +176,7 @@ class Outbox:
             return most
         if self.turn_at is None:
             wanted = min(limiter.turn_bytes, most, outgoing.left, outgoing.credit)
-            wait_s = limiter.take(wanted + frames.PREFIX_BYTES, now=now)
+            wait_s = limiter.take(wanted + frames.PREFIX_BYTES, now=now, link=self.gauge)
             self._turn_bytes, self.turn_at = wanted, now + wait_s
         if now < self.turn_at:
             return 0

@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._newest = 0
         """Number of the newest call."""
         self.last_byte_at = self._loop.time()
-        self.waits = StreamDelay(self.outbox)
+        self.waits = self.outbox.gauge = StreamDelay(self.outbox)
         self._came = memoryview(b"")
         """What is still to be looked at."""
         self._opened = False

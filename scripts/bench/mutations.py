@@ -8282,4 +8282,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "Who mistyped an address hears of it some seconds later.",
         ("test_reach",),
     ),
+    Mutation(
+        "believe-one-that-all-packets-wait",
+        BANDWIDTH,
+        "if link is not None and link not in self._waiting:",
+        "if False:",
+        "One that says that packets wait has a peer send at 1 Mbit/s after each pause.",
+        ("test_uplink",),
+    ),
+    Mutation(
+        "limit-nothing-that-waits",
+        BANDWIDTH,
+        "            self._waiting = (self._waiting | queues_s.keys()) & self.gauges\n",
+        "            pass\n",
+        "On a slow line reports wait behind bodies, and replicas are left out.",
+        ("test_uplink",),
+    ),
 )

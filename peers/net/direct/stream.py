@@ -135,8 +135,9 @@ class SealedStream(Stream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if sys.platform == "linux" and not self.end.over:
-            self.end.line.limiter.gauges.add(self._gauge)
+        self.end.outbox.gauge = self._gauge if sys.platform == "linux" else None
+        if self.end.outbox.gauge and not self.end.over:
+            self.end.line.limiter.gauges.add(self.end.outbox.gauge)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end.line.limiter.gauges.discard(self._gauge)

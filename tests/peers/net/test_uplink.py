@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from functools import partial
 
 import pytest
 
@@ -29,8 +30,8 @@ class Uplink:
         self._waited_s = [0.0] * links
         self._queue = deque[tuple[int, int, float]]()
         """Of each turn: whose it is, how many bytes are left of it, and since when it waits."""
-        for link in range(links):
-            self.limiter.gauges.add(lambda link=link: self._gauge(link))
+        self._gauges = [partial(self._gauge, link) for link in range(links)]
+        self.limiter.gauges.update(self._gauges)
 
     def _gauge(self, link: int) -> tuple[int, float]:
         since, self._told[link] = self._arrived[link] - self._told[link], self._arrived[link]
@@ -54,7 +55,8 @@ class Uplink:
                 self._held[link] += size
                 self._queue.append((link, size, self._now))
             self._turns[link] = min(self.limiter.turn_bytes, KERNEL_BYTES)
-            self._due[link] = self._now + self.limiter.take(self._turns[link], now=self._now)
+            wait_s = self.limiter.take(self._turns[link], now=self._now, link=self._gauges[link])
+            self._due[link] = self._now + wait_s
 
     def _carry(self) -> None:
         room = self._spare + self.bps / 8 * TICK_S
@@ -120,3 +122,31 @@ def test_a_disturbance_while_hardly_anything_is_sent_is_forgotten_in_seconds() -
     line.others_s, line.bps = 0.0, 50e6
     line.run(5.0)
     assert line.run(2.0) > 0.7
+
+
+@pytest.mark.parametrize("lie_s", [0.0, 5.0])
+def test_one_that_says_its_packets_wait_slows_down_no_other(lie_s: float) -> None:
+    """It asked for a little while others paused, and what these sent then went at 1 Mbit/s."""
+    limiter, now = RateLimiter(), 0.0
+    arrived, told = Counter[str](), Counter[str]()
+
+    def gauge(name: str) -> tuple[int, float]:
+        since, told[name] = arrived[name] - told[name], arrived[name]
+        return since, lie_s if name == "liar" else 0.0
+
+    links = {name: partial(gauge, name) for name in ("liar", "honest")}
+    limiter.gauges.update(links.values())
+    for _ in range(10):
+        for _ in range(20):  # two seconds
+            now += 0.1
+            arrived["liar"] += 2000
+            limiter.take(2000, now=now, link=links["liar"])
+        for _ in range(200):  # as fast as it may
+            assert limiter.take(1 << 16, now=now, link=links["honest"]) == 0.0
+            arrived["honest"] += 1 << 16
+            now += 0.005
+    for _ in range(20):
+        now += 0.1
+        arrived["liar"] += 1 << 16
+        waits_s = limiter.take(1 << 16, now=now, link=links["liar"])
+    assert (waits_s > 0.0) is (lie_s > 0.0), "it may wait itself"
