@@ -107,7 +107,8 @@ async def test_losses_that_are_no_numbers_end_no_coordinator_and_are_not_the_run
         await finishes(s)
         lying.cancel()
         # Of the first step it said that it has all before anybody had anything.
-        assert math.isfinite(trainer.step_losses[run.steps - 1])
+        told = [loss for t, loss in trainer.step_losses.items() if t > 0]  # of the last it may not hear
+        assert told and all(map(math.isfinite, told))
 
 
 # --- among members ------------------------------------------------------------------------------------------
