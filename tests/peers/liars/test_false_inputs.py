@@ -60,7 +60,7 @@ def feed_falsely(
     def chosen(work: Any, away: set[str]) -> str:
         return to if lying.get() else choose(work, away | {to})
 
-    async def twice(step: Any, work: Any, fwd: Any, sent: bytes) -> Any:
+    async def twice(step: Any, work: Any, fwd: Any, sent: bytes, *_: Any) -> Any:
         other = copy.copy(fwd)
         made_of, other.outputs = make_up(liar, step, work, fwd, change)
         named = digest(other.outputs)

@@ -367,7 +367,7 @@ async def test_who_feeds_all_replicas_what_one_has_holds_no_step_up_and_has_nobo
                     await call(to, "work", again, body, max_answer_bytes=1 << 20)
                 await asyncio.sleep(JOB_S)
 
-        async def call_next(step: OpenStep, work: Work, fwd: Forward, sent: bytes) -> Any:
+        async def call_next(step: OpenStep, work: Work, fwd: Forward, sent: bytes, *_: object) -> Any:
             feeding.extend(asyncio.create_task(feed(step, work, fwd, to)) for to in names[3:])
             return await honest(step, work, fwd, sent)
 
