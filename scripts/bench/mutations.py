@@ -6374,8 +6374,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "shares-by-speed-where-links-limit",
         "peers/trainer.py",
-        "work_s = max(hop.work_s, self._latency.busy_s(hop.peer, *beside))",
-        "work_s = hop.work_s",
+        "links_s = self._latency.busy_s(hop.peer, *beside)",
+        "links_s = 0.0",
         "A fast device behind slow links gets most of the work: steps take up to 2.5 times as long.",
         ("test_trainer_news",),
     ),
@@ -8189,8 +8189,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an-upload-of-hours",
         TRAINER,
-        "min(hop.work_s, took_s), self._directory",
-        "hop.work_s, self._directory",
+        "max(min(hop.work_s, took_s), links_s)",
+        "max(hop.work_s, links_s)",
         "The only peer of stage 0 that is there for a while has another get no work for days.",
         ("test_trainer_news",),
     ),

@@ -214,7 +214,7 @@ async def test_a_peer_gets_no_more_than_its_links_carry_however_fast_its_device_
     )
     now = now_s()
     for _ in range(4):
-        this._learn_speeds(0, ["p"] * RUN.S, hops, 2.0)
+        this._learn_speeds(Microbatch(0, 0), ["p"] * RUN.S, WorkDone(loss=0.0, hops=hops), 2.0)
     found = [this._router.route(stage, now=now).expected_s for stage in range(RUN.S)]
     assert found == pytest.approx([0.4] * RUN.S, rel=0.02), "a second, less the round trip, for both ways"
 
