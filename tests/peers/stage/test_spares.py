@@ -35,7 +35,10 @@ async def stands_by(s: Swarm, name: str = "home") -> None:
 
 
 async def test_who_limits_an_upload_gets_microbatches_by_it() -> None:
-    """Two peers of stage 0 compute alike; the upload of one takes longer for each than its device."""
+    """Two peers of stage 0 compute alike; the upload of one takes longer for each than its device.
+
+    Lines carry more here than it says, and it is believed as far as its answers take as long.
+    """
     run = replace(run_of(6), rebalance_every_s=0)
     async with swarm(run, replicas=1) as s:
         s.add_peer("home", 0, upload_bps=SLOW_BPS)
@@ -43,7 +46,7 @@ async def test_who_limits_an_upload_gets_microbatches_by_it() -> None:
         s.add_trainer("trainer")
         await s.until_finished()
         done = {name: s.peers[name].core.computed for name in ("s0p0", "home")}
-        assert 0 < 3 * done["home"] < done["s0p0"]
+        assert 0 < 2 * done["home"] < done["s0p0"]
 
 
 async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why() -> None:
