@@ -106,7 +106,7 @@ class Convictions(Verdicts):
         here = [peer for peer in self._at({self._stage}) if peer != self._transport.peer_id]
         told = [peer for stages in others for peer in self._at(stages)]
         told += self._run.admission.trainers if to_all else ()
-        room = asyncio.Semaphore(BODIES_AT_ONCE)
+        room = asyncio.Semaphore(BODIES_AT_ONCE if body else MAX_TOLD)
 
         def call(peer: PeerId, shown: Sequence[Buffer] = ()) -> Awaitable[Answer]:
             return self._transport.call(peer, "evidence", header, shown, deadline_s=PASS_ON_S)
@@ -125,7 +125,7 @@ class Convictions(Verdicts):
                 if body and unpack_answer(peer, answer.header, Heard).asks:
                     self._tasks.create_task(show(peer))
 
-        self._tasks.create_task(for_each(here[: MAX_TOLD**2], show, BODIES_AT_ONCE if body else MAX_TOLD))
+        self._tasks.create_task(for_each(here[: MAX_TOLD**2], show, MAX_TOLD))
         self._tasks.create_task(for_each(told[: MAX_TOLD**2], tell, MAX_TOLD))
 
     def _at(self, stages: Collection[Stage]) -> list[PeerId]:

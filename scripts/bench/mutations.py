@@ -8061,7 +8061,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "large-evidence-is-shown-to-all-at-once",
         CONVICTIONS,
-        "asyncio.Semaphore(BODIES_AT_ONCE)",
+        "asyncio.Semaphore(BODIES_AT_ONCE if body else MAX_TOLD)",
         "asyncio.Semaphore(MAX_TOLD)",
         "Over a slow line evidence of some MB reaches nobody.",
         ("test_judges",),
