@@ -1001,7 +1001,7 @@ async def test_a_bootstrap_hears_signals_while_it_traces_a_model(
         asyncio.run_coroutine_threadsafe(heard(), loop).result(timeout=5)
         raise SetupError("cannot be traced")
 
-    monkeypatch.setattr(manifest_pinning, "pinned", traced)
+    monkeypatch.setattr(roles, "pinned", traced)
     loop, manifest = asyncio.get_running_loop(), tmp_path / "run.toml"
     manifest.write_text(demo_run().to_toml())
     bootstrap = roles.Bootstrap(options.BootstrapOptions(manifest=manifest), emit=lambda _: None)
