@@ -11,6 +11,7 @@ and leave slow ways to the middle of a step. The simulation that runs the live p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +27,11 @@ SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
 
 MAX_KNOWN = 20_000
-"""Stages, and boundaries, of which the numbers are kept."""
+"""Stages, links of stages, and boundaries, of which the numbers are kept."""
+
+LAST = 1.25
+"""Standard deviations by which a step's last microbatch has a longer way than the mean: fitted to simulations
+(2026-11-29)."""
 
 AHEAD = 0.5
 """Of the time until a stage has its first backward, how much it works for other microbatches."""
@@ -42,7 +47,8 @@ class StepTime(NamedTuple):
     first_s: float
     """One microbatch from the first stage to the last and back, with no other in its way: fill and drain."""
     busy_s: float
-    """Of the busiest device, line, upload or download, less what it does of that within `first_s`."""
+    """Of the busiest device, line, upload or download, less what it does of that within `first_s`; and what
+    the way of the last microbatch is longer."""
     tail_s: float
     """From the last backward of the first stage to the barrier."""
     limit: str
@@ -50,14 +56,33 @@ class StepTime(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stage:
+class _Group:
     """The quantities that depend on a stage's replicas alone."""
 
     members: np.ndarray
+    work_s: np.ndarray
+    """[n] that a microbatch takes of a member, as routers know it: of its device, or of its upload."""
+    slowest_s: np.ndarray
+    """[n] the same, or of its download."""
+    forward_s: np.ndarray
+    room: np.ndarray
+    """[n] microbatches that a member can hold at once."""
+    exchange_s: float
+    farthest_s: list[float]
+    """[R] from each region to the member that is farthest from it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stage:
+    """The quantities that depend on a stage's replicas and their links."""
+
+    group: _Group
     share: np.ndarray
-    """[n] of the microbatches, in proportion to what a member can do and send."""
+    """[n] of the microbatches, in proportion to what a member can do, and what it and its links can send."""
     forward_s: float
     """Mean of one microbatch, by share."""
+    variance_s2: float
+    """Of what one microbatch is computed there."""
     busy_s: float
     """Of the busiest member or its lines to all others, in one step."""
     once_s: float
@@ -67,19 +92,33 @@ class _Stage:
     """Seconds of a step for each second that a microbatch stays with a member, of the one with least room."""
     fullest: int
     """That member."""
-    exchange_s: float
-    farthest_s: list[float]
-    """[R] from each region to the member that is farthest from it."""
 
 
 class _Boundary(NamedTuple):
     hop_s: float
     """Mean of one way of one microbatch: forth and back are added up."""
+    variance_s2: float
     back_s: float
     busy_s: float
     """Of the busiest line, in one direction."""
     once_s: float
     what: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Links:
+    """Between the members of two neighbouring stages, [a, b] if nothing else is said."""
+
+    back_s: np.ndarray
+    """Of a gradient on its way."""
+    hop_s: np.ndarray
+    """Of a microbatch there and back."""
+    once_s: np.ndarray
+    """That it keeps the line busy, in the direction that is busier."""
+    out_s: np.ndarray
+    """[a] that the links of a member are busy with a microbatch, as they share it (`LinkLatency.busy_s`)."""
+    in_s: np.ndarray
+    """[b] the same of the next stage's."""
 
 
 class Overlap:
@@ -93,7 +132,9 @@ class Overlap:
         check_fit(network, job)
         self.network, self.job = network, job
         self._stage = lru_cache(maxsize=MAX_KNOWN)(self._measure_stage)
+        self._links = lru_cache(maxsize=MAX_KNOWN)(self._measure_links)
         self._boundary = lru_cache(maxsize=MAX_KNOWN)(self._measure_boundary)
+        self._group = lru_cache(maxsize=MAX_KNOWN)(self._measure_group)
         least_S1 = np.array([[job.least_bytes(stage)] for stage in range(job.stages)])
         self.fits_SN = least_S1 <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
@@ -105,8 +146,8 @@ class Overlap:
         """Seconds that a device computes, uploads and downloads for a microbatch."""
         self.slowest_SN = self._each_KSN.max(axis=0)
         """[S, N] seconds of that which takes longest."""
-        # Routers know what a peer computes and its upload (`Hop.work_s`).
-        self._rate_SN = 1.0 / np.maximum(self._each_KSN[:2].max(axis=0), 1e-12)
+        # Routers know what a peer computes, its upload (`Hop.work_s`) and its links (`LinkLatency.busy_s`).
+        self._work_SN = np.maximum(self._each_KSN[:2].max(axis=0), 1e-12)
 
     # -- the whole step ---------------------------------------------------------------------------
 
@@ -129,13 +170,13 @@ class Overlap:
         for stage, stay_s in zip(stages, self._stays_s(stages, boundaries), strict=True):
             most_n = whole_shares(stage.share, self.job.microbatches)
             needed_n = np.ceil(stage.share * stay_s / max(period_s, 1e-12))
-            found_N[stage.members] = np.ceil(np.clip(needed_n, 1.0, np.maximum(most_n, 1.0)))
+            found_N[stage.group.members] = np.ceil(np.clip(needed_n, 1.0, np.maximum(most_n, 1.0)))
         return found_N
 
     def weigh_s(self, stage_of: Sequence[int] | np.ndarray) -> tuple[float, float]:
         """The step's seconds; and with a bit of what does not limit it: a search on a plain needs a slope."""
         stages, boundaries = self._parts(stage_of)
-        spare_s = sum(stage.busy_s + stage.exchange_s for stage in stages)
+        spare_s = sum(stage.busy_s + stage.group.exchange_s for stage in stages)
         spare_s += sum(boundary.busy_s for boundary in boundaries)
         total_s = self._step(stages, boundaries).total_s
         return total_s, total_s + SLOPE * spare_s / len(stages)
@@ -149,8 +190,12 @@ class Overlap:
         of_N = np.asarray(stage_of, dtype=np.int64)
         row = np.argsort(of_N, kind="stable")  # stage by stage, in each the devices in their order
         ends = np.searchsorted(of_N[row], np.arange(self.job.stages + 1)).tolist()
-        stages = [self._stage(s, row[a:b].tobytes()) for s, (a, b) in enumerate(pairwise(ends))]  # type: ignore
-        return stages, [self._boundary(s, a, b) for s, (a, b) in enumerate(pairwise(stages))]
+        groups = [self._group(s, row[a:b].tobytes()) for s, (a, b) in enumerate(pairwise(ends))]  # type: ignore
+        links = [self._links(s, a, b) for s, (a, b) in enumerate(pairwise(groups))]
+        beside = zip((None, *links), (*links, None), strict=True)
+        stages = [self._stage(s, groups[s], *two) for s, two in enumerate(beside)]
+        pairs = zip(links, pairwise(stages), strict=True)
+        return stages, [self._boundary(link, a, b) for link, (a, b) in pairs]
 
     def _stays_s(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> list[float]:
         """Per stage, from the forward of a microbatch to the end of its backward, if it never waits."""
@@ -176,13 +221,19 @@ class Overlap:
                 busy_s = boundary.busy_s - boundary.once_s
                 a, b = (self.network.devices[i].name for i in boundary.what)
                 what = f"the line {a} - {b}"
+        # The busiest is busy for most of a step, and the last microbatch late at its end: mostly neither
+        # hides the other, nor do they add up.
+        spread_s = LAST * math.sqrt(sum(part.variance_s2 for part in (*stages, *boundaries)))
+        if spread_s > busy_s:
+            what = "the longest way of a microbatch"
+        busy_s = math.hypot(busy_s, spread_s)
         # A later stage sees its last backward sooner, by the way back from it to the first stage.
         sooner_s, tail_s, last = 0.0, 0.0, 0
         for number, stage in enumerate(stages):
             if number:
                 sooner_s += BACKWARD_FORWARDS * stages[number - 1].forward_s + boundaries[number - 1].back_s
-            if stage.exchange_s - sooner_s > tail_s:
-                tail_s, last = stage.exchange_s - sooner_s, number
+            if stage.group.exchange_s - sooner_s > tail_s:
+                tail_s, last = stage.group.exchange_s - sooner_s, number
         barrier_s = self._barrier_s(stages)
         total_s = first_s + busy_s + tail_s + barrier_s
         if tail_s > max(busy_s, first_s):
@@ -195,39 +246,58 @@ class Overlap:
 
     def _barrier_s(self, stages: Sequence[_Stage]) -> float:
         """There and back between the run coordinator (the first of stage 0) and the farthest device."""
-        run_coordinator = int(self.network.region_of[stages[0].members[0]])
-        return 2.0 * max(stage.farthest_s[run_coordinator] for stage in stages) if len(stages) > 1 else 0.0
+        run_coordinator = int(self.network.region_of[stages[0].group.members[0]])
+        return (
+            2.0 * max(stage.group.farthest_s[run_coordinator] for stage in stages) if len(stages) > 1 else 0.0
+        )
 
     # -- one stage --------------------------------------------------------------------------------
 
-    def _measure_stage(self, number: int, packed_members: bytes) -> _Stage:
-        job, devices, members = self.job, self.network.devices, np.frombuffer(packed_members, dtype=np.int64)
+    def _measure_group(self, number: int, packed_members: bytes) -> _Group:
+        members = np.frombuffer(packed_members, dtype=np.int64)
         if not len(members):
             raise SetupError(f"stage {number} has no device")
         if not self.fits_SN[number, members].all():
-            one = devices[int(members[~self.fits_SN[number, members]][0])]
+            one = self.network.devices[int(members[~self.fits_SN[number, members]][0])]
             raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
-        slowest_n, rate_n = self.slowest_SN[number, members], self._rate_SN[number, members]
-        share_n = rate_n / rate_n.sum()
-        whole_n = whole_shares(share_n, job.microbatches)
-        busy_n = whole_n * slowest_n
-        held_n = whole_n / self._room(number, members)
-        worst = int((busy_n - slowest_n).argmax())
-        kind = int(self._each_KSN[:, number, members[worst]].argmax())
-        name = devices[int(members[worst])].name
-        forward_s = float(share_n @ self._forward_SN[number, members])
+        return _Group(
+            members,
+            self._work_SN[number, members],
+            self.slowest_SN[number, members],
+            self._forward_SN[number, members],
+            self._room(number, members),
+            self.network.exchange_s(members, self.job.gradient_bytes[number]),
+            self.network.latency_s[:, self.network.region_of[members]].max(axis=1).tolist(),
+        )
+
+    def _measure_stage(
+        self, number: int, group: _Group, before: _Links | None, after: _Links | None
+    ) -> _Stage:
+        work_n, forward_n = group.work_s, group.forward_s
+        if before is not None:
+            work_n = np.maximum(work_n, before.in_s)
+        if after is not None:
+            work_n = np.maximum(work_n, after.out_s)
+        share_n = 1.0 / work_n
+        share_n /= share_n.sum()
+        whole_n = whole_shares(share_n, self.job.microbatches)
+        busy_n = whole_n * group.slowest_s
+        held_n = whole_n / group.room
+        worst = int((busy_n - group.slowest_s).argmax())
+        kind = int(self._each_KSN[:, number, group.members[worst]].argmax())
+        name = self.network.devices[int(group.members[worst])].name
+        forward_s = float(share_n @ forward_n)
         what = (f"stage {number}'s compute", f"the uplink of {name}", f"the downlink of {name}")[kind]
         return _Stage(
-            members,
+            group,
             share_n,
             forward_s,
+            (1 + BACKWARD_FORWARDS) ** 2 * float(share_n @ (forward_n - forward_s) ** 2),
             float(busy_n[worst]),
-            float(slowest_n[worst]),
+            float(group.slowest_s[worst]),
             what,
             float(held_n.max()),
-            int(members[held_n.argmax()]),
-            self.network.exchange_s(members, job.gradient_bytes[number]),
-            self.network.latency_s[:, self.network.region_of[members]].max(axis=1).tolist(),
+            int(group.members[held_n.argmax()]),
         )
 
     def _room(self, number: int, members: np.ndarray) -> np.ndarray:
@@ -238,23 +308,30 @@ class Overlap:
 
     # -- one boundary -----------------------------------------------------------------------------
 
-    def _measure_boundary(self, number: int, a: _Stage, b: _Stage) -> _Boundary:
+    def _measure_links(self, number: int, at: _Group, behind: _Group) -> _Links:
         job, up_N, down_N = self.job, self.network.upload_bps, self.network.download_bps
-        latency_ab, line_ab = self.network.between(a.members, b.members)
-        forth = np.minimum(np.minimum(line_ab, up_N[a.members][:, None]), down_N[b.members])
-        back = np.minimum(np.minimum(line_ab, down_N[a.members][:, None]), up_N[b.members])
+        a, b = at.members, behind.members
+        latency_ab, line_ab = self.network.between(a, b)
         forward_bits, backward_bits = 8.0 * job.forward_bytes[number], 8.0 * job.backward_bytes[number]
-        share_ab = a.share[:, None] * b.share
-        back_ab = latency_ab + backward_bits / back
-        hop_ab = latency_ab + forward_bits / forth + back_ab
-        once_ab = max(forward_bits, backward_bits) / line_ab
-        busy_ab = job.microbatches * share_ab * once_ab
-        worst = divmod(int((busy_ab - once_ab).argmax()), len(b.members))
-        hop_s, back_s = float((share_ab * hop_ab).sum()), float((share_ab * back_ab).sum())
-        line = int(a.members[worst[0]]), int(b.members[worst[1]])
-        return _Boundary(hop_s, back_s, float(busy_ab[worst]), float(once_ab[worst]), line)
+        forth_ab = forward_bits / np.minimum(np.minimum(line_ab, up_N[a][:, None]), down_N[b])
+        back_ab = backward_bits / np.minimum(np.minimum(line_ab, down_N[a][:, None]), up_N[b])
+        both_ab = forth_ab + back_ab
+        per_s_ab = 2.0 / np.maximum(both_ab, 1e-12)
+        return _Links(
+            latency_ab + back_ab, 2.0 * latency_ab + both_ab, max(forward_bits, backward_bits) / line_ab,
+            1.0 / per_s_ab.sum(axis=1), 1.0 / per_s_ab.sum(axis=0),
+        )  # fmt: skip
+
+    def _measure_boundary(self, links: _Links, a: _Stage, b: _Stage) -> _Boundary:
+        once_ab, hop_ab = links.once_s, links.hop_s
+        busy_ab = np.ceil(whole_shares(np.outer(a.share, b.share), self.job.microbatches) - 1e-9) * once_ab
+        worst = divmod(int((busy_ab - once_ab).argmax()), len(b.share))
+        hop_s, back_s = float(a.share @ hop_ab @ b.share), float(a.share @ links.back_s @ b.share)
+        variance_s2 = float(a.share @ (hop_ab - hop_s) ** 2 @ b.share)
+        line = int(a.group.members[worst[0]]), int(b.group.members[worst[1]])
+        return _Boundary(hop_s, variance_s2, back_s, float(busy_ab[worst]), float(once_ab[worst]), line)
 
 
-def whole_shares(share_n: np.ndarray, microbatches: int) -> np.ndarray:
-    """[n] microbatches of each member: shares of M, the busiest rounded up since microbatches are not cut."""
-    return np.maximum(share_n * microbatches, np.minimum(1.0, share_n * microbatches * len(share_n)))
+def whole_shares(share: np.ndarray, microbatches: int) -> np.ndarray:
+    """Microbatches of each, by shares of M: the busiest has at least one, since they are not cut."""
+    return np.maximum(share * microbatches, np.minimum(1.0, share * microbatches * share.size))

@@ -381,6 +381,7 @@ def test_devices_share_work_by_what_limits_it_their_speed_or_their_links(
     net = Network(devices, ("here",), np.array([[0.01]]), np.array([[line_bps]]))
     report = simulate(net, work, [0, 0, 1, 1], end_s=500.0, steps=9)
     assert report.step_s(skip=6) <= takes_s
+    assert Overlap(net, work).predict([0, 0, 1, 1]).total_s == pytest.approx(report.step_s(skip=6), rel=0.15)
 
 
 def test_no_more_microbatches_are_taken_than_the_memory_holds() -> None:
