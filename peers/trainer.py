@@ -26,6 +26,7 @@ from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
+from peers.overtaking import Overtaking
 from peers.ports import Directory, Transport
 from peers.status_query import holders, refusing, run_position
 from peers.voices import Voices
@@ -153,6 +154,9 @@ class Trainer:
         self._voices = Voices(run, transport.signer, directory, lambda: self._version)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._limits = CallLimits(self._router, 0, run.S)
+        self._overtaking = Overtaking(
+            self._router, 0, self._limits, lambda fault: emit(events.PeerLost.at_work(fault, 0, run.S))
+        )
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
         self._pace = Pace()
@@ -323,6 +327,16 @@ class Trainer:
         """Run one microbatch through one route."""
         mb, peer = item.microbatch, None
         began, route = now_s(), list[PeerId]()
+
+        async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
+            self._attempts[mb] = self._attempts.get(mb, 0) + 1
+            route = self._route(mb, known=True, without={than})
+            self._latency.began(route)
+            try:
+                return await self._call(route[0], route, item)
+            finally:
+                self._latency.ended(route)
+
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
                 voice = self._voices.of(0)
@@ -331,7 +345,10 @@ class Trainer:
             route = self._route(mb)
             self._latency.began(route)
             peer = route[0]
-            done = await self._call(peer, route, item)
+            ran, done, took_s = await self._overtaking.unless_late(
+                peer, mb.t, self._call(peer, route, item), partial(another, peer),
+                lambda: self._step_began if mb.t <= self._version else math.inf,
+            )  # fmt: skip
         except NoPeerForStage as none:
             self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
@@ -380,8 +397,8 @@ class Trainer:
             self._todo.finished(mb, now=now_s())
             self._pace.answered(now=now_s())
             self._tell_slow(mb.t, now_s())
-            self._limits.answered(now_s() - began, now=now_s())
-            self._learn_speeds(mb, route, done, now_s() - began)
+            self._limits.answered(took_s, now=now_s())
+            self._learn_speeds(mb, ran, done, took_s)
             self._refusals.pop(mb, None)
         finally:
             self._latency.ended(route)
@@ -467,7 +484,11 @@ class Trainer:
             route.append(found.peer)
         return route
 
-    async def _call(self, peer: PeerId, route: list[PeerId], item: WorkItem) -> WorkDone:
+    async def _call(
+        self, peer: PeerId, route: list[PeerId], item: WorkItem
+    ) -> tuple[list[PeerId], WorkDone, float]:
+        """Send a microbatch; also by which route, and how long it took."""
+        began = now_s()
         t, m = item.microbatch
         offsets = sample_offsets(self._run, t, m)
         made, batches = partial(self._samples, offsets), self._batches
@@ -490,7 +511,7 @@ class Trainer:
             check_answer(self._transport.signer, self._run, peer, 0, *said)
             self._vouchers.answered(item.microbatch, ticket.inputs, done)
             self._audits.answered(0, item.microbatch, done)
-        return done
+        return route, done, now_s() - began
 
     def _samples(self, offsets: list[int]) -> tuple[list[Buffer], list[Buffer]]:
         """What stage 0 is sent of samples, and what proves that they are the run's, if it is asked for."""

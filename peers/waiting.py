@@ -78,6 +78,12 @@ async def unless(watch: asyncio.Future[Any], awaitable: Awaitable[T]) -> T:
             watch.result()
         return await task
     finally:
+        let_go(task)
+
+
+def let_go(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, whatever became of them, and wait for none."""
+    for task in tasks:
         task.cancel()
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it was looked at
 

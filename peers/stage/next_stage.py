@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from peers.clock import now_s
+from peers.overtaking import Overtaking
 from peers.ports import Answer, Buffer, Directory, NetworkPath, Transport
 from peers.status_query import holders, refusing
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
@@ -20,6 +22,8 @@ from swarm.wire.messages import Work, WorkDone, pack, unpack_answer, with_latenc
 
 MAX_PAUSE_S = 1.0
 """However long a peer says that it wants to be left alone."""
+Answered = tuple[PeerId, WorkDone, Answer]
+"""By whom, and what."""
 
 
 class NextStage:
@@ -42,6 +46,7 @@ class NextStage:
         self._seen: Sequence[PeerRecord] | None = None
         self._answered: dict[tuple[int, int], set[PeerId]] = {}
         """Which peers answered a microbatch of the last steps."""
+        self._overtaking = Overtaking(router, stage, self._limits, on_fault)
 
     async def call(
         self,
@@ -53,7 +58,8 @@ class NextStage:
         closed: Callable[[], SwarmError | None],
         addressed: Callable[[Work, PeerId], Work] = lambda work, to: work,
         in_vain: Collection[PeerId] = (),
-    ) -> tuple[PeerId, WorkDone, Answer]:
+        overtaken: PeerId | None = None,
+    ) -> Answered:
         """Have `work` done by some peer of the stage.
 
         Args:
@@ -61,6 +67,7 @@ class NextStage:
             closed: why the work need not be done any more, if so; it is raised.
             addressed: the work as it is sent to a peer.
             in_vain: peers that are asked again only if no other can be.
+            overtaken: another one than this, which has it and is late.
 
         Raises:
             Stale: the step is over, here, or for every peer there that can be asked.
@@ -74,9 +81,9 @@ class NextStage:
         while (reason := closed()) is None:
             self._refresh_peers()
             try:
-                if work.attempt > 0 or work.deepest >= 0:
+                if not overtaken and (work.attempt > 0 or work.deepest >= 0):
                     holder = await self._locate(work)
-                away = {*refusals, *busy, *past, *vain}
+                away = {*refusals, *busy, *past, *vain, *([overtaken] if overtaken else [])}
                 peer = holder if holder and holder not in away else self._choose(work, away)
             except NoPeerForStage as none:
                 if past:
@@ -87,17 +94,17 @@ class NextStage:
                 await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
                 await self._directory.refresh({self.stage})
                 continue
-            onward = addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
-            began, header = now_s(), pack(onward)
+            began = now_s()
             try:
-                passes = map(self._directory.at, range(self.stage, self._stages))
-                with self._limits.call(peer, passes, t=work.t, begun=peer == holder) as limit_s:
-                    calling = self._transport.call(
-                        peer, "work", header, body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
-                    )
-                    answer = await self._trusted(peer, calling)
-                done = unpack_answer(peer, answer.header, WorkDone)
-                check(peer, done, answer)
+                asked = self._ask(work, peer, body, max_answer_bytes, check, addressed, begun=peer == holder)
+                if overtaken:
+                    return await asked
+                again = partial(
+                    self.call, msgspec.structs.replace(work, attempt=work.attempt + 1), body,
+                    max_answer_bytes=max_answer_bytes, check=check, closed=closed, addressed=addressed,
+                    in_vain=tuple(vain), overtaken=peer,
+                )  # fmt: skip
+                return await self._overtaking.unless_late(peer, work.t, asked, again)
             except PeerFault as fault:
                 self._limits.lost(peer, t=work.t, since_s=began, now=now_s())
                 self.fault(fault)
@@ -119,17 +126,33 @@ class NextStage:
                     refused = next((refusals[one] for one in sorted(by) if refusals[one].by_charter), refused)
                     refused.text = f"stage {self.stage} refuses {work.t, work.m}: {refused.text}"
                     raise refused from None
-            else:
-                took_s = now_s() - began
-                self._limits.answered(took_s, now=now_s())
-                # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
-                told = [hop.work_s for hop in done.hops if hop.peer == peer and 0.0 <= hop.own_s <= took_s]
-                self._router.answered(self.stage, peer, told[0] if told else took_s, took_s)
-                line = self._transport.lines.get(peer, NetworkPath())
-                done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
-                self._note_answered(work, peer)
-                return peer, done, answer
         raise reason
+
+    async def _ask(
+        self, work: Work, peer: PeerId, body: Sequence[Buffer], max_answer_bytes: int,
+        check: Callable[[PeerId, WorkDone, Answer], None], addressed: Callable[[Work, PeerId], Work], *,
+        begun: bool,
+    ) -> Answered:  # fmt: skip
+        """Have one peer do `work`, as `call`."""
+        onward = addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
+        began, header = now_s(), pack(onward)
+        passes = map(self._directory.at, range(self.stage, self._stages))
+        with self._limits.call(peer, passes, t=work.t, begun=begun) as limit_s:
+            calling = self._transport.call(
+                peer, "work", header, body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
+            )
+            answer = await self._trusted(peer, calling)
+        done = unpack_answer(peer, answer.header, WorkDone)
+        check(peer, done, answer)
+        took_s = now_s() - began
+        self._limits.answered(took_s, now=now_s())
+        # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
+        told = [hop.work_s for hop in done.hops if hop.peer == peer and 0.0 <= hop.own_s <= took_s]
+        self._router.answered(self.stage, peer, told[0] if told else took_s, took_s)
+        line = self._transport.lines.get(peer, NetworkPath())
+        done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
+        self._note_answered(work, peer)
+        return peer, done, answer
 
     def _note_answered(self, work: Work, peer: PeerId) -> None:
         self._answered = {name: by for name, by in self._answered.items() if name[0] >= work.t - 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -84,11 +85,12 @@ class LostTime:
         charges = self._accounts.get(peer, _NO_ACCOUNT).charges
         return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
 
-    def was_charged(self, peer: PeerId, *, t: int) -> bool:
+    def was_charged(self, peer: PeerId, *, t: int, before_s: float = math.inf) -> bool:
         """Whether `peer` was charged in the last `STEPS` before step `t` is over, be it with no time: others
-        may have lost more by it.
+        may have lost more by it. `before_s`: with no time after that.
         """
-        return any(charge[0] > t - STEPS for charge in self._accounts.get(peer, _NO_ACCOUNT).charges)
+        account = self._accounts.get(peer, _NO_ACCOUNT)
+        return account.counted_until_s <= before_s and any(at[0] > t - STEPS for at in account.charges)
 
     def rests_until_s(self, peer: PeerId) -> float:
         """Until when `peer` is left out; minus infinity if it never was."""

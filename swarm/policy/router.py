@@ -121,6 +121,11 @@ class Router:
         candidate = self._queue_of(stage).known.get(peer)
         return max(candidate.last_tooks_s, default=0.0) if candidate is not None else 0.0
 
+    def least_s(self, stage: Stage, peer: PeerId) -> float:
+        """The least that `peer` took lately; 0: unknown."""
+        candidate = self._queue_of(stage).known.get(peer)
+        return min(candidate.last_tooks_s, default=0.0) if candidate is not None else 0.0
+
     def answering(self, stage: Stage) -> list[PeerId]:
         """The peers of `stage` that have answered here; all, if none has."""
         there = self.peers(stage)

@@ -89,6 +89,10 @@ USUAL_HOLD_S = 1.5
 """A peer whose step is about to open may hold a request so long before it says that it is not."""
 ALL_TRIALS_S = 8.0
 """All callers together may lose so much by one that was charged lately: each learns for itself."""
+LATE_S = 0.75
+"""What one may be late in each of 20 steps, and not be overtaken, is below 30 s together."""
+LATER_S = 0.25
+"""For each stage that a call passes."""
 
 
 class CallLimits:
@@ -96,7 +100,8 @@ class CallLimits:
 
     def __init__(self, router: Router, stage: Stage, stages: int) -> None:
         self._backoff, self._router, self._stage = router.backoff, router, stage
-        self._usual = AdaptiveTimeout(stages - stage)
+        self._passes = stages - stage
+        self._usual = AdaptiveTimeout(self._passes)
         self._answered_s = float("-inf")
         """When a call was answered last."""
         self._calls = Counter[PeerId]()
@@ -141,6 +146,24 @@ class CallLimits:
             limit_s = min(limit_s, self._backoff.doubled(peer) * trial_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
 
+    def late_after_s(self, peer: PeerId, *, t: int) -> float:
+        """After how long another peer of the stage is asked as well; infinity: none is.
+
+        More for each stage that a call passes, and by what the next one needs for that: whom another one
+        keeps waiting must not itself be overtaken. A slow machine is compared with itself, within bounds:
+        else one would be waited for longer and longer. One that has never answered may be warming up.
+        """
+        known = self._router.knows(self._stage, peer) or self._backoff.was_charged(peer, t=t)
+        least_s = min(self._router.least_s(self._stage, peer), TIMES_EXPECTED * self._usual.typical_s)
+        usual_s = max(self._usual.typical_s, least_s)
+        after_s = LATE_S + self._passes * LATER_S + (2 + self._passes / 2) * usual_s
+        others = self._router.count(self._stage) > 1
+        return after_s if others and known and self._usual.known else math.inf
+
+    def is_soon(self, took_s: float) -> bool:
+        """Whether a call took no longer than is usual, about."""
+        return took_s <= LATE_S + 3 * self._usual.typical_s
+
     @property
     def _trial_s(self) -> float:
         return TRIAL_S + 3 * self._usual.typical_s
@@ -154,6 +177,14 @@ class CallLimits:
         """A peer said that it cannot now: that takes no time, and longer than usual it is lost."""
         if now - since_s > USUAL_HOLD_S:
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)
+
+    def overtaken(self, peer: PeerId, *, t: int, since_s: float, now: float) -> bool:
+        """Another peer answered sooner than this one, which was asked first. Returns whether that, or another
+        thing that it was charged with, is not the first one lately: a machine may stop for some seconds.
+        """
+        again = self._backoff.was_charged(peer, t=t, before_s=since_s)
+        self._backoff.charge(peer, t=t, since_s=since_s, now=now)
+        return again
 
     def lost(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
         """A call failed: all of its time is lost. If others were answered meanwhile, not all have become

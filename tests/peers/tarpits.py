@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from peers.sim.lines import Lines, Sent
 from peers.stage.server import StagePeer
 from swarm.ids import PeerId
 from swarm.sim.dice import Dice
-from swarm.wire.messages import WorkDone, pack, unpack
+from swarm.wire.messages import Work, WorkDone, pack, unpack
 from tests.peers.loops import Swarm
 
 
@@ -41,6 +42,29 @@ def answer_some(
         if again:
             left[request.peer] = times
         return await never_answered(request)
+
+    handlers["work"] = (work, most)
+
+
+def answer_one_late(s: Swarm, name: PeerId, by_s: float, *, first: bool = False) -> None:
+    """One answers one call of each step so much later: that of the caller that lost least so far. `first`: it
+    waits, and then computes.
+    """
+    handlers, lost, steps = s.network.peers[name].transport.handlers, Counter[PeerId](), set[int]()
+    honest, most = handlers["work"]
+
+    async def work(request: Request) -> Answer:
+        t = unpack(request.header, Work, s.run.id).t
+        lost[request.peer] += 0
+        late = t not in steps and lost[request.peer] == min(lost.values())
+        if late:
+            steps.add(t)
+            lost[request.peer] += 1
+            await request.accept()
+        await asyncio.sleep(by_s if late and first else 0.0)
+        answer = await honest(request)
+        await asyncio.sleep(by_s if late and not first else 0.0)
+        return answer
 
     handlers["work"] = (work, most)
 

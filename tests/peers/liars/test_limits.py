@@ -16,16 +16,18 @@ import pytest
 import torch
 
 from peers.clock import now_s
+from peers.overtaking import Overtaking
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from peers.stage.open_step import OpenStep
 from peers.stage.server import StagePeer
 from peers.status_query import holders
-from swarm.errors import Busy, NotReady, SwarmError
+from swarm.errors import Busy, NotReady, PeerFault, SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import audit_run
 from swarm.model.stage import Forward
 from swarm.policy.router import Router
+from swarm.policy.timeouts import CallLimits
 from swarm.protocol.ledger import Bitmap, everything
 from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, BeginAllReduce
@@ -35,7 +37,7 @@ from swarm.wire.messages import Located, Work, pack
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.peers.tarpits import answer_late, never_answered, send_no_part, trickle
+from tests.peers.tarpits import answer_late, answer_one_late, never_answered, send_no_part, trickle
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -178,6 +180,101 @@ async def test_nobody_is_left_out_for_what_is_slow_or_late_behind_it() -> None:
         router = trainer._router
         others = [peer.microbatches._next._router for peer in s.peers.values() if peer.microbatches._next]
         assert not any(r.backoff.rests(name, now=now_s()) for r in (router, *others) for name in done)
+
+
+# --- overtaken: another one is asked as well ---
+
+
+def charged(s: Swarm) -> dict[str, dict[str, float]]:
+    """Whom each peer, and the trainer, charged with how many seconds."""
+    routers = {name: trainer._router for name, trainer in s.trainers.items()}
+    for name, peer in s.peers.items():
+        if peer.microbatches._next:
+            routers[name] = peer.microbatches._next._router
+    return {
+        name: {
+            peer: sum(at[1] for at in account.charges)
+            for peer, account in router.backoff._accounts.items()
+            if account.charges
+        }
+        for name, router in routers.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", ["s2p2", "s5p2"])
+async def test_of_a_chain_that_alone_is_charged_which_is_late(late: str) -> None:
+    """Those before it take as long to answer, and their callers could ask others, for which it is quick."""
+    run = audit_run(stages=6, steps=STEPS, microbatches_per_step=8)
+    async with swarm(run, replicas=3, job_s=0.06) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_version(4)
+        answer_one_late(s, late, 60.0)
+        await s.until_finished(limit_s=200.0)
+        s.assert_each_counted_once()
+        by = charged(s)
+        assert {peer for of in by.values() for peer in of} == {late}, by
+
+
+async def test_no_slow_machine_is_overtaken_and_one_that_stopped_once_goes_on() -> None:
+    """Six times slower than the others; and for 5 s it answers nothing."""
+    run = audit_run(stages=3, steps=40, microbatches_per_step=8)
+    async with swarm(run, replicas=3, job_s=0.2) as s:
+        slow = s.peers["s2p2"].core
+        slow.device.job_s = 6 * slow.device.job_s  # type: ignore[attr-defined]
+        await s.until_serving()
+        s.add_trainer("trainer")
+        await s.until_version(20, limit_s=200.0)
+        assert slow.computed > 4 and not any(charged(s).values())
+        handlers = s.network.peers["s1p1"].transport.handlers
+        (honest, most), until_s = handlers["work"], s.network.loop.now_s + 5.0
+
+        async def stopped(request: Request) -> Answer:
+            await asyncio.sleep(until_s - s.network.loop.now_s)
+            return await honest(request)
+
+        handlers["work"] = (stopped, most)
+        await s.until(lambda: s.network.loop.now_s > until_s + 1.0)
+        done = s.peers["s1p1"].core.computed
+        await s.until_finished(limit_s=200.0)
+        by = charged(s)
+        assert {peer for of in by.values() for peer in of} <= {"s1p1"}, by
+        assert not any(s.peers[a].core.backoff.rests(b, now=now_s()) for a in s.peers for b in s.peers)
+        assert s.peers["s1p1"].core.computed > done + run.M
+        s.assert_each_counted_once()
+
+
+@pytest.mark.parametrize("another_s", [0.1, 3.0])
+async def test_one_is_charged_only_if_another_one_is_quick(another_s: float) -> None:
+    """Else what is behind both may be late, or the line of who asks."""
+    router, faults = Router(), list[PeerFault]()
+    limits = CallLimits(router, 0, 1)
+    calls = Overtaking(router, 0, limits, faults.append)
+    router.set_peers(0, ["a", "b"])
+    for peer in ("a", "b") * 3:
+        limits.answered(0.1, now=now_s())
+        router.answered(0, peer, 0.1, 0.1)
+    began = now_s()
+    answer = await calls.unless_late("a", 0, asyncio.sleep(9.0, "a"), lambda: asyncio.sleep(another_s, "b"))
+    assert answer == "b" and now_s() - began < 2.0 + another_s
+    assert router.backoff.was_charged("a", t=0) == bool(faults) == (another_s < 1.0)
+    began = now_s()
+    soon = await calls.unless_late("b", 0, asyncio.sleep(1.5, "b"), lambda: asyncio.sleep(9.0, "a"))
+    assert soon == "b" and now_s() - began < 2.0 and not router.backoff.was_charged("b", t=0)
+
+
+@pytest.mark.parametrize("own_s", [0.05, 5.0])
+def test_who_asks_another_one_is_not_overtaken_meanwhile(own_s: float) -> None:
+    """In a pipeline of twelve stages: the next one asks another peer, and that is not late."""
+    before_s, router = 0.0, Router()
+    for stage in reversed(range(12)):
+        usual_s, limits = own_s * (12 - stage), CallLimits(router, stage, 12)
+        router.set_peers(stage, ["a", "b"])
+        limits.answered(usual_s, now=0.0)
+        router.answered(stage, "a", own_s, usual_s)
+        assert limits.late_after_s("a", t=0) > before_s
+        before_s = limits.late_after_s("a", t=0) + usual_s
 
 
 # --- 15: reports, and no result -----------------------------------------------------------------------------

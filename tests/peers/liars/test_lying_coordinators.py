@@ -24,9 +24,9 @@ from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDire
 from swarm.protocol.protocol import StepProtocol
 from swarm.wire.messages import Watch, Watched, say, unpack
 from tests.peers.lies import direct_falsely
-from tests.peers.loops import Swarm, swarm
+from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.peers.tarpits import answer_some, never_answered, send_no_part
+from tests.peers.tarpits import answer_one_late, answer_some, never_answered, send_no_part
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -42,11 +42,11 @@ def one_thread() -> None:
 
 async def lasts_s(
     stage: int, lie: Lie | None, *, replicas: int = 3, dtype: str = "float64", seed: int = 1,
-    steps: int = STEPS,
+    steps: int = STEPS, job_s: float = JOB_S,
 ) -> float:  # fmt: skip
     """Seconds of a run whose coordinator of a stage lies from some step on. In float32 sums are checked."""
     run = replace(audit_run(stages=3, steps=steps, microbatches_per_step=4, seed=seed), dtype=dtype)
-    async with swarm(admitting(run), replicas=replicas, seed=seed) as s:
+    async with swarm(admitting(run), replicas=replicas, seed=seed, job_s=job_s) as s:
         liar = f"s{stage}p0"
         give_voice(s, *s.peers, steps={liar: 80})
         await s.until_serving()
@@ -209,6 +209,37 @@ async def test_one_that_answers_some_calls_costs_one_budget_whatever_else_it_doe
 
     clean_s = await taken_s(None)
     assert await taken_s(lie) - clean_s <= BUDGET_S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "replica", "by_s", "first", "seed"),
+    [
+        (1, 2, 9.0, False, 1), (1, 2, 9.0, False, 2), (1, 0, 9.0, False, 1), (1, 0, 9.0, False, 2),
+        (1, 2, 2.5, False, 1), (0, 2, 14.0, True, 1), (2, 2, 4.5, False, 1),
+    ],
+)  # fmt: skip
+async def test_one_that_answers_one_call_of_each_step_late_costs_one_budget(
+    stage: int, replica: int, by_s: float, first: bool, seed: int
+) -> None:
+    """No call lasts too long. 64, 73, 39, 58, 31, 138 and 38 s, charged to none or to its callers."""
+
+    def answers_late(s: Swarm) -> None:
+        answer_one_late(s, f"s{stage}p{replica}", by_s, first=first)
+
+    clean_s = await lasts_s(stage, None, dtype="float32", seed=seed, steps=STEPS * 3)
+    lied_s = await lasts_s(stage, answers_late, dtype="float32", seed=seed, steps=STEPS * 3)
+    assert lied_s - clean_s <= BUDGET_S / 2
+
+
+@pytest.mark.slow
+async def test_one_that_is_overtaken_again_is_silent_to_its_caller() -> None:
+    """Where steps take a second it is back after one or two: 33 s."""
+    took_s = [
+        await lasts_s(1, lie, dtype="float32", steps=STEPS * 3, job_s=0.15)
+        for lie in (None, lambda s: answer_one_late(s, "s1p2", 9.0))
+    ]
+    assert took_s[1] - took_s[0] <= BUDGET_S * 3 / 4
 
 
 @pytest.mark.slow
