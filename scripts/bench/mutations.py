@@ -4227,7 +4227,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return again\n",
         "        return False\n",
         "Each caller loses time by one that is late until it has lost 25 s by it.",
-        ("test_lying_coordinators",),
+        ("test_limits",),
     ),
     Mutation(
         "give-slow-runs-up",

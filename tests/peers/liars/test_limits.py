@@ -277,6 +277,14 @@ def test_who_asks_another_one_is_not_overtaken_meanwhile(own_s: float) -> None:
         before_s = limits.late_after_s("a", t=0) + usual_s
 
 
+def test_who_is_overtaken_again_later_is_asked_no_more_and_at_once_only_stopped_for_longer() -> None:
+    limits = CallLimits(Router(), 1, 3)
+    assert not limits.overtaken("a", t=3, since_s=1.0, now=2.0)
+    assert not limits.overtaken("a", t=3, since_s=1.5, now=2.5)
+    assert limits.overtaken("a", t=4, since_s=3.0, now=4.0)
+    assert not limits.overtaken("b", t=4, since_s=3.0, now=4.0)
+
+
 # --- 15: reports, and no result -----------------------------------------------------------------------------
 
 
