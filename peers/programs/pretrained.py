@@ -74,8 +74,9 @@ def write(
         The name of the class whose `from_pretrained` reads it.
 
     Raises:
-        SetupError: it cannot be written, or the tokenizer is not the run's.
+        SetupError: as `check`, or it cannot be written, or the tokenizer is not the run's.
     """
+    check(folder, run)
     words: Any = _tokenizer(run, tokenizer)
     end = words and _end(run, words)
     module: Any
@@ -162,8 +163,9 @@ def write_adapter(folder: Path, run: Run, step: int, weights: Mapping[str, torch
     """Write what a run with a [lora] has trained as peft has it, into `folder`: all of it or nothing.
 
     Raises:
-        SetupError: it cannot be written.
+        SetupError: as `check_adapter`, or it cannot be written.
     """
+    check_adapter(folder, run)
     spec, made = run.lora, build(run)
     config = {
         "peft_type": "LORA", "r": spec.rank, "lora_alpha": spec.alpha, "target_modules": list(spec.targets),
