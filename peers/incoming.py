@@ -12,6 +12,7 @@ import numpy as np
 
 from peers.clock import now_s
 from peers.ports import Buffer, Request
+from peers.waiting import let_go
 from swarm.errors import Busy, NotReady
 from swarm.ids import PeerId
 from swarm.policy.timeouts import GRACE_S, most_s
@@ -57,11 +58,7 @@ class Incoming:
         finally:
             self._bytes[request.peer] -= size
             self._bytes += Counter()  # forget who has none
-            waiting.cancel()
-            body.cancel()
-            body.add_done_callback(
-                lambda ended: ended.cancelled() or ended.exception()
-            )  # no handler waits for it any more
+            let_go(waiting, body)
 
 
 class Places(Incoming):

@@ -5,8 +5,9 @@ memory still has to do meanwhile, plus the exchange that ends last (docs/design.
 front begins first and ends last, so it has longer for its work. Work goes to faster replicas more often
 (stochastic wiring, Ryabinin et al., SWARM Parallelism, ICML 2023, section 3.2).
 
-All are means: routers price a line by what is under way on it, so none is met much more often than others,
-and leave slow ways to the middle of a step. The simulation that runs the live policies mostly agrees to 10 %.
+All but the last microbatch's way are means: routers price a line by what is under way on it, so none is met
+much more often than others, and leave slow ways to the middle of a step. The simulation that runs the live
+policies mostly agrees to 10 %.
 """
 
 from __future__ import annotations

@@ -79,6 +79,20 @@ def answer_of(name: str, t: int = 2) -> tuple[Answered, bytes]:
     return said, signed(name, said)
 
 
+def accusation(name: str, t: int = 2) -> WrongAnswer:
+    """What says of that answer that it is wrong."""
+    said, signature = answer_of(name, t)
+    return WrongAnswer(
+        accused=name,
+        statement=said,
+        signature=signature,
+        inputs=(),
+        output_grads=(),
+        outputs=(),
+        input_grads=(),
+    )
+
+
 def lies(name: str) -> FalseContribution:
     """A lie of a stranger that all can see: it names a contribution that nobody signed."""
     said = Reduced(1, 2, "round", (Contribution("nobody", NOTHING, NOTHING, b""),), b"")
@@ -237,11 +251,7 @@ async def test_who_shows_what_proves_nothing_is_not_heard_again_and_again() -> N
             return False
 
         judges.judge = judge
-        said, signature = answer_of(accused)
-        evidence = WrongAnswer(
-            accused=accused, statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
-            input_grads=(),
-        )  # fmt: skip
+        evidence = accusation(accused)
         show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
         began = now_s()
         while now_s() < began + 60.0:
@@ -312,11 +322,7 @@ async def test_strangers_have_no_stage_asked_about_one_another() -> None:
     async with swarm(RUN, replicas=3) as s:
         await begun(s)
         teller, accused, *_ = await crowd(s, 1, 2)
-        said, signature = answer_of(accused)
-        evidence = WrongAnswer(
-            accused=accused, statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
-            input_grads=(),
-        )  # fmt: skip
+        evidence = accusation(accused)
         show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
         with pytest.raises(Refused, match="a replica of that stage has to say it, once"):
             await s.network.peers[teller].transport.call("s0p0", "evidence", show)
@@ -414,11 +420,7 @@ async def test_large_evidence_is_shown_to_two_at_a_time_and_told_to_those_whom_i
 
         for replica in range(1, 5):
             hears(f"s1p{replica}")
-        said, signature = answer_of("s1p4")
-        evidence = WrongAnswer(
-            accused="s1p4", statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
-            input_grads=(),
-        )  # fmt: skip
+        evidence = accusation("s1p4")
         s.peers["s1p0"].convictions.pass_on(evidence, [b"large"])
         await asyncio.sleep(3 * PASS_ON_S)
         assert most == BODIES_AT_ONCE and told == ["s1p1"]
@@ -464,11 +466,7 @@ async def test_a_replica_that_cannot_look_for_itself_believes_most_of_its_stage(
             raise Stale("step 0 is over here", version=2)
 
         late.judge = is_over
-        said, signature = answer_of("s1p1", t=0)
-        answered = WrongAnswer(
-            accused="s1p1", statement=said, signature=signature, inputs=(), output_grads=(), outputs=(),
-            input_grads=(),
-        )  # fmt: skip
+        answered = accusation("s1p1", t=0)
         evidence = added_falsely("s1p1", 1) if what == "contribution" else answered
         for name, believed in (("s1p0", False), ("s1p2", True)):
             s.peers[name].convictions.convict(evidence)
