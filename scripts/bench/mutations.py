@@ -898,6 +898,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_forged_results",),
     ),
     Mutation(
+        "forget-who-was-idle-when-others-are-asked",
+        PROOFS,
+        "self._idle.get(t, set()).difference(peers, able) | idle",
+        "{*idle}",
+        "One that others rest of takes a step alone, and gives its weights to none: the run goes back.",
+        ("test_forged_results",),
+    ),
+    Mutation(
+        "charge-for-a-round-that-a-fetch-ends",
+        "swarm/protocol/blame.py",
+        "            self._judged.add(plan.round)\n        if self._me not in fetch.sources:\n",
+        "            pass\n        if self._me not in fetch.sources:\n",
+        "One that has a result and does not give it out has the others rest of one another.",
+        ("test_forged_results",),
+    ),
+    Mutation(
         "of-two-an-auditors-word-counts-for-nothing",
         VERDICTS,
         "there if two and accused in self._named else ()",

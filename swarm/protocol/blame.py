@@ -165,9 +165,14 @@ class Blame:
         self._planned_s.setdefault(t, now)
 
     def prepared(
-        self, t: int, fetch: FetchResult, reports: Mapping[PeerId, StepReport], *, now: float
-    ) -> None:
-        """A result is there. If this replica has it, the others can have it of this one."""
+        self, t: int, fetch: FetchResult, plan: Plan | None, reports: Mapping[PeerId, StepReport], *,
+        now: float,
+    ) -> None:  # fmt: skip
+        """A result is there. If this replica has it, the others can have it of this one. `plan`: the last
+        one; if it is of another round, that ends for all that fetch the result, and not by their fault.
+        """
+        if plan is not None and plan.round != fetch.round:
+            self._judged.add(plan.round)
         if self._me not in fetch.sources:
             return
         self._round_s.setdefault(t, now - self._planned_s.get(t, now))

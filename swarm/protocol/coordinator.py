@@ -199,7 +199,7 @@ class StageCoordinator:
                 self.heard(t, decision.plan)
                 blame.planned(t, now=now)
             if isinstance(decision, rounds.FetchResult):
-                blame.prepared(t, decision, steps, now=now)
+                blame.prepared(t, decision, plan, steps, now=now)
             if isinstance(decision, (rounds.Reduce, rounds.FetchResult)):
                 self._note_loss(t, steps)
             if isinstance(decision, rounds.FetchResult) and decision.ready:

@@ -85,7 +85,7 @@ class Belief:
         self._version = 0
         self._excused: dict[int, set[PeerId]] = {}
         self._idle: dict[int, set[PeerId]] = {}
-        """Those of them that are there, and could take part in the step."""
+        """Those of them that are there, and could take part in the step, when they were asked last."""
         self._served: dict[int, set[tuple[Stage, PeerId]]] = {}
         """By step whose result this replica holds: who served which stage when it had that, or the one
         before. The step was done without those that came later.
@@ -133,11 +133,11 @@ class Belief:
         """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it. Not
         without that of those that are `able`, which have something.
 
-        `idle`: of those that were asked last, the ones that are there, and that far. Two of a stage are not
+        `idle`: of those that were asked, the ones that are there, and that far. Two of a stage are not
         done without: else one that coordinates, and has them retract all, takes the step alone.
         """
         self._excused[t] = self._excused.get(t, set()).union(peers) - able
-        self._idle[t] = {*idle}
+        self._idle[t] = self._idle.get(t, set()).difference(peers, able) | idle
         for known in (self._excused, self._idle):
             for old in [old for old in known if old < t - KEPT_STEPS]:
                 del known[old]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, Backoff
 from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
@@ -153,11 +155,11 @@ def test_a_replica_that_never_has_the_result_is_left_out() -> None:
     fetch = FetchResult(round="r", sources=("ann",), ready=False, sqnorm=1.0)
     reports = {"ann": step(ALL, held="r"), "bob": step()}
     this.planned(0, now=0.0)
-    this.prepared(0, fetch, reports, now=1.0)
-    this.prepared(0, fetch, reports, now=1.0 + 3.0)
+    this.prepared(0, fetch, None, reports, now=1.0)
+    this.prepared(0, fetch, None, reports, now=1.0 + 3.0)
     assert not this.left_out("bob", now=4.0), "it may have to fetch all that the round moved"
     for tenths in range(40, 400):
-        this.prepared(0, fetch, reports, now=tenths / 10)
+        this.prepared(0, fetch, None, reports, now=tenths / 10)
     assert this.left_out("bob", now=40.0)
 
 
@@ -165,7 +167,7 @@ def test_nobody_is_charged_for_a_result_that_the_coordinator_itself_lacks() -> N
     this, _ = blame()
     fetch = FetchResult(round="r", sources=("bob",), ready=False, sqnorm=1.0)
     for now in range(100):
-        this.prepared(0, fetch, {"bob": step(ALL, held="r"), "cid": step()}, now=float(now))
+        this.prepared(0, fetch, None, {"bob": step(ALL, held="r"), "cid": step()}, now=float(now))
     assert not this.left_out("cid", now=100.0)
     assert PREPARED_S < 100.0
 
@@ -195,6 +197,19 @@ def test_one_that_fails_with_the_coordinator_alone_is_charged_by_its_own_word() 
         plan = Plan(f"{number}", number, decision.plan.members, decision.plan.ledgers, decision.plan.parts)
         this.owners(0, plan, failed(plan, "bob"), now=float(number))
     assert this.left_out("bob", now=2.0) and not this.left_out("cid", now=2.0)
+
+
+def test_a_round_that_ends_since_another_has_a_result_is_nobodys_fault() -> None:
+    """The coordinator fetched that, too, and the others lacked its answers: honest ones rested for it."""
+    this, _ = blame()
+    plan = plan_of(ann=step(0b0011), bob=step(0b1100))
+    alone = Plan(plan.round, 1, plan.members, plan.ledgers, (90, 0))
+    for number, of in enumerate(("r", "s")):
+        fetch = FetchResult(round=of, sources=("cid",), ready=False, sqnorm=1.0)
+        broken = replace(alone, round=f"{number}")
+        this.prepared(0, fetch, broken, {}, now=0.0)
+        this.owners(0, broken, failed(broken, "bob"), now=1.0)
+    assert not this.left_out("bob", now=1.0)
 
 
 def test_one_that_is_seen_after_a_round_that_failed_for_no_reason_had_both_fail() -> None:

@@ -82,6 +82,9 @@ def test_one_takes_no_step_alone_while_two_others_could_take_part_in_it() -> Non
     assert not this.commit(alone, GENERATION, None) and this.lacking[0] == ("dan",)
     this.excuse(0, ["dan", "eve"], set(), set())
     assert this.commit(alone, GENERATION, None)
+    for asked in ("dan", "eve"):  # an earlier result had the word of one of them
+        this.excuse(0, [asked], {asked}, set())
+    assert not this.commit(alone, GENERATION, None), "it stands without the word of either"
 
 
 STRANGER, YAN = [record("zoe"), *THERE[1:]], record("yan", 0, steps=40)
