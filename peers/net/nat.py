@@ -131,7 +131,7 @@ class DialBack:
             raise Refused(f"peer {ask.peer[:80]!r} at port {ask.port} cannot be dialled")
         self._count(request.peer)  # p2pd tells of all its connections, 2 ms for 100 of them
         _, host, port = await self._seen_at(request.peer)
-        self._count(host)
+        self._count(line_of(host))
         why = await self._dial_back(ask, host) if ask.port else "no peer was to be dialled"
         relays = tuple(dict.fromkeys(filter(is_public, self._relays())))[:MAX_TOLD]
         found = Reached(host=host, port=port, reached=not why, why=why, relays=relays, relay=self._is_relay())
@@ -143,7 +143,7 @@ class DialBack:
             # A router or docker's proxy may stand there for the asker, and its ports are not to be probed.
             raise Refused(f"I see you at {host}, which is no address of the internet: that tells nothing")
         # One at a time for each host: ports that swallow packets take 3 s each, and would take all the room.
-        alone = self._at_host.setdefault(host, asyncio.Lock())
+        alone = self._at_host.setdefault(line_of(host), asyncio.Lock())
         async with alone, self._room:
             if ask.peer in await self._control.connections():
                 raise Refused("that peer is connected to me already: ask for one that is not")
@@ -171,6 +171,12 @@ class DialBack:
         self._asked[asker] += 1
         if self._asked[asker] > self.most_per_host:
             raise Busy(f"{self.most_per_host} questions came from {asker} within a minute")
+
+
+def line_of(host: str) -> str:
+    """What counts as one host, by its IP address: of IPv6 all of a /64, which costs no more than one."""
+    ip = ipaddress.ip_address(host)
+    return host if ip.version == 4 or ip.ipv4_mapped else str(ipaddress.ip_network((ip, 64), strict=False))
 
 
 async def find_reach(options: DaemonOptions, join: Sequence[str], *, hidden: bool = False) -> Reachability:

@@ -8027,6 +8027,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_reach",),
     ),
     Mutation(
+        "each-address-of-a-line-is-a-host",
+        "peers/net/nat.py",
+        "return host if ip.version == 4 or ip.ipv4_mapped else",
+        "return host if ip else",
+        "One of a /64 asks as 2^64 hosts whether it can be dialled, and takes all places for it.",
+        ("test_reach",),
+    ),
+    Mutation(
         "all-who-join-are-called-back",
         "peers/net/dht_protocol.py",
         "if ping.joining and asker not in self._reaching and len(self._reaching) < MAX_REACHING:",

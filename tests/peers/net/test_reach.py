@@ -48,6 +48,44 @@ async def test_who_asks_without_end_has_p2pd_asked_so_often_and_no_more(
     assert control.asked == most
 
 
+@pytest.mark.parametrize(
+    ("hosts", "most_asked", "at_once"),
+    [
+        ([f"2a00:1:2:3::{i}" for i in range(1, 41)], 20, 1),
+        ([f"2a00:1:2:{i}::1" for i in range(1, 41)], 40, 4),
+        ([f"44.1.1.{i}" for i in range(1, 41)], 40, 4),
+    ],
+    ids=["one line of IPv6", "many lines of IPv6", "IPv4"],
+)
+async def test_all_addresses_of_one_line_count_as_one_host(
+    hosts: list[str], most_asked: int, at_once: int
+) -> None:
+    """One of a /64 has 2^64 addresses: each had 100 questions a minute, and four took all dials."""
+    dialled, busy = set[str](), 0
+
+    class Elsewhere(Connected):
+        async def connections(self) -> dict[str, list[str]]:
+            return {host: [f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/5"] for host in hosts}
+
+        async def connect(self, peer: str, addresses: list[str], timeout_s: float) -> None:
+            dialled.update(addresses)
+            await asyncio.sleep(timeout_s)
+            raise ControlError("no connection within 3 s")
+
+    server = DialBack(Elsewhere(), list, lambda: False, list)  # type: ignore[arg-type]
+    server.most_per_host = most_asked
+    question = pack(AskReach(peer=Identity(bytes(32)).peer_id, port=7))
+    asked = [
+        asyncio.ensure_future(server.serve(SimpleNamespace(header=question, peer=host)))  # type: ignore[arg-type]
+        for host in hosts
+    ]
+    await asyncio.sleep(1.0)
+    assert len(dialled) == at_once
+    for one in await asyncio.gather(*asked, return_exceptions=True):
+        busy += isinstance(one, Busy)
+    assert len(hosts) - busy == most_asked
+
+
 class Asked(DaemonControl):
     """It is connected to nobody, and p2pd is asked for nothing but to connect."""
 
