@@ -41,6 +41,8 @@ MAX_BAD_GRADIENTS = 3
 MAX_ATTEMPTS = 1 << 30
 MAX_PEER_ID = 100
 """Characters. A peer id has 52."""
+MAX_AGAIN = 16
+"""Microbatches that are fed again at once, or as many as may be in flight: after a death all of a peer's."""
 MAX_WAITING = 256
 """Requests that wait for a step to open. They hold a header and no tensors."""
 
@@ -72,7 +74,7 @@ class MicrobatchServer:
         self.taken = 0
         """Microbatches whose tensors were received."""
         self.answered = 0
-        self._waiting = 0
+        self._waiting = self._passed_on = 0
         self._jobs = TaskKeeper()
         self._proven = core.stage == 0 and bool(core.run.data.root)
         most = body_bytes(self._takes) + (most_proof_bytes(core.run) if self._proven else 0)
@@ -404,8 +406,11 @@ class MicrobatchServer:
         if work.m in step.jobs:
             await asyncio.shield(step.jobs[work.m].done)
             return
+        if self._passed_on >= max(MAX_AGAIN, self.max_inflight):
+            raise Busy(f"{self._passed_on} microbatches are fed again; no more fit")
         job = step.jobs[work.m] = Job(done=asyncio.get_running_loop().create_future())
         through = self._receipts.through(caller, work)
+        self._passed_on += 1
         try:
 
             def again() -> tuple[Forward, Work, bytes]:
@@ -420,6 +425,7 @@ class MicrobatchServer:
             self._fail(job, error)
             raise
         finally:
+            self._passed_on -= 1
             if step.jobs.get(work.m) is job:  # it may have been undone and claimed anew meanwhile
                 del step.jobs[work.m]
 

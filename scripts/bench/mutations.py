@@ -4318,6 +4318,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_replays",),
     ),
     Mutation(
+        "feed-any-number-again",
+        "peers/stage/microbatches.py",
+        "        if self._passed_on >= max(MAX_AGAIN, self.max_inflight):\n",
+        "        if False:\n",
+        "Who repeats all finished microbatches has a peer hold the outputs of all at once.",
+        ("test_work",),
+    ),
+    Mutation(
         "claims-may-change-again-and-again",
         "swarm/protocol/blame.py",
         "if peer != self._me and taken_back:",

@@ -15,6 +15,7 @@ from peers.clock import now_s
 from peers.events import PeerLost
 from peers.ports import Answer, Request
 from peers.sim.lines import Lines
+from peers.stage.microbatches import MAX_AGAIN
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import HOLD_S
 from peers.trainer import Trainer
@@ -38,6 +39,7 @@ from swarm.wire.messages import (
     Work,
     WorkDone,
     pack,
+    unpack,
 )
 from tests.peers.loops import Stranger, Swarm, obey, swarm
 
@@ -598,6 +600,39 @@ async def test_a_body_that_comes_slowly_keeps_its_place_while_no_other_waits() -
         ledger = s.step("s1p0").ledger
         assert ledger.in_progress == 1 and not ledger.promised, "nobody else waits for it"
         slow.cancel()
+
+
+async def test_no_more_microbatches_are_fed_again_at_once_than_may_be_in_flight() -> None:
+    """Who repeats all that are finished, as if the next stage had lost them, had all outputs held at once."""
+    run, again, fed = audit_run(stages=2, steps=2, microbatches_per_step=32), asyncio.Event(), list[int]()
+    async with swarm(run, replicas=1) as s:
+        await s.until_serving()
+        stranger, server = s.add_stranger(), s.peers["s0p0"].microbatches
+        server.max_inflight = s.peers["s1p0"].microbatches.max_inflight = 32
+        works = [first(run, m=m) for m in range(24)]  # of 32: the step stays open
+        await asyncio.gather(*(stranger.ask("s0p0", "work", work, WorkDone, [bytes(9)]) for work in works))
+        served = s.network.transports["s1p0"].handlers["work"][0]
+
+        async def slow(request: Request) -> Answer:
+            fed.append(unpack(request.header, Work).m)
+            await again.wait()
+            return await served(request)
+
+        s.network.transports["s1p0"].serve("work", slow, max_body_bytes=1 << 20)
+        await asyncio.sleep(0.3)
+        server.max_inflight = 4
+        lost = [msgspec.structs.replace(work, deepest=1) for work in works]
+        asked = [
+            asyncio.ensure_future(stranger.ask("s0p0", "work", work, WorkDone, [bytes(9)])) for work in lost
+        ]
+        await asyncio.sleep(0.5)
+        assert len(fed) == MAX_AGAIN
+        assert sum(isinstance(one.exception(), Busy) for one in asked if one.done()) == 24 - MAX_AGAIN
+        again.set()
+        await asyncio.gather(*asked, return_exceptions=True)
+        for m in sorted({*range(24)}.difference(fed)):  # their turn comes
+            await stranger.ask("s0p0", "work", lost[m], WorkDone, [bytes(9)])
+        assert sorted(fed) == [*range(24)]
 
 
 def test_a_microbatch_that_all_others_answered_in_vain_does_not_wait_for_a_peer_that_rests() -> None:
