@@ -176,6 +176,12 @@ EARLY_SHARE = 8
 """A caller may hold at most this part of what is left of that: so what is left for a new one never ends, and
 is as much as any of N others has, 512 / (8 + N) MiB, however many there are (dynamic thresholds: Choudhury
 and Hahne, 1998)."""
+UNREAD_BYTES_OF_ALL = 512 << 20
+"""Of answers that strangers may ask for, until they are sent: shared as those are, but each may have one."""
+CROWDED = 2
+"""Where less than this part of it is left ..."""
+UNREAD_REST_S = 30.0
+"""... who took nothing of an answer and left it gets none for so long."""
 
 
 class Allowance:
@@ -219,6 +225,10 @@ class Line:
         """Of both: what did not leave this machine (`peers.net.direct.memory`)."""
         self.held_bytes = 0
         """Of bodies that were not accepted yet."""
+        self.unread_bytes = 0
+        """Of answers that strangers may ask for: given to it, and not sent yet."""
+        self.left_unread_at = float("-inf")
+        """When it gave up such an answer, and took nothing of it."""
         self.handling = 0
         """Its calls that are worked on."""
         self.logged_at = float("-inf")
@@ -277,6 +287,21 @@ class Line:
         self.held_bytes += more_bytes
         self._traffic.held_bytes += more_bytes
 
+    def may_be_given(self, more_bytes: int) -> bool:
+        """Whether an answer of so many bytes, which strangers may ask for, may be held until it is sent."""
+        left = UNREAD_BYTES_OF_ALL - self._traffic.unread_bytes
+        return self.unread_bytes + more_bytes <= (left // EARLY_SHARE if self.unread_bytes else left)
+
+    def rests(self, *, now: float) -> bool:
+        """Whether it left such an answer a moment ago, and there is little room for those of all."""
+        left = UNREAD_BYTES_OF_ALL - self._traffic.unread_bytes
+        return now - self.left_unread_at < UNREAD_REST_S and CROWDED * left < UNREAD_BYTES_OF_ALL
+
+    def gives(self, more_bytes: int) -> None:
+        """Note that so much more of such answers is not sent yet, or less."""
+        self.unread_bytes += more_bytes
+        self._traffic.unread_bytes += more_bytes
+
 
 class Traffic(Mapping[PeerId, NetworkPath]):
     """What all streams share: the lines to peers, one limiter, and room for bodies; read as what is known of
@@ -289,7 +314,7 @@ class Traffic(Mapping[PeerId, NetworkPath]):
         """`most_peers`: of more, the one that opened a stream longest ago is forgotten."""
         self.limiter = RateLimiter()
         self.lines: dict[PeerId, Line] = {}
-        self.held_bytes = 0
+        self.held_bytes = self.unread_bytes = 0
         self._most_peers = most_peers
 
     def of(self, peer: PeerId) -> Line:

@@ -46,6 +46,8 @@ SMOOTH = 8
 _BOTH_HEAR = frozenset({Kind.PING, Kind.PONG})
 _MAX_OPENING_BYTES = 64 * 1024
 """Of p2pd's message that opens a stream."""
+LEFT_S = 1.0
+"""Who gives up what is sent to it, and took nothing for so long, had us hold it for nothing."""
 MAX_WAITING = 4 * frames.MAX_PENDING
 """Frames for a peer that takes no bytes: four for each call that it may have pending."""
 
@@ -580,6 +582,8 @@ class ServedCall:
     """For the body: what its handler waits for."""
     outgoing: Outgoing | None = None
     """Of its answer."""
+    unread_bytes: int = 0
+    """Of its answer, if strangers may ask for it, until that is sent."""
 
     @property
     def passed_bytes(self) -> int:
@@ -666,6 +670,7 @@ class ServerConnection(Connection):
         if call is not None:
             self._refuse_body(call, PeerGone(self.peer, "gave the call up"))
             self.outbox.drop(call.outgoing)
+            self._is_read(call, left=True)
 
     def _refuse_body(self, call: ServedCall, error: SwarmError) -> None:
         """The rest of the body will not come, if it is wanted."""
@@ -716,13 +721,17 @@ class ServerConnection(Connection):
 
     # -- answers --------------------------------------------------------------------------------
 
-    def answer(self, call: ServedCall, header: bytes, body: Sequence[memoryview]) -> None:
+    def answer(
+        self, call: ServedCall, header: bytes, body: Sequence[memoryview], *, to_strangers: bool = False
+    ) -> None:
         """Send the result. Raises ValueError if it is over a limit of the framing."""
         frame = frames.pack_result(call.number, header, [part.nbytes for part in body])
         self._forget_body(call)
         if call.number not in self._calls:
             return
         call.outgoing = Outgoing(call.number, body, UNLIMITED)
+        call.unread_bytes = call.outgoing.left * to_strangers
+        self.line.gives(call.unread_bytes)
         self._send(frame, call.outgoing)
         if not call.outgoing.left:
             del self._calls[call.number]
@@ -736,7 +745,21 @@ class ServerConnection(Connection):
             self.flush()
 
     def _body_sent(self, call: int) -> None:
-        self._calls.pop(call, None)
+        if (sent := self._calls.pop(call, None)) is not None:
+            self._is_read(sent)
+
+    def _is_read(self, call: ServedCall, *, left: bool = False) -> None:
+        """Nothing is held any more of an answer; `left`: though it was not sent to its end."""
+        if call.unread_bytes:
+            if left and self.stuck_s(now := self._loop.time()) >= LEFT_S:
+                self.line.left_unread_at = now
+            self.line.gives(-call.unread_bytes)
+            call.unread_bytes = 0
+
+    def stuck_s(self, now: float) -> float:
+        """How long it has taken nothing of answers that strangers may ask for; 0: it has none to take."""
+        since, waits = self._paused_since, self.line.unread_bytes
+        return now - since if waits and since is not None else 0.0
 
     # -- clocks and the end ---------------------------------------------------------------------
 
@@ -760,6 +783,7 @@ class ServerConnection(Connection):
         calls, self._calls = self._calls, {}
         for call in calls.values():
             self._refuse_body(call, _again(fault, self.peer))
+            self._is_read(call, left=True)
 
 
 def _again(fault: PeerFault, peer: PeerId) -> PeerFault:

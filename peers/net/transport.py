@@ -25,6 +25,7 @@ from peers.net.p2pd_control import ControlError, DaemonControl, check_response, 
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer, Handler
 from peers.waiting import TaskKeeper, happens, within
+from swarm.charter import READS
 from swarm.errors import (
     BadAnswer,
     Busy,
@@ -53,6 +54,8 @@ MAX_LINKS_PER_PEER = 3
 one broke."""
 SEEN_FOR_ROOM = 8
 """Streams of which one makes room: to look at all for each that comes would take half a millisecond."""
+STUCK_S = 5.0
+"""Whose stream takes nothing for so long makes way: the slowest line takes a chunk of a body in 4 s."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -390,16 +393,37 @@ class NetTransport:
 
     def _make_room(self, newest: ServerConnection) -> None:
         """End the stream of the next few that was silent for longest, of a stranger without calls if there
-        is one. Its caller lives, and opens another when it has to.
+        is one.
         """
+        few = self._next_few(newest)
+        self._end(min(few, key=lambda one: (self.invited(one.peer), one.busy, one.last_byte_at)))
+
+    def _next_few(self, newest: ServerConnection) -> list[ServerConnection]:
+        """Some streams, others each time."""
         few = list(islice((link for link in self._incoming if link is not newest), SEEN_FOR_ROOM))
-        least = min(few, key=lambda one: (self.invited(one.peer), one.busy, one.last_byte_at))
         for link in few:
             del self._incoming[link]
-        self._incoming |= dict.fromkeys(few)  # others are next
+        self._incoming |= dict.fromkeys(few)
+        return few
+
+    def _end(self, least: ServerConnection) -> None:
+        """End a stream for others. Its caller lives, and opens another when it has to."""
         del self._incoming[least]
         self._forget_caller(least)
         least.fail(PeerGone(least.peer, "others need its place"))
+
+    def _require_room(self, link: ServerConnection, size: int) -> None:
+        """Have room for an answer that strangers may ask for: of the next few streams one that takes nothing
+        is ended for it, of a stranger if there is one. Raises Busy: there is none, or not for this caller.
+        """
+        now, line = asyncio.get_running_loop().time(), link.line
+        rests = line.rests(now=now) and not self.invited(link.peer)
+        if not (rests or line.unread_bytes or line.may_be_given(size)):
+            few = [one for one in self._next_few(link) if one.stuck_s(now) >= STUCK_S]
+            for stuck in sorted(few, key=lambda one: (self.invited(one.peer), -one.stuck_s(now)))[:1]:
+                self._end(stuck)
+        if rests or not line.may_be_given(size):
+            raise Busy("others, or you, have not read what they were given", retry_after_s=1.0)
 
     def _forget_caller(self, link: ServerConnection) -> bool:
         """Whether a stream was the last one of its caller."""
@@ -452,7 +476,10 @@ class NetTransport:
         """
         try:
             answer = await handler(served)
-            link.answer(served, answer.header, [flat(part) for part in answer.body])
+            body, to_strangers = [flat(part) for part in answer.body], served.method in READS
+            if to_strangers and (size := sum(part.nbytes for part in body)):
+                self._require_room(link, size)
+            link.answer(served, answer.header, body, to_strangers=to_strangers)
         except SwarmError as refusal:
             link.answer_error(served, refusal)
         except Exception as bug:

@@ -16,6 +16,7 @@ from peers.net.bandwidth import (
     CONTROL_BYTES_PER_S,
     FRAME_BYTES,
     OBSERVED_EVERY_S,
+    UNREAD_BYTES_OF_ALL,
     Traffic,
 )
 from peers.net.connection import (
@@ -421,3 +422,134 @@ async def test_of_streams_that_take_all_places_a_silent_strangers_makes_room_for
     assert gone == ["invited"]
     work.set()
     await transport._tasks.close()
+
+
+class Narrow(Wire):
+    """It takes so many bytes a second, and asks to pause while it has any left."""
+
+    def __init__(self, end: Connection, bytes_per_s: float) -> None:
+        self.bytes_per_s, self.taken, self.left, self.free_at = bytes_per_s, 0, 0, 0.0
+        super().__init__(end)
+
+    def write(self, data: Any) -> None:
+        loop, size = asyncio.get_running_loop(), len(data)
+        self.left += size
+        if self.end._paused_since is None:
+            self.end.pause_writing()
+        if self.bytes_per_s:
+            self.free_at = max(loop.time(), self.free_at) + size / self.bytes_per_s
+            loop.call_at(self.free_at, self.takes, size)
+
+    def takes(self, size: int) -> None:
+        self.taken, self.left = self.taken + size, self.left - size
+        if not (self.left or self.end.over):
+            self.end.resume_writing()
+
+
+class Source:
+    """A peer that gives chunks of 1 MiB to anybody, over streams that a test narrows."""
+
+    def __init__(self) -> None:
+        self.transport = NetTransport(DaemonControl(Path("none")), Identity.generate())
+        self.chunk, self.number = memoryview(bytes(1 << 20)), 0
+        self.transport.serve("chunk", self.serve)
+
+    async def serve(self, request: object) -> Answer:
+        return Answer(b"", [self.chunk])
+
+    def opens(self, peer: str, bytes_per_s: float) -> tuple[ServerConnection, Narrow]:
+        link = self.transport._make_callee(peer)
+        wire = Narrow(link, bytes_per_s)
+        feed(link, b"\0")
+        return link, wire
+
+    async def ask(self, link: ServerConnection) -> int | None:
+        """The number of a call whose chunk is on its way; None: there is no room for it."""
+        number = self.number = self.number + 1
+        feed(link, frames.pack_call(number, "chunk", b"", ()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return number if (call := link._calls.get(number)) is not None and call.unread_bytes else None
+
+    async def read(self, peer: str, bytes_per_s: float, lasts_s: float) -> int:
+        """How many MiB one gets that asks for six chunks at a time, as downloads do."""
+        link, wire = self.opens(peer, bytes_per_s)
+
+        async def work() -> None:
+            while True:
+                if (number := await self.ask(link)) is not None:
+                    while number in link._calls:
+                        await asyncio.sleep(0.1)
+                else:
+                    await asyncio.sleep(1.0)
+
+        workers = [asyncio.ensure_future(work()) for _ in range(6)]
+        await asyncio.sleep(lasts_s)
+        assert not link.over
+        for worker in workers:
+            worker.cancel()
+        link.fail(PeerGone(peer, "it has all"))
+        return wire.taken >> 20
+
+    async def stare(self, peer: str, held_s: float) -> None:
+        """Have as much held as there is room for, read nothing, and do the same again."""
+        while True:
+            link, _ = self.opens(peer, 0.0)
+            for _ in range(64):
+                if link.over or await self.ask(link) is None:
+                    break
+            await asyncio.sleep(held_s)
+            link.fail(PeerGone(peer, "it opens another one"))
+
+    @property
+    def unread_bytes(self) -> int:
+        return self.transport.lines.unread_bytes
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("held_s", [1.5, 4.0, 60.0])
+async def test_a_crowd_that_reads_nothing_fills_no_memory_and_keeps_no_others_out(held_s: float) -> None:
+    """Each might have 64 MiB held for it, however many they were."""
+    source, most = Source(), 0
+    slow = asyncio.ensure_future(source.read("slow", 80_000.0, 17.0))
+    await asyncio.sleep(1.0)
+    crowd = [asyncio.ensure_future(source.stare(f"stranger {n}", held_s)) for n in range(600)]
+    for _ in range(60):
+        await asyncio.sleep(0.1)
+        most = max(most, source.unread_bytes)
+    assert 0.9 * UNREAD_BYTES_OF_ALL < most <= UNREAD_BYTES_OF_ALL
+    newcomer = await source.read("newcomer", 1_250_000.0, 10.0)
+    assert (newcomer >= 9, await slow) == (True, 1), "as many MiB as their lines carry, about"
+    for one in crowd:
+        one.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+
+
+@pytest.mark.virtual_time
+async def test_a_hundred_readers_are_given_what_their_lines_carry_however_slow_these_are() -> None:
+    """All of them together want more than may be held at once."""
+    source, rates = Source(), [80_000.0 * 1.03**n for n in range(100)]
+    reading = [asyncio.ensure_future(source.read(str(n), rate, 15.0)) for n, rate in enumerate(rates)]
+    await asyncio.sleep(1.0)
+    assert source.unread_bytes > 0.8 * UNREAD_BYTES_OF_ALL
+    for rate, got in zip(rates, await asyncio.gather(*reading), strict=True):
+        assert got == int(15.0 * rate * 0.9999) >> 20
+    assert source.unread_bytes == 0
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("bytes_per_s", "rests"), [(1_250_000.0, False), (0.0, True)])
+async def test_only_who_takes_nothing_of_what_it_gives_up_has_to_wait(
+    bytes_per_s: float, rests: bool
+) -> None:
+    """At its end a download gives up what another source was faster with."""
+    source = Source()
+    crowd = [source.opens(f"stranger {n}", 0.0)[0] for n in range(300)]
+    for link in crowd:
+        await source.ask(link)
+    link, _ = source.opens("newcomer", bytes_per_s)
+    numbers = [await source.ask(link) for _ in range(6)]
+    await asyncio.sleep(2.0)
+    assert numbers[-1] in link._calls
+    feed(link, frames.pack_prefix(Kind.ABORT, numbers[-1] or 0))
+    assert (await source.ask(link) is None) == rests
