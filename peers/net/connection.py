@@ -756,6 +756,11 @@ class ServerConnection(Connection):
             self.line.gives(-call.unread_bytes)
             call.unread_bytes = 0
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of frames without a body that it does not take."""
+        return sum(map(len, self.outbox.frames)) if self._paused_since is not None else 0
+
     def stuck_s(self, now: float) -> float:
         """How long it has taken nothing of answers that strangers may ask for; 0: it has none to take."""
         since, waits = self._paused_since, self.line.unread_bytes

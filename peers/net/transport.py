@@ -56,6 +56,8 @@ SEEN_FOR_ROOM = 8
 """Streams of which one makes room: to look at all for each that comes would take half a millisecond."""
 STUCK_S = 5.0
 """Whose stream takes nothing for so long makes way: the slowest line takes a chunk of a body in 4 s."""
+MAX_WAITING_BYTES = 256 * 1024
+"""Of frames that a stream does not take, beyond which strangers are told nothing more: half a GB on all."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -417,6 +419,10 @@ class NetTransport:
         is ended for it, of a stranger if there is one. Raises Busy: there is none, or not for this caller.
         """
         now, line = asyncio.get_running_loop().time(), link.line
+        if link.waiting_bytes > MAX_WAITING_BYTES:
+            raise Busy("you have not read what you were told", retry_after_s=1.0)
+        if not size:
+            return
         rests = line.rests(now=now) and not self.invited(link.peer)
         if not (rests or line.unread_bytes or line.may_be_given(size)):
             few = [one for one in self._next_few(link) if one.stuck_s(now) >= STUCK_S]
@@ -477,8 +483,8 @@ class NetTransport:
         try:
             answer = await handler(served)
             body, to_strangers = [flat(part) for part in answer.body], served.method in READS
-            if to_strangers and (size := sum(part.nbytes for part in body)):
-                self._require_room(link, size)
+            if to_strangers:
+                self._require_room(link, sum(part.nbytes for part in body))
             link.answer(served, answer.header, body, to_strangers=to_strangers)
         except SwarmError as refusal:
             link.answer_error(served, refusal)

@@ -8037,9 +8037,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "hold-what-strangers-do-not-read",
         "peers/net/transport.py",
-        "            if to_strangers and (size :=",
-        "            if False and (size :=",
+        "            if to_strangers:\n",
+        "            if False:\n",
         "A thousand identities that read nothing of what they are given fill 64 GB.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "tell-strangers-that-take-nothing",
+        "peers/net/transport.py",
+        "if link.waiting_bytes > MAX_WAITING_BYTES:",
+        "if False:",
+        "Eight identities that ask a keeper what is saved, and take nothing, fill a GB of its memory.",
         ("test_connection",),
     ),
     Mutation(

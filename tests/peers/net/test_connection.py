@@ -553,3 +553,27 @@ async def test_only_who_takes_nothing_of_what_it_gives_up_has_to_wait(
     assert numbers[-1] in link._calls
     feed(link, frames.pack_prefix(Kind.ABORT, numbers[-1] or 0))
     assert (await source.ask(link) is None) == rests
+
+
+@pytest.mark.virtual_time
+async def test_who_takes_nothing_has_few_large_headers_held() -> None:
+    """A keeper says in 48 kB what is saved: eight identities had 900 MB of that wait for them."""
+    transport, told = NetTransport(DaemonControl(Path("none")), Identity.generate()), Answer(bytes(48_000))
+
+    async def serve(request: object) -> Answer:
+        return told
+
+    transport.serve("saved", serve)
+    transport.serve("work", serve)
+    for method, takes, most in (("saved", False, 400_000), ("saved", True, 0), ("work", False, 10_000_000)):
+        link = transport._make_callee(method)
+        wire = Wire(link)
+        feed(link, b"\0")
+        if not takes:
+            link.pause_writing()
+        feed(link, b"".join(frames.pack_call(number, method, b"", ()) for number in range(1, 201)))
+        await asyncio.sleep(0.1)
+        assert sum(map(len, link.outbox.frames)) <= most
+        assert not takes or len(wire.said) > 200 * 48_000, "who takes them has them all"
+        link.resume_writing()
+        assert link.outbox.empty and not link.over
