@@ -8043,6 +8043,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_connection",),
     ),
     Mutation(
+        "check-what-is-false-at-each-call",
+        DOORKEEPER,
+        "                del self._shown[peer]  #",
+        "                pass  #",
+        "Who shows another owner's token before a peer knows the charter has it checked at each call.",
+        ("test_charter",),
+    ),
+    Mutation(
         "tell-strangers-that-take-nothing",
         "peers/net/transport.py",
         "if link.waiting_bytes > MAX_WAITING_BYTES:",

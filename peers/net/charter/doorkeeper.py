@@ -112,6 +112,8 @@ class Doorkeeper:
         try:
             credential = self._open(peer, self.shown(peer) if carried is None else carried)
         except Refused as refusal:
+            if carried is None:
+                del self._shown[peer]  # shown before we knew the charter: not to be checked at each call
             return refusal.text
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
         if credential.token is not None and not why_shut_out(self.terms, peer):  # a banned thief is no user

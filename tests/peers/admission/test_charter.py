@@ -660,6 +660,19 @@ def test_one_token_under_many_names_drives_out_nothing_that_others_showed() -> N
     assert [bool(invited.shown(one.peer_id)) for one in crowd] == [False] * 6 + [True] * 3
 
 
+def test_what_was_shown_before_the_charter_was_known_and_is_false_is_looked_at_once() -> None:
+    """It was checked at each call: 14 identities took all of a peer's time."""
+    early = Doorkeeper()
+    early.show(KIM.peer_id, credential_of(signed.make_token(RUN, KIM, "peer", expires=int(4e9))))
+    early.set(terms(peers=AdmissionRule("token")))
+    assert "the owner of this run did not make" in early.refusal(KIM.peer_id, "report", True)
+    assert "it has no token" in early.refusal(KIM.peer_id, "report", True)
+    good = credential_of(signed.make_token(RUN, OWNER, "peer", expires=int(4e9)))
+    early.show(KIM.peer_id, good)
+    assert "malformed" in early.why_not(KIM.peer_id, "peer", now=1.0, carried=b"x")
+    assert early.shown(KIM.peer_id) == good, "what another record carries is not what it showed"
+
+
 def test_what_admits_nobody_is_not_kept() -> None:
     asking = door(work_bits=40)
     for worthless in (signed.seal_credential(None, 1), b""):
