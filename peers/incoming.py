@@ -76,9 +76,11 @@ class Places(Incoming):
         """Raises Busy: there is none, or not for this caller."""
         began = now_s()
         self._paid = {peer: until for peer, until in self._paid.items() if until > began}
-        if self._taken[caller] >= self._each or self._paid.get(caller, began) - began > AHEAD_S:
+        owed_s = self._paid.get(caller, began) - began
+        if self._taken[caller] >= self._each or owed_s > AHEAD_S:
             raise Busy("this peer has computed enough for its caller")
-        if self._taken.total() >= self._most:
+        # Several that take turns would have all places for ever: who owes much leaves the last one to others.
+        if self._taken.total() >= self._most - (owed_s > AHEAD_S / 2):
             self.others_wait()
             raise Busy("this peer computes as much for others as it can")
         self._taken[caller] += 1

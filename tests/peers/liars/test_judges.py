@@ -17,7 +17,7 @@ from peers.audit.kept import KEPT_S, MAX_GIVEN
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
 from peers.events import PeerLost
-from peers.incoming import AHEAD_S, TIMES
+from peers.incoming import AHEAD_S, TIMES, Places
 from peers.ports import Answer, Buffer, Request
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
@@ -215,6 +215,29 @@ async def test_who_had_answers_computed_again_for_long_has_none_for_a_while() ->
         assert await asks("s0p0")
         await asyncio.sleep(AT_ONCE * TIMES * KEPT_S)
         assert await asks("s0p1")
+
+
+@pytest.mark.parametrize(("callers", "least"), [(1, 58), (3, 55)])
+async def test_several_that_take_turns_leave_a_place_to_others(callers: int, least: int) -> None:
+    """Of 60 questions of another caller three of them had 25 refused."""
+    places, answered = Places(AT_ONCE, each=AT_ONCE), 0
+
+    async def has_places(caller: str) -> None:
+        while True:
+            with contextlib.suppress(Busy), places.one_for(caller):
+                await asyncio.sleep(5.0)
+            await asyncio.sleep(0.05)
+
+    taking = [asyncio.create_task(has_places(f"a{n}")) for n in range(callers) for _ in range(AT_ONCE)]
+    for _ in range(60):
+        await asyncio.sleep(4.7)
+        with contextlib.suppress(Busy), places.one_for("honest"):
+            await asyncio.sleep(0.3)
+            answered += 1
+    for one in taking:
+        one.cancel()
+    await asyncio.gather(*taking, return_exceptions=True)
+    assert answered >= least
 
 
 async def test_who_reads_nothing_has_few_microbatches_kept_for_it() -> None:
