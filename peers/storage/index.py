@@ -129,7 +129,8 @@ def resolved(address: str, source: Source) -> Source:
     """
     shards = []
     for shard in source.shards:
-        if not shard.at or shard.tokens < 1 or shard.skip < 0 or shard.dtype not in ("", *ITEM_BYTES):
+        can_be = shard.tokens >= 1 and 0 <= shard.skip <= MAX_TOKENS and shard.dtype in ("", *ITEM_BYTES)
+        if not (shard.at and can_be):
             raise ValueError(f"a shard of {source.name!r} is {shard}")
         at = tuple(fetch.beside(address, one) for one in shard.at)
         shards.append(msgspec.structs.replace(shard, at=at))

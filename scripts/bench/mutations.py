@@ -6612,6 +6612,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "skip-more-than-any-file-has",
+        "peers/storage/index.py",
+        "0 <= shard.skip <= MAX_TOKENS",
+        "0 <= shard.skip",
+        "An index that a stranger made ends the trainer that reads its shards with a traceback.",
+        ("test_index",),
+    ),
+    Mutation(
         "an-index-of-any-length",
         "peers/storage/index.py",
         "if index.tokens > MAX_TOKENS:",

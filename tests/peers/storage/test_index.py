@@ -328,6 +328,10 @@ def test_an_index_of_other_tokens_or_none_at_all_is_refused(server: Server, tmp_
             "is not an index .* a shard of 'x'",
         ),
         (
+            {"sources": [{"name": "x", "shards": [{"at": ["0.tokens"], "tokens": 5, "skip": 1 << 63}]}]},
+            "is not an index .* a shard of 'x'",  # no file is so long: a trainer ended where it read there
+        ),
+        (
             {"sources": [{"name": "x", "shards": [{"at": ["a\0b"], "tokens": 5}]}]},
             r"is not an index of data: 'a\\x00b' names no file",
         ),
