@@ -5834,10 +5834,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-coordinator-that-nobody-follows",
         PROTOCOL,
-        "stage == self._stage and self._rotation.late and now - self._followed_s > UNFOLLOWED_S",
+        "stage == self._stage and now - self._followed_s > UNFOLLOWED_S",
         "False",
         "One for which another rests coordinates itself alone, and is a step behind in each step.",
         ("test_council",),
+    ),
+    Mutation(
+        "a-coordinator-that-nobody-follows-before-a-late-step",
+        PROTOCOL,
+        "stage == self._stage and now - self._followed_s > UNFOLLOWED_S",
+        "stage == self._stage and self._rotation.late and now - self._followed_s > UNFOLLOWED_S",
+        "One that a coordinator lies to alone is away from its stage for 50 s.",
+        ("test_forged_results",),
     ),
     Mutation(
         "go-on-under-one-that-is-left-out-for-all",
