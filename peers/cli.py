@@ -35,6 +35,7 @@ from swarm.errors import (
     Refused,
     SetupError,
     SwarmError,
+    Unreachable,
     did_you_mean,
     printable,
 )
@@ -49,7 +50,7 @@ class Exit(enum.IntEnum):
     OK = 0
     """Done, or left in good order."""
     FAILED = 1
-    """A bug of ours, or an error without a class of its own."""
+    """A bug of ours, or an error without a class of its own; `swarm health`: not well."""
     USAGE = 2
     """Unknown argument, or a value that cannot be."""
     SETUP = 3
@@ -57,7 +58,7 @@ class Exit(enum.IntEnum):
     NETWORK = 4
     """Others could not be reached, or refused us."""
     CHECK = 5
-    """`swarm check` found something wrong, or `swarm demo` a number that is not what it must be."""
+    """`swarm check` found something wrong, or `swarm demo` or `verify` what is not as it must be."""
     STOPPED = 130
     """Ctrl-C or SIGTERM before the work was done."""
 
@@ -322,7 +323,7 @@ def _run_tool(args: argparse.Namespace) -> int:
     given, called = options_from(options_of(args.command), args), _imported(PROGRAMS[args.command])
 
     def ended(result: object) -> int:
-        failed = Exit.CHECK if args.command == "check" else Exit.FAILED
+        failed = Exit.FAILED if args.command == "health" else Exit.CHECK
         return result if type(result) is int else failed if result is False else Exit.OK
 
     if not inspect.iscoroutinefunction(called):
@@ -411,10 +412,10 @@ def _end_now(code: Exit) -> NoReturn:
 
 
 def exit_code(error: BaseException) -> Exit:
+    if isinstance(error, PeerFault | NotNow | Refused | Unreachable):
+        return Exit.NETWORK
     if isinstance(error, SetupError):
         return Exit.SETUP
-    if isinstance(error, PeerFault | NotNow | Refused):
-        return Exit.NETWORK
     return Exit.FAILED
 
 

@@ -2,7 +2,8 @@
 
     SwarmError
     ├── SetupError        the user must change something; the text says what
-    │   └── DeviceHangs   a job of the device never ends: nor does what waits for it
+    │   ├── DeviceHangs   a job of the device never ends: nor does what waits for it
+    │   └── Unreachable   none of the others that are needed answers: perhaps later
     ├── PeerFault         that peer misbehaved: back off, go elsewhere
     │   ├── PeerGone      cannot be reached, or the connection broke
     │   ├── PeerSilent    connected, but no sign of life in time
@@ -56,6 +57,10 @@ class SetupError(SwarmError):
 
 class DeviceHangs(SetupError):
     """A job of this device will never end, nor will anything else that waits for the device."""
+
+
+class Unreachable(SetupError):
+    """Nothing here need be wrong: those to join at may be down for now. The text says what to check."""
 
 
 class PeerFault(SwarmError):

@@ -18,7 +18,7 @@ from peers.net.dht_protocol import JOIN_S, REPLICAS, DhtNode, Entry, Pong, Recor
 from peers.net.identity import CIRCUIT, AddressBook, by_peer, with_peer_id
 from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens
 from peers.waiting import TaskKeeper
-from swarm.errors import SetupError
+from swarm.errors import SetupError, Unreachable
 from swarm.ids import PeerId
 from swarm.wire.version import PROTOCOL_VERSION, differ
 
@@ -118,7 +118,7 @@ class DhtStorage:
         if left:  # they are dialled on; one that answers late is found by searching
             await asyncio.wait(left, timeout=BOOTSTRAP_S)
         if meeting and not answered:
-            raise SetupError(_why_none([(*one, task.exception()) for task, one in meeting.items()]))
+            raise Unreachable(_why_none([(*one, task.exception()) for task, one in meeting.items()]))
 
     async def _meet(self, peer: PeerId, addresses: Sequence[str], *, joining: bool = False) -> bool:
         """Dial a peer; whether it answers. Raises ControlError: it cannot be reached."""

@@ -44,7 +44,7 @@ from peers.net.timings import DEFAULT_TIMINGS
 from peers.net.transport import NetTransport
 from peers.options import Reach
 from peers.ports import Answer, Request
-from swarm.errors import Busy, Refused, SetupError, SwarmError, clean, short
+from swarm.errors import Busy, Refused, SetupError, SwarmError, Unreachable, clean, short
 from swarm.ids import PeerId
 from swarm.wire.messages import pack, unpack, unpack_answer
 
@@ -329,7 +329,7 @@ async def settled(
         announce = (_host_port(found.host, found.port),)
         return replace(options, port=found.port, announce=announce, reachable=True), in_words(found)
     if not found.relays and needed:
-        raise SetupError(
+        raise (Unreachable if found.kind == "unknown" else SetupError)(
             f"nobody can dial this machine ({found.why or 'as --reach relay says'}), and no peer is known "
             f"that could relay for it: {what_to_do(found)}, or join at the address of one that can be dialled"
         )

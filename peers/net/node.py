@@ -39,7 +39,7 @@ from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.net.transport import SHOW_METHOD, NetTransport
 from peers.waiting import TaskKeeper
-from swarm.errors import SetupError, SwarmError
+from swarm.errors import SetupError, SwarmError, Unreachable
 from swarm.ids import PeerId, RunName
 from swarm.manifest import Run
 
@@ -159,7 +159,7 @@ class Node:
                     daemon = await self._spawn_again(daemon)
                     await self._run_on(daemon, self._timings.relay_s)
             if not self.addresses:
-                raise SetupError(
+                raise Unreachable(
                     "nobody can dial this machine, and none of these peers relays for it: "
                     f"{', '.join(daemon.options.relays)}. Forward its port and say so with --announce, or "
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"

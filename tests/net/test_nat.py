@@ -29,7 +29,7 @@ from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, _raw_addresses
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
-from swarm.errors import Busy, Refused, SetupError
+from swarm.errors import Busy, Refused, SetupError, Unreachable
 from swarm.wire.messages import pack, unpack
 from tests.net.relay import Relay
 from tests.net.test_transport import relay
@@ -386,6 +386,13 @@ async def test_what_is_settled_before_p2pd_is_started(public: Node, monkeypatch:
     monkeypatch.setattr(nat, "find_reach", busy)
     chosen, words = await settled(anywhere, public.addresses, "auto", needed=False)
     assert chosen.reachable is False and words.startswith("nobody can dial this machine")
+
+    async def down(options: DaemonOptions, join: Sequence[str], *, hidden: bool) -> Reachability:
+        return Reachability(kind="unknown", port=7, why="connection refused")
+
+    monkeypatch.setattr(nat, "find_reach", down)
+    with pytest.raises(Unreachable, match=r"dial this machine \(connection refused\), and no peer is known"):
+        await settled(anywhere, public.addresses, "relay")  # a fleet starts this peer again
 
 
 @pytest.mark.net

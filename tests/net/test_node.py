@@ -29,7 +29,7 @@ from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, Endpoint, _one_listens
 from peers.net.timings import NetTimings
 from peers.ports import Answer, Request
-from swarm.errors import PeerGone, PeerSilent, Refused, SetupError
+from swarm.errors import PeerGone, PeerSilent, Refused, SetupError, Unreachable
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
 from tests.net.relay import direct_links, open_links
@@ -400,7 +400,7 @@ async def test_that_no_peer_to_join_at_can_be_reached_is_said_in_time(
 ) -> None:
     nobody = Identity.generate().peer_id
     before = time.monotonic()
-    with pytest.raises(SetupError) as caught:
+    with pytest.raises(Unreachable) as caught:
         await start(stack, join=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}", f"/ip4/192.0.2.1/tcp/9/p2p/{nobody}"])
     assert time.monotonic() - before < 12
     assert caught.value.text.startswith("none of the peers to join at can be reached. Check that one of them")
@@ -474,14 +474,14 @@ async def test_what_cannot_be_joined_is_said(
 ) -> None:
     first = await start(stack)
     transport, _ = first.addresses[0].split("/p2p/")
-    with pytest.raises(SetupError, match="none of the peers to join at can be reached"):
+    with pytest.raises(Unreachable, match="none of the peers to join at can be reached"):
         await start(stack, join=[f"{transport}/p2p/{Identity.generate().peer_id}"])
     with pytest.raises(SetupError, match="is not the address of a peer: it ends in /p2p/"):
         await start(stack, join=[transport])
 
     no_dht = Daemon.spawn(DaemonOptions())
     await no_dht.ready()
-    with pytest.raises(SetupError, match="can be reached, but do not answer as peers of a swarm"):
+    with pytest.raises(Unreachable, match="can be reached, but do not answer as peers of a swarm"):
         await start(stack, join=[f"{no_dht.addresses[0]}/p2p/{no_dht.peer_id}"])
     no_dht.close_now()
 

@@ -35,7 +35,7 @@ from peers.programs.fleet import Child
 from peers.programs.manifest_pinning import check_code
 from peers.programs.roles import manifest
 from peers.storage import CACHE_ENV, RESULTS_ENV, cache_folder, results_folder
-from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError
+from swarm.errors import Busy, PeerGone, Refused, SetupError, SwarmError, Unreachable
 from swarm.installed import check_allowed
 from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run
 from swarm.wire.version import PROTOCOL_VERSION
@@ -550,6 +550,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused(
     ("error", "code"),
     [
         (SetupError("x"), Exit.SETUP),
+        (Unreachable("x"), Exit.NETWORK),
         (PeerGone("12D3KooWabcdef", "x"), Exit.NETWORK),
         (Busy("x"), Exit.NETWORK),
         (Refused("x"), Exit.NETWORK),

@@ -77,7 +77,7 @@ def test_every_refusal_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
                 "or choose another one with --port (--port 0 picks a free one)"
             )
         for program in no_route:
-            text = said(program, Exit.SETUP)
+            text = said(program, Exit.NETWORK)
             assert text.startswith(
                 "none of the peers to join at can be reached. Check that one of them is running"
             )
