@@ -52,5 +52,10 @@ def test_what_the_pages_call_is_there_and_takes_that(page: str) -> None:
 
 
 def test_importing_swarm_imports_neither_torch_nor_a_program() -> None:
-    code = "import sys, swarm; print([m for m in ('torch', 'peers', 'msgspec') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+    code = """import sys, swarm
+print([m for m in ('torch', 'peers', 'msgspec') if m in sys.modules])
+swarm.Run
+swarm.reference
+print([m for m in ('peers.net', 'peers.programs.roles', 'hivemind', 'uvloop') if m in sys.modules])
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n[]\n"
