@@ -13,14 +13,14 @@ ALIKE = {"float32": 0.002, "float64": 0.002, "bfloat16": 0.02}
 """Of the losses of two routes, by the dtype that a run computes in: ten times what tensors differ by."""
 
 
-def spread(tokens: int, window: int, samples: int) -> list[int]:
+def spread(tokens: int, window: int, samples: int, part: slice = slice(None)) -> list[int]:
     """Where `samples` windows of `window` tokens start: evenly over the text, the first at its start.
 
-    Fewer where the text has not so many different ones.
+    Fewer where the text has not so many different ones. `part`: only these of them.
     """
     starts = tokens - window + 1
     count = min(samples, starts)
-    return [i * starts // count for i in range(count)]
+    return [i * starts // count for i in range(count)[part]]
 
 
 def mean_loss(losses: Sequence[float], samples: Sequence[int]) -> float:
@@ -44,7 +44,7 @@ def microbatches(run: Run) -> int:
 def eval_offsets(run: Run, e: int) -> list[int]:
     """Where the samples of microbatch `e` of an evaluation start, as `swarm.data.sample_offsets` has them."""
     size, window = run.batch.microbatch_size, 1 if run.data.source == "code" else run.data.sequence_length + 1
-    return spread(run.eval.tokens, window, run.eval.samples)[e * size : (e + 1) * size]
+    return spread(run.eval.tokens, window, run.eval.samples, slice(e * size, (e + 1) * size))
 
 
 def check_enough(run: Run) -> None:

@@ -416,6 +416,7 @@ def test_samples_are_spread_over_the_text(
     tokens: int, window: int, samples: int, starts: Sequence[int]
 ) -> None:
     assert spread(tokens, window, samples) == list(starts)
+    assert spread(tokens, window, samples, slice(1, 3)) == list(starts)[1:3]
 
 
 def test_what_does_not_fit_the_run_is_refused() -> None:
