@@ -79,8 +79,7 @@ class Checkpoint:
             ) from None
         if index.run != run.whole.id:
             raise Damaged(
-                f"{path} is of run {index.run[:80]}, not of run {run.whole.id}: choose another "
-                "--checkpoint-dir"
+                f"{path} is of run {index.run[:80]}, not of run {run.whole.id}: choose another folder"
             )
         if (index.stage, index.step) != (self._stage, self._step):
             raise _KIND.damaged(path, f"it speaks of stage {index.stage}, step {index.step}")
@@ -159,7 +158,6 @@ class Checkpoint:
         *,
         keep: int = KEEP,
         together: Collection[Stage] | None = None,
-        option: str = "--checkpoint-dir",
         voiced: bool = True,
         signed: Sequence[Word] = (),
     ) -> None:
@@ -171,7 +169,6 @@ class Checkpoint:
         Args:
             tensors: any shapes; the dtypes of safetensors.
             together: the stages that are kept in this folder; None: all of the run.
-            option: what the user chose the folder with, for errors.
             voiced: it is this peer's own work, or a peer with voice gave or signed it.
 
         Raises:
@@ -188,7 +185,7 @@ class Checkpoint:
                     f"cannot save the checkpoint of stage {self._stage}, step {self._step}",
                     self._all,
                     error,
-                    f"choose another {option}. Earlier checkpoints are intact",
+                    "choose another folder. Earlier checkpoints are intact",
                 ) from None
         self._prune(keep, range(self._run.S) if together is None else together)
 

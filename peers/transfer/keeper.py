@@ -315,7 +315,7 @@ class CheckpointKeeper:
 
         def save() -> None:
             checkpoint.Checkpoint(folder, self._run, stage, version).save(found.tensors,
-                keep=self._settings.keep, together=self.stages, option="--dir",
+                keep=self._settings.keep, together=self.stages,
                 voiced=found.voiced or bool(same) or not self._run.admission.named,
                 signed=list(same.values())[:MAX_SIGNED],
             )  # fmt: skip

@@ -243,7 +243,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(
     with pytest.raises(
         SetupError,
         match=r"cannot save the checkpoint of stage 1, step 7 in .*: the disk is full \(\d+ MiB are free\)\. "
-        r"Make room or choose another --checkpoint-dir\. Earlier checkpoints are intact",
+        r"Make room or choose another folder\. Earlier checkpoints are intact",
     ):
         Checkpoint(tmp_path, RUN, 1, 7).save(TENSORS)
     left = [path.name for path in _everything(tmp_path) if path.is_file()]
@@ -283,7 +283,7 @@ def test_failing_to_save_a_step_again_keeps_the_step(tmp_path: Path, monkeypatch
 
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SetupError, match=r"cannot save .* in .*file: Not a directory.*--checkpoint-dir"):
+    with pytest.raises(SetupError, match=r"cannot save .* in .*file: Not a directory.*choose another folder"):
         Checkpoint(tmp_path / "file", RUN, 0, 1).save(TENSORS)
 
 
@@ -366,7 +366,7 @@ def test_a_step_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"format": 2}, r"has format 2; this version reads format 1"),
-        ({"run": OTHER.id}, rf"is of run {OTHER.id}, not of run {RUN.id}: choose another --checkpoint-dir"),
+        ({"run": OTHER.id}, rf"is of run {OTHER.id}, not of run {RUN.id}: choose another folder"),
         ({"stage": 0}, r"is damaged: it speaks of stage 0, step 1"),
         ({"step": 2}, r"is damaged: it speaks of stage 1, step 2"),
         ({"sha256": "../../../x"}, r"is damaged: its digest is not 64 hex digits"),

@@ -315,7 +315,7 @@ async def test_a_full_disk_is_said_the_old_is_kept_and_the_new_is_tried_again(
         await s.until(lambda: len(s.seen(Trouble)) > 1)
         text = s.seen(Trouble)[0].text
         assert "cannot save the checkpoint of stage" in text and "the disk is full" in text
-        assert "Make room or choose another --dir" in text
+        assert "Make room or choose another folder" in text
         assert text.endswith("; what is kept stays, next try in 60 s")
         assert checkpoint.newest_common_step(tmp_path, RUN) == 2
         assert not s.tasks["keeper"].done()

@@ -31,7 +31,7 @@ def test_a_run_that_was_killed_whole_is_resumed_by_others_to_the_same_weights(tm
         swarm.train_to(3)
         trouble = swarm.hear(unlucky, Trouble)
         assert trouble.text.startswith("no checkpoint of version 2: cannot save the checkpoint of stage 0")
-        assert "choose another --checkpoint-dir. Earlier checkpoints are intact" in trouble.text
+        assert "choose another folder. Earlier checkpoints are intact" in trouble.text
         assert not [path for path in full.rglob("*") if path.is_file() and path.name != "run.toml"]
         resource.prlimit(unlucky.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
         swarm.train_to(5)
