@@ -27,6 +27,8 @@ from swarm.ids import PEER_ID, RunName, Stage
 MIN_UPLOAD_BPS = 256e3
 """Below that a peer would be taken for dead by those it answers."""
 
+TOKEN_START = "swarm-invitation-"
+NO_TOKEN = f"none that swarm invite printed: that is one word that starts with {TOKEN_START}"
 EXAMPLE_ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooW..."
 
 RUN, WEIGHTS, NETWORK = "the run", "the weights", "network"
@@ -128,6 +130,13 @@ def _peer_id(text: str) -> str:
     return text
 
 
+def _token(text: str) -> str:
+    """Whether it is one for this run is known once the run is."""
+    if not re.fullmatch(f"{TOKEN_START}[\\w-]+", text.strip(), re.ASCII):
+        raise argparse.ArgumentTypeError(NO_TOKEN)
+    return text.strip()
+
+
 def check_peer_address(flag: str, text: str) -> None:
     """Raise SetupError for an address without a peer id, or with a port that cannot be: p2pd dials none."""
     for port in re.findall("(?:/tcp/|:(?=[0-9]+$))([0-9]+)", text):
@@ -218,6 +227,7 @@ def _stages(text: str) -> tuple[int | None, ...]:
 
 
 WORD = OptionKind(str, "NAME")
+TOKEN = OptionKind(_token, "TOKEN")
 FILE = OptionKind(path, "FILE", is_no_pipe)
 NEEDED_FILE = OptionKind(path, "FILE", is_there)
 DATA = OptionKind(data_file, "FILE", is_there)
@@ -332,7 +342,7 @@ class MemberOptions(RunOptions):
     """The same, of a role in it."""
 
     token: str | None = optional(
-        WORD, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
+        TOKEN, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
     )
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=RUN)
     max_upload: float | None = optional(

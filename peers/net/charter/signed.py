@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from peers.net.identity import SIGNATURE_BYTES, Identity, Signature, peer_id_of, verify
+from peers.options import NO_TOKEN, TOKEN_START
 from swarm import charter as rules
 from swarm.charter import MAX_CHARTER_BYTES, Charter, Credential, Role, Token
 from swarm.errors import Refused, SetupError, decoded
@@ -25,7 +26,6 @@ from swarm.ids import PeerId, RunName, fingerprint_of
 MAX_SEALED_BYTES = MAX_CHARTER_BYTES + SIGNATURE_BYTES + 32
 MAX_CREDENTIAL_BYTES = 256
 MAX_TOKEN_BYTES = 300
-TOKEN_START = "swarm-invitation-"
 
 _Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Seconds: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
@@ -195,9 +195,7 @@ def certify(token: str, run_id: str, peer: PeerId) -> tuple[Role, _Certificate]:
         packed = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
         found = decoded(packed, _token_decoder.decode, "token", MAX_TOKEN_BYTES)
     except (ValueError, Refused):
-        raise SetupError(
-            f"--token is none that swarm invite printed: it is one word that starts with {TOKEN_START}"
-        ) from None
+        raise SetupError(f"--token is {NO_TOKEN}") from None
     if found.run != bytes.fromhex(run_id):
         raise SetupError(
             f"--token is for the run {found.run.hex()}, and this is {run_id}: ask the owner for another one"

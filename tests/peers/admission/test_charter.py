@@ -409,7 +409,7 @@ def test_a_certificate_is_of_one_run_one_owner_and_one_peer() -> None:
 def test_a_word_that_is_no_token_of_this_run_is_said() -> None:
     token = signed.make_token(RUN, OWNER, "peer", expires=int(NOW) + DAY)
     for wrong in ("", "swarm-invitation-", token[:-5], token[17:], token + "A" * 400, "swarm-invitation-é"):
-        with pytest.raises(SetupError, match="--token is none that swarm invite printed: it is one word"):
+        with pytest.raises(SetupError, match="--token is none that swarm invite printed: that is one word"):
             signed.certify(wrong, RUN, KIM.peer_id)
     with pytest.raises(SetupError, match=f"--token is for the run {RUN}, and this is {OTHER_RUN}"):
         signed.certify(token, OTHER_RUN, KIM.peer_id)

@@ -216,6 +216,14 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         (["demo", "--step", "3"], "unknown option --step (did you mean --steps?)"),
         (["demo", "--codec", "zip"], "'zip' is not a codec: none, bf16, blockwise8, hadamard4, topk:R"),
         (["generate", *NEEDED["generate"], "--temperature", "hot"], "'hot' is not a temperature: 0 to 100"),
+        (
+            ["peer", *NEEDED["peer"], "--token", "foo"],
+            "--token: none that swarm invite printed: that is",
+        ),
+        (
+            ["keeper", *NEEDED["keeper"], "--token", "swarm-invitation-a b"],
+            "one word that starts with swarm-",
+        ),
         (["generate", *NEEDED["generate"], "--temperature", "nan"], "'nan' is not a temperature: 0 to 100"),
     ],
 )
