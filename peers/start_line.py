@@ -24,9 +24,10 @@ def program() -> str:
     return shlex.quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
 
 
-def start_line(command: str, run: str, address: str) -> str:
-    """What starts another program of a run."""
-    return f"{program()} {command} {shlex.join(['--run', run, '--join', address])}"
+def start_line(command: str, run: str, *addresses: str) -> str:
+    """What starts another program of a run, which joins at any of these."""
+    joined = [word for address in addresses for word in ("--join", address)]
+    return f"{program()} {command} {shlex.join(['--run', run, *joined])}"
 
 
 def as_given(options: object, *names: str) -> str:

@@ -22,6 +22,8 @@ from swarm.manifest import Run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, SwarmHealth
 
+MAX_JOINED = 3
+"""Addresses in a line: one of them is up when it is pasted."""
 ALL = 1 << 30
 """Lines: no screen is that high."""
 
@@ -43,9 +45,13 @@ def table(health: SwarmHealth, width: int) -> RenderableType:
 
 
 def join_line(health: SwarmHealth) -> str:
-    """How to join, for when the bootstrap's line is lost; empty if no peer has said where it is dialled."""
-    address = next((peer.address for peer in health.peers if peer.address and not peer.why), "")
-    return f"\njoin with: {start_line('peer', health.run, address)}" if address else ""
+    """How to join, for when the bootstrap's line is lost; empty if no peer has said where it is dialled. Some
+    of those that answer: first those that anyone can dial, last those behind a relay, which may go."""
+    from peers.net.identity import CIRCUIT, is_public
+
+    there = [peer.address for peer in health.peers if peer.address and not peer.why]
+    best = sorted(there, key=lambda address: (CIRCUIT in address, not is_public(address)))[:MAX_JOINED]
+    return f"\njoin with: {start_line('peer', health.run, *best)}" if best else ""
 
 
 def to_json(health: SwarmHealth) -> str:

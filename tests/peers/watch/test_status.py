@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from peers.net.identity import Identity
 from peers.ports import Answer, Request
 from peers.programs.status import join_line, picture, run_status, table, to_json
 from peers.programs.tool_options import StatusOptions
@@ -288,6 +289,29 @@ def test_the_address_of_a_peer_that_answers_is_shown_to_join_with() -> None:
     view = picture(RUN, Observation(at=0.0, records=records, silent={"a": "no answer"}))
     assert join_line(view).endswith(f"swarm peer --run {RUN.id} --join '/ip4/192.0.2.7/tcp/1?/p2p/b'")
     assert join_line(picture(RUN, Observation(at=0.0, records=(record("a", 0),)))) == ""
+
+
+def test_some_addresses_are_shown_to_join_with_first_those_that_can_be_dialled() -> None:
+    ids = [Identity(bytes([n]) * 32).peer_id for n in range(5)]
+    home, wide, relayed, other, far = (
+        *(
+            f"/ip4/{host}/tcp/1/p2p/{one}"
+            for host, one in zip(("192.168.0.7", "44.1.2.3"), ids, strict=False)
+        ),
+        f"/ip4/44.1.2.9/tcp/1/p2p/{ids[4]}/p2p-circuit/p2p/{ids[2]}",
+        *(f"/ip4/44.1.2.{n}/tcp/1/p2p/{ids[n]}" for n in (3, 4)),
+    )
+
+    def line(*addresses: str) -> str:
+        records = [
+            msgspec.structs.replace(record(f"p{n}", 0), addresses=(address,))
+            for n, address in enumerate(addresses)
+        ]
+        return join_line(picture(RUN, Observation(at=0.0, records=tuple(records))))
+
+    assert line(relayed, home, wide).endswith(f" --join {wide} --join {home} --join {relayed}")
+    assert line(relayed, home, wide, other, far).endswith(f" --join {wide} --join {other} --join {far}")
+    assert line(relayed).endswith(f" --join {relayed}")
 
 
 def test_a_run_without_peers_says_what_is_missing() -> None:
