@@ -68,7 +68,6 @@ MAY_IMPORT = {
     "peers.net": (
         *BASE,
         *SHARED,
-        "swarm.monitoring.validation",
         "swarm.policy.backoff",
         "hivemind",
         "base58",
