@@ -333,7 +333,7 @@ class Trainer:
             route = self._route(mb, known=True, without={than})
             self._latency.began(route)
             try:
-                return await self._call(route[0], route, item)
+                return await self._call(route, item)
             finally:
                 self._latency.ended(route)
 
@@ -346,7 +346,7 @@ class Trainer:
             self._latency.began(route)
             peer = route[0]
             ran, done, took_s = await self._overtaking.unless_late(
-                peer, mb.t, self._call(peer, route, item), partial(another, peer),
+                peer, mb.t, self._call(route, item), partial(another, peer),
                 lambda: self._step_began if mb.t <= self._version else math.inf,
             )  # fmt: skip
         except NoPeerForStage as none:
@@ -484,11 +484,9 @@ class Trainer:
             route.append(found.peer)
         return route
 
-    async def _call(
-        self, peer: PeerId, route: list[PeerId], item: WorkItem
-    ) -> tuple[list[PeerId], WorkDone, float]:
+    async def _call(self, route: list[PeerId], item: WorkItem) -> tuple[list[PeerId], WorkDone, float]:
         """Send a microbatch; also by which route, and how long it took."""
-        began = now_s()
+        began, peer = now_s(), route[0]
         t, m = item.microbatch
         offsets = sample_offsets(self._run, t, m)
         made, batches = partial(self._samples, offsets), self._batches

@@ -136,8 +136,8 @@ async def test_a_microbatch_takes_the_route_that_its_trainer_chose(monkeypatch: 
     chosen = list[tuple[str, ...]]()
     call = Trainer._call
 
-    async def note(self: Trainer, peer: str, route: list[str], item: WorkItem) -> Any:
-        answered = await call(self, peer, route, item)
+    async def note(self: Trainer, route: list[str], item: WorkItem) -> Any:
+        answered = await call(self, route, item)
         chosen.append(tuple(route))
         taken.append(tuple(hop.peer for hop in answered[1].hops))
         return answered
