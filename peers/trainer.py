@@ -21,7 +21,7 @@ import numpy as np
 from peers import events
 from peers.audit.asking import AuditCaller
 from peers.audit.verdicts import TrustedDirectory, Verdicts
-from peers.clock import now_s
+from peers.clock import now_s, unix_s
 from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
@@ -34,7 +34,7 @@ from peers.vouching.giver import VoucherGiver
 from peers.vouching.tickets import check_answer, hops_shown
 from peers.waiting import end_tasks, happens, report_bug
 from swarm.data import sample_offsets, trainer_order
-from swarm.errors import Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count
+from swarm.errors import Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count, lasting
 from swarm.floats import mean_of
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
@@ -71,6 +71,8 @@ ASKED_S = 5.0
 MAX_STAGES_ASKED = 8
 SLOW_S = 30.0
 """A step that takes so long is told of, and again after as long."""
+SLEPT_S, AWAKE_S = 10.0, 20.0
+"""A program that stood still for so long finds all records too old; so much later it has found new ones."""
 IDLE_S = 0.25
 """The loop looks again at least this often."""
 STALE_S = 0.1
@@ -197,6 +199,8 @@ class Trainer:
         self.step_losses: dict[int, float] = {}
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
         self._step_began = self._slow_told = now_s()
+        self._looked_s, self._woke_s = math.inf, -math.inf
+        """When it last looked at the records, in Unix seconds, which go on while a machine sleeps."""
         self._evaluations = Evaluations(
             run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
             transport, self._counted, self._route_of_counted,
@@ -527,6 +531,11 @@ class Trainer:
     # -- the run ----------------------------------------------------------------------------------
 
     def _refresh_peers(self) -> None:
+        stood_s, self._looked_s = unix_s() - self._looked_s, unix_s()
+        if stood_s > SLEPT_S:
+            self._woke_s = now_s()
+            why = "(a sleep of the machine, or a clock that was set): it looks for its peers anew"
+            self._emit(events.Trouble(text=f"this program stood still for {lasting(stood_s)} {why}"))
         for stage in range(self._run.S):
             records = self._directory.at(stage)
             if records is not self._seen.get(stage):
@@ -538,6 +547,8 @@ class Trainer:
         self._router.set_peers(stage, [record.peer for record in serving])
         if serving:
             self._served.add(stage)
+        elif stage in self._served and now_s() - self._woke_s < AWAKE_S:
+            self._seen.pop(stage, None)  # it is looked at again
         elif stage in self._served and not any(r.state == "leaving" for r in self._directory.at(stage)):
             self._served.discard(stage)  # who leaves may be about to pause
             paused = sum(record.state == "paused" for record in self._directory.at(stage))

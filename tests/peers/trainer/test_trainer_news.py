@@ -14,7 +14,7 @@ from peers.clock import now_s
 from peers.events import PeerLost, RolledBack
 from peers.islands.trainers import IslandTrainers
 from peers.sim.network import SimSigner
-from peers.trainer import ASKED_S, SLOW_S, Trainer, TrainerSettings
+from peers.trainer import ASKED_S, AWAKE_S, SLEPT_S, SLOW_S, Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
@@ -180,6 +180,31 @@ async def test_news_that_cannot_be_change_nothing(
     with pytest.raises(BadAnswer):
         hears(this, version, generation, **status)
     assert (this._version, this._todo.next_wakeup(0, now=0.0)) == (0, None)
+
+
+async def test_after_a_sleep_of_its_own_no_stage_is_called_lost_at_once() -> None:
+    this: Any = trainer()
+    said = list[str]()
+    record = PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0)
+    this._emit = lambda event: said.append(event.words())
+    this._directory = records = Records()
+    records.known[:] = [record]
+    this._refresh_peers()
+    this._looked_s -= SLEPT_S + 50.0  # as if it had not been asked since
+    records.known[:] = []
+    for _ in range(3):
+        this._refresh_peers()
+    assert said == [
+        "this program stood still for 60 s (a sleep of the machine, or a clock that was set): it looks for "
+        "its peers anew"
+    ]
+    records.known[:] = [record]
+    this._refresh_peers()
+    records.known[:] = []
+    for _ in range(5):
+        await asyncio.sleep(AWAKE_S / 5)
+        this._refresh_peers()
+    assert len(said) == 2 and said[1].startswith("stage 1 has lost all its peers")
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e31])
