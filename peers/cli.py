@@ -161,7 +161,9 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             names = [*map(str, action.choices)]
-            text = f"invalid choice: {value!r}{did_you_mean(value, names)}; choose from {', '.join(names)}"
+            text = f"invalid choice: {value!r}{(near := did_you_mean(value, names))}"
+            if not near or len(names) < 10:  # commands are many
+                text += f"; choose from {', '.join(names)}"
             raise argparse.ArgumentError(action, text)
 
     def error(self, message: str) -> NoReturn:

@@ -187,11 +187,11 @@ def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: EventLin
         run, options.peers, on_event=lines, progress=False, yes=options.yes, folder=folder,
         device=options.device,
     )  # fmt: skip
-    lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
     saves = terms.checkpoint_every or terms.islands.count > 1  # which save what each meeting leaves
     kept = "from the last checkpoint" if saves else "from the start (checkpoint_every = 0)"
     lines.say(f"stop it: Ctrl-C; {program()} up {here} goes on {kept}")
-    with made as swarm:
+    with made as swarm:  # its join.txt is written now
+        lines.say(f"watch it: {program()} dashboard @{here}/join.txt")
         for _ in swarm:
             pass
     by_name, step = made.trained()

@@ -132,9 +132,11 @@ async def stop_all(children: Sequence[Child]) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raises SetupError: `swarm init` did not make it."""
-    if not all((folder / name).is_file() for name in ("run.toml", "charter", "owner.key", "trainer.key")):
-        there, new = folder.exists(), f"make one with {program()} init {shlex.quote(str(folder))}"
-        raise SetupError(f"{folder} holds no run: {'take the folder that swarm init made' if there else new}")
+    names = ("run.toml", "charter", "owner.key", "trainer.key")
+    if lacking := [name for name in names if not (folder / name).is_file()]:
+        there = f"it lacks {', '.join(lacking)}; take the folder that swarm init made"
+        new = f"make one with {program()} init {shlex.quote(str(folder))}"
+        raise SetupError(f"{folder} holds no run: {there if folder.exists() else new}")
     if not os.access(folder, os.W_OK):
         raise SetupError(f"{folder} cannot be written, and checkpoints go there: make it, or a copy, yours")
 

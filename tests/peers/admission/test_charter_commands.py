@@ -190,9 +190,9 @@ def test_what_init_cannot_do_is_said_and_leaves_nothing(
     keepers.mkdir()
     manifest.rename(keepers / "run.toml")
     assert main(["up", str(keepers)]) != 0, "it has a manifest, too"
-    assert "keepers holds no run: take the folder that swarm init made" in capsys.readouterr().err
+    assert "keepers holds no run: it lacks charter, owner.key, trainer.key; take" in capsys.readouterr().err
     assert main(["up", __file__]) != 0
-    assert f"{__file__} holds no run: take the folder that swarm init made" in capsys.readouterr().err
+    assert f"{__file__} holds no run: it lacks run.toml, " in capsys.readouterr().err
     (keepers / "run.toml").rename(manifest)
     keepers.rmdir()
     assert init(manifest / "mine", "--manifest", str(manifest)) != 0

@@ -170,7 +170,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     ("argv", "said"),
     [
         (["dance"], "invalid choice: 'dance'; choose from demo, init, up, "),
-        (["sattus"], "invalid choice: 'sattus' (did you mean status?)"),
+        (["sattus"], "invalid choice: 'sattus' (did you mean status?)\nSee: swarm --help"),
         (["peer"], "the following arguments are required: --run, --join; or @FILE, which a bootstrap wrote"),
         (["peer", "--joinn=x"], "unknown option --joinn (did you mean --join?)"),
         (
