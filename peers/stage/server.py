@@ -226,8 +226,10 @@ class StagePeer:
         await core.open_steps()
 
     async def _tell_of_no_trainer(self) -> None:
-        """Say so once, if no trainer has come some time after this peer."""
+        """Say so once, if no trainer has come some time after this peer, and after stage 0, which knows."""
         await asyncio.sleep(NO_TRAINER_S)
+        while self.core.stage and not any(r.state == "serving" for r in self._directory.at(0)):
+            await asyncio.sleep(NO_TRAINER_S)
         waits = not self.core.computed and self.core.version < self._run.steps
         if waits and not await self._recovery.is_trained():
             text = "the run waits for a trainer: none has come yet"

@@ -111,3 +111,15 @@ async def test_peers_that_wait_for_a_trainer_say_so_and_how_one_is_started(
         built.add_peer("fourth", 1)
         await asyncio.sleep(20.0)
         assert sum("waits for a trainer" in event.words() for event in built.seen(Note)) == 3
+
+
+async def test_without_stage_0_no_peer_claims_that_there_is_no_trainer() -> None:
+    run = audit_run(stages=2, steps=6, microbatches_per_step=4)
+    async with swarm(run, stages=2, replicas=1) as built:
+        await built.until_serving()
+        built.kill_and_forget("s0p0")
+        await asyncio.sleep(40.0)
+        assert not [event for event in built.seen(Note) if "waits for a trainer" in event.words()]
+        built.add_peer("again", 0)
+        await asyncio.sleep(40.0)
+        assert [event for event in built.seen(Note) if "waits for a trainer" in event.words()]
