@@ -85,8 +85,8 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
     meant = [*compress(found, fits)]
     if not meant and not trouble:
         none = "none runs" if options.pid is None else f"none has pid {options.pid}"
-        there = "; ".join(said.line() for said in found.values()) or none
-        raise SetupError(f"no peer of yours on this machine is meant by that: {there}")
+        there = "; ".join(said.line() for said in found.values())
+        raise SetupError(f"no peer of yours here is meant by that: {f'there is {there}' if there else none}")
     answers = await asyncio.gather(
         *(_ask_peer(path, do, DONE_S + question_s) for path in meant), return_exceptions=True
     )
