@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from peers.options import flag_of
@@ -28,6 +29,12 @@ def start_line(command: str, run: str, *addresses: str) -> str:
     """What starts another program of a run, which joins at any of these."""
     joined = [word for address in addresses for word in ("--join", address)]
     return f"{program()} {command} {shlex.join(['--run', run, *joined])}"
+
+
+def allowing(code: Iterable[str]) -> str:
+    """` --allow-code my_package`: what has a program of the owner's call the functions of a manifest."""
+    packages = dict.fromkeys(spec.partition(":")[0].partition(".")[0] for spec in code)
+    return "".join(f" --allow-code {package}" for package in packages)
 
 
 def as_given(options: object, *names: str) -> str:

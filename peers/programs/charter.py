@@ -16,7 +16,7 @@ from peers.net.identity import Identity
 from peers.programs.manifest_pinning import pinned
 from peers.programs.stage_choice import check_stages
 from peers.programs.tool_options import check_text
-from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program
+from peers.start_line import TRAINED_ON, TRAINER_KEY, allowing, as_given, program
 from peers.storage import atomic_file, charters_folder
 from peers.storage.atomic_file import as_setup_error
 from swarm import charter as rules
@@ -92,24 +92,25 @@ def run_init(options: tool_options.InitOptions) -> None:
     print(f"run {RunName(run.name, fingerprint_of(owner.peer_id))} ({run.id})")
     print(f"{folder}/owner.key is the run: keep a copy where nobody finds it")
     here, data = shlex.quote(str(folder)), as_given(options, *TRAINED_ON)
-    start = as_given(options, "start")
+    start, code = as_given(options, "start"), allowing(run.code)
     print(f"Train it on this machine:\n    {program()} up {here}{data}{start}")
     print(
         "Or on many. On one that all others can reach, with its name or address in place of HOST:\n"
         f"    {program()} bootstrap --manifest {here}/run.toml --charter {here}/charter --identity "
         f"{here}/owner.key --port 31337 --announce HOST:31337 --join-file join.txt\n"
         "and on any that have join.txt, which the bootstrap writes:\n"
-        f"    {program()} train @join.txt --identity {here}/{TRAINER_KEY}{data}"
+        f"    {program()} train @join.txt --identity {here}/{TRAINER_KEY}{data}{code}"
     )
     for stage in range(run.cells):
         key = f" --identity {here}/peer{stage}.key" if f"peer{stage}" in keys else ""
-        print(f"    {program()} peer @join.txt --stage {stage}{key}{start}")
-    print(f"    {program()} keeper @join.txt --dir ckpt\n    {program()} dashboard @join.txt")
+        print(f"    {program()} peer @join.txt --stage {stage}{key}{start}{code}")
+    print(f"    {program()} keeper @join.txt --dir ckpt{code}\n    {program()} dashboard @join.txt")
     print("Others join with join.txt alone:\n    swarm peer @join.txt --identity peer.key")
     if not (is_audited(run) and run.adds_exactly):  # see docs/threats.md
         print("Who lies in it nobody finds: it adds floats, or its codecs leave numbers out. Know them all")
     elif run.cells == run.S:
-        print(f"If you like, audit them:\n    {program()} audit @join.txt --identity {here}/auditor.key")
+        audit = f"{program()} audit @join.txt --identity {here}/auditor.key{code}"
+        print(f"If you like, audit them:\n    {audit}")
     if options.peers == "token":
         invite = f"{program()} invite --manifest {here}/run.toml --owner {here}/owner.key"
         print(f"Each of them needs a token:\n    {invite}")

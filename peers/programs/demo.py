@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from peers.events import Emit, Event, Note, StepDone, count, to_text
 from peers.programs.fleet import check_folder, check_size
 from peers.programs.tool_options import DemoOptions, UpOptions, check_text
-from peers.start_line import program
+from peers.start_line import allowing, as_given, program
 from peers.watch.terminal import clock, curve, sparkline
 from swarm import manifest
 from swarm.errors import SetupError, short
@@ -167,8 +167,11 @@ def run_up(options: UpOptions) -> None:
 
     if not model_file.is_trained(model, terms):
         _train(options, terms, model, lines)
-    lines.say(f"the trained model is {model}. See what it writes:")
-    lines.say(f"    {program()} generate --model {shlex.quote(str(model))} 'Once upon a time '")
+    given = f"--model {shlex.quote(str(model))}{allowing(terms.code)}{as_given(options, 'tokenizer')}"
+    what, words = "See what it writes", f"generate {given} 'Once upon a time '"
+    if terms.model.kind != "gpt":
+        what, words = "Measure its loss", f"eval {given}{as_given(options, 'data')}"
+    lines.say(f"the trained model is {model}. {what}:\n    {program()} {words}")
 
 
 def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: EventLines) -> None:

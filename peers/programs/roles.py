@@ -36,7 +36,7 @@ from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.manifest_pinning import check_code, pinned
 from peers.programs.stage_choice import check_stages, choose_stage, unserved
-from peers.start_line import TRAINED_ON, TRAINER_KEY, as_given, program, start_line
+from peers.start_line import TRAINED_ON, TRAINER_KEY, allowing, as_given, program, start_line
 from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
 from peers.system import usable_cores
 from peers.waiting import end_tasks, happens, unless
@@ -207,12 +207,13 @@ class Bootstrap(Networked[BootstrapOptions]):
         if run.admission.trainers:  # no other key may train; swarm init puts one beside the owner's
             key = Path(TRAINER_KEY) if options.identity is None else options.identity.with_name(TRAINER_KEY)
             train += f" --identity {shlex.quote(str(key))}"
+        code = allowing(run.code)  # it is the owner who starts these
         return JoinLine(
             line=f"{begins} peer {shlex.join(words)}",
             stages=run.cells,
             others=(
-                f"{train}{as_given(options, *TRAINED_ON)}",
-                f"{begins} keeper {joined} --dir ckpt",
+                f"{train}{as_given(options, *TRAINED_ON)}{code}",
+                f"{begins} keeper {joined} --dir ckpt{code}",
                 f"{begins} dashboard {joined}",
             ),
             local=is_loopback(words[-1]),

@@ -15,9 +15,11 @@ from peers.cli import build_parser
 from peers.events import JoinLine
 from peers.net.nat import listening_host
 from peers.options import BootstrapOptions, TrainOptions
+from peers.programs.demo import run_up
 from peers.programs.roles import Bootstrap, Train, address_for_others
+from peers.programs.tool_options import UpOptions
 from peers.start_line import program
-from swarm.manifest import AdmissionSpec, IslandsSpec
+from swarm.manifest import AdmissionSpec, CustomModelSpec, IslandsSpec, Run
 from swarm.records import PeerRecord
 from tests.example import example_run
 
@@ -76,6 +78,36 @@ def test_where_the_manifest_names_its_trainers_the_line_has_the_key_of_one(
     train, *_ = bootstrap_line(trainers=(PEER,), identity=identity, **given).others
     assert train.endswith(f" --identity {key} --data a.txt --eval-data b.txt")
     assert build_parser().parse_args(shlex.split(train.replace("5a7c", "5a7c" * 8))[1:])
+
+
+def own_model() -> Run:
+    data = replace(example_run().data, source="code", code="my_package.data:samples")
+    model = CustomModelSpec(kind="code", source="my_package.models:build", stages=3, vocab_size=4)
+    return replace(example_run(), model=model, data=data)
+
+
+def test_the_lines_of_the_owner_allow_the_code_of_the_manifest_and_that_of_others_does_not() -> None:
+    role = Bootstrap(BootstrapOptions(manifest=Path("run.toml")), emit=lambda _: None)
+    line = role._join_line(own_model(), ["--run", "5a7c" * 8, "--join", THERE])
+    train, keeper, dashboard = line.others
+    for command in (train, keeper):
+        assert build_parser().parse_args(shlex.split(command)[1:]).allow_code == ["my_package"]
+    assert "--allow-code" not in line.line + dashboard
+
+
+def test_up_says_how_the_loss_of_a_model_is_measured_that_writes_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("charter", "owner.key", "trainer.key"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr("peers.storage.model_file.is_trained", lambda *_: True)
+    for run, command in ((own_model(), ["eval"]), (example_run(), ["generate"])):
+        (tmp_path / "run.toml").write_text(run.to_toml())
+        run_up(UpOptions(folder=tmp_path))
+        words = shlex.split(capsys.readouterr().out.splitlines()[-1])[1:]
+        given = build_parser().parse_args(words)
+        assert words[:1] == command and given.model == tmp_path / "model.safetensors"
+        assert given.allow_code == ["my_package"][: len(run.code)]
 
 
 async def test_a_program_says_which_peers_the_run_waits_for_and_how_they_are_started(
