@@ -350,6 +350,11 @@ class MemberOptions(RunOptions):
     )
     """Bits a second."""
 
+    def __post_init__(self) -> None:
+        """Raises SetupError: a key that is gone when this program ends would use the token up."""
+        if self.token is not None and getattr(self, "identity", None) is None:
+            raise SetupError("--token admits one key: give --identity FILE too (made if missing); keep it")
+
 
 class NetworkOptions(Options):
     """How a role is reached."""

@@ -397,6 +397,11 @@ sys.exit(main(sys.argv[1:]))
             "--data nowhere.txt cannot be read: there is no such file",
         ),
         (
+            ["peer", *NEEDED["peer"], "--token", "swarm-invitation-x"],
+            Exit.SETUP,
+            "--token admits one key: give --identity FILE too (made if missing); keep it",
+        ),
+        (
             ["peer", *NEEDED["peer"], "--device", "cuda"],
             Exit.SETUP,
             "--device cuda: this machine has no CUDA",
