@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from peers.device import usable_cores
 from peers.programs.tool_options import TokenizeOptions
 from peers.progress import Bar
+from peers.start_line import program
 from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
 from peers.storage.shards import in_parallel, make_index, write_shard
@@ -125,7 +127,7 @@ def _make(options: TokenizeOptions) -> None:
         f"{count(len(index.shards), 'shard')}, root {index.root}\n"
         f'in the manifest: model.vocab_size = {vocab_size}, data.source = "files", data.tokenizer = '
         f'"{"file" if tokenizer.sha256 else "bytes"}"\n'
-        f"then: swarm bootstrap --manifest run.toml --data {options.out}"
+        f"then: {program()} bootstrap --manifest run.toml --data {shlex.quote(str(options.out))}"
     )
 
 

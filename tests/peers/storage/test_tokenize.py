@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 
 from peers import cli
+from peers.start_line import program
 from peers.storage import shards
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
@@ -126,6 +127,8 @@ def test_a_text_is_one_document_and_bytes_need_no_tokenizer(
     text.write_text(TEXTS[1])
     more.write_text(TEXTS[0])
     made(capsys, tmp_path / "bytes", text, more)
+    line = made(capsys, tmp_path / "two words", text).splitlines()[-1]
+    assert line == f"then: {program()} bootstrap --manifest run.toml --data '{tmp_path}/two words'"
     assert bytes(tokens_of(tmp_path / "bytes")) == (TEXTS[1] + TEXTS[0]).encode()
     made(capsys, tmp_path / "ended", text, more, "--eos", "256")
     assert tokens_of(tmp_path / "ended") == [*TEXTS[1].encode(), 256, *TEXTS[0].encode(), 256]
