@@ -101,7 +101,7 @@ def call(spec: str, what: str) -> Any:
 def import_module(spec: str, what: str) -> ModuleType:
     """The module of the function. Raises SetupError: there is no such module here, or it fails."""
     place, _, name = spec.partition(":")
-    if not place or not name:
+    if not place or not name or "/" in place or place.endswith(".py"):  # a file is no module
         raise SetupError(f"a {what} is given as package.module:function, not {spec!r}")
     if place.partition(".")[0] in sys.stdlib_module_names:
         raise SetupError(

@@ -119,6 +119,7 @@ def test_a_loss_and_inputs_by_name_may_be_given() -> None:
     ("spec", "words"),
     [
         ("zoo", "a model is given as package.module:function, not 'zoo'"),
+        ("./zoo.py:build", "a model is given as package.module:function, not './zoo.py:build'"),
         (
             "no.such.package:build",
             "no.such.package:build cannot be imported here: No module named 'no'; install",
