@@ -54,7 +54,7 @@ class Dht(msgspec.Struct, dict=True):
         for picture in self.pictures:
             if picture.process.alive:
                 own = picture.process.name == record.peer
-                picture.due.append((now if own else now + self.dice.between(*self.lag_s), entry))
+                picture.will_bring(now if own else now + self.dice.between(*self.lag_s), entry)
 
     def forget(self, peer: PeerId) -> None:
         """A record runs out at once, for all others."""
@@ -70,8 +70,10 @@ class SimDirectory:
     def __init__(self, dht: Dht, process: Process, voucher: Voucher | None = None) -> None:
         """`voucher`: what the peer got in a life before this one."""
         self._dht, self.process, self._voucher = dht, process, voucher
-        self.due: list[tuple[float, _Entry]] = []
+        self._due: list[tuple[float, _Entry]] = []
         """What the background will bring, and when."""
+        self._due_s = math.inf
+        """Nothing before that."""
         self._known: dict[PeerId, _Entry] = {}
         self._peers: list[PeerRecord] = []
         self._at: dict[Stage, list[PeerRecord]] = {}
@@ -134,23 +136,27 @@ class SimDirectory:
         if entry is not None:
             await self.announce(msgspec.structs.replace(entry.record, state="left"))
 
+    def will_bring(self, at_s: float, entry: _Entry) -> None:
+        """Have the background bring a record then."""
+        self._due.append((at_s, entry))
+        self._due_s = min(self._due_s, at_s)
+
     def forget(self, peer: PeerId) -> None:
         """A record ran out, or was never seen."""
-        self.due = [(at_s, entry) for at_s, entry in self.due if entry.record.peer != peer]
+        self._due = [(at_s, entry) for at_s, entry in self._due if entry.record.peer != peer]
         if self._known.pop(peer, None) is not None:
             self._changed()
 
     def _catch_up(self) -> None:
         """Take in what is due by now, and forget what ran out."""
         now = self._dht.loop.now_s
-        if self.due and self.process.name not in self._dht.cut_off:
-            waits = [(at_s, entry) for at_s, entry in self.due if at_s > now]
-            if len(waits) < len(self.due):
-                for at_s, entry in self.due:
-                    if at_s <= now:
-                        self._learn(entry)
-                self.due = waits
-                self._asked_s = now
+        if now >= self._due_s and self.process.name not in self._dht.cut_off:
+            came = [entry for at_s, entry in self._due if at_s <= now]
+            self._due = [(at_s, entry) for at_s, entry in self._due if at_s > now]
+            self._due_s = min((at_s for at_s, _ in self._due), default=math.inf)
+            for entry in came:
+                self._learn(entry)
+            self._asked_s = now if came else self._asked_s
         if now >= self._fresh_until_s:
             for peer in [peer for peer, entry in self._known.items() if entry.ends_s <= now]:
                 del self._known[peer]

@@ -289,7 +289,10 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Any:
-        return self.call_at(self.now_s + max(0.0, delay), callback, *args, context=context)
+        when = self.now_s + delay if delay > 0.0 else self.now_s
+        handle = _Handle(callback, args, context)
+        heapq.heappush(self._timers, (when, next(self._order), handle))  # as `call_at`, of which few are made
+        return handle
 
     def create_future(self) -> asyncio.Future[Any]:
         future = _Future(loop=self)

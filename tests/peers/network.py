@@ -74,7 +74,8 @@ class CalmNetwork(Network):
         self._processes.append(process)
         self._faults[peer] = Faults()
         directory = SimDirectory(self.dht, process)
-        directory.due = [(0.0, entry) for entry in self.dht.entries.values()]
+        for entry in self.dht.entries.values():
+            directory.will_bring(0.0, entry)
         end = self.peers[peer] = End(process, self.add(process), directory)
         return end
 
