@@ -482,7 +482,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-a-result-that-none-confirms",
         COORDINATOR,
-        "self._left_out[t] |= self._alone_with_a_result(t, decision)",
+        "self._left_out[t] |= self._alone_with_a_result(t, decision, reports)",
         "pass",
         "A replica whose result does not count takes part in no other round.",
         ("test_attack",),
@@ -7537,7 +7537,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "make-a-result-again-that-is-not-believed",
         COORDINATOR,
-        "            self._forget_plan(t)\n",
+        "            self._forget_plan(t, reports)\n",
         "",
         "A newcomer has a replica begin its step again and again: the run stands still.",
     ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -42,6 +43,9 @@ MAX_TOLD = 16
 """Summaries whose answers may be on their way."""
 ALONE_S = 20.0
 """How long a round may go on for the others after a replica without voice has its result."""
+
+
+_Reports: TypeAlias = Mapping[PeerId, rounds.StepReport]
 
 
 def realigns(run: Run, version: int) -> bool:
@@ -157,7 +161,7 @@ class StageCoordinator:
 
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
-        return bool(rounds.held_by_word(self._believable(t), self.voice))
+        return bool(rounds.held_by_word(self._believable(t, self._reported(t)), self.voice))
 
     def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
@@ -170,11 +174,12 @@ class StageCoordinator:
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
-            believable = self._believable(t)
-            self._left_out[t] = self._reported(t).keys() - believable.keys()
+            reports = self._reported(t)
+            believable = self._believable(t, reports)
+            self._left_out[t] = reports.keys() - believable.keys()
             # Those that cost too much do not count.
             steps = {p: step for p, step in believable.items() if not self.blame.left_out(p, now=now)}
-            self._forget_plan(t)
+            self._forget_plan(t, reports)
             # What those hold that are left out is run again: while they do, no result without it is believed.
             rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
             self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
@@ -193,7 +198,7 @@ class StageCoordinator:
             self._decisions[t] = decision
             by = decision.by if isinstance(decision, rounds.Undo) else {}
             blame.undoing((t, self._agreed.generation), by, steps, now=now)
-            self._left_out[t] |= self._alone_with_a_result(t, decision)
+            self._left_out[t] |= self._alone_with_a_result(t, decision, reports)
             if isinstance(decision, rounds.Reduce):
                 self._plans[t] = decision.plan
                 self.heard(t, decision.plan)
@@ -227,25 +232,24 @@ class StageCoordinator:
         """Whether this peer has heard of a round before there was a result."""
         return round_name in self._rounds.get(t, ())
 
-    def _forget_plan(self, t: int) -> None:
+    def _forget_plan(self, t: int, reports: _Reports) -> None:
         """Plan anew if the result of the plan is not believed: those that came since have no part in it, and
         it would be made again, and again not be believed.
         """
-        reports, plan = self._reported(t), self._plans.get(t)
+        plan = self._plans.get(t)
         held = [reports[peer].prepared for peer in self._left_out[t]]
         if plan is not None and plan.round in [one.round for one in held if one is not None]:
             del self._plans[t]
 
-    def _believable(self, t: int) -> dict[PeerId, rounds.StepReport]:
+    def _believable(self, t: int, reports: _Reports) -> _Reports:
         """The reports on step `t`, by replica; without those of a result that may be made up."""
-        reports = self._reported(t)
         return {peer: step for peer, step in reports.items() if not self._may_be_made_up(peer, t, reports)}
 
     def _reported(self, t: int) -> dict[PeerId, rounds.StepReport]:
         reports = self.present().items()
         return {peer: step for peer, report in reports for step in report.steps if step.t == t}
 
-    def _may_be_made_up(self, peer: PeerId, t: int, reports: Mapping[PeerId, rounds.StepReport]) -> bool:
+    def _may_be_made_up(self, peer: PeerId, t: int, reports: _Reports) -> bool:
         """Whether a replica alone has the result of a round that no other took part in, or this peer heard
         of. An honest one loses little: it takes part in another round.
 
@@ -274,11 +278,11 @@ class StageCoordinator:
             return False
         return peer != self._me and not self.knows(t, prepared.round)
 
-    def _alone_with_a_result(self, t: int, decision: rounds.Decision) -> set[PeerId]:
+    def _alone_with_a_result(self, t: int, decision: rounds.Decision, steps: _Reports) -> set[PeerId]:
         """The replicas without voice whose result no other confirms, and whose round is over: its sums are
         in another one, or open again; or it has lasted for `ALONE_S` since.
         """
-        steps, before = self._reported(t), self._alone_since.pop(t, {})
+        before = self._alone_since.pop(t, {})
         if isinstance(decision, rounds.FetchResult):
             return set()  # they are told to fetch that
         running = decision.plan.round if isinstance(decision, rounds.Reduce) else ""

@@ -173,16 +173,14 @@ class StepProtocol:
 
     def coordinator(self, stage: Stage, *, now: float) -> PeerId | None:
         """The live serving peer of `stage` that coordinates it, as far as this peer can see."""
-        records, gone = self._peers.get(stage, ()), self._timings.is_gone
-        since_s = {r.peer: r.since or math.inf for r in records}
-        since_s[self._me] = self._since_s
+        records, members = self._peers.get(stage, ()), self._coordinator.members
         serving = {r.peer for r in records if r.state == "serving"}
         lately: set[PeerId] = set()
         if stage == self._stage:
-            members = self._coordinator.members
-            lately = {p for p, m in members.items() if now - m.seen_s <= LATELY * self._timings.refresh_s}
-            serving |= {p for p, m in members.items() if not gone(m.seen_s, now=now)}
-            serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
+            if members:
+                lately = {p for p, m in members.items() if now - m.seen_s <= LATELY * self._timings.refresh_s}
+                serving |= {p for p, m in members.items() if not self._timings.is_gone(m.seen_s, now=now)}
+                serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
             if self._local.joined and not (self._local.leaving and serving):
                 serving.add(self._me)
@@ -194,9 +192,10 @@ class StepProtocol:
         if self.belief.needs_proof and alone:
             # What it finds another has to confirm: it goes on under one that rests, too, whose turn ends.
             there = [p for p in serving if p == self._me or not self._backoff.is_away(p, now=now)]
+        since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         ranked = elect({peer: since_s.get(peer, math.inf) for peer in serving}, voice)
         in_turn = [peer for peer in self._rotation.in_turn(ranked) if peer in there]
-        if not alone:
+        if not alone and len(in_turn) > 1:
             in_turn.sort(key=lambda peer: peer != self._me and self._backoff.is_tried(peer, now=now))
         first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)
         if first in lately and self._me in ranked:

@@ -127,7 +127,7 @@ Action = StateChange | BeginAllReduce | Fetch | Retract | Unfreeze | Retreat | A
 
 def newest_commits(commits: Mapping[int, Commit], *, since: int = 0) -> tuple[Commit, ...]:
     """The newest commits, ascending; of steps from `since` on."""
-    return tuple(commits[t] for t in sorted(commits)[-COMMITS_KEPT:] if t >= since)
+    return tuple([commits[t] for t in sorted(commits)[-COMMITS_KEPT:] if t >= since]) if commits else ()
 
 
 def step_report(step: ReplicaStep) -> StepReport:
