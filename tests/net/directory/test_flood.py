@@ -17,7 +17,7 @@ from tests.net.directory.memory_dht import RUN, MemoryDht, record
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.slow, pytest.mark.timeout(300)]
 
-IDENTITIES = 300
+IDENTITIES = 200
 NODES = 6
 SEEN_S = 10.0
 
