@@ -160,9 +160,9 @@ class Partial:
 
     def fit(self, like: Mapping[str, torch.Tensor]) -> None:
         """Be about tensors of this form: of another one, nothing can be used."""
-        if forms_of(self._tensors) != forms_of(flat(like)):
+        if forms_of(self._tensors) != forms_of(vectors := flat(like)):
             self._have.clear()
-            self._tensors = {name: torch.empty_like(t, device="cpu") for name, t in flat(like).items()}
+            self._tensors = {name: torch.empty_like(t, device="cpu") for name, t in vectors.items()}
             self.chunks = chunks_of(self._tensors)
 
     def has(self, index: int, sha256: bytes) -> bool:

@@ -101,6 +101,8 @@ class Belief:
 
     def voice(self, stage: Stage) -> Mapping[PeerId, int]:
         """The peers with voice in a stage, and how much."""
+        if not self.needs_proof:
+            return {}
         return self._electorate.of(stage, self._peers.get(stage, ()), version=self._version)
 
     def holds(self, steps: Iterable[int]) -> set[int]:

@@ -416,7 +416,7 @@ class StepProtocol:
         stage.decide(now=now)
         self._check_behind(now)
         summary = stage.summary(self._agreed.known(self._local), number=next(self._numbers))
-        coordinator = self.coordinator(0, now=now)
+        coordinator = self._me if self._stage == 0 else self.coordinator(0, now=now)
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
             self._update_run_status(now)
