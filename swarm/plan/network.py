@@ -140,10 +140,8 @@ class Network:
         return self.latency_s[here], self.bandwidth_bps[here]
 
     def exchange_s(self, members: np.ndarray, gradient_bytes: float) -> float:
-        """Seconds of a stage's all-reduce: parts of the gradient go to their owners, then their sums to all.
-
-        Everybody sends to everybody at once, so a part has come when its line and both ends are through; the
-        sum of an owner can leave when all parts have come, and its own upload has sent the others' parts.
+        """Seconds of a stage's all-reduce: all send to all at once, so a part of the gradient has come to its
+        owner when its line and both ends are through.
         """
         count = len(members)
         if count == 1:
@@ -155,13 +153,23 @@ class Network:
         up_n, down_n = ((count - 1) * part_bits / each_n for each_n in ends_n)
         arrival_nn = latency_nn + np.maximum(np.maximum(line_s_nn, up_n[:, None]), down_n)
         np.fill_diagonal(arrival_nn, 0.0)
-        owner_n = np.maximum(arrival_nn.max(axis=0), up_n)
-        return float((owner_n[:, None] + arrival_nn).max())
+        return float(all_reduce_s(arrival_nn, up_n))
 
     def machine_of(self, device: int) -> str:
         """The machine of which it is one of several cards; empty: it is the only one."""
         region = self.devices[device].region
         return self.regions[region] if self.places[region] != region else ""
+
+
+def all_reduce_s(arrival_s: np.ndarray, upload_s: np.ndarray) -> np.ndarray:
+    """[...] seconds until parts have come to their owners, and then their sums to all.
+
+    Args:
+        arrival_s: [..., n, n] of a part from the row's device to the column's, 0 to itself.
+        upload_s: [..., n] of the others' parts, which are out of an owner's way before its sum is.
+    """
+    owner_s = np.maximum(arrival_s.max(axis=-2), upload_s)
+    return (owner_s + arrival_s.max(axis=-1)).max(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

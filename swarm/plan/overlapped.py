@@ -13,22 +13,22 @@ policies mostly agrees to 10 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, check_fit
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, all_reduce_s, check_fit
 
 SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
 
-MAX_KNOWN = 20_000
-"""Stages, links of stages, and boundaries, of which the numbers are kept."""
+MOST_PAIRS = 1 << 15
+"""Of devices that are looked at together, so that what is reckoned of them stays in a processor's cache."""
+NEVER_S = 1e60
+"""Of a bit to a device that there is not: so long that it has no part in any sum."""
 
 LAST = 1.25
 """Standard deviations by which a step's last microbatch has a longer way than the mean: fitted to simulations
@@ -57,73 +57,73 @@ class StepTime(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
-    """The quantities that depend on a stage's replicas alone."""
+class _Parts:
+    """R divisions: their S stages of at most D members, and the B boundaries between them."""
 
     members: np.ndarray
-    work_s: np.ndarray
-    """[n] that a microbatch takes of a member, as routers know it: of its device, or of its upload."""
-    slowest_s: np.ndarray
-    """[n] the same, or of its download."""
-    forward_s: np.ndarray
-    room: np.ndarray
-    """[n] microbatches that a member can hold at once."""
-    exchange_s: float
-    farthest_s: list[float]
-    """[R] from each region to the member that is farthest from it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stage:
-    """The quantities that depend on a stage's replicas and their links."""
-
-    group: _Group
+    """[R, S, D] in their order; N where a stage has fewer."""
     share: np.ndarray
-    """[n] of the microbatches, in proportion to what a member can do, and what it and its links can send."""
-    forward_s: float
-    """Mean of one microbatch, by share."""
-    variance_s2: float
-    """Of what one microbatch is computed there."""
-    busy_s: float
-    """Of the busiest member or its lines to all others, in one step."""
-    once_s: float
-    """What one microbatch takes of that."""
-    what: str
-    held: float
-    """Seconds of a step for each second that a microbatch stays with a member, of the one with least room."""
-    fullest: int
-    """That member."""
+    """[R, S, D] of the microbatches, in proportion to what a member, and it and its links, can do."""
+    forward_s: np.ndarray
+    """[R, S] mean of one microbatch, by share."""
+    busy_s: np.ndarray
+    """[R, S] of the busiest member or its lines to all others, in one step."""
+    once_s: np.ndarray
+    """[R, S] what one microbatch takes of that."""
+    held: np.ndarray
+    """[R, S] seconds of a step for each second that a microbatch stays with the member with least room."""
+    exchange_s: np.ndarray
+    """[R, S]"""
+    worst: np.ndarray
+    """[R, S, 2] places of the busiest member, and of the one with least room."""
+    hop_s: np.ndarray
+    """[R, B] mean of one way of one microbatch: forth and back are added up."""
+    back_s: np.ndarray
+    """[R, B]"""
+    line_busy_s: np.ndarray
+    """[R, B] of the busiest line, in one direction."""
+    line_once_s: np.ndarray
+    """[R, B]"""
+    line: np.ndarray
+    """[R, B, 2] places of its ends."""
+    variance_s2: np.ndarray
+    """[R] of what one microbatch takes to compute and on its way."""
+    barrier_s: np.ndarray
+    """[R] there and back between the run coordinator (the first of stage 0) and the farthest device."""
+
+    def stays_s(self) -> np.ndarray:
+        """[R, S] from the forward of a microbatch to the end of its backward, if it never waits."""
+        here_RS = (1 + BACKWARD_FORWARDS) * self.forward_s
+        here_RS[:, :-1] += self.hop_s
+        return here_RS[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
-class _Boundary(NamedTuple):
-    hop_s: float
-    """Mean of one way of one microbatch: forth and back are added up."""
-    variance_s2: float
-    back_s: float
-    busy_s: float
-    """Of the busiest line, in one direction."""
-    once_s: float
-    what: tuple[int, int]
+class _Steps(NamedTuple):
+    """As `StepTime`, of R divisions."""
+
+    total_s: np.ndarray
+    first_s: np.ndarray
+    after_s: np.ndarray
+    """[R, 2 S + B] what stages, their memory and boundaries still have to do after `first_s`."""
+    spread_s: np.ndarray
+    tail_s: np.ndarray
+    """[R, S] of each stage's exchange, what ends after the last backward of the first stage."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Links:
-    """Between the members of two neighbouring stages, [a, b] if nothing else is said."""
+class _Links(NamedTuple):
+    """Between the members of two neighbouring stages, for K such; [K, A, B] if nothing else is said."""
 
+    rows: slice
     back_s: np.ndarray
     """Of a gradient on its way."""
     hop_s: np.ndarray
     """Of a microbatch there and back."""
     once_s: np.ndarray
     """That it keeps the line busy, in the direction that is busier."""
-    out_s: np.ndarray
-    """[a] that the links of a member are busy with a microbatch, as they share it (`LinkLatency.busy_s`)."""
-    in_s: np.ndarray
-    """[b] the same of the next stage's."""
 
 
 class Overlap:
-    """Predicts the step of one division after another; what did not change is not computed again."""
+    """Predicts the steps of divisions, many at once: with few devices numpy's calls take most of the time."""
 
     def __init__(self, network: Network, job: StepWork) -> None:
         """
@@ -132,23 +132,35 @@ class Overlap:
         """
         check_fit(network, job)
         self.network, self.job = network, job
-        self._stage = lru_cache(maxsize=MAX_KNOWN)(self._measure_stage)
-        self._links = lru_cache(maxsize=MAX_KNOWN)(self._measure_links)
-        self._boundary = lru_cache(maxsize=MAX_KNOWN)(self._measure_boundary)
-        self._group = lru_cache(maxsize=MAX_KNOWN)(self._measure_group)
-        least_S1 = np.array([[job.least_bytes(stage)] for stage in range(job.stages)])
-        self.fits_SN = least_S1 <= network.memory_bytes
+        stages = range(job.stages)
+        self.fits_SN = np.array([[job.least_bytes(s)] for s in stages]) <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
-        out_S, in_S = np.array([(job.bytes_out(s), job.bytes_in(s)) for s in range(job.stages)]).T
-        self._forward_SN = np.array(job.forward_flops)[:, None] / network.flops_per_s
-        computes_SN = (1 + BACKWARD_FORWARDS) * self._forward_SN
+        self._fits = np.pad(self.fits_SN, ((0, 0), (0, 1)), constant_values=True)
+        out_S, in_S = np.array([(job.bytes_out(s), job.bytes_in(s)) for s in stages]).T
+        forward_SN = np.array(job.forward_flops)[:, None] / network.flops_per_s
+        computes_SN = (1 + BACKWARD_FORWARDS) * forward_SN
         sends_SN = 8.0 * out_S[:, None] / network.upload_bps
         self._each_KSN = np.stack([computes_SN, sends_SN, 8.0 * in_S[:, None] / network.download_bps])
         """Seconds that a device computes, uploads and downloads for a microbatch."""
         self.slowest_SN = self._each_KSN.max(axis=0)
         """[S, N] seconds of that which takes longest."""
         # Routers know what a peer computes, its upload (`Hop.work_s`) and its links (`LinkLatency.busy_s`).
-        self._work_SN = np.maximum(self._each_KSN[:2].max(axis=0), 1e-12)
+        work_SN = np.maximum(self._each_KSN[:2].max(axis=0), 1e-12)
+        _, firsts, kind_N = np.unique(network.memory_bytes, return_index=True, return_inverse=True)
+        room_SN = np.array([[job.room(s, network.devices[i]) for i in firsts] for s in stages])[:, kind_N]
+        # One device more, which there is not, fills up stages: it has no share, and is never the busiest.
+        absent = ((work_SN, np.inf), (self.slowest_SN, NEVER_S), (forward_SN, 0.0), (room_SN, 1.0))
+        self._of_each = [np.pad(of_SN, ((0, 0), (0, 1)), constant_values=none) for of_SN, none in absent]
+        self._region_N = np.append(network.region_of, len(network.regions))
+        self._latency_RR = np.pad(network.latency_s, (0, 1))
+        self._bit_s_RR, self._part_s_RR = (
+            np.pad(1.0 / network.bandwidth_bps, (0, 1), constant_values=none) for none in (NEVER_S, 0.0)
+        )
+        self._up_N, self._down_N = (
+            np.append(1.0 / each_N, 0.0) for each_N in (network.upload_bps, network.download_bps)
+        )
+        self._limited = bool(self._up_N.any() or self._down_N.any())
+        self._bits_2B11 = 8.0 * np.array([job.forward_bytes, job.backward_bytes])[:, :, None, None]
 
     # -- the whole step ---------------------------------------------------------------------------
 
@@ -158,181 +170,243 @@ class Overlap:
         Raises:
             SetupError: a stage without a device, or a device that cannot hold its stage.
         """
-        return self._step(*self._parts(stage_of))
+        parts = self._parts(np.asarray(stage_of, dtype=np.int64)[None])
+        steps = self._steps(parts)
+        total_s, first_s, spread_s = (
+            float(each_R[0]) for each_R in (steps.total_s, steps.first_s, steps.spread_s)
+        )
+        tail_s, last = max(0.0, float(steps.tail_s.max())), int(steps.tail_s[0].argmax())
+        after_s = max(0.0, float(steps.after_s.max()))
+        busy_s, barrier_s = math.hypot(after_s, spread_s), float(parts.barrier_s[0])
+        if tail_s > max(busy_s, first_s):
+            limit = f"the all-reduce of stage {last}"
+        elif first_s >= busy_s:
+            limit = "the way of one microbatch through all stages: too few microbatches, or too far apart"
+        elif spread_s > after_s:
+            limit = "the longest way of a microbatch"
+        else:
+            limit = self._limit(parts, int(steps.after_s[0].argmax()))
+        return StepTime(total_s, first_s, busy_s, tail_s + barrier_s, limit)
+
+    def _limit(self, parts: _Parts, place: int) -> str:
+        """What has most to do, by its place in `_Steps.after_s`."""
+        kind, number = divmod(place, self.job.stages)
+        if kind == 2:
+            ends = zip((number, number + 1), parts.line[0, number], strict=True)
+            a, b = (self.network.devices[parts.members[0, stage, at]].name for stage, at in ends)
+            return f"the line {a} - {b}"
+        member = int(parts.members[0, number, parts.worst[0, number, kind]])
+        name = self.network.devices[member].name
+        if kind == 1:
+            return f"the memory of {name}"
+        what = (f"stage {number}'s compute", f"the uplink of {name}", f"the downlink of {name}")
+        return what[int(self._each_KSN[:, number, member].argmax())]
 
     def in_flight(self, stage_of: Sequence[int] | np.ndarray) -> np.ndarray:
         """[N] microbatches that each device has at once where none waits, 0 of those that serve nothing.
 
         By Little's law: its share of the rate, times the seconds from its forward to the end of its backward.
         """
-        stages, boundaries = self._parts(stage_of)
-        period_s = max(part.busy_s for part in (*stages, *boundaries)) / self.job.microbatches
+        parts = self._parts(np.asarray(stage_of, dtype=np.int64)[None])
+        period_s = max(parts.busy_s.max(), parts.line_busy_s.max(initial=0.0)) / self.job.microbatches
+        there_SD = parts.members[0] < len(self.network)
+        share_SD, count_S1 = parts.share[0], there_SD.sum(axis=1, keepdims=True)
+        most_SD = whole_shares(share_SD, self.job.microbatches, count_S1)
+        needed_SD = np.ceil(share_SD * parts.stays_s()[0][:, None] / max(period_s, 1e-12))
+        found_SD = np.ceil(np.clip(needed_SD, 1.0, np.maximum(most_SD, 1.0)))
         found_N = np.zeros(len(self.network), dtype=np.int64)
-        for stage, stay_s in zip(stages, self._stays_s(stages, boundaries), strict=True):
-            most_n = whole_shares(stage.share, self.job.microbatches)
-            needed_n = np.ceil(stage.share * stay_s / max(period_s, 1e-12))
-            found_N[stage.group.members] = np.ceil(np.clip(needed_n, 1.0, np.maximum(most_n, 1.0)))
+        found_N[parts.members[0][there_SD]] = found_SD[there_SD]
         return found_N
 
-    def weigh_s(self, stage_of: Sequence[int] | np.ndarray) -> tuple[float, float]:
-        """The step's seconds; and with a bit of what does not limit it: a search on a plain needs a slope."""
-        stages, boundaries = self._parts(stage_of)
-        spare_s = sum(stage.busy_s + stage.group.exchange_s for stage in stages)
-        spare_s += sum(boundary.busy_s for boundary in boundaries)
-        total_s = self._step(stages, boundaries).total_s
-        return total_s, total_s + SLOPE * spare_s / len(stages)
+    def weigh_s(self, of_RN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[R] the steps' seconds; and with a bit of what limits none: a search on a plain needs a slope.
+
+        Raises:
+            SetupError: as `predict`, of any division.
+        """
+        parts = self._parts(of_RN)
+        spare_R = (parts.busy_s + parts.exchange_s).sum(axis=1) + parts.line_busy_s.sum(axis=1)
+        total_R = self._steps(parts).total_s
+        return total_R, total_R + SLOPE * spare_R / self.job.stages
 
     def besides_s(self, stage_of: np.ndarray) -> np.ndarray:
         """[S, 1] what a step takes besides the work of each stage: least for the first one."""
-        stays_s = np.array(self._stays_s(*self._parts(stage_of)))[:, None]
-        return stays_s[0] - AHEAD * stays_s
+        stays_S1 = self._parts(stage_of[None]).stays_s()[0][:, None]
+        return stays_S1[0] - AHEAD * stays_S1
 
-    def _parts(self, stage_of: Sequence[int] | np.ndarray) -> tuple[list[_Stage], list[_Boundary]]:
-        of_N = np.asarray(stage_of, dtype=np.int64)
-        row = np.argsort(of_N, kind="stable")  # stage by stage, in each the devices in their order
-        ends = np.searchsorted(of_N[row], np.arange(self.job.stages + 1)).tolist()
-        groups = [self._group(s, row[a:b].tobytes()) for s, (a, b) in enumerate(pairwise(ends))]  # type: ignore
-        links = [self._links(s, a, b) for s, (a, b) in enumerate(pairwise(groups))]
-        beside = zip((None, *links), (*links, None), strict=True)
-        stages = [self._stage(s, groups[s], *two) for s, two in enumerate(beside)]
-        pairs = zip(links, pairwise(stages), strict=True)
-        return stages, [self._boundary(link, a, b) for link, (a, b) in pairs]
-
-    def _stays_s(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> list[float]:
-        """Per stage, from the forward of a microbatch to the end of its backward, if it never waits."""
-        stays_s, behind_s = list[float](), 0.0
-        for number in reversed(range(len(stages))):
-            behind_s += (1 + BACKWARD_FORWARDS) * stages[number].forward_s
-            behind_s += boundaries[number].hop_s if number < len(boundaries) else 0.0
-            stays_s.append(behind_s)
-        return stays_s[::-1]
-
-    def _step(self, stages: Sequence[_Stage], boundaries: Sequence[_Boundary]) -> StepTime:
-        stays_s = self._stays_s(stages, boundaries)
-        first_s, busy_s, what = stays_s[0], 0.0, "the way of one microbatch"
-        for stage, stay_s in zip(stages, stays_s, strict=True):
-            after_s = stage.busy_s - stage.once_s - AHEAD * max(0.0, stay_s - stage.once_s)
-            if after_s > busy_s:
-                busy_s, what = after_s, stage.what
-            if stage.held * stay_s - stay_s > busy_s:
-                busy_s = stage.held * stay_s - stay_s
-                what = f"the memory of {self.network.devices[stage.fullest].name}"
-        for boundary in boundaries:
-            if boundary.busy_s - boundary.once_s > busy_s:
-                busy_s = boundary.busy_s - boundary.once_s
-                a, b = (self.network.devices[i].name for i in boundary.what)
-                what = f"the line {a} - {b}"
+    def _steps(self, parts: _Parts) -> _Steps:
+        stays_RS, once_RS = parts.stays_s(), parts.once_s
+        after_RX = np.concatenate(
+            [
+                parts.busy_s - once_RS - AHEAD * np.maximum(0.0, stays_RS - once_RS),
+                parts.held * stays_RS - stays_RS,
+                parts.line_busy_s - parts.line_once_s,
+            ],
+            axis=1,
+        )
         # The busiest is busy for most of a step, and the last microbatch late at its end: mostly neither
         # hides the other, nor do they add up.
-        spread_s = LAST * math.sqrt(sum(part.variance_s2 for part in (*stages, *boundaries)))
-        if spread_s > busy_s:
-            what = "the longest way of a microbatch"
-        busy_s = math.hypot(busy_s, spread_s)
+        spread_R = LAST * np.sqrt(parts.variance_s2)
+        busy_R = np.hypot(after_RX.max(axis=1, initial=0.0), spread_R)
         # A later stage sees its last backward sooner, by the way back from it to the first stage.
-        sooner_s, tail_s, last = 0.0, 0.0, 0
-        for number, stage in enumerate(stages):
-            if number:
-                sooner_s += BACKWARD_FORWARDS * stages[number - 1].forward_s + boundaries[number - 1].back_s
-            if stage.group.exchange_s - sooner_s > tail_s:
-                tail_s, last = stage.group.exchange_s - sooner_s, number
-        barrier_s = self._barrier_s(stages)
-        total_s = first_s + busy_s + tail_s + barrier_s
-        if tail_s > max(busy_s, first_s):
-            limit = f"the all-reduce of stage {last}"
-        elif first_s > busy_s:
-            limit = "the way of one microbatch through all stages: too few microbatches, or too far apart"
-        else:
-            limit = what
-        return StepTime(total_s, first_s, busy_s, tail_s + barrier_s, limit)
+        tail_RS = parts.exchange_s.copy()
+        tail_RS[:, 1:] -= (BACKWARD_FORWARDS * parts.forward_s[:, :-1] + parts.back_s).cumsum(axis=1)
+        total_R = stays_RS[:, 0] + busy_R + tail_RS.max(axis=1, initial=0.0) + parts.barrier_s
+        return _Steps(total_R, stays_RS[:, 0], after_RX, spread_R, tail_RS)
 
-    def _barrier_s(self, stages: Sequence[_Stage]) -> float:
-        """There and back between the run coordinator (the first of stage 0) and the farthest device."""
-        run_coordinator = int(self.network.region_of[stages[0].group.members[0]])
-        return (
-            2.0 * max(stage.group.farthest_s[run_coordinator] for stage in stages) if len(stages) > 1 else 0.0
-        )
+    # -- its parts --------------------------------------------------------------------------------
 
-    # -- one stage --------------------------------------------------------------------------------
+    def _members(self, of_RN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[R, S, D] the devices of each stage in their order, N where it has fewer; [R, S] their number."""
+        (count, devices), stages = of_RN.shape, self.job.stages
+        row_RN = np.argsort(of_RN.astype(np.int16), axis=1, kind="stable")
+        cells = of_RN + np.arange(1, 1 + count * (stages + 1), stages + 1)[:, None]  # the idle before stage 0
+        count_RS = np.bincount(cells.ravel(), minlength=count * (stages + 1)).reshape(count, stages + 1)
+        begin_RS1 = (count_RS.cumsum(axis=1) - count_RS)[:, 1:, None]
+        count_RS = count_RS[:, 1:]
+        if not count_RS.all():
+            raise SetupError(f"stage {int(np.argwhere(count_RS == 0)[0, 1])} has no device")
+        place_D = np.arange(count_RS.max())
+        place_RSD = np.minimum(begin_RS1 + place_D, devices - 1) + devices * np.arange(count)[:, None, None]
+        member_RSD = np.where(place_D < count_RS[:, :, None], row_RN.take(place_RSD), devices)
+        return member_RSD, count_RS
 
-    def _measure_group(self, number: int, packed_members: bytes) -> _Group:
-        members = np.frombuffer(packed_members, dtype=np.int64)
-        if not len(members):
-            raise SetupError(f"stage {number} has no device")
-        if not self.fits_SN[number, members].all():
-            one = self.network.devices[int(members[~self.fits_SN[number, members]][0])]
-            raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
-        return _Group(
-            members,
-            self._work_SN[number, members],
-            self.slowest_SN[number, members],
-            self._forward_SN[number, members],
-            self._room(number, members),
-            self.network.exchange_s(members, self.job.gradient_bytes[number]),
-            self.network.latency_s[:, self.network.region_of[members]].max(axis=1).tolist(),
-        )
-
-    def _measure_stage(
-        self, number: int, group: _Group, before: _Links | None, after: _Links | None
-    ) -> _Stage:
-        work_n, forward_n = group.work_s, group.forward_s
-        if before is not None:
-            work_n = np.maximum(work_n, before.in_s)
-        if after is not None:
-            work_n = np.maximum(work_n, after.out_s)
-        share_n = 1.0 / work_n
-        share_n /= share_n.sum()
-        whole_n = whole_shares(share_n, self.job.microbatches)
-        busy_n = whole_n * group.slowest_s
-        held_n = whole_n / group.room
-        worst = int((busy_n - group.slowest_s).argmax())
-        kind = int(self._each_KSN[:, number, group.members[worst]].argmax())
-        name = self.network.devices[int(group.members[worst])].name
-        forward_s = float(share_n @ forward_n)
-        what = (f"stage {number}'s compute", f"the uplink of {name}", f"the downlink of {name}")[kind]
-        return _Stage(
-            group,
-            share_n,
-            forward_s,
-            (1 + BACKWARD_FORWARDS) ** 2 * float(share_n @ (forward_n - forward_s) ** 2),
-            float(busy_n[worst]),
-            float(group.slowest_s[worst]),
-            what,
-            float(held_n.max()),
-            int(group.members[held_n.argmax()]),
-        )
-
-    def _room(self, number: int, members: np.ndarray) -> np.ndarray:
-        """[n] as `StepWork.room`."""
-        if not self.job.activation_bytes[number] or np.isinf(self.network.memory_bytes[members]).all():
-            return np.full(len(members), np.inf)
-        return np.array([self.job.room(number, self.network.devices[int(i)]) for i in members])
-
-    # -- one boundary -----------------------------------------------------------------------------
-
-    def _measure_links(self, number: int, at: _Group, behind: _Group) -> _Links:
-        job, up_N, down_N = self.job, self.network.upload_bps, self.network.download_bps
-        a, b = at.members, behind.members
-        latency_ab, line_ab = self.network.between(a, b)
-        forward_bits, backward_bits = 8.0 * job.forward_bytes[number], 8.0 * job.backward_bytes[number]
-        forth_ab = forward_bits / np.minimum(np.minimum(line_ab, up_N[a][:, None]), down_N[b])
-        back_ab = backward_bits / np.minimum(np.minimum(line_ab, down_N[a][:, None]), up_N[b])
-        both_ab = forth_ab + back_ab
-        per_s_ab = 2.0 / np.maximum(both_ab, 1e-12)
-        return _Links(
-            latency_ab + back_ab, 2.0 * latency_ab + both_ab, max(forward_bits, backward_bits) / line_ab,
-            1.0 / per_s_ab.sum(axis=1), 1.0 / per_s_ab.sum(axis=0),
+    def _parts(self, of_RN: np.ndarray) -> _Parts:
+        job, stages, devices = self.job, self.job.stages, len(self.network)
+        member_RSD, count_RS = self._members(of_RN)
+        count, _, most = member_RSD.shape
+        which_RSD = member_RSD + (devices + 1) * np.arange(stages)[:, None]
+        work_RSD, slowest_RSD, forward_RSD, room_RSD = (of_SN.take(which_RSD) for of_SN in self._of_each)
+        self._check(member_RSD, which_RSD)
+        # Boundaries of all divisions, one after the other.
+        before_KD, behind_KD = (each.reshape(-1, most) for each in (member_RSD[:, :-1], member_RSD[:, 1:]))
+        count_2K = np.stack([count_RS[:, :-1].ravel(), count_RS[:, 1:].ravel()])
+        out_KD, in_KD = np.zeros((2, *before_KD.shape))
+        links = list[_Links]()
+        for rows, (a, b) in _together(count_2K):
+            link, out_KA, in_KB = self._measure_links(rows, before_KD[rows, :a], behind_KD[rows, :b])
+            out_KD[rows, :a], in_KD[rows, :b] = out_KA, in_KB
+            links.append(link)
+        share_RSD = work_RSD
+        share_RSD[:, :-1] = np.maximum(share_RSD[:, :-1], out_KD.reshape(count, -1, most))
+        share_RSD[:, 1:] = np.maximum(share_RSD[:, 1:], in_KD.reshape(count, -1, most))
+        np.divide(1.0, share_RSD, out=share_RSD)
+        share_RSD /= share_RSD.sum(axis=2, keepdims=True)
+        whole_RSD = whole_shares(share_RSD, job.microbatches, count_RS[:, :, None])
+        busy_RSD = whole_RSD * slowest_RSD
+        held_RSD = whole_RSD / room_RSD
+        worst_RS2 = np.stack([(busy_RSD - slowest_RSD).argmax(axis=2), held_RSD.argmax(axis=2)], axis=2)
+        at_RS = worst_RS2[:, :, 0] + most * np.arange(count * stages).reshape(count, stages)
+        forward_RS = np.einsum("rsd,rsd->rs", share_RSD, forward_RSD)
+        off_RSD = forward_RSD - forward_RS[:, :, None]
+        variance_R = (1 + BACKWARD_FORWARDS) ** 2 * np.einsum("rsd,rsd,rsd->r", share_RSD, off_RSD, off_RSD)
+        of_K = np.zeros((5, len(before_KD)))
+        line_K2 = np.zeros((len(before_KD), 2), dtype=np.int64)
+        ends_KD = [each.reshape(-1, most) for each in (share_RSD[:, :-1], share_RSD[:, 1:])]
+        for link in links:
+            of_K[:, link.rows], line_K2[link.rows] = self._measure_boundaries(link, *ends_KD, count_2K)
+        hop_RB, back_RB, line_busy_RB, line_once_RB, spread_RB = of_K.reshape(5, count, stages - 1)
+        return _Parts(
+            member_RSD, share_RSD, forward_RS, busy_RSD.take(at_RS), slowest_RSD.take(at_RS),
+            held_RSD.max(axis=2), self._exchange_s(member_RSD, count_RS), worst_RS2,
+            hop_RB, back_RB, line_busy_RB, line_once_RB, line_K2.reshape(count, -1, 2),
+            variance_R + spread_RB.sum(axis=1), self._barrier_s(member_RSD),
         )  # fmt: skip
 
-    def _measure_boundary(self, links: _Links, a: _Stage, b: _Stage) -> _Boundary:
-        once_ab, hop_ab = links.once_s, links.hop_s
-        busy_ab = np.ceil(whole_shares(np.outer(a.share, b.share), self.job.microbatches) - 1e-9) * once_ab
-        worst = divmod(int((busy_ab - once_ab).argmax()), len(b.share))
-        hop_s, back_s = float(a.share @ hop_ab @ b.share), float(a.share @ links.back_s @ b.share)
-        variance_s2 = float(a.share @ (hop_ab - hop_s) ** 2 @ b.share)
-        line = int(a.group.members[worst[0]]), int(b.group.members[worst[1]])
-        return _Boundary(hop_s, variance_s2, back_s, float(busy_ab[worst]), float(once_ab[worst]), line)
+    def _check(self, member_RSD: np.ndarray, which_RSD: np.ndarray) -> None:
+        if not self._fits.take(which_RSD).all():
+            _, number, place = np.argwhere(~self._fits.take(which_RSD))[0]
+            one = self.network.devices[int(member_RSD[0, number, place])]
+            raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
+
+    def _measure_links(
+        self, rows: slice, a_KA: np.ndarray, b_KB: np.ndarray
+    ) -> tuple[_Links, np.ndarray, np.ndarray]:
+        """Also [K, A] that the links of a member are busy with a microbatch, as they share it
+        (`LinkLatency.busy_s`), and [K, B] the same of the next stage's.
+        """
+        latency_s, bit_s = self._lines(a_KA, b_KB, self._bit_s_RR)
+        number_K = np.arange(rows.start, rows.stop) % (self.job.stages - 1)
+        forth_bits, back_bits = self._bits_2B11[:, number_K]
+        once_s, forth_s, back_s = np.maximum(forth_bits, back_bits) * bit_s, bit_s, bit_s
+        if self._limited:
+            up_KA1, down_KA1 = self._up_N.take(a_KA)[:, :, None], self._down_N.take(a_KA)[:, :, None]
+            up_K1B, down_K1B = self._up_N.take(b_KB)[:, None], self._down_N.take(b_KB)[:, None]
+            forth_s = np.maximum(np.maximum(bit_s, up_KA1), down_K1B)
+            back_s = np.maximum(np.maximum(bit_s, down_KA1), up_K1B)
+        back_s = back_bits * back_s
+        both_s = forth_bits * forth_s
+        both_s += back_s
+        per_s = 2.0 / np.maximum(both_s, 1e-12)
+        back_s += latency_s
+        latency_s *= 2.0
+        both_s += latency_s
+        return _Links(rows, back_s, both_s, once_s), 1.0 / per_s.sum(axis=2), 1.0 / per_s.sum(axis=1)
+
+    def _measure_boundaries(
+        self, link: _Links, a_KD: np.ndarray, b_KD: np.ndarray, count_2K: np.ndarray
+    ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """[K] mean of a way, and of a gradient's; what the busiest line takes for a step, for a microbatch;
+        variance of the way. [K, 2] that line.
+        """
+        (rows, back_s, hop_s, once_s), wide = link, link.hop_s.shape[2]
+        share = a_KD[rows, : hop_s.shape[1], None] * b_KD[rows, None, :wide]
+        busy_s = whole_shares(share, self.job.microbatches, count_2K[:, rows].prod(axis=0)[:, None, None])
+        busy_s -= 1e-9
+        np.ceil(busy_s, out=busy_s)
+        busy_s *= once_s
+        worst_K = (busy_s - once_s).reshape(len(share), -1).argmax(axis=1)
+        at_K = worst_K + once_s[0].size * np.arange(len(share))
+        hop_K, back_K = (np.einsum("kab,kab->k", share, way_s) for way_s in (hop_s, back_s))
+        off_s = hop_s - hop_K[:, None, None]
+        variance_K = np.einsum("kab,kab,kab->k", share, off_s, off_s)
+        line_K2 = np.stack(np.divmod(worst_K, wide), axis=1)
+        return (hop_K, back_K, busy_s.take(at_K), once_s.take(at_K), variance_K), line_K2
+
+    def _exchange_s(self, member_RSD: np.ndarray, count_RS: np.ndarray) -> np.ndarray:
+        """[R, S] of each stage's all-reduce: see `Network.exchange_s`."""
+        member_KD, count_K = member_RSD.reshape(-1, member_RSD.shape[2]), count_RS.ravel()
+        part_K = 8.0 * np.tile(self.job.gradient_bytes, len(member_RSD)) / count_K
+        found_K = np.empty(len(count_K))
+        for rows, (wide,) in _together(count_K[None]):
+            members, part_K1 = member_KD[rows, :wide], part_K[rows, None]
+            arrival_s, bit_s = self._lines(members, members, self._part_s_RR)
+            bit_s *= part_K1[:, :, None]
+            up_s = np.zeros(1)
+            if self._limited:
+                others_s, there = (count_K[rows, None] - 1) * part_K1, members < len(self.network)
+                up_s, down_s = (others_s * each_N.take(members) for each_N in (self._up_N, self._down_N))
+                bit_s = np.maximum(np.maximum(bit_s, up_s[:, :, None]), down_s[:, None])
+                bit_s *= there[:, :, None] & there[:, None]
+            arrival_s += bit_s
+            arrival_s[:, np.arange(wide), np.arange(wide)] = 0.0
+            found_K[rows] = all_reduce_s(arrival_s, up_s)
+        return found_K.reshape(count_RS.shape)
+
+    def _lines(
+        self, a_KA: np.ndarray, b_KB: np.ndarray, bit_s_RR: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[K, A, B] latencies, and seconds of a bit between these devices and those."""
+        here = (self._region_N.take(a_KA) * len(bit_s_RR))[:, :, None] + self._region_N.take(b_KB)[:, None]
+        return self._latency_RR.take(here), bit_s_RR.take(here)
+
+    def _barrier_s(self, member_RSD: np.ndarray) -> np.ndarray:
+        regions_RX = self._region_N.take(member_RSD.reshape(len(member_RSD), -1))
+        if member_RSD.shape[1] == 1:
+            return np.zeros(len(member_RSD))
+        return 2.0 * self._latency_RR[regions_RX[:, :1], regions_RX].max(axis=1)
 
 
-def whole_shares(share: np.ndarray, microbatches: int) -> np.ndarray:
-    """Microbatches of each, by shares of M: the busiest has at least one, since they are not cut."""
-    return np.maximum(share * microbatches, np.minimum(1.0, share * microbatches * share.size))
+def _together(count_XK: np.ndarray) -> Iterator[tuple[slice, list[int]]]:
+    """Rows of which few enough pairs are looked at at once, and the most members of one."""
+    rows, most = count_XK.shape[1], int(count_XK.max(axis=1, initial=1).prod())
+    each = max(1, MOST_PAIRS // most ** (2 // len(count_XK)))
+    for begin in range(0, rows, each):
+        here = slice(begin, min(begin + each, rows))
+        yield here, count_XK[:, here].max(axis=1).tolist()
+
+
+def whole_shares(share: np.ndarray, microbatches: int, count: np.ndarray) -> np.ndarray:
+    """Microbatches of each of `count`, by shares: the busiest has at least one, since they are not cut."""
+    found = share * microbatches
+    return np.maximum(found, np.minimum(1.0, found * count))

@@ -6,10 +6,8 @@ past the budget the best so far is the answer, and that is never worse than a la
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -19,7 +17,13 @@ from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 
 WALK_STEPS = 1500
-"""Proposals of one annealing."""
+"""Proposals of one annealing, if the budget lasts so long: else it cools down sooner."""
+MEMBERS, HEATS = 4, (0.01, 0.003, 0.1)
+"""How many of the best layouts are annealed, and how hot, in parts of the shortest step: all side by side."""
+SIDE_BY_SIDE = 1 << 17
+"""Pairs of devices in neighbouring stages, of all divisions that are annealed side by side."""
+DRAWN = 3
+"""Proposals for each, of which the first is taken that can be."""
 MOVES = 0.4
 """Part of these that move one device; the others swap two."""
 POWER = 16
@@ -74,21 +78,26 @@ def search_overlapped(
     if survive:
         begun = [(name, spread_out(overlap, of_N)) for name, of_N in begun]
     starts = {name: overlap.predict(of_N).total_s for name, of_N in begun}
-    members = sorted((starts[name], order, of_N) for order, (name, of_N) in enumerate(begun))[:4]
-    heat_of = [members[0][0] * heat for heat in (0.01, 0.003, 0.1)]
-    best_s, _, best = members[0]
-    best = best.copy()
+    members = sorted((starts[name], order, of_N) for order, (name, of_N) in enumerate(begun))[:MEMBERS]
+    pairs = len(network) ** 2 // job.stages
+    each = max(1, min(len(members) * len(HEATS), SIDE_BY_SIDE // pairs))
+    kinds_N = _kinds(network)
     walks = 0
-    kinds = _kinds(network)
     while spent_s() < budget_s and len(network) > 1 and job.stages > 1:
-        total_s, order, of_N = members[walks % len(members)]
-        heat_s = heat_of[(walks // len(members)) % len(heat_of)]
-        walks += 1
-        walked, lowest_s = _walk(overlap, of_N, kinds, heat_s, rng, lambda: spent_s() >= budget_s, survive)
-        if lowest_s < total_s:
-            members[(walks - 1) % len(members)] = (lowest_s, order, walked)
-        if lowest_s < best_s:
-            best_s, best = lowest_s, walked.copy()
+        turns = [divmod(walk, len(members)) for walk in range(walks, walks + each)]
+        walks += each
+        heats_s = np.array([members[0][0] * HEATS[heat % len(HEATS)] for heat, _ in turns])
+        of_RN = np.array([members[member][2] for _, member in turns])
+        begun_s = spent_s()
+
+        def share(begun_s: float = begun_s) -> float:
+            return (spent_s() - begun_s) / max(budget_s - begun_s, 1e-9)
+
+        walked_RN, lowest_R = _walk(overlap, of_RN, kinds_N, heats_s, rng, share, survive)
+        for (_, member), walked, lowest_s in zip(turns, walked_RN, lowest_R.tolist(), strict=True):
+            if lowest_s < members[member][0]:
+                members[member] = (lowest_s, members[member][1], walked)
+    best = min(members)[2]
     return Placement(best, overlap.predict(best), starts)
 
 
@@ -115,8 +124,8 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
             yield f"the fastest {job.stages * many}", alone
     if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MAX_CLUSTERED:
 
-        def cost_s(of_N: np.ndarray) -> float:
-            return overlap.weigh_s(repaired(overlap, of_N))[1]
+        def cost_s(of_RN: np.ndarray) -> np.ndarray:
+            return overlap.weigh_s(np.array([repaired(overlap, of_N) for of_N in of_RN]))[1]
 
         yield from clustered_layouts(network, job, cost_s, rng)
 
@@ -191,11 +200,10 @@ def repaired(overlap: Overlap, stage_of: np.ndarray, price_SN: np.ndarray | floa
     """
     fits_SN, of_N = overlap.fits_SN, stage_of.copy()
     stages, devices = fits_SN.shape
-    for i in range(devices):
-        if of_N[i] != IDLE and not fits_SN[of_N[i], i]:
-            able = np.flatnonzero(fits_SN[:, i])
-            counts = np.bincount(of_N[of_N >= 0], minlength=stages)
-            of_N[i] = int(able[counts[able].argmin()]) if len(able) else IDLE
+    for i in np.flatnonzero((of_N != IDLE) & ~fits_SN[of_N, np.arange(devices)]):
+        able = np.flatnonzero(fits_SN[:, i])
+        counts = np.bincount(of_N[of_N >= 0], minlength=stages)
+        of_N[i] = int(able[counts[able].argmin()]) if len(able) else IDLE
     if len(np.unique(of_N[of_N >= 0])) == stages:
         return of_N
     # One device for each stage, as many as can be where they are; all others may stay where they are.
@@ -248,58 +256,60 @@ def spread_out(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
     return of_N
 
 
-def _kinds(network: Network) -> list[int]:
-    """Of every device: alike in everything but the name have the same number."""
+def _kinds(network: Network) -> np.ndarray:
+    """[N] of every device: alike in everything but the name have the same number."""
     seen: dict[Device, int] = {}
-    return [seen.setdefault(replace(device, name=""), len(seen)) for device in network.devices]
+    return np.array([seen.setdefault(replace(device, name=""), len(seen)) for device in network.devices])
 
 
 def _walk(
     overlap: Overlap,
-    start: np.ndarray,
-    kinds: list[int],
-    heat_s: float,
+    start_RN: np.ndarray,
+    kinds_N: np.ndarray,
+    heats_s: np.ndarray,
     rng: np.random.Generator,
-    over: Callable[[], bool],
+    share: Callable[[], float],
     survive: bool,
-) -> tuple[np.ndarray, float]:
-    """Annealing by moves and swaps of single devices; the best division met, and its seconds."""
-    of_N, stages, devices = start.copy(), overlap.job.stages, len(start)
-    count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
-    best_s, here_s = overlap.weigh_s(of_N)
-    best = of_N.copy()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Annealing of R divisions side by side, by moves and swaps of single devices, until `share` of its time
+    is 1; the best that each met, and its seconds.
+    """
+    of_RN, (count, devices), stages = start_RN.copy(), start_RN.shape, overlap.job.stages
+    every_R, every_R1 = np.arange(count), np.arange(count)[:, None]
+    count_RS = (of_RN[:, :, None] == [*range(stages), IDLE]).sum(axis=1)  # the idle are the last, as -1 is
+    fits_SN = np.vstack([overlap.fits_SN, np.ones(devices, dtype=bool)])
+    best_R, here_R = overlap.weigh_s(of_RN)
+    best_R, best_RN = best_R.copy(), of_RN.copy()
     for step in range(WALK_STEPS):
-        if over():
+        if (done := max(share(), step / WALK_STEPS)) >= 1.0:
             break
-        i, j = (int(rng.integers(devices)) for _ in range(2))
-        a, b = int(of_N[i]), int(of_N[j])
-        if rng.random() < MOVES:  # else a swap
-            b = IDLE if rng.random() < 0.1 else int(rng.integers(stages))
-            j = -1
-        if a == b or (a != IDLE and j < 0 and count_S[a] == 1):
-            continue
-        if not _may(overlap, i, b) or (j >= 0 and (kinds[i] == kinds[j] or not _may(overlap, j, a))):
-            continue
-        of_N[i] = b
-        if j >= 0:
-            of_N[j] = a
-        alone = survive and not all(stage == IDLE or outlives(overlap, of_N, stage) for stage in (a, b))
-        total_s, after_s = (math.inf, math.inf) if alone else overlap.weigh_s(of_N)
-        heat_now_s = heat_s * (1.0 - step / WALK_STEPS) + 1e-12
-        if after_s <= here_s or rng.random() < math.exp((here_s - after_s) / heat_now_s):
-            here_s = after_s
-            count_S = np.bincount(of_N[of_N >= 0], minlength=stages)
-            if total_s < best_s:
-                best, best_s = of_N.copy(), total_s
-        else:
-            of_N[i] = a
-            if j >= 0:
-                of_N[j] = b
-    return best, best_s
-
-
-def _may(overlap: Overlap, device: int, stage: int) -> bool:
-    return stage == IDLE or bool(overlap.fits_SN[stage, device])
+        i, j = rng.integers(devices, size=(2, count, DRAWN))
+        moves = rng.random((count, DRAWN)) < MOVES  # else a swap
+        to = np.where(rng.random((count, DRAWN)) < 0.1, IDLE, rng.integers(stages, size=(count, DRAWN)))
+        a = of_RN[every_R1, i]
+        b = np.where(moves, to, of_RN[every_R1, j])
+        can = (a != b) & fits_SN[b, i]
+        can &= np.where(
+            moves, (a == IDLE) | (count_RS[every_R1, a] > 1), (kinds_N[i] != kinds_N[j]) & fits_SN[a, j]
+        )
+        first = every_R, can.argmax(axis=1)
+        i, j, a, b, moves, can = (each[first] for each in (i, j, a, b, moves, can))
+        j = np.where(moves, i, j)
+        tried_RN = of_RN.copy()
+        tried_RN[every_R, j] = np.where(can, a, of_RN[every_R, j])
+        tried_RN[every_R, i] = np.where(can, b, of_RN[every_R, i])
+        total_R, after_R = overlap.weigh_s(tried_RN)
+        if survive:
+            for r in np.flatnonzero(can):
+                can[r] = all(stage == IDLE or outlives(overlap, tried_RN[r], stage) for stage in (a[r], b[r]))
+        heat_R = heats_s * (1.0 - done) + 1e-12
+        can &= rng.random(count) < np.exp(np.minimum((here_R - after_R) / heat_R, 0.0))
+        of_RN[can], here_R[can] = tried_RN[can], after_R[can]
+        np.subtract.at(count_RS, (every_R, a), can & moves)
+        np.add.at(count_RS, (every_R, b), can & moves)
+        better = can & (total_R < best_R)
+        best_RN[better], best_R[better] = tried_RN[better], total_R[better]
+    return best_RN, best_R
 
 
 # --- starts that keep near devices together -----------------------------------------------------------------
@@ -313,7 +323,7 @@ MAX_SWAPS = 300
 
 
 def clustered_layouts(
-    network: Network, job: StepWork, cost_s: Callable[[np.ndarray], float], rng: np.random.Generator
+    network: Network, job: StepWork, cost_s: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(shape, [N] stages) of every shape, if the devices divide evenly into stages.
 
@@ -344,23 +354,25 @@ def clustered_layouts(
 def _placed(
     order: np.ndarray,
     layout: Callable[[np.ndarray], np.ndarray],
-    cost_s: Callable[[np.ndarray], float],
+    cost_s: Callable[[np.ndarray], np.ndarray],
     rng: np.random.Generator,
 ) -> np.ndarray:
     """The clusters in a cheap order, which no swap of two improves; `order` if they are many."""
     if not 2 < len(order) <= MAX_PLACED:
         return order
+    i, j = np.triu_indices(len(order), 1)
     found: list[tuple[float, np.ndarray]] = []
-    for start in (order, *(rng.permutation(order) for _ in range(RANDOM_ORDERS))):
-        best, best_s, improved = start, cost_s(layout(start)), True
-        while improved:
-            improved = False
-            for i, j in combinations(range(len(order)), 2):
-                swapped = best.copy()
-                swapped[[i, j]] = best[[j, i]]
-                swapped_s = cost_s(layout(swapped))
-                if swapped_s < best_s * (1 - 1e-9):
-                    best, best_s, improved = swapped, swapped_s, True
+    for best in (order, *(rng.permutation(order) for _ in range(RANDOM_ORDERS))):
+        best_s = np.inf
+        while True:
+            swapped_XC = np.tile(best, (len(i) + 1, 1))  # the last as it is
+            every = np.arange(len(i))
+            swapped_XC[every, i], swapped_XC[every, j] = best[j], best[i]
+            cost_X = cost_s(np.array([layout(swapped) for swapped in swapped_XC]))
+            least = int(cost_X.argmin())
+            if cost_X[least] >= best_s * (1 - 1e-9):
+                break
+            best, best_s = swapped_XC[least], float(cost_X[least])
         found.append((best_s, best))
     return min(found, key=lambda one: one[0])[1]
 

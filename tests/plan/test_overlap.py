@@ -173,15 +173,19 @@ def test_the_prediction_does_not_know_what_devices_are_called(seed: int) -> None
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=20)
-def test_what_was_kept_from_other_divisions_is_what_a_fresh_look_finds(seed: int) -> None:
+def test_what_is_found_of_many_divisions_at_once_is_what_is_found_of_each(seed: int) -> None:
+    """Stages have 1 to 8 devices, so what fills them up must have no part in anything."""
     rng = np.random.default_rng(seed)
-    net, work = network(10, regions=2), job(3)
-    overlap, of = Overlap(net, work), np.arange(10) % 3
+    net, work = network(10, regions=2, upload_bps=float(rng.choice([2e8, math.inf]))), job(3)
+    overlap, of, divisions = Overlap(net, work), np.arange(10) % 3, list[np.ndarray]()
     for _ in range(10):
         i = int(rng.integers(3, 10))
         of[i] = int(rng.integers(-1, 3))
-        assert overlap.predict(of) == Overlap(net, work).predict(of)
-        assert overlap.weigh_s(of) == Overlap(net, work).weigh_s(of)
+        divisions.append(of.copy())
+    together_s = overlap.weigh_s(np.array(divisions))
+    alone_s = [overlap.weigh_s(of[None]) for of in divisions]
+    assert together_s[0] == pytest.approx([overlap.predict(of).total_s for of in divisions], rel=1e-12)
+    assert together_s[1] == pytest.approx([float(slope_s[0]) for _, slope_s in alone_s], rel=1e-12)
 
 
 def test_faster_lines_and_devices_are_never_slower() -> None:
@@ -196,7 +200,7 @@ def test_faster_lines_and_devices_are_never_slower() -> None:
 
 def test_the_search_is_never_worse_than_its_starts_and_repeats_itself() -> None:
     net, work = network(18, regions=3, across_bps=5e7), job()
-    for budget in (0, 500):
+    for budget in (0, 50):
         one, two = (search_overlapped(net, work, seed=1, budget_s=budget, spent_s=ticks()) for _ in range(2))
         assert one.step.total_s <= min(one.starts.values())
         assert one.stage_of.tolist() == two.stage_of.tolist()
@@ -213,13 +217,13 @@ def test_clusters_come_to_stages_where_a_step_is_about_as_short_as_can_be(seed: 
     net = Network(network(10, regions=5).devices, tuple("vwxyz"), latency_s, bandwidth_bps)
     overlap = Overlap(net, job(5))
 
-    def soft_s(of_N: np.ndarray) -> float:
-        return overlap.weigh_s(of_N)[1]
+    def soft_s(of_RN: np.ndarray) -> np.ndarray:
+        return overlap.weigh_s(of_RN)[1]
 
     found = dict(clustered_layouts(net, job(5), soft_s, np.random.default_rng(0)))
     assert set(found) == {"clusters 5 × 1", "clusters 1 × 2"}
-    least = min(soft_s(np.repeat(order, 2)) for order in itertools.permutations(range(5)))
-    assert soft_s(found["clusters 1 × 2"]) <= 1.02 * least
+    least = soft_s(np.array([np.repeat(order, 2) for order in itertools.permutations(range(5))])).min()
+    assert soft_s(found["clusters 1 × 2"][None])[0] <= 1.02 * least
     for of_N in found.values():
         assert np.bincount(of_N).tolist() == [2] * 5
 
@@ -235,13 +239,13 @@ def test_the_search_finds_the_best_division_of_a_few_devices() -> None:
     least = min(
         overlap.predict(of).total_s for of in itertools.product((IDLE, 0, 1), repeat=6) if {0, 1} <= set(of)
     )
-    found = search_overlapped(net, work, seed=0, budget_s=6000, spent_s=ticks())
+    found = search_overlapped(net, work, seed=0, budget_s=600, spent_s=ticks())
     assert found.step.total_s == pytest.approx(least)
 
 
 def test_a_stage_of_twice_the_work_gets_twice_the_devices() -> None:
     work = replace(job(2, microbatches=256, bytes_each=1e3, gradient=1e3), forward_flops=(2e10, 1e10))
-    found = search_overlapped(network(12), work, seed=0, budget_s=3000, spent_s=ticks())
+    found = search_overlapped(network(12), work, seed=0, budget_s=300, spent_s=ticks())
     assert np.bincount(found.stage_of).tolist() == [8, 4]
 
 
@@ -249,7 +253,7 @@ def test_a_device_that_holds_the_others_up_stays_idle() -> None:
     net = network(5)
     slow = replace(net.devices[4], upload_bps=1e5)
     net = Network((*net.devices[:4], slow), net.regions, net.latency_s, net.bandwidth_bps)
-    found = search_overlapped(net, job(2, gradient=1e8), seed=0, budget_s=2000, spent_s=ticks())
+    found = search_overlapped(net, job(2, gradient=1e8), seed=0, budget_s=200, spent_s=ticks())
     assert found.stage_of[4] == IDLE
 
 
@@ -258,13 +262,13 @@ def test_nobody_is_given_a_stage_that_it_cannot_hold() -> None:
     small = tuple(replace(d, memory_bytes=1.5e9) for d in net.devices[:5])
     net = Network((*small, *net.devices[5:]), net.regions, net.latency_s, net.bandwidth_bps)
     work = replace(job(3), state_bytes=(1e9, 3e9, 1e9))
-    found = search_overlapped(net, work, seed=0, budget_s=800, spent_s=ticks())
+    found = search_overlapped(net, work, seed=0, budget_s=100, spent_s=ticks())
     assert set(np.flatnonzero(found.stage_of == 1)) <= {5, 6, 7}
     with pytest.raises(SetupError, match="device 'd0' cannot hold stage 1 in its memory"):
         Overlap(net, work).predict([1, 0, 2, 0, 2, 1, 1, 1])
 
 
-@pytest.mark.parametrize("budget", [0, 400])
+@pytest.mark.parametrize("budget", [0, 40])
 def test_every_stage_of_a_plan_that_survives_a_region_has_devices_in_two(budget: int) -> None:
     net, work = network(12, regions=3, across_bps=5e7), job(3)
     plain = search_overlapped(net, work, seed=0, budget_s=budget, spent_s=ticks())
