@@ -16,7 +16,8 @@ from scripts.bench.plan.additive_objective import (
     AdditiveTerms,
     additive_cost,
     additive_terms,
-    bottleneck_matching,
+    bottleneck_matchings,
+    costs_in_order_s,
     shortest_open_path,
 )
 from scripts.bench.plan.additive_search import (
@@ -95,7 +96,9 @@ def test_the_cost_is_that_of_the_formulas(stages: int, replicas: int) -> None:
     for seed in range(5):
         of = terms(stages, replicas, seed)
         grid = random_grid(stages * replicas, stages, np.random.default_rng(seed))
-        assert additive_cost(of, grid).total_s == pytest.approx(by_the_formula(of, grid), rel=1e-12)
+        found = additive_cost(of, grid)
+        assert found.total_s == pytest.approx(by_the_formula(of, grid), rel=1e-12)
+        assert costs_in_order_s(of, found.grid[None])[0] == pytest.approx(found.total_s, rel=1e-12)
 
 
 def test_the_prices_of_a_network_are_those_of_dt_fm() -> None:
@@ -125,14 +128,14 @@ def test_the_cost_does_not_know_what_devices_are_called(seed: int) -> None:
 
 @given(st.integers(1, 6), st.integers(0, 10_000), st.booleans())
 def test_the_matching_has_the_smallest_largest_price(size: int, seed: int, ties: bool) -> None:
-    price = np.exp(3 * np.random.default_rng(seed).standard_normal((size, size)))
-    price = np.ceil(price) if ties else price
-    value, columns = bottleneck_matching(price)
-    assert sorted(columns.tolist()) == list(range(size))
-    assert value == price[np.arange(size), columns].max()
-    assert value == min(
-        max(price[i, j] for i, j in enumerate(other)) for other in itertools.permutations(range(size))
-    )
+    prices = np.exp(3 * np.random.default_rng(seed).standard_normal((2, size, size)))
+    prices = np.ceil(prices) if ties else prices
+    for price, value, columns in zip(prices, *bottleneck_matchings(prices), strict=True):
+        assert sorted(columns.tolist()) == list(range(size))
+        assert value == price[np.arange(size), columns].max()
+        assert value == min(
+            max(price[i, j] for i, j in enumerate(other)) for other in itertools.permutations(range(size))
+        )
 
 
 def test_a_path_of_many_nodes_is_as_short_as_on_a_line() -> None:
@@ -252,7 +255,8 @@ def test_every_start_is_a_grid_of_all_devices() -> None:
     of = terms(4, 6, 1)
     for shape in shapes(4, 6):
         for bands in (False, True):
-            grid = clustered_grid(of, shape, np.random.default_rng(0), bands=bands)
+            clusters = even_clusters(of.transfer_s, shape[0] * shape[1])
+            grid = clustered_grid(of, shape, clusters, np.random.default_rng(0), bands=bands)
             assert grid.shape == (4, 6)
             assert sorted(grid.ravel().tolist()) == list(range(24))
 
@@ -302,7 +306,8 @@ def test_the_search_is_never_worse_than_its_starts(budget_s: int) -> None:
         found = search_additive(of, seed=seed, budget_s=budget_s, spent_s=ticks())
         assert found.cost.total_s <= found.start_s
         for shape in ((4, 1), (1, 4)):
-            start = clustered_grid(of, shape, np.random.default_rng(seed))
+            clusters = even_clusters(of.transfer_s, 4)
+            start = clustered_grid(of, shape, clusters, np.random.default_rng(seed))
             if shape == (4, 1):  # the first one, so chance has drawn nothing yet
                 assert found.start_s <= additive_cost(of, start).total_s
         again = additive_cost(of, found.cost.grid)

@@ -300,8 +300,13 @@ def twins(terms: AdditiveTerms) -> np.ndarray:
     size = len(terms.exchange_s)
     kind_N = np.full(size, -1)
     firsts: list[int] = []
+    # Twins have the same prices, in another order: so most devices need not be compared.
+    sorted_NX = np.sort(np.hstack([terms.exchange_s, terms.transfer_s]), axis=1)
+    sums_N = np.ascontiguousarray(sorted_NX).sum(axis=1).tolist()
     for device in range(size):
         for kind, first in enumerate(firsts):
+            if sums_N[device] != sums_N[first]:
+                continue
             same_N = terms.exchange_s[device] == terms.exchange_s[first]
             same_N &= terms.transfer_s[device] == terms.transfer_s[first]
             same_N[[device, first]] = True

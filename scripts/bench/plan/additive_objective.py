@@ -100,41 +100,56 @@ class AdditiveCost:
 def additive_cost(terms: AdditiveTerms, grid_SD: np.ndarray) -> AdditiveCost:
     """The cost of the stages that are the rows of `grid_SD`, whatever the order of rows and columns."""
     stages, replicas = grid_SD.shape
-    exchange_s = max(float(terms.exchange_s[np.ix_(row, row)].sum(axis=1).max()) for row in grid_SD)
-    slowest_SS = np.zeros((stages, stages))
-    partner: dict[tuple[int, int], np.ndarray] = {}
-    for a in range(stages):
-        for b in range(a + 1, stages):
-            value, to_D = bottleneck_matching(terms.transfer_s[np.ix_(grid_SD[a], grid_SD[b])])
-            slowest_SS[a, b] = slowest_SS[b, a] = value
-            partner[a, b], partner[b, a] = to_D, np.argsort(to_D)
+    a_P, b_P = np.triu_indices(stages, 1)
+    slowest_SS, pair_SS = np.zeros((stages, stages)), np.zeros((stages, stages), dtype=np.int64)
+    slowest_P, to_PD = bottleneck_matchings(terms.transfer_s[grid_SD[a_P][:, :, None], grid_SD[b_P][:, None]])
+    slowest_SS[a_P, b_P] = slowest_SS[b_P, a_P] = slowest_P
+    pair_SS[a_P, b_P] = pair_SS[b_P, a_P] = np.arange(len(a_P))
     transfer_s, order = shortest_open_path(slowest_SS)
     columns_D = np.arange(replicas)
     rows = [grid_SD[order[0]]]
     for a, b in pairwise(order):
-        columns_D = partner[a, b][columns_D]
+        to_D = to_PD[pair_SS[a, b]]
+        columns_D = (to_D if a < b else np.argsort(to_D))[columns_D]
         rows.append(grid_SD[b][columns_D])
-    return AdditiveCost(exchange_s, transfer_s, np.array(rows))
+    return AdditiveCost(float(exchanges_s(terms, grid_SD[None])[0]), transfer_s, np.array(rows))
 
 
-def bottleneck_matching(price_DD: np.ndarray) -> tuple[float, np.ndarray]:
-    """The perfect matching whose largest price is smallest: that price, and the column of each row.
+def exchanges_s(terms: AdditiveTerms, stages_RSD: np.ndarray) -> np.ndarray:
+    """[R] seconds of the slowest device of each division."""
+    return terms.exchange_s[stages_RSD[..., None], stages_RSD[:, :, None]].sum(axis=3).max(axis=(1, 2))
+
+
+def costs_in_order_s(terms: AdditiveTerms, stages_RSD: np.ndarray) -> np.ndarray:
+    """[R] as `additive_cost` of each division with its stages in this order."""
+    price_RBDD = terms.transfer_s[stages_RSD[:, :-1, :, None], stages_RSD[:, 1:, None]]
+    slowest_K, _ = bottleneck_matchings(price_RBDD.reshape(-1, *price_RBDD.shape[2:]))
+    return exchanges_s(terms, stages_RSD) + 2.0 * slowest_K.reshape(price_RBDD.shape[:2]).sum(axis=1)
+
+
+def bottleneck_matchings(price_KDD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The perfect matchings whose largest price is smallest: [K] that price, [K, D] the column of each row.
 
     A matching that minimises the sum of high powers is nearly always it; what is left is proved by asking for
     one without any price that high.
     """
-    least = max(float(price_DD.min(axis=1).max()), float(price_DD.min(axis=0).max()))
-    rows_D = np.arange(len(price_DD))
-    columns_D = linear_sum_assignment((price_DD / (price_DD.max() or 1.0)) ** 8)[1]
-    value = float(price_DD[rows_D, columns_D].max())
-    while value > least:
-        too_much_DD = price_DD >= value
-        other_D = linear_sum_assignment(too_much_DD)[1]
-        if too_much_DD[rows_D, other_D].any():
-            break
-        columns_D = other_D
-        value = float(price_DD[rows_D, columns_D].max())
-    return value, columns_D
+    rows_D = np.arange(price_KDD.shape[1])
+    power_KDD = price_KDD / np.maximum(price_KDD.max(axis=(1, 2), keepdims=True), 1e-300)
+    for _ in range(3):
+        power_KDD *= power_KDD
+    columns_KD = np.empty(price_KDD.shape[:2], dtype=np.int64)
+    for k, power_DD in enumerate(power_KDD):
+        columns_KD[k] = linear_sum_assignment(power_DD)[1]
+    value_K = np.take_along_axis(price_KDD, columns_KD[:, :, None], axis=2).max(axis=(1, 2))
+    least_K = np.maximum(price_KDD.min(axis=1).max(axis=1), price_KDD.min(axis=2).max(axis=1))
+    for k in np.flatnonzero(value_K > least_K):
+        while value_K[k] > least_K[k]:
+            too_much_DD = price_KDD[k] >= value_K[k]
+            other_D = linear_sum_assignment(too_much_DD)[1]
+            if too_much_DD[rows_D, other_D].any():
+                break
+            columns_KD[k], value_K[k] = other_D, price_KDD[k, rows_D, other_D].max()
+    return value_K, columns_KD
 
 
 def shortest_open_path(length_SS: np.ndarray) -> tuple[float, list[int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from scripts.bench.plan.additive_objective import (
     AdditiveCost,
     AdditiveTerms,
     additive_cost,
-    bottleneck_matching,
+    costs_in_order_s,
 )
 from scripts.bench.plan.additive_stages import Divisions
 from swarm.plan.search import even_clusters, shapes
@@ -98,10 +98,13 @@ def search_additive(
     """
     rng = np.random.default_rng(seed)
     begun: dict[float, _Member] = {}
+    clusters_of = cache(lambda size: even_clusters(terms.transfer_s, size))
     for made, (shape, bands) in enumerate(_plans(terms)):
         if made >= 2 and spent_s() >= STARTING * budget_s:
             break
-        cost = additive_cost(terms, clustered_grid(terms, shape, rng, bands=bands))
+        cost = additive_cost(
+            terms, clustered_grid(terms, shape, clusters_of(shape[0] * shape[1]), rng, bands=bands)
+        )
         begun.setdefault(round(cost.total_s, 9), _Member(cost, shape, bands))
     members = [begun[total_s] for total_s in sorted(begun)]
     start_s, turns = members[0].cost.total_s, 0
@@ -169,19 +172,14 @@ def _disturb(
             return next(steps, STEPS) / STEPS if spent_s() < until_s else 1.0
 
         anneal_sets(divisions, tried, rng, share, DISTURBED)
-        for member, stages_SD in zip(tried, divisions.stages, strict=True):
-            # Matching in this order of the stages is a fraction of the work, and nearly always says it.
-            if _cost_in_order_s(terms, stages_SD) < member.cost.total_s:
+        # Matching in this order of the stages is a fraction of the work, and nearly always says it.
+        found_s = costs_in_order_s(terms, divisions.stages)
+        for member, stages_SD, cost_s in zip(tried, divisions.stages, found_s, strict=True):
+            if cost_s < member.cost.total_s:
                 member.cost = min(member.cost, additive_cost(terms, stages_SD), key=lambda cost: cost.total_s)
         members.sort(key=lambda member: member.cost.total_s)
         turns += 1
     return turns
-
-
-def _cost_in_order_s(terms: AdditiveTerms, stages_SD: np.ndarray) -> float:
-    exchange_s = float(terms.exchange_s[stages_SD[:, :, None], stages_SD[:, None, :]].sum(axis=2).max())
-    pairs = pairwise(stages_SD)
-    return exchange_s + 2.0 * sum(bottleneck_matching(terms.transfer_s[np.ix_(a, b)])[0] for a, b in pairs)
 
 
 def anneal_sets(
@@ -227,16 +225,17 @@ def random_grid(devices: int, stages: int, rng: np.random.Generator) -> np.ndarr
 
 
 def clustered_grid(
-    terms: AdditiveTerms, shape: tuple[int, int], rng: np.random.Generator, *, bands: bool = False
-) -> np.ndarray:
+    terms: AdditiveTerms, shape: tuple[int, int], clusters: np.ndarray, rng: np.random.Generator, *,
+    bands: bool = False,
+) -> np.ndarray:  # fmt: skip
     """[S, D] of clusters that fill blocks of `shape`.
 
     Args:
+        clusters: `even_clusters` of as many devices as a block has.
         bands: put the tightest clusters into the same stages. Else their places are sought on the coarse
             grid, where each cluster is one device.
     """
     (a, b), replicas = shape, terms.replicas
-    clusters = even_clusters(terms.transfer_s, a * b)
     rows, columns = terms.stages // a, replicas // b
     if bands:
         width = np.array([terms.transfer_s[np.ix_(c, c)].max() for c in clusters])
