@@ -56,6 +56,27 @@ class StepTime(NamedTuple):
     """The longest of these, in words: what to have more of."""
 
 
+class Known(NamedTuple):
+    """What is not measured again for R divisions that are much like these; see `_Parts`."""
+
+    members: np.ndarray
+    share: np.ndarray
+    exchange_s: np.ndarray
+    boundaries: np.ndarray
+    """[R, 7, B]"""
+
+    def widened(self, most: int, none: int) -> Known:
+        """With so many places a stage, in which `none` is."""
+        wider = (0, 0), (0, 0), (0, most - self.members.shape[2])
+        members, share = np.pad(self.members, wider, constant_values=none), np.pad(self.share, wider)
+        return self._replace(members=members, share=share)
+
+    def replaced(self, by: Known, can_R: np.ndarray, none: int) -> Known:
+        """Those of `by`, which are as wide or wider, where they can be."""
+        pairs = zip(self.widened(by.members.shape[2], none), by, strict=True)
+        return Known(*(np.where(can_R.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for old, new in pairs))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
     """R divisions: their S stages of at most D members, and the B boundaries between them."""
@@ -90,6 +111,7 @@ class _Parts:
     """[R] of what one microbatch takes to compute and on its way."""
     barrier_s: np.ndarray
     """[R] there and back between the run coordinator (the first of stage 0) and the farthest device."""
+    known: Known
 
     def stays_s(self) -> np.ndarray:
         """[R, S] from the forward of a microbatch to the end of its backward, if it never waits."""
@@ -218,16 +240,18 @@ class Overlap:
         found_N[parts.members[0][there_SD]] = found_SD[there_SD]
         return found_N
 
-    def weigh_s(self, of_RN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def weigh_s(self, of_RN: np.ndarray, known: Known | None = None) -> tuple[np.ndarray, np.ndarray, Known]:
         """[R] the steps' seconds; and with a bit of what limits none: a search on a plain needs a slope.
+
+        `known`, of as many divisions: what those stages and boundaries took that are the same.
 
         Raises:
             SetupError: as `predict`, of any division.
         """
-        parts = self._parts(of_RN)
+        parts = self._parts(of_RN, known)
         spare_R = (parts.busy_s + parts.exchange_s).sum(axis=1) + parts.line_busy_s.sum(axis=1)
         total_R = self._steps(parts).total_s
-        return total_R, total_R + SLOPE * spare_R / self.job.stages
+        return total_R, total_R + SLOPE * spare_R / self.job.stages, parts.known
 
     def besides_s(self, stage_of: np.ndarray) -> np.ndarray:
         """[S, 1] what a step takes besides the work of each stage: least for the first one."""
@@ -256,7 +280,7 @@ class Overlap:
 
     # -- its parts --------------------------------------------------------------------------------
 
-    def _members(self, of_RN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _members(self, of_RN: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
         """[R, S, D] the devices of each stage in their order, N where it has fewer; [R, S] their number."""
         (count, devices), stages = of_RN.shape, self.job.stages
         row_RN = np.argsort(of_RN.astype(np.int16), axis=1, kind="stable")
@@ -266,32 +290,45 @@ class Overlap:
         count_RS = count_RS[:, 1:]
         if not count_RS.all():
             raise SetupError(f"stage {int(np.argwhere(count_RS == 0)[0, 1])} has no device")
-        place_D = np.arange(count_RS.max())
+        place_D = np.arange(max(least, int(count_RS.max())))
         place_RSD = np.minimum(begin_RS1 + place_D, devices - 1) + devices * np.arange(count)[:, None, None]
         member_RSD = np.where(place_D < count_RS[:, :, None], row_RN.take(place_RSD), devices)
         return member_RSD, count_RS
 
-    def _parts(self, of_RN: np.ndarray) -> _Parts:
+    def _parts(self, of_RN: np.ndarray, known: Known | None = None) -> _Parts:
         job, stages, devices = self.job, self.job.stages, len(self.network)
-        member_RSD, count_RS = self._members(of_RN)
+        member_RSD, count_RS = self._members(of_RN, known.members.shape[2] if known else 1)
         count, _, most = member_RSD.shape
         which_RSD = member_RSD + (devices + 1) * np.arange(stages)[:, None]
         work_RSD, slowest_RSD, forward_RSD, room_RSD = (of_SN.take(which_RSD) for of_SN in self._of_each)
         self._check(member_RSD, which_RSD)
-        # Boundaries of all divisions, one after the other.
-        before_KD, behind_KD = (each.reshape(-1, most) for each in (member_RSD[:, :-1], member_RSD[:, 1:]))
-        count_2K = np.stack([count_RS[:, :-1].ravel(), count_RS[:, 1:].ravel()])
-        out_KD, in_KD = np.zeros((2, *before_KD.shape))
+        if known is None:
+            changed_RS = np.ones((count, stages), dtype=bool)
+            known = Known(
+                member_RSD, work_RSD, np.empty((count, stages)), np.empty((count, 7, max(0, stages - 1)))
+            )
+        else:
+            known = known.widened(most, devices)
+            changed_RS = (member_RSD != known.members).any(axis=2)
+        near_RS = changed_RS.copy()  # their shares may be others
+        near_RS[:, 1:] |= changed_RS[:, :-1]
+        near_RS[:, :-1] |= changed_RS[:, 1:]
+        # Boundaries of all divisions that may have changed, one after the other.
+        r_K, number_K = np.nonzero(near_RS[:, :-1] | near_RS[:, 1:])
+        before_KD, behind_KD = member_RSD[r_K, number_K], member_RSD[r_K, number_K + 1]
+        count_2K = np.stack([count_RS[r_K, number_K], count_RS[r_K, number_K + 1]])
+        out_RSD, in_RSD = np.zeros((2, *member_RSD.shape))
         links = list[_Links]()
         for rows, (a, b) in _together(count_2K):
-            link, out_KA, in_KB = self._measure_links(rows, before_KD[rows, :a], behind_KD[rows, :b])
-            out_KD[rows, :a], in_KD[rows, :b] = out_KA, in_KB
+            link, out_KA, in_KB = self._measure_links(
+                rows, number_K[rows], before_KD[rows, :a], behind_KD[rows, :b]
+            )
+            out_RSD[r_K[rows], number_K[rows], :a] = out_KA
+            in_RSD[r_K[rows], number_K[rows] + 1, :b] = in_KB
             links.append(link)
-        share_RSD = work_RSD
-        share_RSD[:, :-1] = np.maximum(share_RSD[:, :-1], out_KD.reshape(count, -1, most))
-        share_RSD[:, 1:] = np.maximum(share_RSD[:, 1:], in_KD.reshape(count, -1, most))
-        np.divide(1.0, share_RSD, out=share_RSD)
+        share_RSD = np.reciprocal(np.maximum(np.maximum(work_RSD, out_RSD), in_RSD))
         share_RSD /= share_RSD.sum(axis=2, keepdims=True)
+        share_RSD = np.where(near_RS[:, :, None], share_RSD, known.share)
         whole_RSD = whole_shares(share_RSD, job.microbatches, count_RS[:, :, None])
         busy_RSD = whole_RSD * slowest_RSD
         held_RSD = whole_RSD / room_RSD
@@ -300,17 +337,22 @@ class Overlap:
         forward_RS = np.einsum("rsd,rsd->rs", share_RSD, forward_RSD)
         off_RSD = forward_RSD - forward_RS[:, :, None]
         variance_R = (1 + BACKWARD_FORWARDS) ** 2 * np.einsum("rsd,rsd,rsd->r", share_RSD, off_RSD, off_RSD)
-        of_K = np.zeros((5, len(before_KD)))
-        line_K2 = np.zeros((len(before_KD), 2), dtype=np.int64)
-        ends_KD = [each.reshape(-1, most) for each in (share_RSD[:, :-1], share_RSD[:, 1:])]
+        boundaries = known.boundaries.copy()
+        ends_KD = share_RSD[r_K, number_K], share_RSD[r_K, number_K + 1]
         for link in links:
-            of_K[:, link.rows], line_K2[link.rows] = self._measure_boundaries(link, *ends_KD, count_2K)
-        hop_RB, back_RB, line_busy_RB, line_once_RB, spread_RB = of_K.reshape(5, count, stages - 1)
+            found = np.stack(self._measure_boundaries(link, *ends_KD, count_2K), axis=1)
+            boundaries[r_K[link.rows], :, number_K[link.rows]] = found
+        exchange_RS = known.exchange_s.copy()
+        exchange_RS[changed_RS] = self._exchange_s(
+            np.nonzero(changed_RS)[1], member_RSD[changed_RS], count_RS[changed_RS]
+        )
+        hop_RB, back_RB, line_busy_RB, line_once_RB, spread_RB = boundaries[:, :5].transpose(1, 0, 2)
         return _Parts(
             member_RSD, share_RSD, forward_RS, busy_RSD.take(at_RS), slowest_RSD.take(at_RS),
-            held_RSD.max(axis=2), self._exchange_s(member_RSD, count_RS), worst_RS2,
-            hop_RB, back_RB, line_busy_RB, line_once_RB, line_K2.reshape(count, -1, 2),
+            held_RSD.max(axis=2), exchange_RS, worst_RS2,
+            hop_RB, back_RB, line_busy_RB, line_once_RB, boundaries[:, 5:].swapaxes(1, 2).astype(np.int64),
             variance_R + spread_RB.sum(axis=1), self._barrier_s(member_RSD),
+            Known(member_RSD, share_RSD, exchange_RS, boundaries),
         )  # fmt: skip
 
     def _check(self, member_RSD: np.ndarray, which_RSD: np.ndarray) -> None:
@@ -320,13 +362,12 @@ class Overlap:
             raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
 
     def _measure_links(
-        self, rows: slice, a_KA: np.ndarray, b_KB: np.ndarray
+        self, rows: slice, number_K: np.ndarray, a_KA: np.ndarray, b_KB: np.ndarray
     ) -> tuple[_Links, np.ndarray, np.ndarray]:
         """Also [K, A] that the links of a member are busy with a microbatch, as they share it
         (`LinkLatency.busy_s`), and [K, B] the same of the next stage's.
         """
         latency_s, bit_s = self._lines(a_KA, b_KB, self._bit_s_RR)
-        number_K = np.arange(rows.start, rows.stop) % (self.job.stages - 1)
         forth_bits, back_bits = self._bits_2B11[:, number_K]
         once_s, forth_s, back_s = np.maximum(forth_bits, back_bits) * bit_s, bit_s, bit_s
         if self._limited:
@@ -345,9 +386,9 @@ class Overlap:
 
     def _measure_boundaries(
         self, link: _Links, a_KD: np.ndarray, b_KD: np.ndarray, count_2K: np.ndarray
-    ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    ) -> tuple[np.ndarray, ...]:
         """[K] mean of a way, and of a gradient's; what the busiest line takes for a step, for a microbatch;
-        variance of the way. [K, 2] that line.
+        variance of the way; places of that line's ends.
         """
         (rows, back_s, hop_s, once_s), wide = link, link.hop_s.shape[2]
         share = a_KD[rows, : hop_s.shape[1], None] * b_KD[rows, None, :wide]
@@ -360,13 +401,11 @@ class Overlap:
         hop_K, back_K = (np.einsum("kab,kab->k", share, way_s) for way_s in (hop_s, back_s))
         off_s = hop_s - hop_K[:, None, None]
         variance_K = np.einsum("kab,kab,kab->k", share, off_s, off_s)
-        line_K2 = np.stack(np.divmod(worst_K, wide), axis=1)
-        return (hop_K, back_K, busy_s.take(at_K), once_s.take(at_K), variance_K), line_K2
+        return hop_K, back_K, busy_s.take(at_K), once_s.take(at_K), variance_K, *np.divmod(worst_K, wide)
 
-    def _exchange_s(self, member_RSD: np.ndarray, count_RS: np.ndarray) -> np.ndarray:
-        """[R, S] of each stage's all-reduce: see `Network.exchange_s`."""
-        member_KD, count_K = member_RSD.reshape(-1, member_RSD.shape[2]), count_RS.ravel()
-        part_K = 8.0 * np.tile(self.job.gradient_bytes, len(member_RSD)) / count_K
+    def _exchange_s(self, stage_K: np.ndarray, member_KD: np.ndarray, count_K: np.ndarray) -> np.ndarray:
+        """[K] of each stage's all-reduce: see `Network.exchange_s`."""
+        part_K = 8.0 * np.array(self.job.gradient_bytes)[stage_K] / count_K
         found_K = np.empty(len(count_K))
         for rows, (wide,) in _together(count_K[None]):
             members, part_K1 = member_KD[rows, :wide], part_K[rows, None]
@@ -381,7 +420,7 @@ class Overlap:
             arrival_s += bit_s
             arrival_s[:, np.arange(wide), np.arange(wide)] = 0.0
             found_K[rows] = all_reduce_s(arrival_s, up_s)
-        return found_K.reshape(count_RS.shape)
+        return found_K
 
     def _lines(
         self, a_KA: np.ndarray, b_KB: np.ndarray, bit_s_RR: np.ndarray

@@ -21,7 +21,7 @@ WALK_STEPS = 400
 MEMBERS, HEATS = 4, (0.007, 0.003, 0.0015)
 """How many of the best layouts are annealed side by side, and how hot, in parts of the shortest step. Three
 times as hot leads away from a good start, and 2,500 proposals do not lead back (2026-11-29)."""
-SIDE_BY_SIDE = 1 << 17
+SIDE_BY_SIDE = 1 << 15
 """Pairs of devices in neighbouring stages, of all divisions that are annealed side by side."""
 DRAWN = 3
 """Proposals for each, of which the first is taken that can be."""
@@ -278,7 +278,7 @@ def _walk(
     every_R, every_R1 = np.arange(count), np.arange(count)[:, None]
     count_RS = (of_RN[:, :, None] == [*range(stages), IDLE]).sum(axis=1)  # the idle are the last, as -1 is
     fits_SN = np.vstack([overlap.fits_SN, np.ones(devices, dtype=bool)])
-    best_R, here_R = overlap.weigh_s(of_RN)
+    best_R, here_R, known = overlap.weigh_s(of_RN)
     best_R, best_RN = best_R.copy(), of_RN.copy()
     for step in range(WALK_STEPS):
         if (done := max(share(), step / WALK_STEPS)) >= 1.0:
@@ -298,13 +298,14 @@ def _walk(
         tried_RN = of_RN.copy()
         tried_RN[every_R, j] = np.where(can, a, of_RN[every_R, j])
         tried_RN[every_R, i] = np.where(can, b, of_RN[every_R, i])
-        total_R, after_R = overlap.weigh_s(tried_RN)
+        total_R, after_R, tried = overlap.weigh_s(tried_RN, known)
         if survive:
             for r in np.flatnonzero(can):
                 can[r] = all(stage == IDLE or outlives(overlap, tried_RN[r], stage) for stage in (a[r], b[r]))
         heat_R = heats_s * (1.0 - done) + 1e-12
         can &= rng.random(count) < np.exp(np.minimum((here_R - after_R) / heat_R, 0.0))
         of_RN[can], here_R[can] = tried_RN[can], after_R[can]
+        known = known.replaced(tried, can, devices)
         np.subtract.at(count_RS, (every_R, a), can & moves)
         np.add.at(count_RS, (every_R, b), can & moves)
         better = can & (total_R < best_R)
