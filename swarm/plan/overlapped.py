@@ -57,13 +57,19 @@ class StepTime(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is not measured again for R divisions that are much like these; see `_Parts`."""
+    """What is not measured again for R divisions that are much like these. S stages of at most D members, B
+    boundaries.
+    """
 
     members: np.ndarray
+    """[R, S, D] in their order; N where a stage has fewer."""
     share: np.ndarray
+    """[R, S, D] of the microbatches, in proportion to what a member, and it and its links, can do."""
     exchange_s: np.ndarray
+    """[R, S]"""
     boundaries: np.ndarray
-    """[R, 7, B]"""
+    """[R, 7, B] mean of a microbatch's way there and back, and of the way back; what the busiest line, in one
+    direction, has to do in a step, and for a microbatch; variance of the way; places of the line's ends."""
 
     def widened(self, most: int, none: int) -> Known:
         """With so many places a stage, in which `none` is."""
@@ -79,12 +85,9 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """R divisions: their S stages of at most D members, and the B boundaries between them."""
+    """What follows from that."""
 
-    members: np.ndarray
-    """[R, S, D] in their order; N where a stage has fewer."""
-    share: np.ndarray
-    """[R, S, D] of the microbatches, in proportion to what a member, and it and its links, can do."""
+    known: Known
     forward_s: np.ndarray
     """[R, S] mean of one microbatch, by share."""
     busy_s: np.ndarray
@@ -93,30 +96,17 @@ class _Parts:
     """[R, S] what one microbatch takes of that."""
     held: np.ndarray
     """[R, S] seconds of a step for each second that a microbatch stays with the member with least room."""
-    exchange_s: np.ndarray
-    """[R, S]"""
     worst: np.ndarray
     """[R, S, 2] places of the busiest member, and of the one with least room."""
-    hop_s: np.ndarray
-    """[R, B] mean of one way of one microbatch: forth and back are added up."""
-    back_s: np.ndarray
-    """[R, B]"""
-    line_busy_s: np.ndarray
-    """[R, B] of the busiest line, in one direction."""
-    line_once_s: np.ndarray
-    """[R, B]"""
-    line: np.ndarray
-    """[R, B, 2] places of its ends."""
     variance_s2: np.ndarray
     """[R] of what one microbatch takes to compute and on its way."""
     barrier_s: np.ndarray
     """[R] there and back between the run coordinator (the first of stage 0) and the farthest device."""
-    known: Known
 
     def stays_s(self) -> np.ndarray:
         """[R, S] from the forward of a microbatch to the end of its backward, if it never waits."""
         here_RS = (1 + BACKWARD_FORWARDS) * self.forward_s
-        here_RS[:, :-1] += self.hop_s
+        here_RS[:, :-1] += self.known.boundaries[:, 0]
         return here_RS[:, ::-1].cumsum(axis=1)[:, ::-1]
 
 
@@ -214,10 +204,10 @@ class Overlap:
         """What has most to do, by its place in `_Steps.after_s`."""
         kind, number = divmod(place, self.job.stages)
         if kind == 2:
-            ends = zip((number, number + 1), parts.line[0, number], strict=True)
-            a, b = (self.network.devices[parts.members[0, stage, at]].name for stage, at in ends)
+            ends = zip((number, number + 1), parts.known.boundaries[0, 5:, number], strict=True)
+            a, b = (self.network.devices[parts.known.members[0, stage, int(at)]].name for stage, at in ends)
             return f"the line {a} - {b}"
-        member = int(parts.members[0, number, parts.worst[0, number, kind]])
+        member = int(parts.known.members[0, number, parts.worst[0, number, kind]])
         name = self.network.devices[member].name
         if kind == 1:
             return f"the memory of {name}"
@@ -230,14 +220,16 @@ class Overlap:
         By Little's law: its share of the rate, times the seconds from its forward to the end of its backward.
         """
         parts = self._parts(np.asarray(stage_of, dtype=np.int64)[None])
-        period_s = max(parts.busy_s.max(), parts.line_busy_s.max(initial=0.0)) / self.job.microbatches
-        there_SD = parts.members[0] < len(self.network)
-        share_SD, count_S1 = parts.share[0], there_SD.sum(axis=1, keepdims=True)
+        period_s = (
+            max(parts.busy_s.max(), parts.known.boundaries[:, 2].max(initial=0.0)) / self.job.microbatches
+        )
+        there_SD = parts.known.members[0] < len(self.network)
+        share_SD, count_S1 = parts.known.share[0], there_SD.sum(axis=1, keepdims=True)
         most_SD = whole_shares(share_SD, self.job.microbatches, count_S1)
-        needed_SD = np.ceil(share_SD * parts.stays_s()[0][:, None] / max(period_s, 1e-12))
+        needed_SD = np.ceil(share_SD * parts.stays_s()[0][:, None] / max(period_s, 1e-12) - 1e-9)
         found_SD = np.ceil(np.clip(needed_SD, 1.0, np.maximum(most_SD, 1.0)))
         found_N = np.zeros(len(self.network), dtype=np.int64)
-        found_N[parts.members[0][there_SD]] = found_SD[there_SD]
+        found_N[parts.known.members[0][there_SD]] = found_SD[there_SD]
         return found_N
 
     def weigh_s(self, of_RN: np.ndarray, known: Known | None = None) -> tuple[np.ndarray, np.ndarray, Known]:
@@ -249,7 +241,9 @@ class Overlap:
             SetupError: as `predict`, of any division.
         """
         parts = self._parts(of_RN, known)
-        spare_R = (parts.busy_s + parts.exchange_s).sum(axis=1) + parts.line_busy_s.sum(axis=1)
+        spare_R = (parts.busy_s + parts.known.exchange_s).sum(axis=1) + parts.known.boundaries[:, 2].sum(
+            axis=1
+        )
         total_R = self._steps(parts).total_s
         return total_R, total_R + SLOPE * spare_R / self.job.stages, parts.known
 
@@ -259,12 +253,12 @@ class Overlap:
         return stays_S1[0] - AHEAD * stays_S1
 
     def _steps(self, parts: _Parts) -> _Steps:
-        stays_RS, once_RS = parts.stays_s(), parts.once_s
+        stays_RS, once_RS, boundaries = parts.stays_s(), parts.once_s, parts.known.boundaries
         after_RX = np.concatenate(
             [
                 parts.busy_s - once_RS - AHEAD * np.maximum(0.0, stays_RS - once_RS),
                 parts.held * stays_RS - stays_RS,
-                parts.line_busy_s - parts.line_once_s,
+                boundaries[:, 2] - boundaries[:, 3],
             ],
             axis=1,
         )
@@ -273,8 +267,8 @@ class Overlap:
         spread_R = LAST * np.sqrt(parts.variance_s2)
         busy_R = np.hypot(after_RX.max(axis=1, initial=0.0), spread_R)
         # A later stage sees its last backward sooner, by the way back from it to the first stage.
-        tail_RS = parts.exchange_s.copy()
-        tail_RS[:, 1:] -= (BACKWARD_FORWARDS * parts.forward_s[:, :-1] + parts.back_s).cumsum(axis=1)
+        tail_RS = parts.known.exchange_s.copy()
+        tail_RS[:, 1:] -= (BACKWARD_FORWARDS * parts.forward_s[:, :-1] + boundaries[:, 1]).cumsum(axis=1)
         total_R = stays_RS[:, 0] + busy_R + tail_RS.max(axis=1, initial=0.0) + parts.barrier_s
         return _Steps(total_R, stays_RS[:, 0], after_RX, spread_R, tail_RS)
 
@@ -346,13 +340,10 @@ class Overlap:
         exchange_RS[changed_RS] = self._exchange_s(
             np.nonzero(changed_RS)[1], member_RSD[changed_RS], count_RS[changed_RS]
         )
-        hop_RB, back_RB, line_busy_RB, line_once_RB, spread_RB = boundaries[:, :5].transpose(1, 0, 2)
         return _Parts(
-            member_RSD, share_RSD, forward_RS, busy_RSD.take(at_RS), slowest_RSD.take(at_RS),
-            held_RSD.max(axis=2), exchange_RS, worst_RS2,
-            hop_RB, back_RB, line_busy_RB, line_once_RB, boundaries[:, 5:].swapaxes(1, 2).astype(np.int64),
-            variance_R + spread_RB.sum(axis=1), self._barrier_s(member_RSD),
-            Known(member_RSD, share_RSD, exchange_RS, boundaries),
+            Known(member_RSD, share_RSD, exchange_RS, boundaries), forward_RS, busy_RSD.take(at_RS),
+            slowest_RSD.take(at_RS), held_RSD.max(axis=2), worst_RS2,
+            variance_R + boundaries[:, 4].sum(axis=1), self._barrier_s(member_RSD),
         )  # fmt: skip
 
     def _check(self, member_RSD: np.ndarray, which_RSD: np.ndarray) -> None:
