@@ -31,9 +31,9 @@ shows only in what annealing makes of it. With more devices, whose steps are slo
 STARTING = 0.5
 """Part of the budget after which no more starts are made; it matters to a thousand devices only."""
 TOGETHER, RACING, DISTURBING = 0.15, 0.5, 0.9
-"""Parts of the budget after which the starts have been annealed together as sets of devices, the rounds end,
-and small disturbances of the best do. The rest is a cooler annealing of the best. Where devices are alike,
-sets find less, and the rounds have the time of all three (2026-11-29)."""
+"""Parts of what the starts leave of the budget after which these have been annealed together as sets of
+devices, the rounds end, and small disturbances of the best do. The rest is a cooler annealing of the best.
+Where devices are alike, sets find less, and the rounds have the time of all three (2026-11-29)."""
 Phase = tuple[int, float, float, float]
 """Of an annealing: squarings of the norm, heat at first and last in parts of the cost, part of the time."""
 SOFT: tuple[Phase, ...] = ((1, 0.016, 0.008, 0.4), (2, 0.012, 0.003, 0.5), (3, 0.003, 0.001, 0.1))
@@ -107,18 +107,21 @@ def search_additive(
         )
         begun.setdefault(round(cost.total_s, 9), _Member(cost, shape, bands))
     members = [begun[total_s] for total_s in sorted(begun)]
-    start_s, turns = members[0].cost.total_s, 0
+    start_s, turns, started_s = members[0].cost.total_s, 0, spent_s()
     segments = Segments(terms.stages, terms.replicas, rng) if terms.stages >= 4 else None
     grid = Grid(terms, members[0].cost.grid, segments)
 
-    def improve(member: _Member, until_s: float, phases: Sequence[Phase]) -> None:
+    def until_s(part: float) -> float:
+        return started_s + part * (budget_s - started_s)
+
+    def improve(member: _Member, end_s: float, phases: Sequence[Phase]) -> None:
         nonlocal turns
         begun_s = spent_s()
 
         def share() -> float:
-            return (spent_s() - begun_s) / max(until_s - begun_s, 1e-9)
+            return (spent_s() - begun_s) / max(end_s - begun_s, 1e-9)
 
-        if begun_s < until_s and grid.size > 1:
+        if begun_s < end_s and grid.size > 1:
             turns += 1
             better = long_anneal(grid, member.cost, rng, share, phases)
             member.cost = min(member.cost, better, key=lambda cost: cost.total_s)
@@ -131,12 +134,12 @@ def search_additive(
         together = [replace(members[number % len(members)]) for number in range(SIDE_BY_SIDE)]
         divisions = Divisions(terms, np.array([member.cost.grid for member in together]))
         begun_s = spent_s()
-        lasts_s = max(TOGETHER * budget_s - begun_s, 1e-9)
+        lasts_s = max(until_s(TOGETHER) - begun_s, 1e-9)
         if anneal_sets(divisions, together, rng, lambda: (spent_s() - begun_s) / lasts_s, SETS):
             for member, stages_SD in zip(together, divisions.stages, strict=True):
                 member.cost = additive_cost(terms, stages_SD)
     raced_from_s, entered = spent_s(), members[: ROUNDS[0]]
-    race_s = (RACING if together else DISTURBING) * raced * budget_s - raced_from_s
+    race_s = raced * (until_s(RACING if together else DISTURBING) - raced_from_s)
     each_s = max(0.0, race_s) / len(ROUNDS)
     for number, count in enumerate(ROUNDS):
         members = members[:count]
@@ -145,7 +148,7 @@ def search_additive(
         members.sort(key=lambda member: member.cost.total_s)
     if together:
         members = sorted([*entered, *together], key=lambda member: member.cost.total_s)
-        turns += _disturb(divisions, members, rng, spent_s, DISTURBING * budget_s)
+        turns += _disturb(divisions, members, rng, spent_s, until_s(DISTURBING))
     improve(members[0], budget_s, COOL if raced else COLD)
     best = members[0]
     origin = f"clusters of {best.shape[0]} stages × {best.shape[1]} pipelines" + ", banded" * best.bands
