@@ -389,7 +389,7 @@ class Overlap:
         busy_s *= once_s
         worst_K = (busy_s - once_s).reshape(len(share), -1).argmax(axis=1)
         at_K = worst_K + once_s[0].size * np.arange(len(share))
-        hop_K, back_K = (np.einsum("kab,kab->k", share, way_s) for way_s in (hop_s, back_s))
+        hop_K, back_K = (np.einsum("kab,kab->k", share, lasts_s) for lasts_s in (hop_s, back_s))
         off_s = hop_s - hop_K[:, None, None]
         variance_K = np.einsum("kab,kab,kab->k", share, off_s, off_s)
         return hop_K, back_K, busy_s.take(at_K), once_s.take(at_K), variance_K, *np.divmod(worst_K, wide)

@@ -85,10 +85,10 @@ def search_overlapped(
     kinds_N = _kinds(network)
     walks = 0
     while spent_s() < budget_s and len(network) > 1 and job.stages > 1:
-        turns = [divmod(walk, len(best)) for walk in range(walks, walks + each)]
+        chosen = [divmod(walk, len(best)) for walk in range(walks, walks + each)]
         walks += each
-        heats_s = np.array([best[0] * HEATS[heat % len(HEATS)] for heat, _ in turns])
-        of_RN, begun_s = np.array([members[best[member]] for _, member in turns]), spent_s()
+        heats_s = np.array([best[0] * HEATS[heat % len(HEATS)] for heat, _ in chosen])
+        of_RN, begun_s = np.array([members[best[member]] for _, member in chosen]), spent_s()
 
         def share(begun_s: float = begun_s) -> float:
             return (spent_s() - begun_s) / max(budget_s - begun_s, 1e-9)
