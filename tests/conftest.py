@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import time
@@ -51,6 +52,9 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        for name, logger in logging.root.manager.loggerDict.items():
+            if name.startswith("torch") and isinstance(logger, logging.Logger):
+                logger.propagate = True  # else pytest puts handlers on all 42 six times a test
         gc.set_threshold(20_000, 20, 20)  # Python's own 700 looked thousands of times in a file of swarms
         gc.freeze()
         gc.enable()
