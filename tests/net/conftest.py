@@ -29,7 +29,7 @@ def pytest_asyncio_loop_factories(
     return factories
 
 
-PATHS_OF = {"asyncio": ("p2pd", "memory"), "uvloop": ("direct", "memory")}
+PATHS_OF = {"asyncio": ("p2pd",), "uvloop": ("direct", "memory")}
 """Which paths a `pair` of peers takes on each loop."""
 
 
