@@ -127,11 +127,11 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
 
 async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
     """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
-    run = admitting(audited_run(steps=5), sybils.TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=4, microbatches=4), sybils.TRAINER, AUDITOR)
     async with swarm(run, replicas=3) as s:
         sybils.give_voice(s, *(f"s{stage}p{replica}" for stage in range(run.S) for replica in range(3)))
         await s.until_serving()
-        for number in range(100):
+        for number in range(40):
             await sybils.add_liar(s, f"a{number:03}", 1, 0)
         s.add_trainer(sybils.TRAINER, window=1)
         auditor = add_auditor(s, 1)
@@ -142,7 +142,7 @@ async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_tak
 
 async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
     """The replica itself might show an auditor another signature than the round had."""
-    run = run_of(steps=4, microbatches=16)
+    run = run_of(steps=3)
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
         mate, asked = s.network.peers["s1p0"].transport, list[tuple[str, str]]()
@@ -198,7 +198,7 @@ async def test_who_shows_an_auditor_nothing_is_looked_at_by_its_stage() -> None:
 
 async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_step_is_over() -> None:
     """The other one alone says that: else nobody heard that there was nothing to see."""
-    run = run_of(steps=6)
+    run = run_of(steps=4)
     async with swarm(run, replicas=2) as s:
         await s.until_serving()
         liar = s.network.peers["s1p1"].transport
@@ -221,13 +221,13 @@ async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_st
 
 
 @pytest.mark.parametrize(
-    ("version", "voice"), [(2, ()), (8, ()), (2, ("s1p1",))], ids=["early", "last", "it alone has voice"]
+    ("version", "voice"), [(2, ()), (4, ()), (2, ("s1p1",))], ids=["early", "last", "it alone has voice"]
 )
 async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused_and_ends_no_audit(
     version: int, voice: tuple[str, ...]
 ) -> None:
     """Of two with as much voice the newest state was believed: the honest one looked like a liar."""
-    run = admitting(audited_run(steps=8), sybils.TRAINER if voice else TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=4), sybils.TRAINER if voice else TRAINER, AUDITOR)
     async with swarm(run, replicas=2) as s:
         sybils.give_voice(s, *voice)
         await s.until_serving()
@@ -239,7 +239,7 @@ async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused
                 only_to(liar, method, AUDITOR, honest[method][0])
         s.add_trainer(run.admission.trainers[0], window=1)
         auditor = add_auditor(s, 1)
-        await s.until_version(6)
+        await s.until_version(3)
         assert not s.tasks[AUDITOR].done()
         await s.until(lambda: s.finished, limit_s=120.0)
         assert auditor.found <= {"s1p1"}, "its own work does not fit what it gives"
@@ -369,7 +369,7 @@ async def test_one_that_alone_has_voice_is_audited_with_the_state_that_it_gives(
 
 async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_out_by_all() -> None:
     """Between the words of the two nobody else could decide: the run stood still."""
-    run = admitting(audited_run(steps=12), sybils.TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=5), sybils.TRAINER, AUDITOR)
     async with swarm(run, replicas=2) as s:
         sybils.give_voice(s, *s.peers)
         await s.until_serving()
@@ -400,10 +400,10 @@ def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
 
 
 async def play_alone(
-    factor: float, also: Callable[[Swarm], None] = lambda s: None, steps: int = 5
+    factor: float, also: Callable[[Swarm], None] = lambda s: None, steps: int = 3
 ) -> tuple[Swarm, Auditor]:
     """Of two with voice in stage 1 s1p0 takes each step alone; it adds `factor` times its gradients."""
-    run = admitting(audited_run(steps=steps), sybils.TRAINER, AUDITOR)
+    run = admitting(audited_run(steps=steps, microbatches=4), sybils.TRAINER, AUDITOR)
     async with swarm(run, replicas=2) as s:
         sybils.give_voice(s, *s.peers, steps={"s1p0": 80})
         await s.until_serving()
@@ -470,7 +470,7 @@ def give_auditor_the_negative(s: Swarm, giver: str, signers: Sequence[str], *, f
 @pytest.mark.parametrize("signers", [("s1p0",), ("x", "y")])
 async def test_who_takes_steps_alone_shows_an_auditor_no_other_result(signers: tuple[str, ...]) -> None:
     """A true one, besides; or one of which it seems that several signed it."""
-    s, auditor = await play_alone(-1.0, lambda s: give_auditor_the_negative(s, "s1p0", signers), steps=8)
+    s, auditor = await play_alone(-1.0, lambda s: give_auditor_the_negative(s, "s1p0", signers), steps=4)
     assert auditor.found == {"s1p0"} and auditor.audited >= 3
     assert len([said for said in s.seen(Trouble) if ALONE in said.text]) == auditor.audited
 
