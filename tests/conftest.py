@@ -20,7 +20,7 @@ settings.register_profile(
 )
 settings.register_profile("more", settings.get_profile("swarm"), max_examples=2000)
 # For `scripts/test --quick`: the whole run has them all.
-settings.register_profile("quick", settings.get_profile("swarm"), max_examples=25)
+settings.register_profile("quick", settings.get_profile("swarm"), max_examples=10)
 # For `scripts/bench/mutants.py`: that a test fails is enough, no matter how simply.
 settings.register_profile(
     "noticing", settings.get_profile("swarm"), phases=[Phase.explicit, Phase.generate], database=None
