@@ -289,7 +289,7 @@ def test_a_descent_never_makes_a_grid_worse() -> None:
 def test_the_search_finds_the_optimum_of_what_can_be_tried_out(
     stages: int, replicas: int, rel: float
 ) -> None:
-    for seed in range(2):
+    for seed in range(1 if stages < 4 else 2):
         of = terms(stages, replicas, seed)
         least = min(
             additive_cost(of, np.array(division)).total_s
@@ -299,7 +299,7 @@ def test_the_search_finds_the_optimum_of_what_can_be_tried_out(
         assert found.cost.total_s == pytest.approx(least, rel=rel)
 
 
-@pytest.mark.parametrize("budget_s", [0, 60, 500])
+@pytest.mark.parametrize("budget_s", [0, 60, 200])
 def test_the_search_is_never_worse_than_its_starts(budget_s: int) -> None:
     for seed in range(3):
         of = terms(4, 4, seed)
@@ -316,7 +316,7 @@ def test_the_search_is_never_worse_than_its_starts(budget_s: int) -> None:
 
 def test_the_same_seed_and_clock_give_the_same_layout() -> None:
     of = terms(4, 4, 7)
-    one, two = (search_additive(of, seed=3, budget_s=900, spent_s=ticks()) for _ in range(2))
+    one, two = (search_additive(of, seed=3, budget_s=300, spent_s=ticks()) for _ in range(2))
     assert one.cost.grid.tolist() == two.cost.grid.tolist()
     assert one.turns == two.turns > 0
 
@@ -325,7 +325,7 @@ def test_more_time_is_never_worse() -> None:
     of = terms(4, 6, 2)
     costs = [
         search_additive(of, seed=1, budget_s=budget, spent_s=ticks()).cost.total_s
-        for budget in (0, 300, 3000)
+        for budget in (0, 200, 1000)
     ]
     assert costs == sorted(costs, reverse=True)
 
