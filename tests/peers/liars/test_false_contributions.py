@@ -158,7 +158,7 @@ async def test_who_shows_other_outputs_than_the_next_stage_got_is_left_out_for_a
 
         liar.core.transport.serve("kept", as_if_it_were_true)
 
-    s = await play(audited_run(steps=6), "s1p1", suspects=("s1p1",), also=also)
+    s = await play(audited_run(steps=4), "s1p1", suspects=("s1p1",), also=also)
     assert not accused(s)
     assert "s1p1" in s.peers["s1p0"].coordination.left_out
 
@@ -209,7 +209,7 @@ async def test_a_replica_that_shows_nothing_of_what_it_added_is_left_out_for_a_w
 
         s.peers["s1p1"].core.transport.serve("kept", nothing)
 
-    s = await play(audited_run(steps=6), "s1p1", LIES["a tenth more"], suspects=("s1p1",), also=hides)
+    s = await play(audited_run(steps=4), "s1p1", LIES["a tenth more"], suspects=("s1p1",), also=hides)
     assert not accused(s)  # there is nothing to show
     coordinator = s.peers["s1p0"].coordination
     assert "s1p1" in coordinator.left_out
@@ -232,7 +232,7 @@ async def test_a_replica_that_shows_gradients_that_suit_its_sum_is_left_out_for_
 
         liar.core.transport.serve("kept", negated)
 
-    s = await play(audited_run(steps=6), "s1p1", LIES["sign flip"], suspects=("s1p1",), also=suits)
+    s = await play(audited_run(steps=4), "s1p1", LIES["sign flip"], suspects=("s1p1",), also=suits)
     assert not accused(s)
     assert "s1p1" in s.peers["s1p0"].coordination.left_out
 

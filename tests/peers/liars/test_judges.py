@@ -45,10 +45,11 @@ from tests.peers.liars.test_false_answers import audit
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
 from tests.peers.tarpits import Trickle
+from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
-RUN = admitting(replace(audit_run(stages=2, steps=6, microbatches_per_step=8, seed=1), dtype="float32"))
+RUN = admitting(replace(audit_run(stages=2, steps=4, microbatches_per_step=8, seed=1), dtype="float32"))
 PEERS = tuple(f"s{stage}p{replica}" for stage in range(2) for replica in range(3))
 NOTHING = bytes(DIGEST_BYTES)
 
@@ -460,7 +461,7 @@ async def never(request: Request) -> Answer:
     return await asyncio.get_running_loop().create_future()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
 async def test_who_hears_that_a_peer_lied_waits_for_none_of_its_answers_any_more(stage: int) -> None:
     """Trainers hear of it, too. A call that passes two stages has 10 s."""
     liar, finders = f"s{stage}p1", (f"s{stage}p0", f"s{stage}p2")
@@ -510,7 +511,7 @@ async def test_a_trainer_is_told_nothing_by_strangers() -> None:
         assert not trainer._verdicts.convicted  # type: ignore
 
 
-@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("fits", some([True, False], quick=[True]))
 async def test_who_has_no_time_to_judge_is_asked_again_after_the_others(fits: bool) -> None:
     """A lie in answers makes many strange at once. One judge is always busy, one at first."""
     async with swarm(RUN, replicas=4) as s:

@@ -32,7 +32,7 @@ async def two_by_two(monkeypatch: pytest.MonkeyPatch, **steps: int) -> AsyncIter
     """Three stages; all have voice, `steps` of them another one."""
     audit(monkeypatch, share=1.0)
     monkeypatch.setattr(answer_audits, "make", answer_audits.make)
-    async with swarm(admitting(audited_run(steps=6)), replicas=2) as s:
+    async with swarm(admitting(audited_run(steps=4)), replicas=2) as s:
         give_voice(s, *s.peers, steps=steps)
         await s.until_serving()
         yield s
