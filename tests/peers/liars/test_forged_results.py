@@ -116,11 +116,11 @@ def forged(run: Run, t: int, norm: float) -> Commit:
     return Commit(t, run.S * norm, tuple((proof(stage),) for stage in range(run.S)))
 
 
-@pytest.mark.parametrize(("stages", "norm"), [(1, 1e30), (3, math.inf)])
+@pytest.mark.parametrize(("stages", "norm"), some([(1, 1e30), (3, math.inf)], quick=[(1, 1e30)]))
 async def test_one_with_voice_forges_no_commit_before_a_step_is_computed(stages: int, norm: float) -> None:
     """Nobody had anything of the step yet, so its word alone was enough, and what was believed once was not
     looked at again."""
-    run, stage = run_of(stages, steps=3), stages // 2
+    run, stage = run_of(stages, steps=2), stages // 2
     async with swarm(run, replicas=3) as s:
         liar = await add_liar(s, stage)
 
@@ -173,10 +173,10 @@ def give_out(s: Swarm, name: str, of: StagePeer) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", some([0, 1], quick=[1]))
 async def test_one_with_voice_has_no_result_of_a_step_that_has_just_begun(stage: int) -> None:
     """All others are idle then: they took its gradient for that of the stage, in each step."""
-    async with swarm(run_of(), replicas=3) as s:
+    async with swarm(run_of(steps=2), replicas=3) as s:
         liar, of = await add_liar(s, stage), s.peers[f"s{stage}p0"]
         asked = give_out(s, LIAR, of)
 
@@ -241,7 +241,7 @@ async def test_one_that_withholds_its_part_does_not_have_the_result_of_the_round
         transport.serve("part", never, max_body_bytes=1 << 24)
 
 
-@pytest.mark.parametrize("shows", ["nothing", "another result"])
+@pytest.mark.parametrize("shows", some(["nothing", "another result"], quick=["nothing"]))
 async def test_one_that_withholds_its_products_does_not_have_the_result_of_the_round(shows: str) -> None:
     """Without them none of the others can have found that the sums fit."""
 
@@ -370,7 +370,7 @@ def checks_of(peer: StagePeer) -> list[SumCheck]:
     return [*audits._checks.values()]  # type: ignore
 
 
-@pytest.mark.parametrize("liar", ["a", LIAR])
+@pytest.mark.parametrize("liar", some(["a", LIAR], quick=[LIAR]))
 async def test_one_that_says_another_norm_of_the_round_is_not_waited_for(liar: str) -> None:
     """Of a stage whose first two words did not agree no commit was ever proven."""
     async with swarm(run_of(), replicas=2) as s:
@@ -407,7 +407,7 @@ async def test_a_result_is_what_was_signed_and_not_what_is_given() -> None:
 
 async def test_one_with_voice_that_says_that_it_is_further_holds_nothing_up() -> None:
     """Its stage waited for what it never gave, and the run went back to its beginning."""
-    run = run_of(steps=8)
+    run = run_of(steps=5)
     async with swarm(run, replicas=3) as s:
         liar = await add_liar(s, 1)
         s.add_trainer(TRAINER)

@@ -81,7 +81,7 @@ async def repeat(s: Swarm, said: list[Said], liar: PeerId, dice: random.Random, 
     ],
 )
 async def test_what_was_said_before_changes_nothing_when_it_is_said_again(liar: str, exact: bool) -> None:
-    run = replace(audit_run(stages=2, steps=8, microbatches_per_step=8), dtype="float32", checkpoint_every=2)
+    run = replace(audit_run(stages=2, steps=5, microbatches_per_step=8), dtype="float32", checkpoint_every=2)
     run = replace(admitting(run, TRAINER), exact_sums=exact)
     dice, told = random.Random(1), Counter[str]()
     async with swarm(run, replicas=3) as s:
