@@ -34,7 +34,7 @@ def run_of(**changes: Any) -> Run:
 @pytest.mark.parametrize("codec", ["none", "bf16", "blockwise8"])
 def test_rounding_is_no_lie_and_gross_changes_are(codec: str) -> None:
     torch.manual_seed(1)
-    for _ in range(200):
+    for _ in range(40):
         made = torch.randn(4, 256)
         given = [tensor(torch.randn(4, 256))]
         rounded = made * (1 + 1e-6 * torch.randn(4, 256))

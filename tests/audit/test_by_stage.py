@@ -54,7 +54,7 @@ TERMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "case",
-    some(list(TERMS), quick=("delayed", "rounded16", "muon, groups")),
+    some(list(TERMS), quick=("rounded16", "muon, groups")),
 )
 def test_one_stage_at_a_time_finds_the_same_bits(case: str) -> None:
     codec = {"forward": "blockwise8", "backward": "blockwise8"}

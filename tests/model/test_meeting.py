@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-QUICK = ("dropout", "coded", "muon")
+QUICK = ("coded", "muon")
 
 
 @pytest.mark.parametrize("case", some(list(CASES), quick=QUICK))

@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("delayed", "muon, groups", "bfloat16 moments")
+QUICK = ("muon, groups", "bfloat16 moments")
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-QUICK = ("tied", "tied, rounded", "random numbers", "own functions, bfloat16")
+QUICK = ("tied, rounded", "random numbers", "own functions, bfloat16")
 
 
 @pytest.mark.parametrize("case", some(list(CASES), quick=QUICK))

@@ -14,7 +14,7 @@ from tests.model.graph.parity import check_parity, whole
         ("resnet", 7),
         ("gpt2", 14),
         ("llama", 7),
-        ("unet", 14),
+        pytest.param("unet", 14, marks=pytest.mark.slow),
         pytest.param("encoder_decoder", 7, marks=pytest.mark.slow),
     ],
 )
