@@ -27,6 +27,7 @@ from tests.peers.loops import Swarm, swarm
 from tests.peers.programs.test_verify import small
 from tests.peers.runs.test_loops import Text
 from tests.peers.transfer.test_keeping import add_keeper
+from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
 
@@ -151,7 +152,9 @@ async def test_what_accomplices_answer_one_another_is_found_afterwards_only(
 
 
 @pytest.mark.parametrize(
-    ("lie", "what"), [(false_sum, "1: other sum"), (false_norm, "0: other norm")], ids=["sum", "commit"]
+    ("lie", "what"),
+    some([(false_sum, "1: other sum"), (false_norm, "0: other norm")], quick=[(false_sum, "1: other sum")]),
+    ids=["sum", "commit"],
 )
 async def test_what_both_replicas_of_a_stage_sign_is_found_afterwards_only(
     lie: Callable[[Any], None], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

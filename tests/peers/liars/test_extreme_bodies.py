@@ -117,7 +117,7 @@ def bodies(
             yield [bytes(buffer) for one in sent for buffer in one.buffers]
 
 
-@pytest.mark.parametrize("name", some(list(RUNS), quick=["documents", "batch warm-up"]))
+@pytest.mark.parametrize("name", some(list(RUNS), quick=["documents"]))
 async def test_microbatches_of_any_values_end_no_peer_and_leave_every_weight_a_number(name: str) -> None:
     torch.set_num_threads(1)
     run, batches = RUNS[name]()

@@ -27,6 +27,7 @@ from tests.peers.lies import direct_falsely
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
 from tests.peers.tarpits import answer_one_late, answer_some, never_answered, send_no_part
+from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
 
@@ -135,6 +136,7 @@ async def test_a_coordinator_that_ends_no_step_costs_its_budget(
     assert lied_s - honest_s <= BUDGET_S
 
 
+@pytest.mark.slow
 async def test_a_coordinator_that_has_all_retract_and_sends_no_part_costs_no_turn(honest_s: float) -> None:
     """Those that it has retract see that nobody else had that: they need not wait until its turn is over."""
 
@@ -304,7 +306,7 @@ def steps_long_over(asked: Watch, number: int) -> Position:
     return Position(asked.generation, max(0, number - 1) // 4)
 
 
-@pytest.mark.parametrize("where", [later_generations, steps_long_over])
+@pytest.mark.parametrize("where", some([later_generations, steps_long_over], quick=[steps_long_over]))
 async def test_a_peer_that_tells_a_trainer_of_steps_again_and_again_costs_its_budget(
     honest_s: float, where: Callable[[Watch, int], Position]
 ) -> None:
