@@ -163,14 +163,14 @@ async def evaluated(run: Run, *, liars: tuple[str, ...], voiced: tuple[str, ...]
 
 
 async def test_one_peer_alone_says_no_loss_of_an_evaluation_that_is_believed() -> None:
-    run = admitting(eval_run(steps=3))
+    run = admitting(eval_run(steps=2))
     s = await evaluated(run, liars=("s2p1",))
     assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(expected(run)[0].items())
 
 
 async def test_of_an_evaluation_only_those_with_voice_are_asked() -> None:
     """Of three identities two are one stranger's; they would agree."""
-    run = admitting(eval_run(steps=3))
+    run = admitting(eval_run(steps=2))
     s = await evaluated(run, liars=("s2p1", "s2p2"), voiced=("s2p0",))
     assert {(event.version, event.loss) for event in s.seen(Evaluated)} == set(expected(run)[0].items())
 
