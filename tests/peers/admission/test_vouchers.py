@@ -83,6 +83,7 @@ async def test_without_named_trainers_nobody_vouches() -> None:
         assert not any(end.transport.calls["voucher"] for end in s.network.peers.values())
 
 
+@pytest.mark.slow
 async def test_another_trainer_goes_on_where_the_first_one_died() -> None:
     async with swarm(RUN, replicas=1) as s:
         s.add_trainer(TRAINER)

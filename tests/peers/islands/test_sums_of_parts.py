@@ -64,6 +64,7 @@ def is_quick(group: Group, point: str, nth: int) -> bool:
     return (group, point, nth) == (cell, "summed", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "point", "nth"),
     cases(DIES, name="{0}-{1}-{2}", quick=is_quick),

@@ -52,6 +52,7 @@ async def test_each_microbatch_of_a_smaller_step_counts_once_though_replicas_die
                 assert counted == SIZES
 
 
+@pytest.mark.slow
 async def test_weights_of_a_run_that_warms_up_are_those_of_a_single_process() -> None:
     run = warming(tiny_run())
     single = SingleProcess(run, batch_of(run))

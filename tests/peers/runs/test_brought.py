@@ -168,6 +168,7 @@ async def test_a_member_that_missed_a_step_takes_what_is_shared_from_who_has_it(
         check(built, one_process(run, data), tolerance=0.0)
 
 
+@pytest.mark.slow
 async def test_who_reaches_nobody_of_the_other_stage_takes_what_a_mate_was_told() -> None:
     run = gpt2_run()
     data = Text(run)
@@ -179,6 +180,7 @@ async def test_who_reaches_nobody_of_the_other_stage_takes_what_a_mate_was_told(
         check(built, one_process(run, data), tolerance=0.0)
 
 
+@pytest.mark.slow
 async def test_a_member_that_has_no_memory_for_its_result_says_so_and_the_round_is_run_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -216,7 +216,7 @@ SIDES = ("caller", "callee")
     cases(
         [*product(ABOUT_A_STEP, SIDES)],
         name="{0}-{1}",
-        quick=lambda method, side: (method, side) in (("part", "caller"), ("directive", "callee")),
+        quick=lambda method, side: (method, side) == ("part", "caller"),
     ),
 )
 async def test_a_peer_may_die_in_any_conversation_about_a_step(
@@ -244,6 +244,7 @@ async def test_a_coordinator_that_dies_is_followed_by_the_next() -> None:
         await finishes(s)
 
 
+@pytest.mark.slow
 async def test_a_conductor_that_dies_with_the_go_is_followed_by_one_that_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,7 +293,7 @@ async def test_one_stage_after_another_loses_peers_and_gets_new_ones() -> None:
     ("name", "fault"),
     some(
         [*((f"s{stage}p0", "drop_answer") for stage in range(3)), ("s1p0", "corrupt_answer")],
-        quick=[("s0p0", "drop_answer"), ("s1p0", "corrupt_answer")],
+        quick=[("s1p0", "corrupt_answer")],
     ),
 )
 async def test_work_whose_answer_is_lost_still_counts_once(name: str, fault: str) -> None:
@@ -339,6 +340,7 @@ async def test_a_duplicate_is_undone(retries_do_not_ask: None) -> None:
         assert s.undone == len(undone) <= 2, "perhaps they called different peers of the last stage, too"
 
 
+@pytest.mark.slow
 async def test_duplicates_everywhere_are_undone(retries_do_not_ask: None) -> None:
     async with swarm(replicas=3) as s:
         for name in ("s0p0", "s1p0", "s1p1", "s2p0", "s2p1", "s2p2"):
@@ -369,7 +371,7 @@ async def test_an_answer_that_comes_after_its_retry_succeeded_changes_nothing(na
     ("fault", "nth"),
     some(
         [*(("drop_answer", nth) for nth in (1, 2, 4)), ("corrupt_answer", 2)],
-        quick=[("drop_answer", 4), ("corrupt_answer", 2)],
+        quick=[("corrupt_answer", 2)],
     ),
 )
 async def test_a_reduce_that_fails_anywhere_is_void_and_starts_again(
@@ -477,7 +479,7 @@ async def test_a_coordinator_and_a_conductor_that_hang_are_left_out() -> None:
 
 async def test_coordinators_of_all_stages_that_hang_at_once_believe_those_who_went_on() -> None:
     """Nobody but their members can tell them how far the run is: the summaries are their own."""
-    run = audit_run(stages=2, steps=40, microbatches_per_step=8)
+    run = audit_run(stages=2, steps=8, microbatches_per_step=8)
     async with swarm(run) as s:
         await s.until_serving()
         s.network.stop("s0p0")
@@ -546,6 +548,7 @@ async def test_a_trainer_that_dies_is_followed_by_any_other() -> None:
         await finishes(s)
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_while_another_works_is_not_missed() -> None:
     async with swarm() as s:
         s.add_trainer("first", window=4)

@@ -177,6 +177,7 @@ async def test_a_device_that_hangs_while_others_say_goodbye_is_told_as_well(
         jobs[0].cancel()
 
 
+@pytest.mark.slow
 async def test_who_moves_has_time_until_its_owner_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async with swarm(audit_run(stages=2, steps=1)) as s:
         await s.until_serving()

@@ -186,6 +186,7 @@ async def test_a_step_later_the_gradient_of_that_step_is_enough(delayed: bool) -
         assert len(complete) == len(s.peers)  # the one that took the step with another's gradient says it too
 
 
+@pytest.mark.slow
 async def test_after_many_steps_the_state_is_downloaded() -> None:
     run = audit_run(stages=2, steps=12, microbatches_per_step=8)
     async with swarm(run) as s:

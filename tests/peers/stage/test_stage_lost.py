@@ -139,6 +139,7 @@ async def test_a_keeper_that_is_away_is_waited_for(tmp_path: Path) -> None:
         assert all(event.step >= 6 for event in built.seen(RolledBack))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_how_long_the_run_waits_before_it_goes_far_back_is_said_again_and_again() -> None:
     run = replace(audit_run(stages=2, steps=12, microbatches_per_step=4), checkpoint_every=2)
