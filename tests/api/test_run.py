@@ -34,6 +34,7 @@ from swarm.errors import SetupError
 from swarm.manifest import demo_run, parse_run
 from swarm.model.evaluate import loss_of
 from tests.api.nets import Net, net, samples
+from tests.seeds import some
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
@@ -71,7 +72,10 @@ def test_the_same_is_the_same_run_and_other_weights_or_samples_are_another() -> 
     assert len(ids) == 4
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "model.safetensors", "samples.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    some(["__init__.py", "model.safetensors", "samples.safetensors"], quick=["model.safetensors"]),
+)
 def test_what_was_written_before_and_is_damaged_is_written_anew(name: str) -> None:
     first = run()
     assert first.code is not None

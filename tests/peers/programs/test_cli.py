@@ -40,6 +40,7 @@ from swarm.installed import check_allowed
 from swarm.manifest import CustomModelSpec, DataSpec, Run, demo_run
 from swarm.wire.version import PROTOCOL_VERSION
 from tests.example import example_run
+from tests.seeds import some
 
 RUN = "0123456789abcdef" * 2
 JOIN = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -662,7 +663,11 @@ def test_a_bug_says_that_it_is_one(
 
 
 @pytest.mark.parametrize(
-    ("words", "who"), [("manifest", "swarm manifest"), ("--version", "swarm"), ("peer --help", "swarm peer")]
+    ("words", "who"),
+    some(
+        [("manifest", "swarm manifest"), ("--version", "swarm"), ("peer --help", "swarm peer")],
+        quick=[("manifest", "swarm manifest")],
+    ),
 )
 def test_a_full_disk_is_no_bug(words: str, who: str) -> None:
     with Path("/dev/full").open("w") as full:

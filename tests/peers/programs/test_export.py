@@ -47,6 +47,7 @@ from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
 from tests.peers.admitted import admitting
 from tests.process.models import held_out_images
+from tests.seeds import some
 
 SMALL = replace(
     demo_run(stages=3, steps=20),
@@ -308,7 +309,7 @@ def reference_loss(run: Run, weights: dict[str, torch.Tensor], rows: np.ndarray)
     return single.loss(Microbatch(0, 0), grad=False)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", some(["float64", "float32", "bfloat16"], quick=["float64", "bfloat16"]))
 @pytest.mark.parametrize("codec", ["none", "blockwise8"])
 def test_the_loss_is_that_of_the_single_process_after_the_round_trip(
     text: Path, tmp_path: Path, dtype: Any, codec: Any
@@ -449,6 +450,7 @@ def test_samples_that_code_makes_have_a_loss_and_no_words() -> None:
         open_text(run, (Path("a.b:c"), Path("a.b:d")), None)
 
 
+@pytest.mark.slow
 def test_a_run_whose_code_was_handed_over_is_evaluated_and_exported_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

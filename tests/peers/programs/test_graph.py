@@ -86,6 +86,7 @@ def test_a_models_own_function_is_called_by_its_class(capsys: pytest.CaptureFixt
     assert text.count('label="Coarse\\n') == 3 and 'label="gelu\\n' in text
 
 
+@pytest.mark.slow
 def test_the_decoder_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["manifest"])
     text = capsys.readouterr().out

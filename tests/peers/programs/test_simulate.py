@@ -220,6 +220,7 @@ def test_memory_is_reckoned_as_the_peers_of_a_run_do(dtype: str) -> None:
         assert job.least_bytes(stage) == pytest.approx(needs.least, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_work_of_a_model_that_is_brought_follows_from_its_operators() -> None:
     run = resnet_run()
     job = job_of(run)

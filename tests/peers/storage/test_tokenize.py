@@ -389,6 +389,7 @@ def test_tokens_that_the_type_cannot_hold_are_refused(
     assert "it has tokens from 1 to 300, which are not uint8" in said
 
 
+@pytest.mark.slow
 def test_a_shard_of_one_process_is_what_another_made(tmp_path: Path) -> None:
     """The index does not depend on where its blocks were computed."""
     path = tmp_path / "a"

@@ -389,7 +389,7 @@ async def test_what_nobody_may_have_is_refused(both: tuple[Run, Dataset, Dataset
             await handler(Asked("a", pack(question(run, full.root))))
     dice = random.Random(3)
     extremes = Extremes(dice, run.id, ("full",))
-    for _ in range(200):
+    for _ in range(60):
         try:
             header = pack(extremes.of(AskBlock, AskBlock(run=run.id, root=full.root, number=0)))
         except (OverflowError, ValueError):
