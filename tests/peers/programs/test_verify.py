@@ -288,7 +288,7 @@ def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("step 0, stage 0: other norm than ")
 
 
-@pytest.mark.parametrize("times", [4.0, 1e30, math.nan])
+@pytest.mark.parametrize("times", some([4.0, 1e30, math.nan], quick=[4.0]))
 def test_a_norm_that_a_keeper_has_a_stage_beside_say_makes_no_honest_peer_a_liar(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], times: float
 ) -> None:
@@ -582,7 +582,7 @@ async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
 ) -> None:
     torch.set_num_threads(1)
     audit(monkeypatch, share=1.0)
-    plain = small(steps=6, batch={"microbatches_per_step": 6}, codec={"forward": "none", "backward": "none"})
+    plain = small(steps=4, batch={"microbatches_per_step": 6}, codec={"forward": "none", "backward": "none"})
     run = admitting(plain, TRAINER)
     async with swarm(run, replicas=3, batches=Text(batch_of(run))) as s:
         await s.until_serving()
@@ -596,7 +596,7 @@ async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
             await keeper._recorders[0].record(all_of_it=True)  # type: ignore
     data = tmp_path / "text"
     data.write_bytes(TEXT.tobytes())
-    options = VerifyOptions(transcript=path_of(tmp_path, run), data=(data,), from_=0, to=6)
+    options = VerifyOptions(transcript=path_of(tmp_path, run), data=(data,), from_=0, to=4)
     run_verify(options, verify=SimSigner("reader").verify)
     said = capsys.readouterr().out.splitlines()
     listed = [line for line in said if line.startswith("convicted: ")]
@@ -807,6 +807,7 @@ async def test_steps_that_a_lost_island_took_twice_are_compared_once_and_are_tru
         verified(tmp_path, run, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 async def test_islands_on_another_kind_of_device_are_refereed_with_their_meetings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
