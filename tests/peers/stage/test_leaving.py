@@ -49,7 +49,7 @@ async def leaves(built: Swarm, name: str) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", [0, 2])
 async def test_who_leaves_stays_until_the_step_that_its_sum_is_part_of_is_taken(stage: int) -> None:
-    async with swarm(a_run()) as built:
+    async with swarm(a_run(microbatches_per_step=12)) as built:
         await built.until_serving()
         name = f"s{stage}p0"  # also the coordinator of its stage
         await half_a_step(built, of=name)
