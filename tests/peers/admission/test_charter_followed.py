@@ -151,7 +151,7 @@ async def test_a_ban_is_followed_though_all_nodes_near_its_key_are_a_liars(
             liar = await dht.add(number, run_id=RUN.id, join=nodes[number % COUNT])
             monkeypatch.setattr(liar.node, "_store", lambda *_: True)
             monkeypatch.setattr(liar.node, "entries", lambda key: [])
-        await asyncio.sleep(120)  # searches find them
+        await asyncio.sleep(60)  # searches find them
         owner = await dht.add(99, run_id=RUN.id, join=nodes[3])
         await owner.directory.fetch_manifest(RUN.id)
         place = owner.directory.storage.place(signed.charter_key(NAME))
@@ -181,7 +181,7 @@ async def test_peers_see_one_another_though_all_nodes_near_their_stage_are_a_lia
             liar = await dht.add(number, run_id=RUN.id, join=nodes[number % COUNT])
             monkeypatch.setattr(liar.node, "_store", lambda *_: True)
             monkeypatch.setattr(liar.node, "entries", lambda key: [])
-        await asyncio.sleep(120)
+        await asyncio.sleep(60)
         for _ in range(8):
             await asyncio.sleep(15)
             seen = [sum(bool(one.directory.find(other.peer_id)) for other in nodes) for one in nodes]
@@ -431,6 +431,7 @@ async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:
         assert nodes[1].directory.door.refusal(invited.peer_id, "part", True) == ""
 
 
+@pytest.mark.slow
 async def test_following_a_large_charter_costs_little_while_nothing_changes() -> None:
     many = tuple(sorted(Identity(n.to_bytes(32, "big")).peer_id for n in range(250)))
     async with MemoryDht() as dht:
