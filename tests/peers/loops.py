@@ -6,7 +6,7 @@ Tests that use it are marked `virtual_time`; all that waits, waits as long as in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -363,13 +363,13 @@ async def swarm(
     run: Run | None = None,
     *,
     stages: int = 3,
-    replicas: int = 2,
+    replicas: int | Sequence[int] = 2,
     silence_s: float = 3.5,
     batches: object | None = None,
     seed: int = 1,
     job_s: float = JOB_S,
 ) -> AsyncIterator[Swarm]:
-    """A swarm of `stages` × `replicas`, named `s<stage>p<replica>`, without trainers.
+    """A swarm of `stages` × `replicas` (or so many of each), named `s<stage>p<replica>`, without trainers.
 
     `seed`: of how long jobs take.
     """
@@ -380,7 +380,7 @@ async def swarm(
     fault_points.on_point = built.passed
     try:
         for stage in range(built.run.cells):
-            for replica in range(replicas):
+            for replica in range(replicas if isinstance(replicas, int) else replicas[stage]):
                 built.add_peer(f"s{stage}p{replica}", stage)
         yield built
     finally:

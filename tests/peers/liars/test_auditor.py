@@ -114,7 +114,7 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
     """Its sum is true, and its receipt is what its caller has. Callers have nothing computed again."""
     monkeypatch.setattr(AuditCaller, "answered", lambda *_: None)
     run = run_of(steps=10)
-    async with swarm(run, replicas=3) as s:
+    async with swarm(run, replicas=(1, 3, 1)) as s:
         await s.until_serving()
         lie(s.peers["s1p1"], ANSWERS[kind])
         s.add_trainer(TRAINER, window=1)
@@ -128,7 +128,7 @@ async def test_an_answer_that_a_caller_got_is_computed_again(
 async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_take_part() -> None:
     """They say that they serve, and are in no round: to ask about one costs the auditor half a second."""
     run = admitting(audited_run(steps=4, microbatches=4), sybils.TRAINER, AUDITOR)
-    async with swarm(run, replicas=3) as s:
+    async with swarm(run, replicas=(1, 3, 1)) as s:
         sybils.give_voice(s, *(f"s{stage}p{replica}" for stage in range(run.S) for replica in range(3)))
         await s.until_serving()
         for number in range(40):
@@ -143,7 +143,7 @@ async def test_a_crowd_of_strangers_does_not_keep_an_auditor_from_those_that_tak
 async def test_of_what_a_replica_signed_its_mates_tell_and_cannot_tell_anything_else() -> None:
     """The replica itself might show an auditor another signature than the round had."""
     run = run_of(steps=3)
-    async with swarm(run, replicas=3) as s:
+    async with swarm(run, replicas=(1, 3, 1)) as s:
         await s.until_serving()
         mate, asked = s.network.peers["s1p0"].transport, list[tuple[str, str]]()
         honest, _ = mate.handlers["products"]
@@ -199,7 +199,7 @@ async def test_who_shows_an_auditor_nothing_is_looked_at_by_its_stage() -> None:
 async def test_of_two_one_that_shows_an_auditor_nothing_does_not_say_that_its_step_is_over() -> None:
     """The other one alone says that: else nobody heard that there was nothing to see."""
     run = run_of(steps=4)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         await s.until_serving()
         liar = s.network.peers["s1p1"].transport
         status, _ = liar.handlers["status"]
@@ -228,7 +228,7 @@ async def test_of_two_one_that_gives_an_auditor_another_state_has_nobody_accused
 ) -> None:
     """Of two with as much voice the newest state was believed: the honest one looked like a liar."""
     run = admitting(audited_run(steps=4), sybils.TRAINER if voice else TRAINER, AUDITOR)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         sybils.give_voice(s, *voice)
         await s.until_serving()
         liar = s.network.peers["s1p1"].transport
@@ -260,7 +260,7 @@ def only_to(transport: Any, method: str, reader: str, honest: Any) -> None:
 
 async def test_an_auditor_cannot_have_an_honest_replica_left_out_and_is_heard_once_in_a_while() -> None:
     run = run_of(steps=3)
-    async with swarm(run, replicas=3) as s:
+    async with swarm(run, replicas=(1, 3, 1)) as s:
         await s.until_serving()
         end = s.network.join(AUDITOR)
         s.add_trainer(TRAINER)
@@ -306,7 +306,7 @@ async def test_an_auditor_convicts_nobody_alone_of_two() -> None:
 async def test_an_auditor_looks_at_a_step_once() -> None:
     """The second time nothing of it is shown, as if an honest replica had something to hide."""
     run = run_of(steps=4)
-    async with swarm(run, replicas=3) as s:
+    async with swarm(run, replicas=(1, 3, 1)) as s:
         await s.until_serving()
         end, device = s.network.join(AUDITOR), SimDevice(s.dice, JOB_S)
         compute = StageCompute(run, 1)
@@ -323,7 +323,7 @@ async def test_an_auditor_looks_at_a_step_once() -> None:
 
 async def test_only_auditors_are_shown_what_replicas_keep_and_each_microbatch_once() -> None:
     run = run_of(steps=4)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         await s.until_serving()
         for name in (AUDITOR, "stranger"):
             s.network.join(name)
@@ -355,7 +355,7 @@ async def test_only_auditors_are_shown_what_replicas_keep_and_each_microbatch_on
 async def test_one_that_alone_has_voice_is_audited_with_the_state_that_it_gives() -> None:
     """It cannot have that fit what it added, and frames no other with it."""
     run = admitting(audited_run(steps=12), sybils.TRAINER, AUDITOR)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         sybils.give_voice(s, "s1p1")
         await s.until_serving()
         add_falsely(s.peers["s1p1"], 1000.0)
@@ -370,7 +370,7 @@ async def test_one_that_alone_has_voice_is_audited_with_the_state_that_it_gives(
 async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_out_by_all() -> None:
     """Between the words of the two nobody else could decide: the run stood still."""
     run = admitting(audited_run(steps=5), sybils.TRAINER, AUDITOR)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         sybils.give_voice(s, *s.peers)
         await s.until_serving()
         add_falsely(s.peers["s1p1"], 1000.0)
@@ -404,7 +404,7 @@ async def play_alone(
 ) -> tuple[Swarm, Auditor]:
     """Of two with voice in stage 1 s1p0 takes each step alone; it adds `factor` times its gradients."""
     run = admitting(audited_run(steps=steps, microbatches=4), sybils.TRAINER, AUDITOR)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         sybils.give_voice(s, *s.peers, steps={"s1p0": 80})
         await s.until_serving()
         take_steps_alone(s, "s1p0", "s1p1")
@@ -489,7 +489,7 @@ async def test_who_was_left_out_has_an_auditor_blame_nobody(signers: tuple[str, 
 async def test_the_result_of_one_is_not_audited_with_a_state_that_another_alone_gives() -> None:
     """With one that was made up it would look false."""
     run = admitting(audited_run(steps=4), sybils.TRAINER, AUDITOR)
-    async with swarm(run, replicas=2) as s:
+    async with swarm(run, replicas=(1, 2, 1)) as s:
         sybils.give_voice(s, *s.peers, steps={"s1p0": 80})
         await s.until_serving()
         take_steps_alone(s, "s1p0", "s1p1")
