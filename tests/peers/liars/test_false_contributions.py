@@ -62,10 +62,11 @@ async def play(
     replicas: int = 3,
     also: Callable[[Swarm], None] = lambda s: None,
 ) -> Swarm:  # fmt: skip
-    """Run beside a liar until all know it, or to the end; honest replicas, or the one `by`, look at
-    `suspects` in each step.
+    """Run beside a liar, whose stage alone has replicas, until all know it, or to the end; honest replicas,
+    or the one `by`, look at `suspects` in each step.
     """
-    async with swarm(run, replicas=replicas) as s:
+    many = [replicas if liar is None or liar.startswith(f"s{at}p") else 1 for at in range(run.S)]
+    async with swarm(run, replicas=many) as s:
         await s.until_serving()
         if liar is not None:
             add_falsely(s.peers[liar], factor)
