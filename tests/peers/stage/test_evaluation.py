@@ -152,7 +152,7 @@ def boast(s: Swarm, *liars: str) -> None:
 
 async def evaluated(run: Run, *, liars: tuple[str, ...], voiced: tuple[str, ...] = ()) -> Swarm:
     held_out = Text(batch_of(run))
-    async with swarm(run, replicas=3, batches=held_out) as s:
+    async with swarm(run, replicas=(1, 1, 3), batches=held_out) as s:
         give_voice(s, *voiced)
         await s.until_serving()
         boast(s, *liars)
