@@ -4302,6 +4302,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "a-claim-takes-no-longer-in-a-long-pipeline",
+        "swarm/protocol/blame.py",
+        "self._first.answered(now - self._began_s.pop(t))",
+        "self._began_s.pop(t)",
+        "In a pipeline of eight stages of a second an honest replica is charged with 27 s in six steps.",
+        ("test_limits",),
+    ),
+    Mutation(
         "have-others-retract-and-keep-nothing",
         "swarm/protocol/blame.py",
         "bool(said.kept & ~report.done)",

@@ -91,6 +91,9 @@ class Blame:
         self._computing = Waits(AdaptiveTimeout())
         self._preparing = Waits(AdaptiveTimeout(min_s=PREPARED_S))
         self._computing.usual.expected_s = COMPUTED_S / 3
+        self._first = AdaptiveTimeout(times_typical=TIMES_ROUND)
+        """From the first own claim of a step to its end: that long a microbatch is behind this stage."""
+        self._began_s: dict[int, float] = {}
         self._planned_s: dict[int, float] = {}
         self._round_s: dict[int, float] = {}
         """How long the first complete round of a step took."""
@@ -101,7 +104,7 @@ class Blame:
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
-        for known in (self._planned_s, self._round_s):
+        for known in (self._planned_s, self._round_s, self._began_s):
             for t in [t for t in known if t < newest]:
                 del known[t]
         self._undoing = {at: of for at, of in self._undoing.items() if at[0] >= newest}
@@ -127,7 +130,11 @@ class Blame:
             if peer != self._me and report.in_progress & lacking
         }
         self._computing.note(t, waits if lacking and not lacking & ~claimed else {}, now=now)
-        late = self._computing.late(t, now=now)
+        if (own := reports.get(self._me)) is not None and own.in_progress and not own.done:
+            self._began_s.setdefault(t, now)
+        elif own is not None and own.done and t in self._began_s:
+            self._first.answered(now - self._began_s.pop(t))
+        late = self._computing.late(t, now=now, least_s=self._first.limit_s)
         for peer, since_s in late.items():
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)
         return {

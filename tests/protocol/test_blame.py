@@ -88,6 +88,24 @@ def test_a_claim_that_takes_too_long_is_run_again_and_charged() -> None:
     assert backoff.rests("bob", now=COMPUTED_S + 1.0)
 
 
+def test_a_claim_takes_as_long_as_what_is_behind_the_stage() -> None:
+    """Eight stages of a second each: most waits of a step are short, and the first is not."""
+    backoff, even, all_16 = Backoff(), 0x5555, 0xFFFF
+    this = Blame("ann", lambda _: 16, backoff)
+    for t in range(3):
+        for quarters in range(49):
+            done = all_16 & ~(all_16 << max(0, quarters - 32))
+            reports = {
+                "ann": step(done & even, computes=even & ~done),
+                "bob": step(done & ~even, computes=all_16 & ~even & ~done),
+            }
+            assert this.computing(t, reports, now=100.0 * t + quarters / 4) == reports
+    reports = {"ann": step(even), "bob": step(computes=all_16 & ~even)}
+    assert this.computing(3, reports, now=300.0) == reports
+    assert not backoff.was_charged("bob", t=3)
+    assert this.computing(3, reports, now=330.0) != reports and backoff.was_charged("bob", t=3)
+
+
 def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() -> None:
     this, _ = blame()
     reports = {"ann": step(0b0011), "bob": step(computes=0b1000)}
