@@ -429,7 +429,7 @@ class Trainer:
                 by = (hops[0].peer, hops[hop.stage - 1].peer) if hop.stage else ()
                 self._router.answered(
                     hop.stage, hop.peer, max(min(hop.work_s, took_s), links_s), min(took_s, open_s),
-                    by=by, own_s=max(own_s, links_s),
+                    by=by, own_s=max(own_s, links_s), now=now_s(), share=self._pace.share,
                 )  # fmt: skip
         for stage, peer in enumerate(route):
             if peer not in answered:

@@ -148,7 +148,9 @@ class NextStage:
         self._limits.answered(took_s, now=now_s())
         # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
         told = [hop.work_s for hop in done.hops if hop.peer == peer and 0.0 <= hop.own_s <= took_s]
-        self._router.answered(self.stage, peer, told[0] if told else took_s, took_s)
+        self._router.answered(
+            self.stage, peer, told[0] if told else took_s, took_s, now=now_s(), share=1 / self._limits.callers
+        )
         line = self._transport.lines.get(peer, NetworkPath())
         done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
         self._note_answered(work, peer)

@@ -39,6 +39,14 @@ MUCH_LATER_S = 1.0
 """Added to three times what microbatches take by way of the fastest peer of a stage. What they take longer by
 way of another counts as its work. In 20 steps what is left takes less than the 30 s that one may cost."""
 Teller: TypeAlias = tuple[PeerId, ...]
+BELIEVED = 2.0
+"""A peer may say that it is so much faster than it has shown to be while microbatches waited there, and may
+have them wait for so much longer than the others of its stage do."""
+FORGOTTEN = 1 / 32
+"""With each answer what a peer has shown counts less by so much: it is given more, and shows again."""
+LONGER = 1 / 1000
+"""By so much of the time that goes by the least grows that microbatches took by way of a peer, as that of all
+others. Each step begins with some that do not wait."""
 COMPARED = 8
 """Candidates among which the nearest is picked."""
 
@@ -61,6 +69,15 @@ class Candidate:
     last_tooks_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
     least_s: float = float("inf")
     """Of the last five microbatches, with all stages: not each time is one of the others late."""
+    quickest_s: float = float("inf")
+    """Of all, about."""
+    wait_s: float = float("inf")
+    """How much longer they take now; infinity: not known yet."""
+    answered_at: float = float("-inf")
+    last_gaps_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=REMEMBERED))
+    """Between its answers, while microbatches waited for it and not for others; 0: none did."""
+    shown_s: float = 0.0
+    """What its device took in truth, by these."""
 
     @property
     def measured(self) -> bool:
@@ -80,6 +97,23 @@ class Candidate:
             told[teller].append(took_s)
         each_s = [median_high(works_s[-REMEMBERED:]) for works_s in told.values()]
         self.work_s = median_high(each_s + [own_s] * (own_s > 0.0 and len(each_s) > 1))
+
+    def waited(self, usual_s: float, gap_s: float, share: float) -> None:
+        """Note how long the last microbatches waited, `gap_s` after the answer before; `usual_s`: for others.
+
+        What a device takes is its peer's word, and so is what a route takes behind it. How long all of it
+        took, and when it ended, its caller knows: one that says that it needs no time draws all work of its
+        stage, which then waits for it and for no other, and ends as fast as it can in truth.
+        """
+        self.quickest_s = min(self.least_s, self.quickest_s + LONGER * gap_s)
+        self.wait_s = median_high(self.last_tooks_s) - self.quickest_s
+        if usual_s < math.inf:
+            wait_s = min(self.wait_s, self.last_tooks_s[-1] - self.quickest_s)
+            self.last_gaps_s.append(max(0.0, min(share * gap_s, wait_s - BELIEVED * usual_s)))
+            mean_s = (math.fsum(self.last_gaps_s) - max(self.last_gaps_s)) / (REMEMBERED - 1)
+            self.shown_s = max(mean_s, self.shown_s * (1.0 - FORGOTTEN))
+        if self.shown_s > BELIEVED * self.work_s:
+            self.work_s = self.shown_s
 
     def in_time(self, limit_s: float, now: float) -> bool:
         """Whether it does not hold the step up, or is to be tried again all the same."""
@@ -102,6 +136,8 @@ class FairQueue:
         self._clocks_s: list[float] = []
         self._works_s: list[float] = []
         """Of measured ones."""
+        self._waits_s: list[float] = []
+        """Of those of whom it is known."""
         self._late: set[PeerId] = set()
         self._changes_seen = -1
         self._backoff_ends_at = float("inf")
@@ -123,10 +159,11 @@ class FairQueue:
             self._changes_seen = -1  # it may be in backoff
 
     def answered(
-        self, peer: PeerId, work_s: float, took_s: float = 0.0, by: Teller = (), own_s: float = 0.0
-    ) -> None:
+        self, peer: PeerId, work_s: float, took_s: float = 0.0, by: Teller = (), own_s: float = 0.0,
+        now: float = 0.0, share: float = 1.0,
+    ) -> None:  # fmt: skip
         """Record an answer of `peer`; `took_s`: with all stages. `by`: the others that its `work_s` came
-        through; `own_s`: what it says usually; 0: nothing.
+        through; `own_s`: what it says usually; 0: nothing. `share`: of what its stage does, by this caller.
         """
         if (candidate := self.known.get(peer)) is None:
             return
@@ -134,10 +171,13 @@ class FairQueue:
         self._put(candidate, "backoff")
         candidate.note(work_s, by, own_s)
         candidate.last_tooks_s.append(took_s)
+        gap_s, candidate.answered_at = now - candidate.answered_at, now
         if took_s and len(candidate.last_tooks_s) == REMEMBERED:
             candidate.least_s = min(candidate.last_tooks_s)
             usual_s = min(one.least_s for one in self.known.values())
             candidate.work_s = max(candidate.work_s, candidate.least_s - MUCH_SLOWER * usual_s - MUCH_LATER_S)
+            waits_s = self._waits_s  # of all others in the queue
+            candidate.waited(waits_s[len(waits_s) // 2] if waits_s else math.inf, gap_s, share)
         if place != "backoff":
             self._put(candidate, "queue")  # a late one, too: it may be fast now
 
@@ -260,6 +300,8 @@ class FairQueue:
     def _entries(self, candidate: Candidate) -> Iterator[tuple[list[Any], Any]]:
         """The sorted lists that have something of a peer in the queue, and what."""
         yield self._clocks_s, candidate.clock_s
+        if candidate.wait_s < math.inf:
+            yield self._waits_s, candidate.wait_s
         if candidate.measured:
             yield self._by_finish, (candidate.clock_s + candidate.work_s, candidate.tie, candidate.peer)
             yield self._works_s, candidate.work_s

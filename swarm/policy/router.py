@@ -133,17 +133,17 @@ class Router:
 
     def answered(
         self, stage: Stage, peer: PeerId, work_s: float, took_s: float = 0.0, *, by: Teller = (),
-        own_s: float = 0.0,
+        own_s: float = 0.0, now: float = 0.0, share: float = 1.0,
     ) -> None:  # fmt: skip
         """Record an answer of `peer`, for which its device worked so long, and all stages together `took_s`;
-        `by`, `own_s`: see `FairQueue.answered`.
+        `by` to `share`: see `FairQueue.answered`.
 
         Waits do not count, unless they are very long: a peer that has a queue would get less than it can do.
         """
         self.backoff.answered(peer)
         if not self.knows(stage, peer):
             self._trials[stage].answered(peer)
-        self._queue_of(stage).answered(peer, work_s, took_s, by, own_s)
+        self._queue_of(stage).answered(peer, work_s, took_s, by, own_s, now, share)
 
     def failed(self, peer: PeerId, *, now: float, silent: bool = False) -> None:
         """Put `peer` into backoff: it missed its answer (`silent`) or broke the protocol."""
@@ -213,7 +213,8 @@ class Pace:
     def __init__(self) -> None:
         self._gaps_s: deque[float] = deque(maxlen=PACE_OF)
         self._answered_at: float | None = None
-        self._share = 1.0
+        self.share = 1.0
+        """Of the microbatches of the last step."""
 
     def answered(self, *, now: float) -> None:
         if self._answered_at is not None:
@@ -223,10 +224,10 @@ class Pace:
     def stepped(self, share: float) -> None:
         """Record the share of the last step's microbatches that this trainer ran."""
         if share > 0:
-            self._share = min(1.0, share)
+            self.share = min(1.0, share)
 
     def horizon_s(self, left: int) -> float:
         """Expected seconds for `left` microbatches that no trainer has started."""
         if len(self._gaps_s) < PACE_FROM:
             return float("inf")
-        return sorted(self._gaps_s)[len(self._gaps_s) // 2] * self._share * left
+        return sorted(self._gaps_s)[len(self._gaps_s) // 2] * self.share * left

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -356,6 +358,76 @@ def test_where_all_takes_long_by_way_of_all_nobody_is_late() -> None:
         router.answered(0, FAST, 0.01, 4.0)
         router.answered(0, SLOW, 0.01, 9.0)
     assert Counter(router.route(0, now=0.0, horizon_s=0.5).peer for _ in range(100))[SLOW] == 50
+
+
+def shares(
+    works_s: Mapping[str, Callable[[float], float]],
+    said_s: Mapping[str, float],
+    *,
+    callers: int = 1,
+    behind_s: float = 0.0,
+) -> list[Counter[str]]:
+    """Who computes how many of each 250 microbatches, 24 at once of each caller, and 0.1 s elsewhere.
+
+    `works_s`: of a device at a time; `said_s`: what it says instead; `behind_s`: of the device behind all.
+    """
+    behind_free_s = 0.0
+    now, free_s, got, done = 0.0, dict.fromkeys(works_s, 0.0), [Counter[str]() for _ in range(8)], 0
+    routers, due = (
+        [Router(caller=f"t{i}") for i in range(callers)],
+        list[tuple[float, int, str, float, float]](),
+    )
+
+    def begin(caller: int) -> None:
+        nonlocal behind_free_s
+        peer = routers[caller].route(0, now=now).peer
+        work_s = works_s[peer](now)
+        free_s[peer] = max(now, free_s[peer]) + work_s
+        behind_free_s = max(behind_free_s, free_s[peer]) + behind_s
+        ends_s = behind_free_s if behind_s else free_s[peer]
+        heapq.heappush(due, (ends_s + 0.1, caller, peer, now, work_s))
+
+    for caller, router in enumerate(routers):
+        router.set_peers(0, works_s)
+        for _ in range(24):
+            begin(caller)
+    while done < 2000:
+        now, caller, peer, began, work_s = heapq.heappop(due)
+        routers[caller].answered(0, peer, said_s.get(peer, work_s), now - began, now=now, share=1 / callers)
+        got[done // 250][peer] += 1
+        done += 1
+        begin(caller)
+    return got
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0])
+@pytest.mark.parametrize("callers", [1, 3])
+def test_one_that_says_that_it_needs_no_time_gets_little_more_than_it_can_do(
+    slower: float, callers: int
+) -> None:
+    """It got nearly all, and the others nothing."""
+    works_s = {"a": lambda _: 0.05 * slower, "b": lambda _: 0.05, "c": lambda _: 0.05}
+    for got in shares(works_s, {"a": 1e-6}, callers=callers)[1:]:
+        assert got["a"] < 1.35 * 250 / (1 + 2 * slower)
+
+
+@pytest.mark.parametrize("callers", [1, 3])
+def test_honest_peers_have_the_share_that_they_say_however_different_they_are(callers: int) -> None:
+    works_s = {"a": lambda _: 0.02, "b": lambda _: 0.05, "c": lambda _: 0.2}
+    got = sum(shares(works_s, {}, callers=callers)[1:], Counter())
+    assert [got[name] / 1750 for name in "abc"] == pytest.approx([50 / 75, 20 / 75, 5 / 75], rel=0.05)
+
+
+def test_what_waits_behind_all_of_a_stage_is_held_against_none_of_it() -> None:
+    works_s = {"a": lambda _: 0.005, "b": lambda _: 0.01, "c": lambda _: 0.01}
+    got = sum(shares(works_s, {}, behind_s=0.05), Counter())
+    assert [got[name] / 2000 for name in "abc"] == pytest.approx([0.5, 0.25, 0.25], rel=0.02)
+
+
+def test_one_that_gets_faster_in_truth_is_soon_given_more() -> None:
+    works_s = {"a": lambda now: 0.3 if now < 10.0 else 0.02, "b": lambda _: 0.05, "c": lambda _: 0.05}
+    got = shares(works_s, {})
+    assert got[0]["a"] < 40 and got[-1]["a"] == pytest.approx(250 * 50 / 90, rel=0.1)
 
 
 def test_the_pace_is_that_of_the_answers_and_not_of_the_waits_between_steps() -> None:

@@ -42,10 +42,12 @@ class Trainer:
 class Flight:
     """A microbatch in flight: forward through a peer of each stage, and back."""
 
-    __slots__ = ("deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t", "trainer")
+    __slots__ = (
+        "began_s", "deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t", "trainer",
+    )  # fmt: skip
 
-    def __init__(self, trainer: Trainer, work: WorkItem, hops: list[Peer]) -> None:
-        self.trainer, self.hops, self.deepest = trainer, hops, work.deepest
+    def __init__(self, trainer: Trainer, work: WorkItem, hops: list[Peer], began_s: float) -> None:
+        self.trainer, self.hops, self.deepest, self.began_s = trainer, hops, work.deepest, began_s
         self.route = [hop.name for hop in hops]
         """As it was chosen."""
         self.microbatch = work.microbatch
@@ -120,7 +122,7 @@ class Trainers:
             return False
         trainer.running += 1
         self._in_flight[t] = self._in_flight.get(t, 0) | 1 << m
-        flight = Flight(trainer, work, hops)
+        flight = Flight(trainer, work, hops, self._loop.now_s)
         trainer.link_latency.began(flight.route)
         journey = self._loop.create_task(self._journey(flight))
         self._journeys.add(journey)
@@ -285,11 +287,15 @@ class Trainers:
                 trainer.link_latency.took(here.name, there.name, latency_s, trip_s)
         if all(own_s > 0.0 for own_s in flight.own_s):
             trainer.window.answered(in_flight=trainer.running, moving=self._moving_share(flight))
+        open_s = self._stepped_s if flight.t >= self._world.version else 0.0
+        took_s = now_s - max(flight.began_s, open_s)
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
             if own_s > 0.0:
                 beside = (trainer.router.count(hop.stage + by) for by in (-1, 1))
                 work_s = max(hop.work_s, trainer.link_latency.busy_s(hop.name, *beside))
-                trainer.router.answered(hop.stage, hop.name, work_s)
+                trainer.router.answered(
+                    hop.stage, hop.name, work_s, took_s, now=now_s, share=trainer.pace.share
+                )
         number = int(now_s / self._settings.bin_s)
         report.answered += [0] * (number + 1 - len(report.answered))
         report.answered[number] += 1

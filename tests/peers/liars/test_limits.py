@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -183,6 +184,30 @@ async def test_nobody_is_left_out_for_what_is_slow_or_late_behind_it() -> None:
         router = trainer._router
         others = [peer.microbatches._next._router for peer in s.peers.values() if peer.microbatches._next]
         assert not any(r.backoff.rests(name, now=now_s()) for r in (router, *others) for name in done)
+
+
+async def with_a_slow_one_s(*, lies: bool) -> float:
+    """Seconds of 8 steps in which one of three of stage 0, which answers truly, is three times slower than
+    the others. If it lies, it says that its device needs next to no time.
+    """
+    async with swarm(audit_run(stages=3, steps=8, microbatches_per_step=32), replicas=3) as s:
+        slow = s.peers["s0p0"]
+        slow.core.device.job_s = 3 * JOB_S  # type: ignore[attr-defined]
+        hop = slow.microbatches._hop
+        if lies:
+            slow.microbatches._hop = lambda *a, **k: msgspec.structs.replace(hop(*a, **k), compute_s=1e-6)
+        await s.until_serving()
+        began = s.network.loop.now_s
+        s.add_trainer("trainer", window=None)
+        await s.until_finished()
+        s.assert_each_counted_once()
+        return s.network.loop.now_s - began
+
+
+def test_one_that_says_that_its_device_needs_no_time_has_no_stage_wait_for_it() -> None:
+    """It had 246 of 256 microbatches: 30.8 s and not 5.4."""
+    honest_s, took_s = (run_virtual(with_a_slow_one_s(lies=lies)) for lies in (False, True))
+    assert took_s <= 2.0 * honest_s
 
 
 # --- overtaken: another one is asked as well ---
