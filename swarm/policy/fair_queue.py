@@ -176,7 +176,7 @@ class FairQueue:
             candidate.least_s = min(candidate.last_tooks_s)
             usual_s = min(one.least_s for one in self.known.values())
             candidate.work_s = max(candidate.work_s, candidate.least_s - MUCH_SLOWER * usual_s - MUCH_LATER_S)
-            waits_s = self._waits_s  # of all others in the queue
+            waits_s = self._waits_s or [0.0] * bool(self._works_s)  # of others; if they get nothing, none
             candidate.waited(waits_s[len(waits_s) // 2] if waits_s else math.inf, gap_s, share)
         if place != "backoff":
             self._put(candidate, "queue")  # a late one, too: it may be fast now
