@@ -367,7 +367,8 @@ def test_who_is_to_retract_what_is_computed_again_goes_on_without_its_coordinato
         this.directive_came(told, now=NOW + 4.0 * number)
         mine.ledger.remove(0)
     assert this._backoff.rests("bob", now=NOW + 20.0) is goes_on
-    assert this.coordinator(1, now=NOW + 20.0) == ("ann" if goes_on else "bob")
+    assert this.coordinator(1, now=NOW + 18.0) == ("ann" if goes_on else "bob")
+    assert this.coordinator(1, now=NOW + 20.0) == "bob", "the others go on under it: none reports"
 
 
 def test_one_of_two_that_the_other_leaves_out_goes_on_under_it() -> None:

@@ -438,6 +438,25 @@ async def test_an_answer_whose_loss_is_far_from_the_usual_is_computed_again(
     assert accused(s) == {"s0p1"} and 0 < found_after < 20
 
 
+async def test_of_one_stage_such_an_answer_is_seen_by_its_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several also by the stage behind."""
+    audit(monkeypatch, share=0.0)
+    async with swarm(audited_run(stages=1), replicas=3) as s:
+        await s.until_serving()
+        compute: Any = s.peers["s0p1"].core.compute
+        lossy = compute.loss_gradients
+
+        def boasts(*args: Any, **more: Any) -> Any:
+            found = lossy(*args, **more)
+            found.loss -= 5.0
+            return found
+
+        compute.loss_gradients = boasts
+        s.add_trainer(TRAINER)
+        others = [peer for name, peer in s.peers.items() if name != "s0p1"]
+        await s.until(lambda: all("s0p1" in p.convictions.convicted for p in others), limit_s=60.0)
+
+
 async def test_an_answer_whose_gradient_is_far_shorter_is_computed_again() -> None:
     """Its loss is true, and callers have to know first how long gradients are. (Longer: `test_screen.py`.)"""
     answered = count()

@@ -31,7 +31,7 @@ from swarm.policy.router import Router
 from swarm.policy.timeouts import CallLimits
 from swarm.protocol.ledger import Bitmap, everything
 from swarm.protocol.messages import ReplicaReport
-from swarm.protocol.replica import Action, BeginAllReduce
+from swarm.protocol.replica import Action, BeginAllReduce, Fetch
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
 from swarm.wire.messages import Located, Work, pack
@@ -430,6 +430,25 @@ async def test_a_replica_whose_bodies_trickle_costs_its_budget(steps: int) -> No
 
     honest_s = await lasts_s(None, steps=steps)
     assert await lasts_s(attack, steps=steps) <= honest_s + BUDGET_S
+
+
+async def test_one_that_opens_no_result_of_those_it_says_it_has_costs_two_rounds() -> None:
+    """Not the time in which a whole state may be copied."""
+    async with swarm(admitting(audit_run(stages=2, steps=4, microbatches_per_step=8))) as s:
+        await s.until_serving()
+        s.add_trainer(TRAINER)
+        await s.until(lambda: bool(s.peers["s1p0"].core.steps))
+        this, began_s = s.peers["s1p0"], s.network.loop.now_s
+        (step, *_) = this.core.steps.values()
+
+        async def opens_nothing(request: Request) -> Answer:
+            return await asyncio.get_running_loop().create_future()
+
+        s.network.peers["s1p1"].transport.serve("held", opens_nothing)
+        for _ in range(2):
+            await this.actions._fetch(step, Fetch(t=step.t, round="5a", sources=("s1p1",)))  # type: ignore
+        assert s.network.loop.now_s - began_s < BUDGET_S
+        assert this.core.backoff.rests("s1p1", now=now_s())
 
 
 # --- two have each other rest -------------------------------------------------------------------------------
