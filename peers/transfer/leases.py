@@ -18,7 +18,6 @@ import msgspec
 import torch
 
 from peers.clock import now_s
-from peers.incoming import Given
 from peers.ports import Answer, Request, Transport
 from swarm.errors import NotReady, Refused
 from swarm.ids import Generation, PeerId
@@ -31,8 +30,6 @@ from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm,
 
 CHUNK_BYTES = 1 << 20
 """Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
-MAX_GIVEN = 64
-"""Chunks that one peer reads at once: of each thing that it downloads six, and of islands many things."""
 LEASE_S = 60.0
 """A lease that no peer read for this long is dropped; sooner if another one is wanted and no live peer seems
 to read it."""
@@ -113,7 +110,7 @@ class Leases:
         self._leases: dict[str, Lease] = {}
         self._rests: dict[PeerId, tuple[float, str]] = {}
         """Readers that get no other place: until when, and why."""
-        self._lending, self._given = asyncio.Lock(), Given(MAX_GIVEN)
+        self._lending = asyncio.Lock()
         self._sweeper: asyncio.TimerHandle | None = None
         transport.serve("chunk", self._serve_chunk)
         transport.serve("close", self._serve_close)
@@ -210,7 +207,7 @@ class Leases:
         lease.readers.setdefault(request.peer, _Reader(now, now)).reads(wanted.index, chunk.nbytes, now)
         packs = chunk.dtype == torch.int64
         body = whole_numbers.pack(chunk) if packs else [bytes(bytes_of(chunk))]  # a slow reader keeps no more
-        return Answer(pack(Ack()), self._given.give(request.peer, body))
+        return Answer(pack(Ack()), body)
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""

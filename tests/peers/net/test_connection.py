@@ -526,6 +526,17 @@ async def test_a_crowd_that_reads_nothing_fills_no_memory_and_keeps_no_others_ou
 
 
 @pytest.mark.virtual_time
+async def test_one_that_reads_nothing_has_a_ninth_of_all_room() -> None:
+    """It could ask for 256 chunks on each of three streams, and take none: 768 MiB for each identity."""
+    source, found = Source(), list[int | None]()
+    for _ in range(2):
+        link, _ = source.opens("stranger", 0.0)
+        found += [await source.ask(link) for _ in range(64)]
+    assert None not in found[:57] and not any(found[57:]) and source.unread_bytes == 57 << 20
+    assert await source.ask(source.opens("other", 0.0)[0])
+
+
+@pytest.mark.virtual_time
 async def test_a_hundred_readers_are_given_what_their_lines_carry_however_slow_these_are() -> None:
     """All of them together want more than may be held at once."""
     source, rates = Source(), [80_000.0 * 1.03**n for n in range(100)]

@@ -18,10 +18,10 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
-from peers.transfer.leases import MAX_GIVEN, Lease, Leases, Snapshot
+from peers.transfer.leases import Lease, Leases, Snapshot
 from peers.transfer.server import MAX_LEASES, SAID_S, WAITED_FOR_S, StateLeases, StateServer
 from swarm.digest import digest_of
-from swarm.errors import Busy, NotReady, Refused, SetupError, SwarmError
+from swarm.errors import NotReady, Refused, SetupError, SwarmError
 from swarm.ids import Generation, Stage
 from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute
@@ -44,7 +44,6 @@ from swarm.wire.messages import (
 )
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import admitting, voucher
-from tests.peers.tarpits import Trickle
 
 pytestmark = pytest.mark.virtual_time
 
@@ -609,18 +608,6 @@ async def test_a_reader_has_no_results_kept_that_its_source_holds_no_more(source
         await source.server.lend("reader", "held", (-1, None, None), content, vector)
         source.step()
     assert [lease.opened.version for lease in source.server.of("held")] == [3, 4, 5]
-
-
-async def test_a_reader_has_no_more_chunks_held_than_downloads_need(source: Source) -> None:
-    """It could ask for 256 on each of three streams, and take next to nothing: 768 MiB for each identity."""
-    lease = (await source.open()).lease
-    ask = Trickle("slow", pack(FetchChunk(run=RUN.id, lease=lease, index=0)), [])
-    unread = [await source.server._serve_chunk(ask) for _ in range(MAX_GIVEN)]
-    with pytest.raises(Busy):
-        await source.server._serve_chunk(ask)
-    assert await source.server._serve_chunk(ask._replace(peer="other"))
-    unread.pop()
-    assert await source.server._serve_chunk(ask)
 
 
 async def test_what_a_meeting_had_is_read_until_the_next_one(source: Source) -> None:
