@@ -75,23 +75,28 @@ Glossary. One word per idea, everywhere (tests/test_words.py finds retired ones)
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peers.api import LocalSwarm, Reference, Run, Step, join, join_async, local, reference
+    from peers.api.joining import join, join_async
+    from peers.api.local_swarm import LocalSwarm, local
+    from peers.api.run import Run
+    from peers.api.steps import Reference, Step, reference
 
 __version__ = "0.1.0"
 __all__ = ("LocalSwarm", "Reference", "Run", "Step", "join", "join_async", "local", "reference")
 """What Python programs and notebooks call. It touches the world, so it lies in `peers.api`; this is its front
-door, which opens when it is asked for, and which nothing inside of the house goes through."""
+door, which opens when it is asked for, and which nothing inside of the house goes through. Each name has its
+module imported alone: who describes a run needs none of the network."""
+_MODULES = {"join": "joining", "join_async": "joining", "LocalSwarm": "local_swarm", "local": "local_swarm"}
+_MODULES |= {"Run": "run", "Reference": "steps", "Step": "steps", "reference": "steps"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'swarm' has no attribute {name!r}")
-    from peers import api
-
-    return getattr(api, name)
+    return getattr(importlib.import_module(f"peers.api.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

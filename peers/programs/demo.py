@@ -28,7 +28,8 @@ from swarm.manifest import CodecSpec, CustomModelSpec, demo_run, load_run
 if TYPE_CHECKING:
     import torch
 
-    from peers.api import LocalSwarm, Run
+    from peers.api.local_swarm import LocalSwarm
+    from peers.api.run import Run
 
 STEPS = 300
 SAMPLE_TOKENS = 400
@@ -93,7 +94,7 @@ def run_demo(options: DemoOptions) -> int:
     sizes = f"{sizes_of(terms)} × {count(options.peers, 'peer')}, {count(terms.steps, 'step')}"
     shown = sys.stderr if options.json else sys.stdout
     lines = EventLines(f"swarm demo: {sizes}", shown)
-    from peers.api import Run  # torch, which takes seconds
+    from peers.api.run import Run  # torch, which takes seconds
 
     run = Run.of(terms, files=options.data, start=options.start, eval_data=options.eval_data)
     result = play(run, options, lines)
@@ -118,7 +119,7 @@ def told_as_json(result: Mapping[str, Any]) -> str:
 
 def play(run: Run, options: DemoOptions, display: Emit) -> dict[str, object]:
     """Train it, kill peers on the way, and see what came of it."""
-    from peers.api import local
+    from peers.api.local_swarm import local
 
     terms = run.terms
     # Spread over the run, the first after a third for one.
@@ -176,8 +177,9 @@ def run_up(options: UpOptions) -> None:
 
 def _train(options: UpOptions, terms: manifest.Run, model: Path, lines: EventLines) -> None:
     """Train the run in the folder of `model`, and write that; raises as `run_up`."""
-    from peers.api import Run, local
+    from peers.api.local_swarm import local
     from peers.api.processes import AGAIN_S
+    from peers.api.run import Run
     from peers.storage import model_file
     from peers.storage.weights import model_shapes
 
@@ -220,7 +222,7 @@ def _sample(run: Run, weights: Mapping[str, torch.Tensor]) -> str:
 
 def _verify(swarm: LocalSwarm, display: Emit) -> dict[str, object]:
     """The same run in this process; the largest difference of any loss and of any weight."""
-    from peers.api import reference
+    from peers.api.steps import reference
 
     display(Note(text="verifying: the same manifest in one process"))
     single, tally, loss_diff = reference(swarm.run), swarm.tally, 0.0

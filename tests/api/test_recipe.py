@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.api import Run
+from peers.api.run import Run
 from scripts.bench.loss.recipe import read, rows, train
 from swarm import tales
 

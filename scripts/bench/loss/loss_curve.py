@@ -34,7 +34,8 @@ PICTURE = ROOT / "docs" / "loss-curve.svg"
 
 def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
     """Train in a swarm, then in one process."""
-    from peers.api import Run, reference
+    from peers.api.run import Run
+    from peers.api.steps import reference
     from peers.events import Event, Killed, StepDone
     from peers.programs.demo import DemoOptions, EventLines, play
     from scripts.bench.common.harness import machine
@@ -86,7 +87,8 @@ def measure(steps: int, kills: int, peers: int) -> dict[str, Any]:
 
 def alone() -> str:
     """What `peers.programs.demo` has of the demo in one process."""
-    from peers.api import Run, reference
+    from peers.api.run import Run
+    from peers.api.steps import reference
     from peers.programs.demo import ALONE, STEPS
     from swarm.manifest import demo_run
 

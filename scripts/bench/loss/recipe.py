@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from peers.api import Run
+from peers.api.run import Run
 from peers.storage.checkpoint import Checkpoint, newest_common_step
 from peers.storage.samples import open_eval
 from swarm.evaluation import eval_offsets, is_due, mean_loss, microbatches

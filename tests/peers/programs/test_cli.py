@@ -475,7 +475,8 @@ def test_what_begins_is_said_before_torch_is_imported(
 ) -> None:
     assert main(["init", str(tmp_path / "mine")]) == Exit.OK
     capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "peers.api", None)  # whatever imports it fails
+    for name in ("peers.api.local_swarm", "peers.api.run"):  # whatever imports them fails
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["demo"]) == main(["up", str(tmp_path / "mine")]) == Exit.FAILED
     assert capsys.readouterr().out == (
         "swarm demo: 3 stages × 2 peers, 300 steps\nmine: 3 stages, 300 steps\n"

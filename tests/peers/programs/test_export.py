@@ -205,8 +205,8 @@ def test_what_up_has_trained_is_kept_in_memory_until_the_disk_has_room(
 
     assert main(["init", str(tmp_path / "mine")]) == 0
     (tmp_path / "mine" / "run.toml").write_text(run.to_toml())
-    monkeypatch.setattr("peers.api.local", lambda *_, **__: Trained())
-    monkeypatch.setattr("peers.api.Run.from_toml", lambda *_, **__: SimpleNamespace(terms=run))
+    monkeypatch.setattr("peers.api.local_swarm.local", lambda *_, **__: Trained())
+    monkeypatch.setattr("peers.api.run.Run.from_toml", lambda *_, **__: SimpleNamespace(terms=run))
     waited = list[float]()
 
     def room_is_made(pause_s: float) -> None:
@@ -225,7 +225,7 @@ def test_what_up_has_trained_is_kept_in_memory_until_the_disk_has_room(
         torch.equal(by_name[name], it) for name, it in found.by_name.items()
     )
     started = list[object]()
-    monkeypatch.setattr("peers.api.local", lambda *_, **__: started.append(1) or Trained())
+    monkeypatch.setattr("peers.api.local_swarm.local", lambda *_, **__: started.append(1) or Trained())
     assert main(["up", str(tmp_path / "mine")]) == 0 and not started, "it is there already"
     assert "the trained model is" in capsys.readouterr().out
     os.truncate(tmp_path / "mine" / "model.safetensors", 9)

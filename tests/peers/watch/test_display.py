@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.api import Run, reference
+from peers.api.run import Run
+from peers.api.steps import reference
 from peers.cli import build_parser
 from peers.events import Event, Killed, Note, StepDone
 from peers.programs import demo
