@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -92,24 +93,15 @@ class Places(Incoming):
 
 
 class Given:
-    """Bodies of answers that are held here until their callers have read them: so many of each caller."""
+    """Memory of answers that their callers have not read: so much for each caller, and for all."""
 
-    def __init__(self, each: int) -> None:
-        self._each, self._by = each, Counter[PeerId]()
+    def __init__(self, each: int, of_all: float = math.inf) -> None:
+        self._each, self._of_all = each, of_all
+        self._held: list[tuple[PeerId, weakref.ref[np.ndarray]]] = []
 
-    def give(self, caller: PeerId, body: Sequence[Buffer]) -> list[Buffer]:
-        """The body, which counts until it was sent, or is given up. Raises Busy: too many do."""
-        if self._by[caller] >= self._each:
-            raise Busy("the caller has not read what it was given before")
-        given = list(body)
-        for place, part in enumerate(given):
-            if memoryview(part).nbytes:
-                array = np.frombuffer(part, np.uint8)
-                self._by[caller] += 1
-                weakref.finalize(array, self._read, caller)
-                given[place] = array.data  # as long as that is held the array is
-                break
-        return given
-
-    def _read(self, caller: PeerId) -> None:
-        self._by -= Counter([caller])
+    def hold(self, caller: PeerId, array: np.ndarray) -> None:
+        """Count it until it was sent, or is given up. Raises Busy: too much is held."""
+        self._held = [(by, of) for by, of in self._held if of() is not None]
+        if sum(by == caller for by, _ in self._held) >= self._each or len(self._held) >= self._of_all:
+            raise Busy("others, or you, have not read what they were given", retry_after_s=1.0)
+        self._held.append((caller, weakref.ref(array)))

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from peers.incoming import Given
 from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.state import StageCore
@@ -143,7 +145,11 @@ def serve_kept(core: StageCore) -> None:
         forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
         if is_fed:
             back = ()
-        body = given.give(request.peer, [buffer for one in (*forth, *back) for buffer in one.buffers])
+        body = [buffer for one in (*forth, *back) for buffer in one.buffers]
+        for place in [place for place, part in enumerate(body) if memoryview(part).nbytes][:1]:
+            array = np.frombuffer(body[place], np.uint8)
+            given.hold(request.peer, array)
+            body[place] = array.data  # as long as that is held the array is
         if audits:
             for old in [t for t in shown if t < core.version - 1]:
                 del shown[old]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import weakref
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import numpy as np
 
 from peers.clock import now_s, unix_s
 from peers.events import Emit, Trouble
+from peers.incoming import Given
 from peers.ports import Answer, Directory, Request, Transport
 from peers.storage.blocks import Blocks
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, SwarmError, count, short
@@ -62,7 +62,7 @@ class BlockExchange:
         """How often each was asked since it gave something: one that is busy for ever is not at fault."""
         self._data = {blocks.tree.root.hex(): blocks for blocks in data}
         """By the root of their tree."""
-        self._given: list[tuple[PeerId, weakref.ref[np.ndarray]]] = []
+        self._given = Given(MAX_EACH, MAX_GIVEN)
         self._paid: dict[PeerId, float] = {}
         """Until when the blocks that each caller got are paid for by time."""
         # Threads of the loop may all wait for blocks, some of them for each other's.
@@ -163,7 +163,9 @@ class BlockExchange:
         size = 0 if blocks is None else blocks.size_of(asked.number)
         if blocks is None or not size:
             raise Refused("this peer has no such data")
-        room = self._reserve(peer, size)
+        if self._paid.get(peer, 0.0) - now_s() > AHEAD_S:
+            raise Busy("you were given other blocks", retry_after_s=RETRY_S)
+        self._given.hold(peer, room := np.empty(size, np.uint8))
         try:
             data = await self._loop.run_in_executor(self._reader, blocks.held, asked.number)
         except SetupError as error:
@@ -175,13 +177,3 @@ class BlockExchange:
         self._paid = {caller: until for caller, until in self._paid.items() if until > now}
         self._paid[peer] = max(now, self._paid.get(peer, now)) + EACH_S
         return Answer(pack(Ack()), [room.data])
-
-    def _reserve(self, peer: PeerId, size: int) -> np.ndarray:
-        """Memory for one block. Raises Busy: that is given to others, or this caller has had its share."""
-        self._given = [(by, of) for by, of in self._given if of() is not None]
-        mine, owed_s = sum(by == peer for by, _ in self._given), self._paid.get(peer, 0.0) - now_s()
-        if mine >= MAX_EACH or len(self._given) >= MAX_GIVEN or owed_s > AHEAD_S:
-            raise Busy("other blocks are on their way", retry_after_s=RETRY_S)
-        room = np.empty(size, np.uint8)
-        self._given.append((peer, weakref.ref(room)))
-        return room

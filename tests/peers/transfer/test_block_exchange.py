@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from peers.events import Event, Trouble
@@ -303,8 +304,11 @@ async def test_a_busy_peer_is_asked_again_later(both: tuple[Run, Dataset, Datase
     hub = Hub()
     gives = shared(hub, "full", run, full)
     shared(hub, "empty", run, empty)
-    on_their_way = [gives._reserve("empty", 1) for _ in range(exchange.MAX_EACH)]
-    with pytest.raises(NotNow, match="peer full: other blocks are on their way"):
+    on_their_way = [np.empty(1, np.uint8) for _ in range(exchange.MAX_EACH)]
+    for block in on_their_way:
+        gives._given.hold("empty", block)
+    del block
+    with pytest.raises(NotNow, match="peer full: others, or you, have not read what they were given"):
         await read(empty, [0])
     on_their_way.clear()
     await read(empty, [0])
