@@ -12,9 +12,7 @@ policies mostly agrees to 10 %.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +25,7 @@ SLOPE = 0.05
 
 MOST_PAIRS = 1 << 15
 """Of devices that are looked at together, so that what is reckoned of them stays in a processor's cache."""
+
 NEVER_S = 1e60
 """Of a bit to a device that there is not: so long that it has no part in any sum."""
 
@@ -56,38 +55,14 @@ class StepTime(NamedTuple):
     """The longest of these, in words: what to have more of."""
 
 
-class Known(NamedTuple):
-    """What is not measured again for R divisions that are much like these. S stages of at most D members, B
-    boundaries.
-    """
+class Parts(NamedTuple):
+    """What a step is made of, of R divisions of N devices into S stages with B boundaries."""
 
-    members: np.ndarray
-    """[R, S, D] in their order; N where a stage has fewer."""
+    of: np.ndarray
+    """[R, N] the stage of every device, or `IDLE`."""
     share: np.ndarray
-    """[R, S, D] of the microbatches, in proportion to what a member, and it and its links, can do."""
-    exchange_s: np.ndarray
-    """[R, S]"""
-    boundaries: np.ndarray
-    """[R, 7, B] mean of a microbatch's way there and back, and of the way back; what the busiest line, in one
-    direction, has to do in a step, and for a microbatch; variance of the way; places of the line's ends."""
-
-    def widened(self, most: int, none: int) -> Known:
-        """With so many places a stage, in which `none` is."""
-        wider = (0, 0), (0, 0), (0, most - self.members.shape[2])
-        members, share = np.pad(self.members, wider, constant_values=none), np.pad(self.share, wider)
-        return self._replace(members=members, share=share)
-
-    def replaced(self, by: Known, can_R: np.ndarray, none: int) -> Known:
-        """Those of `by`, which are as wide or wider, where they can be."""
-        pairs = zip(self.widened(by.members.shape[2], none), by, strict=True)
-        return Known(*(np.where(can_R.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for old, new in pairs))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
-    """What follows from that."""
-
-    known: Known
+    """[R, N + 1] of a stage's microbatches, in proportion to what a device, and it and its links, can do; 0
+    of the idle and of the device that there is not."""
     forward_s: np.ndarray
     """[R, S] mean of one microbatch, by share."""
     busy_s: np.ndarray
@@ -96,42 +71,24 @@ class _Parts:
     """[R, S] what one microbatch takes of that."""
     held: np.ndarray
     """[R, S] seconds of a step for each second that a microbatch stays with the member with least room."""
-    worst: np.ndarray
-    """[R, S, 2] places of the busiest member, and of the one with least room."""
+    busiest: np.ndarray
+    """[R, S] that member's index, as that of the next."""
+    fullest: np.ndarray
     variance_s2: np.ndarray
-    """[R] of what one microbatch takes to compute and on its way."""
+    """[R, S] of what one microbatch takes to compute."""
+    exchange_s: np.ndarray
+    """[R, S] of the all-reduce: see `all_reduce_s`."""
+    boundaries: np.ndarray
+    """[R, 7, B] mean of a microbatch's way there and back, and of the way back; what the busiest line, in one
+    direction, has to do in a step, and for a microbatch; variance of the way; devices at the line's ends."""
     barrier_s: np.ndarray
     """[R] there and back between the run coordinator (the first of stage 0) and the farthest device."""
 
     def stays_s(self) -> np.ndarray:
         """[R, S] from the forward of a microbatch to the end of its backward, if it never waits."""
         here_RS = (1 + BACKWARD_FORWARDS) * self.forward_s
-        here_RS[:, :-1] += self.known.boundaries[:, 0]
+        here_RS[:, :-1] += self.boundaries[:, 0]
         return here_RS[:, ::-1].cumsum(axis=1)[:, ::-1]
-
-
-class _Steps(NamedTuple):
-    """As `StepTime`, of R divisions."""
-
-    total_s: np.ndarray
-    first_s: np.ndarray
-    after_s: np.ndarray
-    """[R, 2 S + B] what stages, their memory and boundaries still have to do after `first_s`."""
-    spread_s: np.ndarray
-    tail_s: np.ndarray
-    """[R, S] of each stage's exchange, what ends after the last backward of the first stage."""
-
-
-class _Links(NamedTuple):
-    """Between the members of two neighbouring stages, for K such; [K, A, B] if nothing else is said."""
-
-    rows: slice
-    back_s: np.ndarray
-    """Of a gradient on its way."""
-    hop_s: np.ndarray
-    """Of a microbatch there and back."""
-    once_s: np.ndarray
-    """That it keeps the line busy, in the direction that is busier."""
 
 
 class Overlap:
@@ -147,7 +104,6 @@ class Overlap:
         stages = range(job.stages)
         self.fits_SN = np.array([[job.least_bytes(s)] for s in stages]) <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
-        self._fits = np.pad(self.fits_SN, ((0, 0), (0, 1)), constant_values=True)
         out_S, in_S = np.array([(job.bytes_out(s), job.bytes_in(s)) for s in stages]).T
         forward_SN = np.array(job.forward_flops)[:, None] / network.flops_per_s
         computes_SN = (1 + BACKWARD_FORWARDS) * forward_SN
@@ -165,9 +121,7 @@ class Overlap:
         self._of_each = [np.pad(of_SN, ((0, 0), (0, 1)), constant_values=none) for of_SN, none in absent]
         self._region_N = np.append(network.region_of, len(network.regions))
         self._latency_RR = np.pad(network.latency_s, (0, 1))
-        self._bit_s_RR, self._part_s_RR = (
-            np.pad(1.0 / network.bandwidth_bps, (0, 1), constant_values=none) for none in (NEVER_S, 0.0)
-        )
+        self._bit_s_RR = np.pad(1.0 / network.bandwidth_bps, (0, 1), constant_values=NEVER_S)
         self._up_N, self._down_N = (
             np.append(1.0 / each_N, 0.0) for each_N in (network.upload_bps, network.download_bps)
         )
@@ -183,31 +137,25 @@ class Overlap:
             SetupError: a stage without a device, or a device that cannot hold its stage.
         """
         parts = self._parts(np.asarray(stage_of, dtype=np.int64)[None])
-        steps = self._steps(parts)
-        total_s, first_s, spread_s = (
-            float(each_R[0]) for each_R in (steps.total_s, steps.first_s, steps.spread_s)
-        )
-        tail_s, last = max(0.0, float(steps.tail_s.max())), int(steps.tail_s[0].argmax())
-        after_s = max(0.0, float(steps.after_s.max()))
-        busy_s, barrier_s = math.hypot(after_s, spread_s), float(parts.barrier_s[0])
-        if tail_s > max(busy_s, first_s):
-            limit = f"the all-reduce of stage {last}"
+        means, after_RX, spread_R, tail_RS = self._steps(parts)
+        first_s, busy_s, tail_s = (float(mean_R[0]) for mean_R in means)
+        if tail_RS.max() > max(busy_s, first_s):
+            limit = f"the all-reduce of stage {int(tail_RS.argmax())}"
         elif first_s >= busy_s:
             limit = "the way of one microbatch through all stages: too few microbatches, or too far apart"
-        elif spread_s > after_s:
+        elif spread_R[0] > after_RX.max():
             limit = "the longest way of a microbatch"
         else:
-            limit = self._limit(parts, int(steps.after_s[0].argmax()))
-        return StepTime(total_s, first_s, busy_s, tail_s + barrier_s, limit)
+            limit = self._limit(parts, int(after_RX.argmax()))
+        return StepTime(first_s + busy_s + tail_s, first_s, busy_s, tail_s, limit)
 
-    def _limit(self, parts: _Parts, place: int) -> str:
-        """What has most to do, by its place in `_Steps.after_s`."""
+    def _limit(self, parts: Parts, place: int) -> str:
+        """What has most to do, by its place in what `_steps` says."""
         kind, number = divmod(place, self.job.stages)
         if kind == 2:
-            ends = zip((number, number + 1), parts.known.boundaries[0, 5:, number], strict=True)
-            a, b = (self.network.devices[parts.known.members[0, stage, int(at)]].name for stage, at in ends)
+            a, b = (self.network.devices[int(end)].name for end in parts.boundaries[0, 5:, number])
             return f"the line {a} - {b}"
-        member = int(parts.known.members[0, number, parts.worst[0, number, kind]])
+        member = int((parts.busiest, parts.fullest)[kind][0, number])
         name = self.network.devices[member].name
         if kind == 1:
             return f"the memory of {name}"
@@ -220,40 +168,37 @@ class Overlap:
         By Little's law: its share of the rate, times the seconds from its forward to the end of its backward.
         """
         parts = self._parts(np.asarray(stage_of, dtype=np.int64)[None])
-        period_s = (
-            max(parts.busy_s.max(), parts.known.boundaries[:, 2].max(initial=0.0)) / self.job.microbatches
-        )
-        there_SD = parts.known.members[0] < len(self.network)
-        share_SD, count_S1 = parts.known.share[0], there_SD.sum(axis=1, keepdims=True)
-        most_SD = whole_shares(share_SD, self.job.microbatches, count_S1)
-        needed_SD = np.ceil(share_SD * parts.stays_s()[0][:, None] / max(period_s, 1e-12) - 1e-9)
-        found_SD = np.ceil(np.clip(needed_SD, 1.0, np.maximum(most_SD, 1.0)))
-        found_N = np.zeros(len(self.network), dtype=np.int64)
-        found_N[parts.known.members[0][there_SD]] = found_SD[there_SD]
-        return found_N
+        period_s = max(parts.busy_s.max(), parts.boundaries[:, 2].max(initial=0.0)) / self.job.microbatches
+        of_N, share_N = parts.of[0], parts.share[0, :-1]
+        most_N = whole_shares(share_N, self.job.microbatches, np.bincount(of_N + 1)[of_N + 1])
+        needed_N = np.ceil(share_N * parts.stays_s()[0, of_N] / max(period_s, 1e-12) - 1e-9)
+        found_N = np.ceil(np.clip(needed_N, 1.0, np.maximum(most_N, 1.0)))
+        return np.where(of_N == IDLE, 0, found_N.astype(np.int64))
 
-    def weigh_s(self, of_RN: np.ndarray, known: Known | None = None) -> tuple[np.ndarray, np.ndarray, Known]:
+    def weigh_s(self, of_RN: np.ndarray, known: Parts | None = None) -> tuple[np.ndarray, np.ndarray, Parts]:
         """[R] the steps' seconds; and with a bit of what limits none: a search on a plain needs a slope.
 
-        `known`, of as many divisions: what those stages and boundaries took that are the same.
+        `known`, of as many divisions: what is taken from there where stages and boundaries are the same.
 
         Raises:
             SetupError: as `predict`, of any division.
         """
         parts = self._parts(of_RN, known)
-        spare_R = (parts.busy_s + parts.known.exchange_s).sum(axis=1) + parts.known.boundaries[:, 2].sum(
-            axis=1
-        )
-        total_R = self._steps(parts).total_s
-        return total_R, total_R + SLOPE * spare_R / self.job.stages, parts.known
+        spare_R = (parts.busy_s + parts.exchange_s).sum(axis=1) + parts.boundaries[:, 2].sum(axis=1)
+        total_R = np.sum(self._steps(parts)[0], axis=0)
+        return total_R, total_R + SLOPE * spare_R / self.job.stages, parts
 
     def besides_s(self, stage_of: np.ndarray) -> np.ndarray:
         """[S, 1] what a step takes besides the work of each stage: least for the first one."""
         stays_S1 = self._parts(stage_of[None]).stays_s()[0][:, None]
         return stays_S1[0] - AHEAD * stays_S1
 
-    def _steps(self, parts: _Parts) -> _Steps:
-        stays_RS, once_RS, boundaries = parts.stays_s(), parts.once_s, parts.known.boundaries
+    def _steps(self, parts: Parts) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+        """[3, R] `first_s`, `busy_s`, `tail_s` of `StepTime`; [R, 2 S + B] what stages, their memory and
+        boundaries still have to do after the first; [R] what the last way is longer; [R, S] of each stage's
+        exchange, what ends after the last backward of the first stage.
+        """
+        stays_RS, once_RS, boundaries = parts.stays_s(), parts.once_s, parts.boundaries
         after_RX = np.concatenate(
             [
                 parts.busy_s - once_RS - AHEAD * np.maximum(0.0, stays_RS - once_RS),
@@ -264,101 +209,112 @@ class Overlap:
         )
         # The busiest is busy for most of a step, and the last microbatch late at its end: mostly neither
         # hides the other, nor do they add up.
-        spread_R = LAST * np.sqrt(parts.variance_s2)
+        spread_R = LAST * np.sqrt(parts.variance_s2.sum(axis=1) + boundaries[:, 4].sum(axis=1))
         busy_R = np.hypot(after_RX.max(axis=1, initial=0.0), spread_R)
         # A later stage sees its last backward sooner, by the way back from it to the first stage.
-        tail_RS = parts.known.exchange_s.copy()
+        tail_RS = parts.exchange_s.copy()
         tail_RS[:, 1:] -= (BACKWARD_FORWARDS * parts.forward_s[:, :-1] + boundaries[:, 1]).cumsum(axis=1)
-        total_R = stays_RS[:, 0] + busy_R + tail_RS.max(axis=1, initial=0.0) + parts.barrier_s
-        return _Steps(total_R, stays_RS[:, 0], after_RX, spread_R, tail_RS)
+        tail_R = tail_RS.max(axis=1, initial=0.0) + parts.barrier_s
+        return [stays_RS[:, 0], busy_R, tail_R], after_RX, spread_R, tail_RS
 
     # -- its parts --------------------------------------------------------------------------------
 
-    def _members(self, of_RN: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
+    def _members(self, of_RN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[R, S, D] the devices of each stage in their order, N where it has fewer; [R, S] their number."""
         (count, devices), stages = of_RN.shape, self.job.stages
-        row_RN = np.argsort(of_RN.astype(np.int16), axis=1, kind="stable")
+        row_RN = np.argsort(of_RN.astype(np.int16), axis=1, kind="stable")  # 1,024 stages; sorted by digits
         cells = of_RN + np.arange(1, 1 + count * (stages + 1), stages + 1)[:, None]  # the idle before stage 0
         count_RS = np.bincount(cells.ravel(), minlength=count * (stages + 1)).reshape(count, stages + 1)
         begin_RS1 = (count_RS.cumsum(axis=1) - count_RS)[:, 1:, None]
         count_RS = count_RS[:, 1:]
         if not count_RS.all():
             raise SetupError(f"stage {int(np.argwhere(count_RS == 0)[0, 1])} has no device")
-        place_D = np.arange(max(least, int(count_RS.max())))
+        cannot_RN = (of_RN != IDLE) & ~self.fits_SN[of_RN, np.arange(devices)]
+        if cannot_RN.any():
+            r, i = np.argwhere(cannot_RN)[0]
+            name = self.network.devices[i].name
+            raise SetupError(f"device {name!r} cannot hold stage {of_RN[r, i]} in its memory")
+        place_D = np.arange(int(count_RS.max()))
         place_RSD = np.minimum(begin_RS1 + place_D, devices - 1) + devices * np.arange(count)[:, None, None]
-        member_RSD = np.where(place_D < count_RS[:, :, None], row_RN.take(place_RSD), devices)
-        return member_RSD, count_RS
+        return np.where(place_D < count_RS[:, :, None], row_RN.take(place_RSD), devices), count_RS
 
-    def _parts(self, of_RN: np.ndarray, known: Known | None = None) -> _Parts:
-        job, stages, devices = self.job, self.job.stages, len(self.network)
-        member_RSD, count_RS = self._members(of_RN, known.members.shape[2] if known else 1)
-        count, _, most = member_RSD.shape
-        which_RSD = member_RSD + (devices + 1) * np.arange(stages)[:, None]
-        work_RSD, slowest_RSD, forward_RSD, room_RSD = (of_SN.take(which_RSD) for of_SN in self._of_each)
-        self._check(member_RSD, which_RSD)
+    def _parts(self, of_RN: np.ndarray, known: Parts | None = None) -> Parts:
+        member_RSD, count_RS = self._members(of_RN)
+        (count, devices), stages = of_RN.shape, self.job.stages
         if known is None:
             changed_RS = np.ones((count, stages), dtype=bool)
-            known = Known(
-                member_RSD, work_RSD, np.empty((count, stages)), np.empty((count, 7, max(0, stages - 1)))
-            )
+            shapes = *[(count, stages)] * 8, (count, 7, stages - 1), (count,)
+            parts = Parts(of_RN, np.zeros((count, devices + 1)), *map(np.empty, shapes))
         else:
-            known = known.widened(most, devices)
-            changed_RS = (member_RSD != known.members).any(axis=2)
+            parts = Parts(of_RN, *(each.copy() for each in known[1:]))
+            r_M, device_M = np.nonzero(of_RN != known.of)
+            parts.share[r_M, device_M] = 0.0
+            changed_RS = np.zeros((count, stages + 1), dtype=bool)
+            for of in (of_RN, known.of):
+                changed_RS[r_M, of[r_M, device_M]] = True
+            changed_RS = changed_RS[:, :-1]  # the idle are the last, as -1 is
         near_RS = changed_RS.copy()  # their shares may be others
         near_RS[:, 1:] |= changed_RS[:, :-1]
         near_RS[:, :-1] |= changed_RS[:, 1:]
         # Boundaries of all divisions that may have changed, one after the other.
         r_K, number_K = np.nonzero(near_RS[:, :-1] | near_RS[:, 1:])
-        before_KD, behind_KD = member_RSD[r_K, number_K], member_RSD[r_K, number_K + 1]
+        ends_2KD = np.stack([member_RSD[r_K, number_K], member_RSD[r_K, number_K + 1]])
         count_2K = np.stack([count_RS[r_K, number_K], count_RS[r_K, number_K + 1]])
-        out_RSD, in_RSD = np.zeros((2, *member_RSD.shape))
-        links = list[_Links]()
+        shared_2RSD = np.zeros((2, *member_RSD.shape))
+        links = list[tuple[slice, tuple[np.ndarray, ...]]]()
         for rows, (a, b) in _together(count_2K):
-            link, out_KA, in_KB = self._measure_links(
-                rows, number_K[rows], before_KD[rows, :a], behind_KD[rows, :b]
-            )
-            out_RSD[r_K[rows], number_K[rows], :a] = out_KA
-            in_RSD[r_K[rows], number_K[rows] + 1, :b] = in_KB
-            links.append(link)
-        share_RSD = np.reciprocal(np.maximum(np.maximum(work_RSD, out_RSD), in_RSD))
-        share_RSD /= share_RSD.sum(axis=2, keepdims=True)
-        share_RSD = np.where(near_RS[:, :, None], share_RSD, known.share)
-        whole_RSD = whole_shares(share_RSD, job.microbatches, count_RS[:, :, None])
-        busy_RSD = whole_RSD * slowest_RSD
-        held_RSD = whole_RSD / room_RSD
-        worst_RS2 = np.stack([(busy_RSD - slowest_RSD).argmax(axis=2), held_RSD.argmax(axis=2)], axis=2)
-        at_RS = worst_RS2[:, :, 0] + most * np.arange(count * stages).reshape(count, stages)
-        forward_RS = np.einsum("rsd,rsd->rs", share_RSD, forward_RSD)
-        off_RSD = forward_RSD - forward_RS[:, :, None]
-        variance_R = (1 + BACKWARD_FORWARDS) ** 2 * np.einsum("rsd,rsd,rsd->r", share_RSD, off_RSD, off_RSD)
-        boundaries = known.boundaries.copy()
-        ends_KD = share_RSD[r_K, number_K], share_RSD[r_K, number_K + 1]
-        for link in links:
-            found = np.stack(self._measure_boundaries(link, *ends_KD, count_2K), axis=1)
-            boundaries[r_K[link.rows], :, number_K[link.rows]] = found
-        exchange_RS = known.exchange_s.copy()
-        exchange_RS[changed_RS] = self._exchange_s(
+            before, behind = ends_2KD[0, rows, :a], ends_2KD[1, rows, :b]
+            lasts_s, out_KA, in_KB = self._measure_links(number_K[rows], before, behind)
+            shared_2RSD[0, r_K[rows], number_K[rows], :a] = out_KA
+            shared_2RSD[1, r_K[rows], number_K[rows] + 1, :b] = in_KB
+            links.append((rows, lasts_s))
+        shared_KD = shared_2RSD[:, near_RS].max(axis=0)
+        self._measure_stages(parts, np.nonzero(near_RS), member_RSD[near_RS], count_RS[near_RS], shared_KD)
+        for rows, lasts_s in links:
+            at_2K, lines_K = (r_K[rows], number_K[rows]), count_2K[:, rows].prod(axis=0)
+            self._measure_boundaries(parts, at_2K, ends_2KD[:, rows], lines_K, *lasts_s)
+        parts.exchange_s[changed_RS] = self._exchange_s(
             np.nonzero(changed_RS)[1], member_RSD[changed_RS], count_RS[changed_RS]
         )
-        return _Parts(
-            Known(member_RSD, share_RSD, exchange_RS, boundaries), forward_RS, busy_RSD.take(at_RS),
-            slowest_RSD.take(at_RS), held_RSD.max(axis=2), worst_RS2,
-            variance_R + boundaries[:, 4].sum(axis=1), self._barrier_s(member_RSD),
-        )  # fmt: skip
+        region_N = self.network.region_of
+        latency_RN = self.network.latency_s[region_N[member_RSD[:, 0, :1]], region_N]
+        parts.barrier_s[:] = 2.0 * (stages > 1) * np.where(of_RN == IDLE, 0.0, latency_RN).max(axis=1)
+        return parts
 
-    def _check(self, member_RSD: np.ndarray, which_RSD: np.ndarray) -> None:
-        if not self._fits.take(which_RSD).all():
-            _, number, place = np.argwhere(~self._fits.take(which_RSD))[0]
-            one = self.network.devices[int(member_RSD[0, number, place])]
-            raise SetupError(f"device {one.name!r} cannot hold stage {number} in its memory")
+    def _measure_stages(
+        self, parts: Parts, at_2K: tuple[np.ndarray, ...], member_KD: np.ndarray, count_K: np.ndarray,
+        shared_KD: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Of K stages, `at` these divisions and numbers. `shared`: seconds that a member's links are busy."""
+        which_KD = member_KD + (len(self.network) + 1) * at_2K[1][:, None]
+        work_KD, slowest_KD, forward_KD, room_KD = (of_SN.take(which_KD) for of_SN in self._of_each)
+        share_KD = np.reciprocal(np.maximum(work_KD, shared_KD))
+        share_KD /= share_KD.sum(axis=1, keepdims=True)
+        parts.share[at_2K[0][:, None], member_KD] = share_KD
+        whole_KD = whole_shares(share_KD, self.job.microbatches, count_K[:, None])
+        busy_KD, held_KD = whole_KD * slowest_KD, whole_KD / room_KD
+        every_K = np.arange(len(count_K))
+        busiest = every_K, (busy_KD - slowest_KD).argmax(axis=1)
+        fullest = every_K, held_KD.argmax(axis=1)
+        forward_K = np.einsum("kd,kd->k", share_KD, forward_KD)
+        off_KD = forward_KD - forward_K[:, None]
+        parts.forward_s[at_2K] = forward_K
+        parts.busy_s[at_2K], parts.once_s[at_2K] = busy_KD[busiest], slowest_KD[busiest]
+        parts.held[at_2K] = held_KD[fullest]
+        parts.busiest[at_2K], parts.fullest[at_2K] = member_KD[busiest], member_KD[fullest]
+        variance_K = np.einsum("kd,kd,kd->k", share_KD, off_KD, off_KD)
+        parts.variance_s2[at_2K] = (1 + BACKWARD_FORWARDS) ** 2 * variance_K
 
     def _measure_links(
-        self, rows: slice, number_K: np.ndarray, a_KA: np.ndarray, b_KB: np.ndarray
-    ) -> tuple[_Links, np.ndarray, np.ndarray]:
-        """Also [K, A] that the links of a member are busy with a microbatch, as they share it
+        self, number_K: np.ndarray, a_KA: np.ndarray, b_KB: np.ndarray
+    ) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+        """[K, A, B] seconds between the members of two neighbouring stages, for K such: of a gradient on its
+        way, of a microbatch there and back, and that it keeps the line busy in the direction that is busier.
+
+        Also [K, A] that the links of a member are busy with a microbatch, as they share it
         (`LinkLatency.busy_s`), and [K, B] the same of the next stage's.
         """
-        latency_s, bit_s = self._lines(a_KA, b_KB, self._bit_s_RR)
+        latency_s, bit_s = self._lines(a_KA, b_KB)
         forth_bits, back_bits = self._bits_2B11[:, number_K]
         once_s, forth_s, back_s = np.maximum(forth_bits, back_bits) * bit_s, bit_s, bit_s
         if self._limited:
@@ -373,58 +329,52 @@ class Overlap:
         back_s += latency_s
         latency_s *= 2.0
         both_s += latency_s
-        return _Links(rows, back_s, both_s, once_s), 1.0 / per_s.sum(axis=2), 1.0 / per_s.sum(axis=1)
+        return (back_s, both_s, once_s), 1.0 / per_s.sum(axis=2), 1.0 / per_s.sum(axis=1)
 
     def _measure_boundaries(
-        self, link: _Links, a_KD: np.ndarray, b_KD: np.ndarray, count_2K: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """[K] mean of a way, and of a gradient's; what the busiest line takes for a step, for a microbatch;
-        variance of the way; places of that line's ends.
-        """
-        (rows, back_s, hop_s, once_s), wide = link, link.hop_s.shape[2]
-        share = a_KD[rows, : hop_s.shape[1], None] * b_KD[rows, None, :wide]
-        busy_s = whole_shares(share, self.job.microbatches, count_2K[:, rows].prod(axis=0)[:, None, None])
+        self, parts: Parts, at_2K: tuple[np.ndarray, ...], ends_2KD: np.ndarray, count_K: np.ndarray,
+        back_s: np.ndarray, hop_s: np.ndarray, once_s: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Of K boundaries, `at` these divisions and numbers, with `count` lines: see `_measure_links`."""
+        (count, wide, most), (r_K, number_K) = hop_s.shape, at_2K
+        a_KD, b_KD = parts.share[r_K[:, None], ends_2KD]
+        share = a_KD[:, :wide, None] * b_KD[:, None, :most]
+        busy_s = whole_shares(share, self.job.microbatches, count_K[:, None, None])
         busy_s -= 1e-9
         np.ceil(busy_s, out=busy_s)
         busy_s *= once_s
-        worst_K = (busy_s - once_s).reshape(len(share), -1).argmax(axis=1)
-        at_K = worst_K + once_s[0].size * np.arange(len(share))
+        worst_K, every_K = (busy_s - once_s).reshape(count, -1).argmax(axis=1), np.arange(count)
+        line_K, (a_K, b_K) = worst_K + wide * most * every_K, np.divmod(worst_K, most)
         hop_K, back_K = (np.einsum("kab,kab->k", share, lasts_s) for lasts_s in (hop_s, back_s))
         off_s = hop_s - hop_K[:, None, None]
         variance_K = np.einsum("kab,kab,kab->k", share, off_s, off_s)
-        return hop_K, back_K, busy_s.take(at_K), once_s.take(at_K), variance_K, *np.divmod(worst_K, wide)
+        line_2K = ends_2KD[0, every_K, a_K], ends_2KD[1, every_K, b_K]
+        found = hop_K, back_K, busy_s.take(line_K), once_s.take(line_K), variance_K, *line_2K
+        parts.boundaries[r_K, :, number_K] = np.stack(found, axis=1)
 
     def _exchange_s(self, stage_K: np.ndarray, member_KD: np.ndarray, count_K: np.ndarray) -> np.ndarray:
         """[K] of each stage's all-reduce: see `Network.exchange_s`."""
         part_K = 8.0 * np.array(self.job.gradient_bytes)[stage_K] / count_K
         found_K = np.empty(len(count_K))
         for rows, (wide,) in _together(count_K[None]):
-            members, part_K1 = member_KD[rows, :wide], part_K[rows, None]
-            arrival_s, bit_s = self._lines(members, members, self._part_s_RR)
-            bit_s *= part_K1[:, :, None]
-            up_s = np.zeros(1)
+            members = member_KD[rows, :wide]
+            arrival_s, bit_s = self._lines(members, members)
+            up_s, down_s = (
+                (count_K[rows, None] - 1) * of_N.take(members) for of_N in (self._up_N, self._down_N)
+            )
             if self._limited:
-                others_s, there = (count_K[rows, None] - 1) * part_K1, members < len(self.network)
-                up_s, down_s = (others_s * each_N.take(members) for each_N in (self._up_N, self._down_N))
                 bit_s = np.maximum(np.maximum(bit_s, up_s[:, :, None]), down_s[:, None])
-                bit_s *= there[:, :, None] & there[:, None]
-            arrival_s += bit_s
-            arrival_s[:, np.arange(wide), np.arange(wide)] = 0.0
-            found_K[rows] = all_reduce_s(arrival_s, up_s)
+            arrival_s += part_K[rows, None, None] * bit_s
+            there = members < len(self.network)
+            arrival_s *= there[:, :, None] & there[:, None] & ~np.eye(wide, dtype=bool)
+            found_K[rows] = all_reduce_s(arrival_s, part_K[rows, None] * up_s)
         return found_K
 
-    def _lines(
-        self, a_KA: np.ndarray, b_KB: np.ndarray, bit_s_RR: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _lines(self, a_KA: np.ndarray, b_KB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[K, A, B] latencies, and seconds of a bit between these devices and those."""
-        here = (self._region_N.take(a_KA) * len(bit_s_RR))[:, :, None] + self._region_N.take(b_KB)[:, None]
-        return self._latency_RR.take(here), bit_s_RR.take(here)
-
-    def _barrier_s(self, member_RSD: np.ndarray) -> np.ndarray:
-        regions_RX = self._region_N.take(member_RSD.reshape(len(member_RSD), -1))
-        if member_RSD.shape[1] == 1:
-            return np.zeros(len(member_RSD))
-        return 2.0 * self._latency_RR[regions_RX[:, :1], regions_RX].max(axis=1)
+        here = (self._region_N.take(a_KA) * len(self._bit_s_RR))[:, :, None]
+        here = here + self._region_N.take(b_KB)[:, None]
+        return self._latency_RR.take(here), self._bit_s_RR.take(here)
 
 
 def _together(count_XK: np.ndarray) -> Iterator[tuple[slice, list[int]]]:

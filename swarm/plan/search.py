@@ -304,8 +304,8 @@ def _walk(
                 can[r] = all(stage == IDLE or outlives(overlap, tried_RN[r], stage) for stage in (a[r], b[r]))
         heat_R = heats_s * (1.0 - done) + 1e-12
         can &= rng.random(count) < np.exp(np.minimum((here_R - after_R) / heat_R, 0.0))
-        of_RN[can], here_R[can] = tried_RN[can], after_R[can]
-        known = known.replaced(tried, can, devices)
+        for old, new in zip((here_R, *known), (after_R, *tried), strict=True):  # `of_RN` is one of them
+            old[can] = new[can]
         np.subtract.at(count_RS, (every_R, a), can & moves)
         np.add.at(count_RS, (every_R, b), can & moves)
         better = can & (total_R < best_R)

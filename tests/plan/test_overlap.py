@@ -268,7 +268,7 @@ def test_nobody_is_given_a_stage_that_it_cannot_hold() -> None:
     found = search_overlapped(net, work, seed=0, budget_s=100, spent_s=ticks())
     assert set(np.flatnonzero(found.stage_of == 1)) <= {5, 6, 7}
     with pytest.raises(SetupError, match="device 'd0' cannot hold stage 1 in its memory"):
-        Overlap(net, work).predict([1, 0, 2, 0, 2, 1, 1, 1])
+        Overlap(net, work).weigh_s(np.array([[0, 0, 2, 0, 2, 1, 1, 1], [1, 0, 2, 0, 2, 1, 1, 1]]))
 
 
 @pytest.mark.parametrize("budget", [0, 40])
