@@ -362,8 +362,7 @@ class Overlap:
             up_s, down_s = (
                 (count_K[rows, None] - 1) * of_N.take(members) for of_N in (self._up_N, self._down_N)
             )
-            if self._limited:
-                bit_s = np.maximum(np.maximum(bit_s, up_s[:, :, None]), down_s[:, None])
+            bit_s = np.maximum(np.maximum(bit_s, up_s[:, :, None]), down_s[:, None])
             arrival_s += part_K[rows, None, None] * bit_s
             there = members < len(self.network)
             arrival_s *= there[:, :, None] & there[:, None] & ~np.eye(wide, dtype=bool)

@@ -122,12 +122,8 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
             chosen = np.isin(row, swift[: job.stages * many])
             alone[row[chosen]] = np.arange(job.stages * many) // many
             yield f"the fastest {job.stages * many}", alone
-    if len(network) % job.stages == 0 and len(network) // job.stages > 1 and len(network) <= MAX_CLUSTERED:
-
-        def cost_s(of_RN: np.ndarray) -> np.ndarray:
-            return overlap.weigh_s(np.array([repaired(overlap, of_N) for of_N in of_RN]))[1]
-
-        yield from clustered_layouts(network, job, cost_s, rng)
+    if len(network) % job.stages == 0 and job.stages < len(network) <= MAX_CLUSTERED:
+        yield from clustered_layouts(overlap, rng)
 
 
 def fenced_row(network: Network) -> np.ndarray:
@@ -306,8 +302,8 @@ def _walk(
         can &= rng.random(count) < np.exp(np.minimum((here_R - after_R) / heat_R, 0.0))
         for old, new in zip((here_R, *known), (after_R, *tried), strict=True):  # `of_RN` is one of them
             old[can] = new[can]
-        np.subtract.at(count_RS, (every_R, a), can & moves)
-        np.add.at(count_RS, (every_R, b), can & moves)
+        count_RS[every_R, a] -= can & moves
+        count_RS[every_R, b] += can & moves
         better = can & (total_R < best_R)
         best_RN[better], best_R[better] = tried_RN[better], total_R[better]
     return best_RN, best_R
@@ -323,15 +319,14 @@ MAX_SWAPS = 300
 """Of one clustering. 64 devices need fewer than 40; with 1024 it is a second."""
 
 
-def clustered_layouts(
-    network: Network, job: StepWork, cost_s: Callable[[np.ndarray], np.ndarray], rng: np.random.Generator
-) -> Iterator[tuple[str, np.ndarray]]:
+def clustered_layouts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     """(shape, [N] stages) of every shape, if the devices divide evenly into stages.
 
     A start cuts the devices into clusters of a · b near ones and gives each cluster `a` consecutive stages of
     `b` pipelines. The tightest clusters come into the same stages; a few change places as long as that makes
-    `cost_s` less.
+    the step shorter.
     """
+    network, job = overlap.network, overlap.job
     stages, replicas = job.stages, len(network) // job.stages
     latency_NN, bandwidth_NN = network.pairs()
     near_NN = 8.0 * max(job.forward_bytes, default=0.0) / np.minimum(bandwidth_NN, bandwidth_NN.T)
@@ -347,29 +342,26 @@ def clustered_layouts(
             blocks = clusters[order].reshape(stages // a, replicas // b, a, b)
             of_N = np.empty(len(network), dtype=np.int64)
             of_N[blocks.transpose(0, 2, 1, 3).ravel()] = np.arange(len(network)) // replicas
-            return of_N
+            return repaired(overlap, of_N)
 
-        yield f"clusters {a} × {b}", layout(_placed(np.argsort(width, kind="stable"), layout, cost_s, rng))
+        yield f"clusters {a} × {b}", layout(_placed(np.argsort(width, kind="stable"), layout, overlap, rng))
 
 
 def _placed(
-    order: np.ndarray,
-    layout: Callable[[np.ndarray], np.ndarray],
-    cost_s: Callable[[np.ndarray], np.ndarray],
-    rng: np.random.Generator,
+    order: np.ndarray, layout: Callable[[np.ndarray], np.ndarray], overlap: Overlap, rng: np.random.Generator
 ) -> np.ndarray:
     """The clusters in a cheap order, which no swap of two improves; `order` if they are many."""
     if not 2 < len(order) <= MAX_PLACED:
         return order
     i, j = np.triu_indices(len(order), 1)
+    every = np.arange(len(i))
     found: list[tuple[float, np.ndarray]] = []
     for best in (order, *(rng.permutation(order) for _ in range(RANDOM_ORDERS))):
         best_s = np.inf
         while True:
             swapped_XC = np.tile(best, (len(i) + 1, 1))  # the last as it is
-            every = np.arange(len(i))
             swapped_XC[every, i], swapped_XC[every, j] = best[j], best[i]
-            cost_X = cost_s(np.array([layout(swapped) for swapped in swapped_XC]))
+            cost_X = overlap.weigh_s(np.array([layout(swapped) for swapped in swapped_XC]))[1]
             least = int(cost_X.argmin())
             if cost_X[least] >= best_s * (1 - 1e-9):
                 break
