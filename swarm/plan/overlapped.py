@@ -199,14 +199,9 @@ class Overlap:
         exchange, what ends after the last backward of the first stage.
         """
         stays_RS, once_RS, boundaries = parts.stays_s(), parts.once_s, parts.boundaries
-        after_RX = np.concatenate(
-            [
-                parts.busy_s - once_RS - AHEAD * np.maximum(0.0, stays_RS - once_RS),
-                parts.held * stays_RS - stays_RS,
-                boundaries[:, 2] - boundaries[:, 3],
-            ],
-            axis=1,
-        )
+        busy_RS = parts.busy_s - once_RS - AHEAD * np.maximum(0.0, stays_RS - once_RS)
+        held_RS, lines_RB = parts.held * stays_RS - stays_RS, boundaries[:, 2] - boundaries[:, 3]
+        after_RX = np.concatenate([busy_RS, held_RS, lines_RB], axis=1)
         # The busiest is busy for most of a step, and the last microbatch late at its end: mostly neither
         # hides the other, nor do they add up.
         spread_R = LAST * np.sqrt(parts.variance_s2.sum(axis=1) + boundaries[:, 4].sum(axis=1))

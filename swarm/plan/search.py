@@ -147,13 +147,9 @@ def cut_row(network: Network, job: StepWork, row: np.ndarray) -> np.ndarray:
     stage = np.minimum(np.searchsorted(ends, middle), job.stages - 1)
     # No stage may be empty, and the row stays in order: at least s after s devices, at most so many that one
     # is left for each stage to come.
-    count = len(row)
-    least = np.maximum(0, np.arange(count) - (count - job.stages))
-    for i in range(count):
-        before = stage[i - 1] if i else -1
-        stage[i] = max(min(stage[i], before + 1), least[i], before, 0)
-    of_N = np.empty(count, dtype=np.int64)
-    of_N[row] = stage
+    place_N, of_N = np.arange(len(row)), np.empty(len(row), dtype=np.int64)
+    most_N = place_N + np.minimum.accumulate(np.minimum(stage - place_N, 0))
+    of_N[row] = np.maximum(most_N, place_N - (len(row) - job.stages))
     return of_N
 
 
