@@ -55,11 +55,8 @@ class Device:
     """Bits a second into it, from all others together."""
 
     def __post_init__(self) -> None:
-        for what, value, finite in (
-            ("flops_per_s", self.flops_per_s, True),
-            ("memory_bytes", self.memory_bytes, False),
-        ):
-            if not value > 0 or (finite and math.isinf(value)):
+        for what, value in (("flops_per_s", self.flops_per_s), ("memory_bytes", self.memory_bytes)):
+            if not value > 0 or (what == "flops_per_s" and math.isinf(value)):
                 raise SetupError(f"device {self.name!r} has {what} = {value:g}: it must be above 0")
         for what, value in (("upload", self.upload_bps), ("download", self.download_bps)):
             if not value > 0:
@@ -143,15 +140,11 @@ class Network:
         """Seconds of a stage's all-reduce: all send to all at once, so a part of the gradient has come to its
         owner when its line and both ends are through.
         """
-        count = len(members)
-        if count == 1:
-            return 0.0
-        part_bits = 8.0 * gradient_bytes / count
+        part_bits = 8.0 * gradient_bytes / len(members)
         latency_nn, bandwidth_nn = self.between(members, members)
         ends_n = self.upload_bps[members], self.download_bps[members]
-        line_s_nn = part_bits / bandwidth_nn
-        up_n, down_n = ((count - 1) * part_bits / each_n for each_n in ends_n)
-        arrival_nn = latency_nn + np.maximum(np.maximum(line_s_nn, up_n[:, None]), down_n)
+        up_n, down_n = ((len(members) - 1) * part_bits / each_n for each_n in ends_n)
+        arrival_nn = latency_nn + np.maximum(np.maximum(part_bits / bandwidth_nn, up_n[:, None]), down_n)
         np.fill_diagonal(arrival_nn, 0.0)
         return float(all_reduce_s(arrival_nn, up_n))
 

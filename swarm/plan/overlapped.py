@@ -178,7 +178,8 @@ class Overlap:
     def weigh_s(self, of_RN: np.ndarray, known: Parts | None = None) -> tuple[np.ndarray, np.ndarray, Parts]:
         """[R] the steps' seconds; and with a bit of what limits none: a search on a plain needs a slope.
 
-        `known`, of as many divisions: what is taken from there where stages and boundaries are the same.
+        `known`, of as many divisions: what is taken from there where stages and boundaries are the same. The
+        parts have `of_RN` itself, no copy.
 
         Raises:
             SetupError: as `predict`, of any division.

@@ -230,13 +230,10 @@ def spread_out(overlap: Overlap, stage_of: np.ndarray) -> np.ndarray:
             continue
         here = np.flatnonzero(of_N == stage)
         others = [int(i) for i in swift if place_N[i] != place_N[here[0]] and overlap.fits_SN[stage, i]]
-        for i, j in ((i, j) for j in (-1, *here) for i in others):
-            tried = of_N.copy()
-            tried[i] = stage
-            if j >= 0:
-                tried[j] = of_N[i]
-            left = int(of_N[i])
-            kept = left == IDLE or ((j < 0 or overlap.fits_SN[left, j]) and outlives(overlap, tried, left))
+        for i, j in ((i, i if j is None else j) for j in (None, *here) for i in others):
+            tried, left = of_N.copy(), int(of_N[i])
+            tried[j], tried[i] = left, stage  # in this order: with i = j a move
+            kept = left == IDLE or (overlap.fits_SN[left, j] and outlives(overlap, tried, left))
             if kept and outlives(overlap, tried, stage):
                 of_N = tried
                 break
@@ -286,10 +283,9 @@ def _walk(
         )
         first = every_R, can.argmax(axis=1)
         i, j, a, b, moves, can = (each[first] for each in (i, j, a, b, moves, can))
-        j = np.where(moves, i, j)
+        j, b = np.where(can & ~moves, j, i), np.where(can, b, a)
         tried_RN = of_RN.copy()
-        tried_RN[every_R, j] = np.where(can, a, of_RN[every_R, j])
-        tried_RN[every_R, i] = np.where(can, b, of_RN[every_R, i])
+        tried_RN[every_R, j], tried_RN[every_R, i] = a, b  # in this order: a move has i = j
         total_R, after_R, tried = overlap.weigh_s(tried_RN, known)
         if survive:
             for r in np.flatnonzero(can):
