@@ -72,8 +72,9 @@ class Parts(NamedTuple):
     held: np.ndarray
     """[R, S] seconds of a step for each second that a microbatch stays with the member with least room."""
     busiest: np.ndarray
-    """[R, S] that member's index, as that of the next."""
+    """[R, S] index of the busiest member."""
     fullest: np.ndarray
+    """[R, S] index of the one with least room."""
     variance_s2: np.ndarray
     """[R, S] of what one microbatch takes to compute."""
     exchange_s: np.ndarray
@@ -104,11 +105,10 @@ class Overlap:
         stages = range(job.stages)
         self.fits_SN = np.array([[job.least_bytes(s)] for s in stages]) <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
-        out_S, in_S = np.array([(job.bytes_out(s), job.bytes_in(s)) for s in stages]).T
+        out_S1, in_S1 = 8.0 * np.array([[job.bytes_out(s), job.bytes_in(s)] for s in stages]).T[:, :, None]
         forward_SN = np.array(job.forward_flops)[:, None] / network.flops_per_s
         computes_SN = (1 + BACKWARD_FORWARDS) * forward_SN
-        sends_SN = 8.0 * out_S[:, None] / network.upload_bps
-        self._each_KSN = np.stack([computes_SN, sends_SN, 8.0 * in_S[:, None] / network.download_bps])
+        self._each_KSN = np.stack([computes_SN, out_S1 / network.upload_bps, in_S1 / network.download_bps])
         """Seconds that a device computes, uploads and downloads for a microbatch."""
         self.slowest_SN = self._each_KSN.max(axis=0)
         """[S, N] seconds of that which takes longest."""
@@ -122,9 +122,9 @@ class Overlap:
         self._region_N = np.append(network.region_of, len(network.regions))
         self._latency_RR = np.pad(network.latency_s, (0, 1))
         self._bit_s_RR = np.pad(1.0 / network.bandwidth_bps, (0, 1), constant_values=NEVER_S)
-        self._up_N, self._down_N = (
-            np.append(1.0 / each_N, 0.0) for each_N in (network.upload_bps, network.download_bps)
-        )
+        ends = network.upload_bps, network.download_bps
+        self._up_N, self._down_N = (np.append(1.0 / each_N, 0.0) for each_N in ends)
+        """[N + 1] seconds of a bit."""
         self._limited = bool(self._up_N.any() or self._down_N.any())
         self._bits_2B11 = 8.0 * np.array([job.forward_bytes, job.backward_bytes])[:, :, None, None]
 

@@ -187,6 +187,9 @@ def test_what_is_found_of_many_divisions_at_once_or_after_another_is_what_is_fou
     for of in divisions:
         *found_s, known = overlap.weigh_s(of[None], known)
         alone_s.append((found_s[0], found_s[1]))
+        assert known.share == pytest.approx(
+            overlap.weigh_s(of[None])[2].share, rel=1e-12
+        )  # none is left over
     assert together_s[0] == pytest.approx([overlap.predict(of).total_s for of in divisions], rel=1e-12)
     assert together_s[1] == pytest.approx([float(slope_s[0]) for _, slope_s in alone_s], rel=1e-12)
 
