@@ -269,9 +269,8 @@ class Overlap:
         for rows, lasts_s in links:
             at_2K, lines_K = (r_K[rows], number_K[rows]), count_2K[:, rows].prod(axis=0)
             self._measure_boundaries(parts, at_2K, ends_2KD[:, rows], lines_K, *lasts_s)
-        parts.exchange_s[changed_RS] = self._exchange_s(
-            np.nonzero(changed_RS)[1], member_RSD[changed_RS], count_RS[changed_RS]
-        )
+        changed = np.nonzero(changed_RS)[1], member_RSD[changed_RS], count_RS[changed_RS]
+        parts.exchange_s[changed_RS] = self._exchange_s(*changed)
         region_N = self.network.region_of
         latency_RN = self.network.latency_s[region_N[member_RSD[:, 0, :1]], region_N]
         parts.barrier_s[:] = 2.0 * (stages > 1) * np.where(of_RN == IDLE, 0.0, latency_RN).max(axis=1)
@@ -355,9 +354,8 @@ class Overlap:
         for rows, (wide,) in _together(count_K[None]):
             members = member_KD[rows, :wide]
             arrival_s, bit_s = self._lines(members, members)
-            up_s, down_s = (
-                (count_K[rows, None] - 1) * of_N.take(members) for of_N in (self._up_N, self._down_N)
-            )
+            others_K1 = count_K[rows, None] - 1
+            up_s, down_s = (others_K1 * each_N.take(members) for each_N in (self._up_N, self._down_N))
             bit_s = np.maximum(np.maximum(bit_s, up_s[:, :, None]), down_s[:, None])
             arrival_s += part_K[rows, None, None] * bit_s
             there = members < len(self.network)
