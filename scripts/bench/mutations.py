@@ -908,7 +908,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-for-a-round-that-a-fetch-ends",
         "swarm/protocol/blame.py",
-        "            self._judged.add(plan.round)\n        if self._me not in fetch.sources:\n",
+        "            self._judged[plan.round] = t\n        if self._me not in fetch.sources:\n",
         "            pass\n        if self._me not in fetch.sources:\n",
         "One that has a result and does not give it out has the others rest of one another.",
         ("test_forged_results",),

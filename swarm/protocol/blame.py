@@ -98,7 +98,8 @@ class Blame:
         self._round_s: dict[int, float] = {}
         """How long the first complete round of a step took."""
         self._undoing: dict[tuple[int, Generation], dict[PeerId, _Ledger]] = {}
-        self._judged: set[str] = set()
+        self._judged: dict[str, int] = {}
+        """Rounds of which it is known whose fault they were, and their step."""
         self._told: dict[tuple[int, bool], tuple[object, set[str | int], float]] = {}
         """By step, whether to retract: which coordinator tells it, of which sums; each time; since when."""
 
@@ -108,6 +109,7 @@ class Blame:
             for t in [t for t in known if t < newest]:
                 del known[t]
         self._undoing = {at: of for at, of in self._undoing.items() if at[0] >= newest}
+        self._judged = {name: t for name, t in self._judged.items() if t >= newest}
         for waits in (self._computing, self._preparing):
             waits.forget(newest)
 
@@ -179,7 +181,7 @@ class Blame:
         one; if it is of another round, that ends for all that fetch the result, and not by their fault.
         """
         if plan is not None and plan.round != fetch.round:
-            self._judged.add(plan.round)
+            self._judged[plan.round] = t
         if self._me not in fetch.sources:
             return
         self._round_s.setdefault(t, now - self._planned_s.get(t, now))
@@ -238,7 +240,7 @@ class Blame:
         """Which replicas may own a part in the next plan, if words count. `plan`: the last one."""
         failed = failed_at(plan, reports) if plan is not None else []
         if plan is not None and failed and plan.round not in self._judged:
-            self._judged.add(plan.round)
+            self._judged[plan.round] = t
             if is_current(plan, reports):
                 self._judge(t, plan, failed, now)
         if self._backoff.rests(ALL_OWNERS, now=now):

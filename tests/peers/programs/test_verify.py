@@ -505,7 +505,7 @@ def test_another_kind_of_device_is_refereed_in_float64_within_a_tolerance(
     assert capsys.readouterr().out.endswith("the checkpoint of step 4 is not what was computed: stage 1\n")
 
 
-def test_as_a_command_it_ends_with_0_if_equal_with_1_if_not_and_says_what_to_do(
+def test_as_a_command_it_ends_with_0_if_equal_with_5_if_not_and_says_what_to_do(
     honest: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = honest.folder / "text"
@@ -515,7 +515,7 @@ def test_as_a_command_it_ends_with_0_if_equal_with_1_if_not_and_says_what_to_do(
     lie = record(tmp_path, replace(small(), steps=2), before=lambda chain, t, sums: sums[0].neg_())
     lie.write()
     words[2] = str(lie.transcript)
-    assert cli.main([*words, "0"]) == cli.Exit.FAILED == 1
+    assert cli.main([*words, "0"]) == cli.Exit.CHECK == 5
     assert cli.main([*words, "3"]) == cli.Exit.SETUP
     assert "swarm verify: --from 3 --to 2: run" in capsys.readouterr().err
     words[2] = str(data)
