@@ -102,8 +102,9 @@ def test_what_a_step_completes_itself_no_replica_has() -> None:
 
 def test_a_busy_replica_follows_nothing_and_one_that_is_behind_catches_up() -> None:
     step = prepared()
-    directive = Directive(run="run", stage=0, coordinator="bob", version=0, commits=(Commit(0, 1.0),))
-    assert follow("me", local(step)._replace(busy=True), directive, {}, now=0.0) == []
+    directive, commits = Directive(run="run", stage=0, coordinator="bob", version=0), {0: Commit(0, 1.0)}
+    assert follow("me", local(step)._replace(busy=True), directive, commits, now=0.0) == []
+    assert follow("me", local(step), directive, commits, now=0.0) == [ApplyStep(commits[0])]
     ahead = Directive(run="run", stage=0, coordinator="bob", version=1)
     assert follow("me", local(opened()), ahead, {}, now=0.0) == [CatchUp(ahead)]
     other = Directive(run="run", stage=0, coordinator="bob", version=0, digest="x")
