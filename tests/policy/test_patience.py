@@ -161,6 +161,15 @@ def test_calls_given_up_make_the_limit_longer_only_if_nobody_answers_meanwhile()
     assert limits.limit_s("a", [], t=50) == 2 * usual_s
 
 
+def test_a_refusal_costs_nothing_but_one_that_takes_longer_than_usual() -> None:
+    """One that took 4 s each time to say that it is busy was charged with nothing, for ever."""
+    router, limits = limits_of("a", "z")
+    for number in range(20):
+        for peer, took_s in (("a", USUAL_HOLD_S), ("z", 4.0)):
+            limits.put_off(peer, t=number, since_s=10.0 * number, now=10.0 * number + took_s)
+    assert router.backoff.rests("z", now=200.0) and not router.backoff.rests("a", now=200.0)
+
+
 def test_calls_to_a_slow_peer_are_waited_for_one_after_the_other_before_the_first_answer() -> None:
     """A laptop that takes 10 s for a microbatch was lost after 25 s, with six of them to do."""
     slow = [[record("a", 0.2)], [record("b", 0.2)]]
