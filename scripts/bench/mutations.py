@@ -6265,7 +6265,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "counted = self._heard(self._router.peers(self.stage))",
         "counted = self._router.peers(self.stage)",
         "Two strangers at a later stage, which refuse everything, end a trainer.",
-        ("test_believing",),
+        ("test_guards",),
     ),
     Mutation(
         "founders-lose-their-voice",

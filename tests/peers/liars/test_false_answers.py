@@ -558,5 +558,7 @@ async def test_a_peer_whose_gradients_have_another_sign_is_found_by_what_follows
         s.add_trainer(TRAINER)
         await s.until_version(6)
         lie(s.peers["s2p1"], LIES["sign flip"])
+        answered = s.peers["s2p1"].microbatches.answered
         await s.until(lambda: accused(s) or s.finished, limit_s=100.0)
         assert accused(s) == {"s2p1"}
+        assert s.peers["s2p1"].microbatches.answered < answered + 15, "else its sum is audited, after 20"

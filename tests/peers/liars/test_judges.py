@@ -49,7 +49,7 @@ from tests.seeds import some
 
 pytestmark = pytest.mark.virtual_time
 
-RUN = admitting(replace(audit_run(stages=2, steps=4, microbatches_per_step=8, seed=1), dtype="float32"))
+RUN = admitting(replace(audit_run(stages=2, steps=6, microbatches_per_step=8, seed=1), dtype="float32"))
 PEERS = tuple(f"s{stage}p{replica}" for stage in range(2) for replica in range(3))
 NOTHING = bytes(DIGEST_BYTES)
 

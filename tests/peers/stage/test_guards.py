@@ -269,6 +269,33 @@ async def test_what_is_over_for_one_peer_of_a_stage_goes_to_another_and_is_over_
     assert sorted(asked) == ["a", "b", "c"]
 
 
+async def test_those_whose_word_does_not_count_refuse_nothing_for_their_stage() -> None:
+    line, records, router = Line(), Records(), Router()
+    records.known = [replica(run=TWO.id, stage=1, peer=name) for name in "abcdh"]
+    following = NextStage(
+        TWO.id, 1, line, records, router, stages=2, on_fault=lambda _: None,  # type: ignore[arg-type]
+        heard=lambda peers: [peer for peer in peers if peer == "h"],
+    )  # fmt: skip
+    router.set_peers(1, "abcdh")
+    for peer in "abcdh":
+        router.answered(1, peer, 1.0)
+    router.failed("h", now=now_s())  # it is asked when all others were
+
+    def done(peer: str, _: bytes) -> WorkDone:
+        if peer != "h":
+            raise Refused("no")
+        return WorkDone(loss=0.0)
+
+    line.answers["work"] = done
+    line.answers["status"] = lambda peer, _: PeerStatus(
+        peer=peer, stage=1, state="serving", device="", since=0.0, version=0
+    )
+    found = await following.call(
+        work(route=("a",)), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None
+    )
+    assert found[0] == "h" and line.calls["work"] == 5
+
+
 async def test_a_peer_that_refuses_since_it_has_moved_is_not_one_that_refuses() -> None:
     """Seed 9410236: at stage 0 it admitted a peer of stage 0 as no trainer, and that ended the trainer."""
     line, at = Line(), dict.fromkeys("abc", 1)
