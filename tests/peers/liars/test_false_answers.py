@@ -111,6 +111,19 @@ def lie(liar: StagePeer, change: Change) -> None:
     compute.gradients, compute.loss_gradients = false(gradients), false(loss_gradients)
 
 
+def boast(peer: StagePeer) -> None:
+    """Have a peer of the last stage say losses that are too low."""
+    compute: Any = peer.core.compute
+    honest = compute.loss_gradients
+
+    def boasts(*args: Any, **more: Any) -> Any:
+        found = honest(*args, **more)
+        found.loss -= 5.0
+        return found
+
+    compute.loss_gradients = boasts
+
+
 async def play(
     run: Run, stage: int | None, change: Change, *, replicas: int = 3, others: int = 1
 ) -> tuple[Swarm, int]:
@@ -443,15 +456,7 @@ async def test_of_one_stage_such_an_answer_is_seen_by_its_trainer(monkeypatch: p
     audit(monkeypatch, share=0.0)
     async with swarm(audited_run(stages=1), replicas=3) as s:
         await s.until_serving()
-        compute: Any = s.peers["s0p1"].core.compute
-        lossy = compute.loss_gradients
-
-        def boasts(*args: Any, **more: Any) -> Any:
-            found = lossy(*args, **more)
-            found.loss -= 5.0
-            return found
-
-        compute.loss_gradients = boasts
+        boast(s.peers["s0p1"])
         s.add_trainer(TRAINER)
         others = [peer for name, peer in s.peers.items() if name != "s0p1"]
         await s.until(lambda: all("s0p1" in p.convictions.convicted for p in others), limit_s=60.0)
@@ -473,15 +478,7 @@ async def test_a_loss_is_computed_again_as_well(monkeypatch: pytest.MonkeyPatch)
     run = audited_run()
     async with swarm(run, replicas=3) as s:
         await s.until_serving()
-        compute: Any = s.peers["s2p1"].core.compute
-        honest = compute.loss_gradients
-
-        def boasts(*args: Any, **more: Any) -> Any:
-            found = honest(*args, **more)
-            found.loss -= 5.0
-            return found
-
-        compute.loss_gradients = boasts
+        boast(s.peers["s2p1"])
         s.add_trainer(TRAINER)
         others = [peer for name, peer in s.peers.items() if name[:2] == "s2" and name != "s2p1"]
         await s.until(lambda: all("s2p1" in p.convictions.convicted for p in others), limit_s=60.0)

@@ -45,12 +45,17 @@ def trainer() -> Trainer:
     return Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
 
 
-async def test_a_stage_whose_peers_are_paused_is_not_called_lost() -> None:
+def listening() -> tuple[Any, Records, list[str]]:
+    """A trainer, what it knows of others, and what it says."""
     this: Any = trainer()
-    said = list[str]()
-    record = PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0)
+    this._directory, said = Records(), list[str]()
     this._emit = lambda event: said.append(event.words())
-    this._directory = records = Records()
+    return this, this._directory, said
+
+
+async def test_a_stage_whose_peers_are_paused_is_not_called_lost() -> None:
+    this, records, said = listening()
+    record = PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0)
     records.known[:] = [msgspec.structs.replace(record, state="paused")]
     this._set_peers(1, [record])
     this._set_peers(1, [])
@@ -183,11 +188,8 @@ async def test_news_that_cannot_be_change_nothing(
 
 
 async def test_after_a_sleep_of_its_own_no_stage_is_called_lost_at_once() -> None:
-    this: Any = trainer()
-    said = list[str]()
+    this, records, said = listening()
     record = PeerRecord(peer="p", run=RUN.id, stage=1, state="serving", version=0)
-    this._emit = lambda event: said.append(event.words())
-    this._directory = records = Records()
     records.known[:] = [record]
     this._refresh_peers()
     this._looked_s -= SLEPT_S + 50.0  # as if it had not been asked since
