@@ -51,6 +51,8 @@ CYCLE, PROBES = 16, 2
 """Of so many observations, in so many more is sent than arrived before, to see whether more arrives."""
 MORE, LESS = 1.25, 0.75
 """Of what the line carries, at most and at least: a queue that is not ours does not go if we send less."""
+SLOW_BPS = 100e6
+"""To pack what such a line carries takes a seventh of a core, to unpack it a tenth."""
 LEAST_BPS = 1e6
 """Seen while hardly anything was sent, a line looks as if it carried hardly anything."""
 
@@ -112,6 +114,16 @@ class RateLimiter:
         self._waited |= owed > 0
         return max(0.0, owed / self._bytes_per_s)
 
+    @property
+    def is_slow(self) -> bool:
+        """The line carries so little that CPU time is well spent on fewer bytes."""
+        return 8 * self._bytes_per_s <= SLOW_BPS
+
+    def returned(self, nbytes: int, *, now: float) -> None:
+        """So much was not sent of what was taken."""
+        if self._bytes_per_s < math.inf:
+            self._all.take(-nbytes, now=now)
+
     def took(self, nbytes: int, *, now: float) -> None:
         """Frames of `nbytes` that did not wait: bodies wait for them, within the share of such frames."""
         if self._bytes_per_s < math.inf:
@@ -166,6 +178,8 @@ time, 2026-11-23). A download makes a call for each MB: 1.6 Gbit/s from one sour
 CONTROL_BYTES_PER_S = float(1 << 20)
 CONTROL_BYTES_AT_ONCE = float(4 << 20)
 """64 of the largest headers."""
+PACKED_BYTES = 4096
+"""What a packed part costs: 256 of them a second, to unpack which takes half a core."""
 FRAME_BYTES = 256
 """What a frame costs besides its header: so a body of single bytes is slowed down, too. 4,096 frames a second
 are 8 Gbit/s of bodies in whole chunks."""
@@ -275,7 +289,8 @@ class Line:
     def pays(self, frame: frames.Prefix, *, now: float) -> float:
         """Note a frame that it sends; how long to read nothing more of it, in seconds."""
         calls_s = self._calls.take(1.0, now=now) if frame.kind is frames.Kind.CALL else 0.0
-        return max(calls_s, self._control.take(FRAME_BYTES + frame.header_bytes, now=now))
+        header_bytes = PACKED_BYTES if frame.kind is frames.Kind.PACKED else frame.header_bytes
+        return max(calls_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
 
     def may_hold(self, more_bytes: int) -> bool:
         """Whether so much more may be held of its bodies."""

@@ -11,6 +11,10 @@ from swarm.wire import frames
 from swarm.wire.frames import FrameError, Kind
 
 UNLIMITED = 1 << 62
+MIN_PACKED_BYTES = 1024
+"""Of a smaller part, the code itself is most."""
+MIN_SAVED = 0.03
+"""Of the first part of a body: else the rest goes as it is."""
 
 
 def new_buffer(size: int) -> memoryview:
@@ -94,6 +98,8 @@ class Outgoing:
         self.total = self.left = sum(buffer.nbytes for buffer in buffers)
         self.due: int | None = None
         """Bytes of the link after which it would be through, were it alone; None: not queued yet."""
+        self.packs = True
+        """Its parts, so far, took fewer bytes packed."""
         self._index, self._offset = 0, 0
 
     def take(self, most: int = frames.CHUNK_BYTES) -> memoryview:
@@ -162,9 +168,8 @@ class Outbox:
             # That is due first; of those, of the oldest call.
             outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
             if most := self._may_send(outgoing, limiter, most, now):
-                chunk = outgoing.take(most)
-                frame = (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk)
-                self.sent_bytes += frames.PREFIX_BYTES + chunk.nbytes
+                frame, size = _framed(outgoing, outgoing.take(most), limiter, now)
+                self.sent_bytes += frames.PREFIX_BYTES + size
                 if not outgoing.left or not outgoing.credit:
                     self._bodies.remove(outgoing)
                 whole = None if outgoing.left else outgoing.call
@@ -182,3 +187,17 @@ class Outbox:
             return 0
         self.turn_at = None
         return self._turn_bytes
+
+
+def _framed(
+    outgoing: Outgoing, chunk: memoryview, limiter: RateLimiter | None, now: float
+) -> tuple[Sequence[Buffer], int]:
+    """A part of a body as a frame, packed where the line is slower than that; and its bytes."""
+    if limiter is not None and limiter.is_slow and outgoing.packs and chunk.nbytes >= MIN_PACKED_BYTES:
+        packed = frames.pack_part(chunk)
+        saved = chunk.nbytes - len(packed)
+        outgoing.packs = saved > MIN_SAVED * chunk.nbytes
+        if saved > 0:
+            limiter.returned(saved, now=now)
+            return (frames.pack_prefix(Kind.PACKED, outgoing.call, len(packed)), packed), len(packed)
+    return (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk), chunk.nbytes

@@ -230,13 +230,7 @@ class Connection(asyncio.Protocol):
             if not part:
                 return False
             self._chunk_left -= len(part)
-            if (body := self._body) is not None:
-                body.put(part)
-                if not body.left:
-                    # All that came meanwhile: a body that others were sent before has no slower line.
-                    came_bytes = self.line.received_bytes - body.came_before
-                    self.line.received(body.total, came_bytes, self.last_byte_at - body.since)
-                    self._body_came(body.call)
+            self._put(part)
         elif self._prefix is not None:
             header = self._take(self._prefix.header_bytes)
             if header is None:
@@ -246,6 +240,10 @@ class Connection(asyncio.Protocol):
                 self._send(frames.pack_prefix(Kind.PONG, 0))
             elif prefix.kind is Kind.PONG:
                 self.waits.answered(self.last_byte_at)
+            elif prefix.kind is Kind.PACKED:
+                part = memoryview(frames.unpack_part(bytes(header)))
+                self._begin_chunk(prefix._replace(body_bytes=part.nbytes))
+                self._put(part)
             else:
                 self._frame(prefix, bytes(header), self.last_byte_at)
         elif not self._opened:
@@ -275,11 +273,25 @@ class Connection(asyncio.Protocol):
         if prefix.kind is not Kind.BODY:
             self._prefix = prefix
             return
+        self._begin_chunk(prefix)
+        self._chunk_left = prefix.body_bytes
+
+    def _begin_chunk(self, prefix: Prefix) -> None:
+        """So many bytes of a body are about to come."""
         self._check_made(prefix)
         self._body = self._body_for(prefix)
         if self._body is not None:
             self._body.begin(prefix.body_bytes)
-        self._chunk_left = prefix.body_bytes
+
+    def _put(self, part: memoryview) -> None:
+        """Take the next bytes of a chunk."""
+        if (body := self._body) is not None:
+            body.put(part)
+            if not body.left:
+                # All that came meanwhile: a body that others were sent before has no slower line.
+                came_bytes = self.line.received_bytes - body.came_before
+                self.line.received(body.total, came_bytes, self.last_byte_at - body.since)
+                self._body_came(body.call)
 
     def _check_made(self, prefix: Prefix) -> None:
         if prefix.call > self._newest:
@@ -412,7 +424,7 @@ class _Pending:
 
 
 class ClientConnection(Connection):
-    hears = frozenset({Kind.ALIVE, Kind.ACCEPT, Kind.RESULT, Kind.ERROR, Kind.BODY})
+    hears = frozenset({Kind.ALIVE, Kind.ACCEPT, Kind.RESULT, Kind.ERROR, Kind.BODY, Kind.PACKED})
     role = "caller"
 
     def __init__(self, peer: PeerId, request: bytes, timings: NetTimings = DEFAULT_TIMINGS) -> None:
@@ -616,7 +628,7 @@ class ServedCall:
 
 
 class ServerConnection(Connection):
-    hears = frozenset({Kind.CALL, Kind.ABORT, Kind.BODY})
+    hears = frozenset({Kind.CALL, Kind.ABORT, Kind.BODY, Kind.PACKED})
     role = "callee"
 
     def __init__(

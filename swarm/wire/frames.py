@@ -11,20 +11,23 @@ One stream carries the calls of one caller to one callee. Call ids count up from
     caller to callee                       callee to caller
     CALL    what is called, body sizes     ACCEPT  send all of the body
     BODY    the next part of the body      RESULT  the answer's header and body sizes
-    ABORT   the caller gave the call up    BODY    the next part of the answer's body
+    PACKED  the same in fewer bytes        BODY    the next part of the answer's body
+    ABORT   the caller gave the call up    PACKED  the same in fewer bytes
                                            ERROR   the answer is an error
                                            ALIVE   calls are being worked on
     both: PING, and PONG at once: how long what is sent now waits on the way
 
 At most `WINDOW_BYTES` of a body may be sent before ACCEPT, and `AHEAD_BYTES` beyond that of all bodies of a
 stream. Bodies go in parts of at most `CHUNK_BYTES`, so that a heartbeat never waits behind more than a few
-of them.
+of them. A PACKED part is in Huffman's code, of bytes that are not all as frequent: what a codec left in
+numbers of 8 bits takes a tenth less, bfloat16 a fifth. It unpacks to what was sent, so no result changes.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
+import zlib
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -78,6 +81,7 @@ class Kind(enum.IntEnum):
     ALIVE = 7
     PING = 8
     PONG = 9
+    PACKED = 10
 
 
 class Prefix(NamedTuple):
@@ -93,6 +97,7 @@ _MAX_HEADER_BYTES = {
     Kind.CALL: MAX_FRAME_HEADER_BYTES,
     Kind.RESULT: MAX_FRAME_HEADER_BYTES,
     Kind.ERROR: MAX_ERROR_BYTES,
+    Kind.PACKED: CHUNK_BYTES - 1,
 }
 """Of those kinds that have a header. Only a BODY has a body, and neither is empty."""
 
@@ -168,6 +173,32 @@ def _check_outgoing(header: bytes, body_sizes: Sequence[int]) -> None:
         raise ValueError(f"a header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     if len(body_sizes) > MAX_BUFFERS:
         raise ValueError(f"{len(body_sizes)} buffers; at most {MAX_BUFFERS} are allowed")
+
+
+def pack_part(part: memoryview) -> bytes:
+    """At most `CHUNK_BYTES` of a body in Huffman's code, which may be more: 90 MB a CPU-s, 140 to unpack it.
+
+    To look for what repeats takes 2.4 to 10 times as long, and finds nothing in what codecs leave.
+    """
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
+    return packer.compress(part) + packer.flush()
+
+
+def unpack_part(packed: bytes) -> bytes:
+    """The part of a body that a PACKED frame carries: more bytes than that has, at most `CHUNK_BYTES`.
+
+    Raises:
+        FrameError: it carries another size, more than that, or nothing that was packed.
+    """
+    most = min(CHUNK_BYTES, 8 * len(packed))  # in Huffman's code a byte takes a bit at least
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        part = unpacker.decompress(packed, most + 1)
+    except zlib.error as error:
+        raise FrameError(f"PACKED with a malformed part: {error}") from None
+    if not unpacker.eof or unpacker.unused_data or not len(packed) < len(part) <= most:
+        raise FrameError(f"PACKED with {len(packed)} bytes for a part of {len(part)}, or of several")
+    return part
 
 
 def pack_call(call: int, method: str, header: bytes, body_sizes: Sequence[int]) -> bytes:

@@ -116,10 +116,16 @@ def target(
 # --- frames -------------------------------------------------------------------------------------------------
 
 
+def _packed(call: int, part: bytes) -> bytes:
+    packed = frames.pack_part(memoryview(part))
+    return frames.pack_prefix(Kind.PACKED, call, len(packed)) + packed
+
+
 def _frames() -> list[bytes]:
     return [
         frames.pack_call(1, "work", b"header", [3, 0, 70000]),
         frames.pack_prefix(Kind.BODY, 1, 0, 3) + b"abc",
+        _packed(1, bytes(100)),
         frames.pack_result(1, b"answer", [5]),
         frames.pack_error(1, {"code": "busy", "text": "no", "retry_after_s": 0.5}),
         frames.pack_prefix(Kind.ALIVE, 0),
@@ -138,6 +144,8 @@ def _(data: bytes) -> None:
             prefix = frames.unpack_prefix(data)
             assert frames.pack_prefix(*prefix) == data[: frames.PREFIX_BYTES]
     for rest in (data, data[frames.PREFIX_BYTES :]):
+        with contextlib.suppress(FrameError):
+            assert len(rest) < len(frames.unpack_part(rest)) <= 8 * len(rest)
         with contextlib.suppress(FrameError):
             call = frames.unpack_call(rest)
             again = frames.pack_call(1, call.method, call.header, call.body_sizes)
@@ -240,6 +248,7 @@ _INTRODUCTION = p2pd_control._delimited(
         frames.pack_call(1, "accept", b"", [2000, 0, 1])
         + frames.pack_prefix(Kind.BODY, 1, 0, 2001)
         + bytes(2001),
+        frames.pack_call(1, "accept", b"", [2000]) + _packed(1, bytes(1500)) + _packed(1, b"ab" * 250),
         frames.pack_call(1, "wait", b"", [5])
         + frames.pack_prefix(Kind.BODY, 1, 0, 3)
         + b"abc"
@@ -262,7 +271,7 @@ def _(data: bytes) -> None:
         link = ServerConnection(lambda *_: (ME.peer_id, Traffic(most_peers=1).of(ME.peer_id)), called)
         link.connection_made(cast(asyncio.BaseTransport, _Line()))
         _feed(link, _INTRODUCTION + data)
-        assert link.line.held_bytes <= len(data)
+        assert link.line.held_bytes <= 8 * len(data)
         assert len(link._calls) <= frames.MAX_PENDING
         link.connection_lost(None)
         assert not link._calls
@@ -277,6 +286,7 @@ def _(data: bytes) -> None:
         + frames.pack_result(1, b"h", [3, 4])
         + frames.pack_prefix(Kind.BODY, 1, 0, 7)
         + b"7 bytes",
+        frames.pack_result(1, b"h", [300, 44]) + _packed(1, bytes(344)),
         frames.pack_prefix(Kind.ALIVE, 0)
         + frames.pack_error(2, {"code": "busy", "text": "no"})
         + frames.pack_result(3, b"", []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
@@ -67,6 +68,10 @@ def test_frames_that_do_not_wait_leave_bodies_half_of_the_line() -> None:
     assert 8 * turns * limiter.turn_bytes >= 0.45 * 1e6 * 60.0
 
 
+NOISE = os.urandom(1_000_000)
+"""Which takes no fewer bytes packed."""
+
+
 @ON_A_LINE
 async def test_a_body_takes_its_time_and_a_control_message_passes_it(
     pair: tuple[NetTransport, NetTransport],
@@ -79,7 +84,7 @@ async def test_a_body_takes_its_time_and_a_control_message_passes_it(
     began = loop.time()
     before = caller.lines[callee.peer_id].sent_bytes
     slow = asyncio.ensure_future(
-        caller.call(callee.peer_id, "echo", b"", [bytes(1_000_000)], max_answer_bytes=1_000_000)
+        caller.call(callee.peer_id, "echo", b"", [NOISE], max_answer_bytes=len(NOISE))
     )
     passed = 0
     while not slow.done():
@@ -88,7 +93,7 @@ async def test_a_body_takes_its_time_and_a_control_message_passes_it(
         await asyncio.sleep(0.01)
     took_s = loop.time() - began
     sent = caller.lines[callee.peer_id].sent_bytes - before
-    assert len((await slow).body[0]) == 1_000_000 < sent
+    assert len((await slow).body[0]) == len(NOISE) < sent
     assert 8 * sent / took_s <= 1.05 * 8e6 + 8 * 50_000 / took_s, "one turn may be ahead"
     assert passed >= 5, "they did not wait for the body"
 
@@ -98,7 +103,7 @@ async def test_answers_are_within_the_limit_too(pair: tuple[NetTransport, NetTra
     caller, callee = pair
 
     async def give(request: Request) -> Answer:
-        return Answer(b"", [bytes(500_000)])
+        return Answer(b"", [NOISE[:500_000]])
 
     callee.serve("give", give)
     callee.limit_upload(8e6)

@@ -280,7 +280,7 @@ async def test_all_that_a_peer_sends_tells_of_its_line(
     told: list[int] = []
     monkeypatch.setattr(Line, "received", lambda _, size, brought, took_s: told.append(brought))
     relay.bandwidth_bps = 8e7
-    body = [bytes(MIB // 2)]
+    body = [os.urandom(MIB // 2)]
     callee.serve("take", take_all, max_body_bytes=MIB)
     await asyncio.gather(*(caller.call(callee.peer_id, "take", b"", body) for _ in range(6)))
     assert max(told) > 4 * MIB / 2

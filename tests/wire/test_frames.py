@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -68,6 +70,38 @@ def test_what_a_stranger_answers_looks_like_no_line_of_our_log() -> None:
     assert len(to_text(JoinLine(line="swarm peer")).splitlines()) == 2, "our own keep theirs"
 
 
+@given(
+    part=st.binary(min_size=1, max_size=300) | st.binary(min_size=1, max_size=9).map(lambda few: few * 29_127)
+)
+def test_a_part_of_a_body_comes_out_as_it_was_packed(part: bytes) -> None:
+    part = part[: frames.CHUNK_BYTES]
+    packed = frames.pack_part(memoryview(part))
+    if len(packed) < len(part):
+        assert frames.unpack_part(packed) == part
+
+
+def _deflated(part: bytes) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return packer.compress(part) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("packed", "text"),
+    [
+        (b"", "PACKED with 0 bytes for a part of 0, or of several"),
+        (b"\xff\xff", "PACKED with a malformed part: Error -3"),
+        (frames.pack_part(memoryview(bytes(1000)))[:-9], "for a part of"),
+        (frames.pack_part(memoryview(bytes(1000))) + b"more", "for a part of 1000, or of several"),
+        (frames.pack_part(memoryview(bytes(frames.CHUNK_BYTES + 1))), "for a part of 262145"),
+        (_deflated(bytes(200_000)), "bytes for a part of 1"),  # what repeats is not sent again: a bomb
+        (frames.pack_part(memoryview(bytes(range(256)))), "for a part of 256, or of several"),
+    ],
+)
+def test_no_packed_part_is_larger_than_one_or_than_what_it_unpacks_to(packed: bytes, text: str) -> None:
+    with pytest.raises(FrameError, match=text):
+        frames.unpack_part(packed)
+
+
 def test_an_error_too_large_to_send_keeps_its_code() -> None:
     _, packed = split(frames.pack_error(1, Busy("full").to_wire() | {"more": "x" * 5000}))
     assert frames.unpack_error(packed) == {"code": "busy", "text": "(too long to send)"}
@@ -90,6 +124,7 @@ def test_an_error_too_large_to_send_keeps_its_code() -> None:
         (frames.pack_prefix(Kind.BODY, 1, 0, 0), "BODY with 0 bytes of body"),
         (frames.pack_prefix(Kind.ERROR, 1, 5000), "ERROR with a header of 5000 bytes"),
         (frames.pack_prefix(Kind.ALIVE, 1, 4 * frames.MAX_PENDING + 4), "ALIVE with a header of 1028 bytes"),
+        (frames.pack_prefix(Kind.PACKED, 1, frames.CHUNK_BYTES), "PACKED with a header of 262144 bytes"),
         (frames.pack_prefix(Kind.ABORT, 0), "ABORT for call 0; calls count from 1"),
     ],
 )

@@ -4,6 +4,9 @@ both ends do."""
 from __future__ import annotations
 
 import asyncio
+import math
+import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from peers.net.bandwidth import (
     CONTROL_BYTES_PER_S,
     FRAME_BYTES,
     OBSERVED_EVERY_S,
+    PACKED_BYTES,
     UNREAD_BYTES_OF_ALL,
     Traffic,
 )
@@ -200,6 +204,80 @@ async def test_a_body_of_some_megabytes_does_not_wait_to_be_accepted() -> None:
     assert pair.client._ahead == frames.AHEAD_BYTES
 
 
+def quantized(size: int) -> bytes:
+    """Bytes as frequent as those of normal numbers in 8 bits."""
+    rng = random.Random(1)
+    return bytes(min(255, max(0, round(rng.gauss(128, 20)))) for _ in range(size))
+
+
+BOMB = (packer := zlib.compressobj(9, wbits=-15)).compress(bytes(200_000)) + packer.flush()
+NORMAL, NOISE = quantized(300_000), random.Random(2).randbytes(300_000)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("limit_bps", "body", "least", "most"),
+    [
+        (20e6, NORMAL, 0.7, 0.82),
+        (20e6, bytes(1_000_000), 0.125, 0.15),
+        (20e6, NOISE, 1.0, 1.001),
+        (200e6, NORMAL, 1.0, 1.001),
+        (math.inf, NORMAL, 1.0, 1.001),
+    ],
+)
+async def test_over_a_slow_line_a_body_goes_in_fewer_bytes_and_sooner(
+    limit_bps: float, body: bytes, least: float, most: float
+) -> None:
+    pair, loop = Pair(), asyncio.get_running_loop()
+    for end in (pair.client, pair.server):
+        end.line.limiter.keep_to(limit_bps)
+    began, both_ways = loop.time(), 2 * len(body)
+    call = asyncio.ensure_future(pair.client.call("echo", b"head", [memoryview(body)], 1 << 30))
+    while not call.done():
+        await pair.settle()
+        await asyncio.sleep(0.001)
+    assert bytes((await call).body[0]) == body
+    sent = pair.client.line.sent_bytes + pair.server.line.sent_bytes
+    assert least <= sent / both_ways < most
+    assert loop.time() - began <= 1.1 * most * 8 * both_ways / limit_bps + 0.1, "a turn is 0.05 s"
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("packed", "text"),
+    [
+        (BOMB, f"PACKED with {len(BOMB)} bytes for a part of {8 * len(BOMB) + 1}, or of several"),
+        (frames.pack_part(memoryview(NOISE[:500])), "bytes for a part of 500, or of several"),
+        (b"\xff\xff", "PACKED with a malformed part"),
+        (frames.pack_part(memoryview(bytes(2000))), "a body with 1000 bytes more than announced"),
+    ],
+)
+async def test_a_packed_part_that_is_none_ends_the_stream(packed: bytes, text: str) -> None:
+    called: list[ServedCall] = []
+    server = serving(called)
+    Wire(server)
+    feed(server, OPENING + frames.pack_call(1, "m", b"", [1000]))
+    feed(server, frames.pack_prefix(frames.Kind.PACKED, 1, len(packed)) + packed)
+    assert server.lost_because is not None and text in server.lost_because.text
+
+
+@pytest.mark.virtual_time
+async def test_what_a_caller_may_have_unpacked_in_a_second_is_bounded() -> None:
+    called: list[ServedCall] = []
+    server, size = serving(called), 64
+    Wire(server)
+    packed = frames.pack_part(memoryview(bytes(size)))
+    feed(server, OPENING + frames.pack_call(1, "m", b"", [10_000 * size]))
+    accepted = asyncio.ensure_future(called[0].accept())
+    await asyncio.sleep(0)
+    at_once, a_second = CONTROL_BYTES_AT_ONCE / PACKED_BYTES, CONTROL_BYTES_PER_S / PACKED_BYTES
+    feed(server, 3000 * (frames.pack_prefix(frames.Kind.PACKED, 1, len(packed)) + packed))
+    assert 0.9 * at_once < called[0].passed_bytes / size <= at_once
+    await asyncio.sleep(4.0)
+    assert called[0].passed_bytes / size <= at_once + 4.1 * a_second
+    accepted.cancel()
+
+
 @pytest.mark.virtual_time
 async def test_what_passes_of_a_call_is_its_body_and_then_its_answer() -> None:
     pair, passed = Pair(), list[int]()
@@ -227,6 +305,9 @@ async def any_split(splits: list[int]) -> None:
     said = OPENING + frames.pack_call(1, "a", b"one", [5, 0]) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 2)
     said += b"he" + frames.pack_call(2, "b", b"", []) + frames.pack_prefix(frames.Kind.BODY, 1, 0, 3) + b"llo"
     said += frames.pack_call(3, "c", b"x" * 60_000, [9]) + frames.pack_prefix(frames.Kind.ABORT, 3)
+    packed = frames.pack_part(memoryview(b"ab" * 2000))
+    said += frames.pack_call(4, "d", b"", [1, 4000]) + frames.pack_prefix(frames.Kind.BODY, 4, 0, 1) + b"z"
+    said += frames.pack_prefix(frames.Kind.PACKED, 4, len(packed)) + packed
     called: list[ServedCall] = []
     server, rest, turn = serving(called), said, 0
     Wire(server)
@@ -234,8 +315,9 @@ async def any_split(splits: list[int]) -> None:
         size = splits[turn % len(splits)]
         feed(server, rest[:size])
         rest, turn = rest[size:], turn + 1
-    assert [call.method for call in called] == ["a", "b", "c"]
+    assert [call.method for call in called] == ["a", "b", "c", "d"]
     assert [bytes(part) for part in await called[0].accept()] == [b"hello", b""]
+    assert [bytes(part) for part in await called[3].accept()] == [b"z", b"ab" * 2000]
     with pytest.raises(PeerGone, match="gave the call up"):
         await called[2].accept()
     assert not server.over
