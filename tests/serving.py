@@ -7,12 +7,19 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Files, whole or in ranges."""
+    """Files, whole or in ranges; also for who takes it for a proxy."""
 
     def do_GET(self) -> None:
+        self.path = urlsplit(self.path).path
+        if elsewhere := self.server.moved.get(self.path):  # type: ignore
+            self.send_response(302)
+            self.send_header("Location", elsewhere)
+            self.end_headers()
+            return
         path = Path(self.translate_path(self.path))
         asked = self.server.asked  # type: ignore
         asked.append(self.path)
@@ -41,6 +48,8 @@ class Server:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
         self.asked: list[str] = []
         self._http.asked = self.asked  # type: ignore
+        self.moved = self._http.moved = dict[str, str]()  # type: ignore
+        """Where some paths lead."""
         self.folder, self.url = folder, f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()

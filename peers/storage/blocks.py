@@ -82,15 +82,15 @@ class _Search(msgspec.Struct):
 class Blocks:
     """All tokens of an index, one behind the other. For use by several threads."""
 
-    def __init__(self, index: Index, folder: Path, most_bytes: int = DEFAULT_BYTES) -> None:
-        """`folder`: the cache, which may be shared with other processes.
+    def __init__(self, index: Index, folder: Path, most_bytes: int, named_by: str) -> None:
+        """`folder`: the cache, which may be shared with other processes; `named_by`: as of `Shards`.
 
         Raises:
             SetupError: the tree of the index cannot be had, or does not have its root.
         """
         self._folder, self._most = folder / "blocks", most_bytes
-        self._shards = Shards(index.shards, index.dtype)
-        self._upper = TreeFile(index, folder, most_bytes)
+        self._shards = Shards(index.shards, index.dtype, named_by)
+        self._upper = TreeFile(index, folder, most_bytes, named_by)
         self.tree = Tree(index.size, bytes.fromhex(index.root), self._upper.read, self._inside, self.read)
         self.node = lru_cache(maxsize=1024)(self._checked_node)
         """Block -> its Merkle node. Raises SetupError: the tree of the index is damaged."""

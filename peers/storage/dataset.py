@@ -163,7 +163,7 @@ def open_dataset(
             "or make the data with swarm tokenize --eos"
         )
     try:
-        blocks = Blocks(index, cache.folder.parent, cache_bytes)
+        blocks = Blocks(index, cache.folder.parent, cache_bytes, address or "")
     except SetupError as error:
         raise SetupError(f"{address or cache.folder / index.root}: {error.text}") from None
     return Dataset(run, index, blocks, made_by)

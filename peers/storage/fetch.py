@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import http.client
 import io
+import ipaddress
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from swarm.installed import first_line
 
@@ -42,10 +45,13 @@ def beside(index: str, address: str) -> str:
     return address if is_far(address) else f"{index.rpartition('/')[0]}/{address.lstrip('/')}"
 
 
-def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 << 30) -> bytearray:
+def read(
+    address: str, start: int = 0, end: int | None = None, *, most: int = 1 << 30, named_by: str = ""
+) -> bytearray:
     """Some bytes of a file, fewer where it ends before.
 
     `hf://[datasets/]OWNER/NAME[@REVISION]/FILE` is of Hugging Face, as HF_ENDPOINT and HF_TOKEN say.
+    `named_by`: where the index is that names the address, which the user named; "": the user did.
 
     Raises:
         FileNotFoundError: it is not there, or not for everybody.
@@ -60,7 +66,7 @@ def read(address: str, start: int = 0, end: int | None = None, *, most: int = 1 
         if address.startswith("hf://"):
             return _over_http(_at_hub(address), start, count, os.environ.get("HF_TOKEN", ""))
         if address.startswith(("http://", "https://")):
-            return _over_http(address, start, count)
+            return _over_http(address, start, count, named_by=named_by)
         import fsspec.core
 
         system, path = fsspec.core.url_to_fs(address)
@@ -88,12 +94,61 @@ def _at_hub(address: str) -> str:
     return f"{hub}/{kind}{repository}/resolve/{revision or 'main'}/{file}"
 
 
-def _over_http(address: str, start: int, count: int, token: str = "") -> bytearray:
+_HANDLERS = (
+    urllib.request.ProxyHandler,
+    urllib.request.UnknownHandler,
+    urllib.request.HTTPRedirectHandler,
+    urllib.request.HTTPErrorProcessor,
+    urllib.request.HTTPDefaultErrorHandler,
+)
+"""What `urlopen` has beside those for HTTP itself; not for FTP and files."""
+_private: set[str] = set()
+"""Addresses that the user named, and that are in a private network."""
+
+
+class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """One request, and where its answers lead: from the internet into no private network."""
+
+    def __init__(self, may_be_private: bool) -> None:
+        super().__init__()
+        self.may_be_private = may_be_private
+
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> Any:
+        by_proxy = urllib.request.Request(req.full_url).host != req.host  # then it is the proxy that connects
+
+        def connect(place: tuple[str, int], *more: Any) -> socket.socket:
+            found = socket.create_connection(place, *more)
+            ip = found.getpeername()[0]  # a name can lead elsewhere each time that it is looked up
+            is_private = not by_proxy and not ipaddress.ip_address(ip).is_global
+            if is_private and not self.may_be_private:
+                found.close()
+                raise FileNotFoundError(
+                    2,
+                    f"it leads to {req.full_url}, which is {ip} in a private network, where only an index "
+                    "there, or on this machine, may lead",
+                )
+            self.may_be_private = is_private
+            return found
+
+        def connection(*place: Any, **more: Any) -> Any:
+            made = http_class(*place, **more)
+            made._create_connection = connect  # before TLS, and before anything is sent
+            return made
+
+        return super().do_open(connection, req, **options)
+
+
+def _over_http(address: str, start: int, count: int, token: str = "", named_by: str = "") -> bytearray:
     request = urllib.request.Request(address, headers={"Range": f"bytes={start}-{start + count - 1}"})
     if token:  # for this server, and for none that it sends us to
         request.add_unredirected_header("Authorization", f"Bearer {token}")
+    ours, opener = _Http(not is_far(named_by) or named_by in _private), urllib.request.OpenerDirector()
+    for handler in (ours, *(kind() for kind in _HANDLERS)):
+        opener.add_handler(handler)
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with opener.open(request, timeout=ANSWER_S) as answer:
+            if ours.may_be_private and not named_by:
+                _private.add(address)
             left = start if answer.status == 200 else 0  # it sends the whole file
             for _ in _parts(answer, left):
                 pass
@@ -103,6 +158,8 @@ def _over_http(address: str, start: int, count: int, token: str = "") -> bytearr
         if error.code in (401, 403, 404):
             raise FileNotFoundError(2, f"HTTP {error.code} of {address}") from None
         raise
+    except urllib.error.URLError as error:
+        raise error.reason if isinstance(error.reason, FileNotFoundError) else error from None
     if len(found) < min(count, there):
         raise ConnectionError("the connection broke")
     return found

@@ -153,13 +153,14 @@ class TreeFile:
     is opened at once and in as little memory.
     """
 
-    def __init__(self, index: Index, cache: Path, most_bytes: int) -> None:
-        """`cache`: the folder for what comes from other machines, which may have `most_bytes`.
+    def __init__(self, index: Index, cache: Path, most_bytes: int, named_by: str) -> None:
+        """`cache`: the folder for what comes from other machines, which may have `most_bytes`; `named_by`: as
+        of `peers.storage.shards.Shards`.
 
         Raises:
             SetupError: the file cannot be had or kept, or is not as long as that of this index.
         """
-        self._address, self._length = index.tree, tree_bytes(index.size)
+        self._address, self._length, self._named_by = index.tree, tree_bytes(index.size), named_by
         if fetch.is_far(index.tree) and self._length > most_bytes // TREE_SHARE:
             raise SetupError(
                 f"{index.tree} has {self._length} bytes, over an eighth of a cache of {most_bytes} bytes: "
@@ -202,7 +203,7 @@ class TreeFile:
                 for start in range(0, self._length, _AT_ONCE):
                     end = min(self._length, start + _AT_ONCE)
                     with self._reading():
-                        nodes = fetch.read(self._address, start, end)
+                        nodes = fetch.read(self._address, start, end, named_by=self._named_by)
                     if len(nodes) < end - start:
                         raise self.damaged()
                     atomic_file.write_all(file, nodes)

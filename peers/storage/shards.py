@@ -32,8 +32,9 @@ class ShardSlice(NamedTuple):
 class Shards:
     """Shards, one behind the other as bytes of one type."""
 
-    def __init__(self, shards: Sequence[Shard], dtype: Narrow) -> None:
-        self._shards, self._dtype = shards, dtype
+    def __init__(self, shards: Sequence[Shard], dtype: Narrow, named_by: str = "") -> None:
+        """`named_by`: where the index is, if it is not of this machine."""
+        self._shards, self._dtype, self._named_by = shards, dtype, named_by
         self._ends = list(itertools.accumulate(shard.tokens for shard in shards))
         self._item = ITEM_BYTES[dtype]
         self.size = self._ends[-1] * self._item if shards else 0
@@ -57,7 +58,8 @@ class Shards:
         """The tokens of a part. Raises OSError: they are not at this address."""
         dtype = part.shard.dtype or self._dtype
         item, skip = ITEM_BYTES[dtype], part.shard.skip
-        raw = fetch.read(address, skip + part.first * item, skip + part.end * item)
+        first, end = skip + part.first * item, skip + part.end * item
+        raw = fetch.read(address, first, end, named_by=self._named_by)
         if len(raw) != (part.end - part.first) * item:
             raise FileNotFoundError(f"it ends before its token {part.end}")
         if dtype == self._dtype:

@@ -109,6 +109,7 @@ DATA = "swarm/data.py"
 DATASET = "peers/storage/dataset.py"
 MERKLE = "swarm/merkle.py"
 BLOCKS = "peers/storage/blocks.py"
+FETCH = "peers/storage/fetch.py"
 EXCHANGE = "peers/transfer/blocks.py"
 PROOFS = "swarm/protocol/proofs.py"
 GIVER = "peers/vouching/giver.py"
@@ -6673,6 +6674,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if index.tokens > MAX_TOKENS:",
         "if False:",
         "An index names more tokens than any run can have, and its reader begins to fetch them.",
+        ("test_index",),
+    ),
+    Mutation(
+        "go-wherever-a-redirect-leads",
+        FETCH,
+        "if is_private and not self.may_be_private:",
+        "if False:",
+        "The server of an index has its readers ask the devices beside them for any page.",
+        ("test_index",),
+    ),
+    Mutation(
+        "go-wherever-an-index-says",
+        FETCH,
+        " or named_by in _private)",
+        " or True)",
+        "An index names addresses in the networks of its readers, which ask there.",
         ("test_index",),
     ),
     Mutation(

@@ -420,6 +420,35 @@ def test_an_index_from_afar_names_no_file_of_this_machine(server: Server, tmp_pa
     assert fetch.beside("https://a/b/index.json", "s3://c/d") == "s3://c/d"
 
 
+@pytest.mark.parametrize("by", ["a redirect", "the index"])
+def test_a_server_in_the_internet_leads_nobody_into_the_own_network(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Else it has a trainer ask the devices beside it for any pages. A proxy is the internet here."""
+    internet = Server(server.folder)
+    internet.moved |= {"/moved.json": "http://other.example/index.json", "/ftp": "ftp://127.0.0.1/x"}
+    if by == "a redirect":
+        internet.moved |= {f"/{n}.tokens": f"{server.url}/{n}.tokens" for n in range(len(CUTS) - 1)}
+    else:
+        named = Path(addressed(server, f"{server.url}/{{}}")).read_bytes()
+        (server.folder / "index.json").write_bytes(named)
+    monkeypatch.setenv("http_proxy", internet.url)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    try:
+        _, data = opened("http://data.example/moved.json", tmp_path)
+        with pytest.raises(
+            SetupError,
+            match=r"0\.tokens cannot be had: it leads to \S+/0\.tokens, which is 127\.0\.0\.1 in a private "
+            r"network, where only an index there, or on this machine, may lead",
+        ):
+            data.batch([0])
+        with pytest.raises(OSError, match="unknown url type: ftp"):
+            fetch.read("http://data.example/ftp")
+    finally:
+        internet.close()
+    assert not server.asked
+
+
 def test_tokens_that_the_vocabulary_lacks_are_an_error(server: Server, tmp_path: Path) -> None:
     few = replace(RUN, model=replace(RUN.model, vocab_size=500))
     with pytest.raises(SetupError, match=r"vocab_size = 500 .* tokens up to \d+: it must be at least"):
