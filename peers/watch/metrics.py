@@ -8,9 +8,11 @@ grows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import ipaddress
+from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,6 +21,7 @@ from prometheus_client import (
     Info,
     PlatformCollector,
     ProcessCollector,
+    make_wsgi_app,
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -34,18 +37,40 @@ from swarm.monitoring.health import LEVELS, PeerHealth, SwarmHealth
 def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str]:
     """Serve `/metrics` from a thread while the block runs. Yields its address.
 
+    What is for this machine only answers to no name but localhost: any web page can have its own name lead
+    here, and its scripts would read what is served under that name (DNS rebinding).
+
     Raises:
         SetupError: the address is taken, or not of this machine.
     """
     host, port = listen
     with as_setup_error(f"cannot serve metrics at {host}:{port}", ". Choose another port with --metrics"):
         server, thread = start_http_server(port, addr=host, registry=registry)
+    if ipaddress.ip_address(host).is_loopback:
+        told = make_wsgi_app(registry)
+
+        def by_address(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            if is_address(environ.get("HTTP_HOST", "")):
+                return told(environ, start_response)
+            start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+            return [b"these numbers answer to no such name: ask by an address, or serve them on another one"]
+
+        server.set_app(by_address)
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def is_address(host: str) -> bool:
+    """Whether a header `Host` is an IP address or localhost, with a port or without."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name.split(".")[-1] == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 Told: TypeAlias = tuple[str, str, "type[Event] | UnionType", str]

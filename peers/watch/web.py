@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Response
@@ -27,6 +25,7 @@ from peers.events import time_of_day
 from peers.programs.status import to_json
 from peers.storage.atomic_file import as_setup_error
 from peers.watch import topology
+from peers.watch.metrics import is_address
 from peers.watch.terminal import clock
 from swarm.errors import short
 from swarm.ids import PeerId
@@ -77,21 +76,12 @@ class _ByAddress:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app: Any = self._app
-        if scope["type"] in ("http", "websocket") and not _is_address(Headers(scope=scope).get("host", "")):
+        if scope["type"] in ("http", "websocket") and not is_address(Headers(scope=scope).get("host", "")):
             text = (
                 "the dashboard answers to no such name: open it by an address, such as http://127.0.0.1:PORT/"
             )
             app = PlainTextResponse(text, status_code=421)
         await app(scope, receive, send)
-
-
-def _is_address(host: str) -> bool:
-    """Whether a header `Host` is an IP address or localhost, with a port or without."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name.split(".")[-1] == "localhost" or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
 
 
 class _Server(uvicorn.Server):

@@ -6693,6 +6693,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "tell-numbers-to-any-name",
+        "peers/watch/metrics.py",
+        "if ipaddress.ip_address(host).is_loopback:",
+        "if False:",
+        "Any web page that is open on this machine reads the numbers of its peer.",
+        ("test_status",),
+    ),
+    Mutation(
         "wait-for-a-body-as-long-as-callers-do",
         "peers/incoming.py",
         " - BEFORE_S)",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from peers.net.identity import Identity
 from peers.ports import Answer, Request
 from peers.programs.status import join_line, picture, run_status, table, to_json
 from peers.programs.tool_options import StatusOptions
+from peers.watch.metrics import served
 from peers.watch.monitor import Monitor, WatchPace
 from swarm.errors import Refused, SetupError
 from swarm.ids import Generation
@@ -355,3 +359,24 @@ async def test_no_route_to_the_run_is_said_in_one_line() -> None:
 
 def test_records_stay_small() -> None:
     assert len(msgspec.msgpack.encode(record("p" * 52, 1))) < 400
+
+
+def test_who_comes_by_a_name_of_another_gets_no_numbers_of_this_machine() -> None:
+    """A web page may have its own name lead to this machine, and would read the answer (DNS rebinding)."""
+
+    def answered(host: str) -> int:
+        request = urllib.request.Request(place.replace("0.0.0.0", "127.0.0.1"), headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as refused:
+            with refused:
+                return refused.code
+
+    with served(("127.0.0.1", 0), CollectorRegistry()) as place:
+        for host in ("evil.example", "evil.example:9090", "127.0.0.1.evil.example", ""):
+            assert answered(host) == 421
+        for host in ("localhost", "LocalHost:9090", "[::1]:9090"):
+            assert answered(host) == 200
+    with served(("0.0.0.0", 0), CollectorRegistry()) as place:  # a scraper may have any name for it
+        assert answered("peer:9090") == 200
