@@ -29,6 +29,8 @@ KEPT_S = 10.0
 """Limit for what another replica shows of a microbatch."""
 MAX_GIVEN = 8
 """Microbatches that one peer reads at once: who audits a sum fetches four, and computes two answers again."""
+MAX_GIVEN_TO_STRANGERS = 64
+"""That all without voice read at once, however many they are. At first nobody has voice: some audit then."""
 
 
 class Shown(NamedTuple):
@@ -124,7 +126,7 @@ def serve_kept(core: StageCore) -> None:
     """
     shown: dict[int, set[tuple[PeerId, int, bool]]] = {}
     """To auditors, by step."""
-    given = Given(MAX_GIVEN)
+    given, given_to_strangers = Given(MAX_GIVEN), Given(MAX_GIVEN, MAX_GIVEN_TO_STRANGERS)
 
     async def answer(request: Request) -> Answer:
         ask = unpack(request.header, AskKept, core.run.id)
@@ -148,7 +150,8 @@ def serve_kept(core: StageCore) -> None:
         body = [buffer for one in (*forth, *back) for buffer in one.buffers]
         for place in [place for place, part in enumerate(body) if memoryview(part).nbytes][:1]:
             array = np.frombuffer(body[place], np.uint8)
-            given.hold(request.peer, array)
+            is_known = audits or core.voices.has(request.peer)
+            (given if is_known else given_to_strangers).hold(request.peer, array)
             body[place] = array.data  # as long as that is held the array is
         if audits:
             for old in [t for t in shown if t < core.version - 1]:

@@ -7851,6 +7851,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_chains",),
     ),
     Mutation(
+        "a-crowd-has-any-number-of-microbatches-kept",
+        "peers/audit/kept.py",
+        "given, given_to_strangers = Given(MAX_GIVEN), Given(MAX_GIVEN, MAX_GIVEN_TO_STRANGERS)",
+        "given = given_to_strangers = Given(MAX_GIVEN)",
+        "A hundred identities have 800 microbatches held for them.",
+        ("test_judges",),
+    ),
+    Mutation(
+        "who-has-voice-waits-for-a-crowd",
+        "peers/audit/kept.py",
+        "is_known = audits or core.voices.has(request.peer)",
+        "is_known = False",
+        "A crowd that reads nothing has the replicas of a stage audit one another no more.",
+        ("test_judges",),
+    ),
+    Mutation(
         "a-stage-shows-the-next-one-nothing",
         "peers/audit/kept.py",
         "is_fed = ask.made and core.voices.counts(request.peer, core.stage + 1)",

@@ -13,7 +13,7 @@ import pytest
 
 from peers.audit.answers import AT_ONCE
 from peers.audit.convictions import BODIES_AT_ONCE, MAX_BODIES, PASS_ON_S
-from peers.audit.kept import KEPT_S, MAX_GIVEN
+from peers.audit.kept import KEPT_S, MAX_GIVEN, MAX_GIVEN_TO_STRANGERS
 from peers.audit.verdicts import MAX_TOLD
 from peers.clock import now_s
 from peers.events import PeerLost
@@ -242,10 +242,12 @@ async def test_several_that_take_turns_leave_a_place_to_others(callers: int, lea
 
 
 async def test_who_reads_nothing_has_few_microbatches_kept_for_it() -> None:
-    """A stranger at the stage had those of one step after the other held, 768 at once, when all were done."""
+    """A stranger at the stage had those of one step after the other held, 768 at once, when all were done.
+    Of a crowd each had as many as one.
+    """
     async with swarm(RUN, replicas=3) as s:
         await begun(s)
-        await crowd(s, 1, 2)
+        strangers = await crowd(s, 1, MAX_GIVEN_TO_STRANGERS // MAX_GIVEN + 1)
         steps = [(name, s.peers[name].core.applied) for name in ("s1p0", "s1p1", "s1p2")]
         kept_by = [(name, m) for m in range(RUN.M) for name, step in steps if step and step.shown(m, b"")]
         name, m = kept_by[0]
@@ -257,6 +259,11 @@ async def test_who_reads_nothing_has_few_microbatches_kept_for_it() -> None:
         assert await kept(Trickle("a001", ask, [])), "others wait for none of it"
         unread.pop()
         assert await kept(Trickle("a000", ask, []))
+        for one in strangers[1:]:
+            with contextlib.suppress(Busy):
+                unread += [await kept(Trickle(one, ask, [])) for _ in range(MAX_GIVEN)]
+        assert len(unread) <= MAX_GIVEN_TO_STRANGERS
+        assert all([await kept(Trickle(one, ask, [])) for one in PEERS[3:]]), "who has voice waits for none"
 
 
 async def test_who_shows_what_proves_nothing_is_not_heard_again_and_again() -> None:
