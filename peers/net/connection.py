@@ -647,6 +647,10 @@ class ServerConnection(Connection):
         """Its caller waits for answers."""
         return bool(self._calls)
 
+    def awaits(self, call: ServedCall) -> bool:
+        """Whether its caller has not given it up."""
+        return call.number in self._calls
+
     def _open(self, message: bytes) -> None:
         self.peer, self.line = self._on_open(self, message)
 
@@ -739,7 +743,7 @@ class ServerConnection(Connection):
         """Send the result. Raises ValueError if it is over a limit of the framing."""
         frame = frames.pack_result(call.number, header, [part.nbytes for part in body])
         self._forget_body(call)
-        if call.number not in self._calls:
+        if not self.awaits(call):
             return
         call.outgoing = Outgoing(call.number, body, UNLIMITED)
         call.unread_bytes = call.outgoing.left * to_strangers

@@ -483,7 +483,7 @@ class NetTransport:
         try:
             answer = await handler(served)
             body, to_strangers = [flat(part) for part in answer.body], served.method in READS
-            if to_strangers:
+            if to_strangers and link.awaits(served):
                 self._require_room(link, sum(part.nbytes for part in body))
             link.answer(served, answer.header, body, to_strangers=to_strangers)
         except SwarmError as refusal:

@@ -8134,7 +8134,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "hold-what-strangers-do-not-read",
         "peers/net/transport.py",
-        "            if to_strangers:\n",
+        "            if to_strangers and link.awaits(served):\n",
         "            if False:\n",
         "A thousand identities that read nothing of what they are given fill 64 GB.",
         ("test_connection",),
@@ -8169,6 +8169,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                self._end(stuck)\n",
         "                pass\n",
         "Identities that read nothing of what they are given keep the chunks of a state from newcomers.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "make-room-for-who-gave-up",
+        "peers/net/transport.py",
+        "if to_strangers and link.awaits(served):",
+        "if to_strangers:",
+        "Who asks, and gives up at once, has the streams of slow readers ended for nothing.",
         ("test_connection",),
     ),
     Mutation(

@@ -649,6 +649,30 @@ async def test_only_who_takes_nothing_of_what_it_gives_up_has_to_wait(
 
 
 @pytest.mark.virtual_time
+async def test_for_a_call_that_was_given_up_no_stream_makes_way() -> None:
+    source, works = Source(), asyncio.Event()
+    crowd = [source.opens(f"stranger {n}", 0.0)[0] for n in range(UNREAD_BYTES_OF_ALL >> 20)]
+    for link in crowd:
+        assert await source.ask(link)
+    await asyncio.sleep(6.0)
+
+    async def serve(request: object) -> Answer:
+        await works.wait()
+        return Answer(b"", [source.chunk])
+
+    source.transport.serve("chunk", serve)
+    for gives_up in (True, False):
+        link, _ = source.opens("newcomer", 0.0)
+        await source.ask(link)
+        if gives_up:
+            feed(link, frames.pack_prefix(Kind.ABORT, source.number))
+        works.set()
+        await asyncio.sleep(0.1)
+        works.clear()
+        assert any(one.over for one in crowd) is not gives_up
+
+
+@pytest.mark.virtual_time
 async def test_who_takes_nothing_has_few_large_headers_held() -> None:
     """A keeper says in 48 kB what is saved: eight identities had 900 MB of that wait for them."""
     transport, told = NetTransport(DaemonControl(Path("none")), Identity.generate()), Answer(bytes(48_000))
