@@ -800,6 +800,11 @@ class ServerConnection(Connection):
             self.fail(PeerSilent(self.peer, f"its body stopped coming {quiet_s:.1f} s ago"))
         return not self.over
 
+    def excuse(self) -> None:
+        """Its caller leaves no answer unread: our end is about to end the stream."""
+        for call in self._calls.values():
+            self._is_read(call)
+
     def _lost(self, fault: PeerFault) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():

@@ -313,6 +313,8 @@ class NetTransport:
     def daemon_died(self, *, for_good: bool) -> None:
         """Our p2pd ended: every stream is broken. New calls wait for another one, unless it is `for_good`."""
         self._dialer.pause("our own p2pd ended", for_good=for_good)
+        for served in self._incoming:
+            served.excuse()
         for link in self._open_links():
             link.fail(PeerGone(link.peer, self._dialer.closed))
 

@@ -8172,6 +8172,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_connection",),
     ),
     Mutation(
+        "blame-readers-for-our-own-p2pd",
+        "peers/net/transport.py",
+        "            served.excuse()\n",
+        "            pass\n",
+        "After our p2pd ended its readers have nothing for half a minute, where a crowd reads.",
+        ("test_connection",),
+    ),
+    Mutation(
         "make-room-for-who-gave-up",
         "peers/net/transport.py",
         "if to_strangers and link.awaits(served):",

@@ -649,6 +649,22 @@ async def test_only_who_takes_nothing_of_what_it_gives_up_has_to_wait(
 
 
 @pytest.mark.virtual_time
+async def test_who_reads_slowly_has_not_to_wait_where_our_p2pd_ended() -> None:
+    source = Source()
+    for number in range(300):
+        await source.ask(source.opens(f"stranger {number}", 0.0)[0])
+    link, _ = source.opens("slow", 0.0)
+    await source.ask(link)
+    await asyncio.sleep(2.0)
+    source.transport.daemon_died(for_good=False)
+    source.transport._dialer.resume()
+    assert link.over
+    for number in range(300):
+        await source.ask(source.opens(f"more {number}", 0.0)[0])
+    assert await source.ask(source.opens("slow", 0.0)[0]) is not None
+
+
+@pytest.mark.virtual_time
 async def test_for_a_call_that_was_given_up_no_stream_makes_way() -> None:
     source, works = Source(), asyncio.Event()
     crowd = [source.opens(f"stranger {n}", 0.0)[0] for n in range(UNREAD_BYTES_OF_ALL >> 20)]
