@@ -4337,9 +4337,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-claim-takes-no-longer-in-a-long-pipeline",
         "swarm/protocol/blame.py",
-        "self._first.answered(now - self._began_s.pop(t))",
-        "self._began_s.pop(t)",
+        "self._first.answered(now - began_s)",
+        "pass",
         "In a pipeline of eight stages of a second an honest replica is charged with 27 s in six steps.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "a-claim-made-again-counts-from-the-first",
+        "swarm/protocol/blame.py",
+        "elif (began_s := self._began_s.pop(t, None)) is not None and own.done:",
+        "elif own.done and (began_s := self._began_s.pop(t, None)) is not None:",
+        "Who has a coordinator's claims end has its stage wait long for those of others.",
         ("test_limits",),
     ),
     Mutation(

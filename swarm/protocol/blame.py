@@ -132,10 +132,11 @@ class Blame:
             if peer != self._me and report.in_progress & lacking
         }
         self._computing.note(t, waits if lacking and not lacking & ~claimed else {}, now=now)
-        if (own := reports.get(self._me)) is not None and own.in_progress and not own.done:
+        own = reports.get(self._me, StepReport(t=t))
+        if own.in_progress and not own.done:
             self._began_s.setdefault(t, now)
-        elif own is not None and own.done and t in self._began_s:
-            self._first.answered(now - self._began_s.pop(t))
+        elif (began_s := self._began_s.pop(t, None)) is not None and own.done:  # else it was undone
+            self._first.answered(now - began_s)
         late = self._computing.late(t, now=now, least_s=self._first.limit_s)
         for peer, since_s in late.items():
             self._backoff.charge(peer, t=t, since_s=since_s, now=now)

@@ -106,6 +106,17 @@ def test_a_claim_takes_as_long_as_what_is_behind_the_stage() -> None:
     assert this.computing(3, reports, now=330.0) != reports and backoff.was_charged("bob", t=3)
 
 
+def test_a_claim_that_was_undone_and_made_again_counts_from_then() -> None:
+    """Else who has a caller's claims end has the stage wait long for its own."""
+    this, _ = blame()
+    for t in range(3):
+        for now, own in ((0.0, step(computes=1)), (1.0, step()), (100.0, step(computes=1)), (101.0, step(1))):
+            this.computing(t, {"ann": own, "bob": step(0b1110)}, now=1000.0 * t + now)
+    for now in (3000.0, 3001.0 + COMPUTED_S):
+        this.computing(3, {"ann": step(0b1110), "bob": step(computes=1)}, now=now)
+    assert this.left_out("bob", now=3001.0 + COMPUTED_S)
+
+
 def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() -> None:
     this, _ = blame()
     reports = {"ann": step(0b0011), "bob": step(computes=0b1000)}
