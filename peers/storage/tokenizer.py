@@ -68,10 +68,19 @@ class Tokenizer:
         return self._rows([text])[0].tolist()
 
     def _rows(self, texts: list[str]) -> list[np.ndarray]:
-        """The tokens of each of some texts; the library spreads them over the cores."""
+        """The tokens of each of some texts; the library spreads them over the cores.
+
+        Raises:
+            SetupError: its pattern, which is from a file, cannot split one of them: it would take for ever.
+        """
         if self._library is None:
             return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
-        encoded = self._library.encode_batch(texts, add_special_tokens=False)
+        try:
+            encoded = self._library.encode_batch(texts, add_special_tokens=False)
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":  # the library's panic, which is no Exception
+                raise
+            raise SetupError(f"the tokenizer fails on a text: {str(error)[:200]}; take another one") from None
         return [np.asarray(one.ids, np.uint32) for one in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -6701,6 +6701,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "end-by-the-pattern-of-a-tokenizer",
+        "peers/storage/tokenizer.py",
+        'if type(error).__module__ != "pyo3_runtime":',
+        "if error:",
+        "A tokenizer from a stranger ends its reader with a traceback.",
+        ("test_tokenize",),
+    ),
+    Mutation(
         "tell-numbers-to-any-name",
         "peers/watch/metrics.py",
         "if ipaddress.ip_address(host).is_loopback:",

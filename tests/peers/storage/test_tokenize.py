@@ -22,6 +22,7 @@ from peers.start_line import program
 from peers.storage import shards
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
+from peers.storage.tokenizer import load_tokenizer
 from peers.tokenize import documents
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -277,6 +278,15 @@ def test_an_end_that_the_tokenizer_lacks_is_refused(
     tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(plain))
     said = made(capsys, tmp_path / "o", text, "--tokenizer", plain, ends=cli.Exit.SETUP)
     assert "no token for the end of a document that is known: name it with --eos" in said
+
+
+def test_a_pattern_that_would_take_for_ever_is_an_error(tmp_path: Path) -> None:
+    """The library bounds the time of a match, and ended the process with a traceback."""
+    strange = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    strange.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    strange.save(str(tmp_path / "strange.json"))
+    with pytest.raises(SetupError, match=r"the tokenizer fails on a text: Onig: .*retry-limit-in-match over"):
+        load_tokenizer(tmp_path / "strange.json").encode("a" * 40 + "b")
 
 
 def test_a_run_with_a_document_mask_learns_the_end_of_documents_from_the_index(
