@@ -534,7 +534,7 @@ class Trainer:
         stood_s, self._looked_s = unix_s() - self._looked_s, unix_s()
         if stood_s > SLEPT_S:
             self._woke_s = now_s()
-            why = "(a sleep of the machine, or a clock that was set): it looks for its peers anew"
+            why = "(its machine slept, had too much to do, or set its clock): it looks for its peers anew"
             self._emit(events.Trouble(text=f"this program stood still for {lasting(stood_s)} {why}"))
         for stage in range(self._run.S):
             records = self._directory.at(stage)

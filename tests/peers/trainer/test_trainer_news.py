@@ -197,8 +197,8 @@ async def test_after_a_sleep_of_its_own_no_stage_is_called_lost_at_once() -> Non
     for _ in range(3):
         this._refresh_peers()
     assert said == [
-        "this program stood still for 60 s (a sleep of the machine, or a clock that was set): it looks for "
-        "its peers anew"
+        "this program stood still for 60 s (its machine slept, had too much to do, or set its clock): it "
+        "looks for its peers anew"
     ]
     records.known[:] = [record]
     this._refresh_peers()
