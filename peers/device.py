@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,14 @@ class ComputeDevice(NamedTuple):
     total_bytes: int
 
 
+def check_word(device: str) -> None:
+    """Raises SetupError: no machine has a device of this name."""
+    if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]*)?", device):
+        raise SetupError(
+            f"--device {device!r} is unknown; take auto, cpu, cuda, cuda:N (as in cuda:0) or mps"
+        )
+
+
 def choose_device(asked: str = "auto") -> str:
     """`auto | cpu | cuda | cuda:N | mps` to the name that torch takes; `auto` is the CUDA device with the
     most free memory, or else the CPU.
@@ -38,11 +47,8 @@ def choose_device(asked: str = "auto") -> str:
     """
     if asked == "cpu":
         return "cpu"
-    kind, _, number = asked.partition(":")
-    if asked not in ("auto", "mps") and (
-        kind != "cuda" or (number and not (number.isascii() and number.isdigit()))
-    ):
-        raise SetupError(f"--device {asked!r} is unknown; take auto, cpu, cuda, cuda:N (as in cuda:0) or mps")
+    check_word(asked)
+    number = asked.partition(":")[2]
 
     import torch
 

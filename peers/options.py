@@ -206,9 +206,14 @@ def can_be_folder(flag: str, path: Path) -> None:
         raise SetupError(f"{flag} {path} cannot be written: make {there} yours, or give another folder")
 
 
-def _has_driver(flag: str, device: str) -> None:
+def _may_be(flag: str, device: str) -> None:
     """CUDA cannot be where its driver is not; torch, which takes seconds to import, need not be asked."""
-    if not any(name.strip().partition(":")[0] == "cuda" for name in device.split(",")):
+    from peers.device import check_word
+
+    names = [name.strip() for name in device.split(",") if name.strip()]
+    for name in names if device != "all" else ():
+        check_word(name)
+    if not any(name.startswith("cuda") for name in names):
         return
     if Path("/dev/kfd").exists():  # ROCm's torch calls its devices so, too
         return
@@ -253,8 +258,8 @@ COUNT_OR_AUTO = OptionKind(whole(1, or_auto=True), "auto|N")
 SECONDS = OptionKind(between(86_400, "a number of seconds, 0 to 86400"), "S")
 RATE = OptionKind(_rate, "RATE")
 MEMORY = OptionKind(_memory, "SIZE")
-DEVICE = OptionKind(str, "auto|cpu|cuda[:N]|mps", _has_driver)
-DEVICES = OptionKind(str, "auto|cpu|cuda[:N]|mps|all", _has_driver)
+DEVICE = OptionKind(str, "auto|cpu|cuda[:N]|mps", _may_be)
+DEVICES = OptionKind(str, "auto|cpu|cuda[:N]|mps|all", _may_be)
 
 
 # --- how a field says what its argument is ---
@@ -519,18 +524,28 @@ VARIABLES = ("SWARM_RUN", "SWARM_JOIN", "SWARM_IDENTITY")
 def from_environment(cls: type, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """The arguments that variables of the environment stand for, if the words of a command have none of them.
     A word with an @ is a file with a run and addresses.
+
+    Raises:
+        SetupError: a variable stands for nothing that its option can be.
     """
     typed = {word.partition("=")[0] for word in words}
     if any(word.startswith("@") for word in words):
         typed |= {"--run", "--join"}
     found: list[str] = []
     for one in fields(cls):
-        if not typed & {flag := flag_of(one.name), *one.metadata["unless"]}:
-            values = environment.get(one.metadata["variable"], "")
-            listed = one.metadata["more"].get("action") == "append"
-            found += [
-                word for value in (values.split() if listed else [values]) if value for word in (flag, value)
-            ]
+        name, kind = one.metadata["variable"], one.metadata["kind"]
+        no = {flag := flag_of(one.name), *one.metadata["unless"], "-h", "--help"}
+        if typed & no or not environment.get(name):
+            continue
+        listed = one.metadata["more"].get("action") == "append"
+        for value in environment[name].split() if listed else [environment[name]]:
+            try:
+                parsed = kind.parse(value)
+                if kind.check is not None:
+                    kind.check(f"${name}", parsed)
+            except argparse.ArgumentTypeError as error:
+                raise SetupError(f"${name}: {error}") from None
+            found += [flag, value]
     return found
 
 

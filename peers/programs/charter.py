@@ -118,7 +118,7 @@ def run_init(options: tool_options.InitOptions) -> None:
 
 def run_invite(options: tool_options.InviteOptions) -> None:
     """Print a token. Raises SetupError: the key is not that of the run's owner."""
-    run, owner = load_run(options.manifest), Identity.load(options.owner)
+    run, owner = load_run(options.manifest), _owner_key(options.owner)
     if not run.pinned:
         raise SetupError(f"{options.manifest} is not published yet: give the run.toml of swarm init")
     if run.admission.owner != owner.peer_id:
@@ -163,15 +163,26 @@ async def _at_the_run(
         yield node, charters.charter
 
 
-def _owner(path: Path, node: Node) -> Identity:
-    """The owner's key. Raises SetupError: it is another one."""
-    identity, charters = Identity.load(path), node.directory.charters
-    if identity.peer_id != charters.owner:
+def _owner_key(path: Path) -> Identity:
+    """The owner's key, before anything is asked of others. Raises SetupError: there is none."""
+    try:
+        return Identity.from_file_bytes(path.read_bytes())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SetupError(
+            f"--owner {path} is no key: {why}. Give the owner.key that swarm init made, or a copy of it: no "
+            "other one changes its run"
+        ) from None
+
+
+def _check_owner(owner: Identity, path: Path, node: Node) -> None:
+    """Raises SetupError: it is another key."""
+    charters = node.directory.charters
+    if owner.peer_id != charters.owner:
         raise SetupError(
             f"{path} is not the key of the owner of {charters.name}: its fingerprint is "
-            f"{fingerprint_of(identity.peer_id)}"
+            f"{fingerprint_of(owner.peer_id)}"
         )
-    return identity
 
 
 async def _publish(node: Node, old: Charter, owner: Identity, words: str, **changes: Any) -> Charter:
@@ -194,8 +205,9 @@ async def _publish(node: Node, old: Charter, owner: Identity, words: str, **chan
 
 async def run_ban(options: tool_options.BanOptions) -> None:
     """Publish a charter with one ban more. Raises SetupError."""
+    owner = _owner_key(options.owner)
     async with _at_the_run(options) as (node, charter):
-        owner = _owner(options.owner, node)
+        _check_owner(owner, options.owner, node)
         if options.peer == owner.peer_id:
             raise SetupError(f"{options.peer} owns the run: if its key was stolen, end it by swarm revoke")
         bans = rules.ban(charter, options.peer, options.why)
@@ -204,22 +216,24 @@ async def run_ban(options: tool_options.BanOptions) -> None:
 
 async def run_unban(options: tool_options.UnbanOptions) -> None:
     """Publish a charter with one ban less. Raises SetupError."""
+    owner = _owner_key(options.owner)
     async with _at_the_run(options) as (node, charter):
-        owner = _owner(options.owner, node)
+        _check_owner(owner, options.owner, node)
         bans = rules.unban(charter, options.peer)
         await _publish(node, charter, owner, f"{options.peer} is not banned", bans=bans)
 
 
 async def run_charter(options: tool_options.CharterOptions) -> None:
     """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
+    owner = None if options.owner is None else _owner_key(options.owner)
     async with _at_the_run(options) as (node, charter):
         changes = _changes(options, charter)
-        if options.owner is None:
+        if owner is None or options.owner is None:
             if changes:
                 raise SetupError("only the owner changes a charter: give its key as --owner")
             print(told(charter, node.directory.charters.owner))
             return
-        owner = _owner(options.owner, node)
+        _check_owner(owner, options.owner, node)
         if options.trusted_stages:
             run = await node.directory.fetch_manifest(charter.run)
             check_stages("--trusted-stages", options.trusted_stages, run)

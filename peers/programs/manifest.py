@@ -16,7 +16,7 @@ def run_manifest(options: ManifestOptions) -> None:
     if options.manifest is None:
         print(EXAMPLE, end="")
         return
-    run = load_run(options.manifest)
+    run = load_run("/dev/stdin" if options.manifest == Path("-") else options.manifest)
     print(run.to_toml(), end="")
     if isinstance(run.model, CustomModelSpec):
         words = run.model.source or "a model of transformers"

@@ -101,7 +101,7 @@ class ManifestOptions(Options):
 
     manifest: Path | None = optional(
         arg.FILE,
-        "check this one: print its canonical text; without FILE, print an example to edit",
+        "check this one (-: standard input): print its canonical text; without FILE, an example to edit",
         positional=True,
     )
 

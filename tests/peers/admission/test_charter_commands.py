@@ -227,7 +227,7 @@ def test_an_invitation_is_of_the_owner_and_for_a_published_run(
     assert invite(tmp_path / "a.toml", folder / "owner.key") != 0
     assert "a.toml is not published yet: give the run.toml of swarm init" in capsys.readouterr().err
     assert invite(folder / "run.toml", folder / "none.key") != 0
-    assert "cannot read the identity file" in capsys.readouterr().err
+    assert "none.key is no key: No such file" in capsys.readouterr().err
 
 
 # --- at the run ---------------------------------------------------------------------------------------------

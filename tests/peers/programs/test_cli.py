@@ -32,6 +32,7 @@ from peers.events import Failed, parse_event
 from peers.options import description, options_from
 from peers.programs import manifest_pinning, roles, tool_options
 from peers.programs.fleet import Child
+from peers.programs.manifest import EXAMPLE
 from peers.programs.manifest_pinning import check_code
 from peers.programs.roles import manifest
 from peers.storage import CACHE_ENV, RESULTS_ENV, cache_folder, results_folder
@@ -269,6 +270,55 @@ def test_variables_of_the_environment_stand_for_what_is_not_typed(monkeypatch: p
     args = said_by(["bootstrap", "--manifest", "run.toml"], monkeypatch)
     assert (args.join, args.identity) == ([], Path("mine.key"))
     assert said_by(["pause"], monkeypatch).identity is None, "which of a user's peers is another question"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SWARM_RUN", "mine", "$SWARM_RUN: 'mine' is not a run id (32 hex digits)"),
+        ("SWARM_JOIN", f"{JOIN} 10.0.0.1:99", "$SWARM_JOIN '10.0.0.1:99' is not the address of a peer"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_not_blamed_on_an_option(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWARM_RUN", RUN)
+    monkeypatch.setenv("SWARM_JOIN", JOIN)
+    monkeypatch.setenv(variable, value)
+    assert main(["peer"]) == Exit.SETUP
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["peer", "--help"])
+    assert said_by(["peer", "--run", RUN, "--join", JOIN], monkeypatch).run == RUN
+
+
+def test_a_bad_device_or_key_is_refused_before_anything_is_asked_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said after a minute, when the run had been found, or was not."""
+    (broken := tmp_path / "owner.key").write_bytes(b"half a key")
+    at = ["--run", RUN, "--join", JOIN]
+    for words, said in (
+        (["peer", "--device", "gpu9"], "--device 'gpu9' is unknown; take auto, cpu"),
+        (["peer", "--device", "cpu,gpu9"], "--device 'gpu9' is unknown; take auto, cpu"),
+        (
+            ["charter", "--owner", str(broken)],
+            "owner.key is no key: not an Ed25519 key in libp2p's form. Give",
+        ),
+        (
+            ["charter", "--owner", str(tmp_path / "no")],
+            "no is no key: No such file or directory. Give the owner",
+        ),
+    ):
+        assert main([*words, *at]) == Exit.SETUP
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_a_manifest_is_read_from_the_standard_input() -> None:
+    words = [sys.executable, "-m", "peers", "manifest", "-"]
+    told = subprocess.run(words, input=EXAMPLE.encode(), capture_output=True, timeout=60)
+    assert told.returncode == 0 and b"[model]" in told.stdout
 
 
 @pytest.mark.parametrize("more", ["--allow-code\n./evil.py", "--checkpoint-dir=/home", "-h", "--"])
