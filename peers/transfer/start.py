@@ -15,6 +15,7 @@ from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.gpt import weights_dtype
 from swarm.model.layout import can_start, start_digest, start_from, start_shapes
+from swarm.protocol.voice import voices
 from swarm.wire.messages import START, Opened, OpenState
 
 RETRY_S = 1.0
@@ -62,7 +63,9 @@ def start_of(run: Run, stage: Stage, shapes: Mapping[str, torch.Size]) -> Wanted
 async def fetch_start(
     run: Run, stage: Stage, transport: Transport, directory: Directory, emit: Emit
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a stage starts with, from peers that have them; waits until one has."""
+    """The tensors that a stage starts with, from peers that have them, with voice first: of a crowd each can
+    take two minutes to say something. Waits until one has them.
+    """
     wanted = start_of(run, stage, await asyncio.to_thread(start_shapes, run, stage))
     partial, said, tried = Partial(), "", set[PeerId]()
     while True:
@@ -72,8 +75,9 @@ async def fetch_start(
         sources = [peer for peer in there if peer not in tried]
         try:
             found = await download(
-                transport, wanted, sources, partial=partial, progress=shown(stage, 0, emit)
-            )
+                transport, wanted, sources, partial=partial, progress=shown(stage, 0, emit),
+                voice=voices(run.island(0), records, transport.signer, version=0),
+            )  # fmt: skip
             return found.tensors
         except DownloadFailed as failed:
             tried |= failed.reasons.keys()

@@ -6709,6 +6709,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_tokenize",),
     ),
     Mutation(
+        "ask-a-crowd-for-the-start-first",
+        "peers/transfer/start.py",
+        "voice=voices(run.island(0), records, transport.signer, version=0),",
+        "voice={},",
+        "A newcomer waits for an hour for the weights that a run starts from, of a crowd that has none.",
+        ("test_fetched_start",),
+    ),
+    Mutation(
         "tell-numbers-to-any-name",
         "peers/watch/metrics.py",
         "if ipaddress.ip_address(host).is_loopback:",

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -17,8 +18,10 @@ from swarm.ids import Stage
 from swarm.manifest import Run, StartSpec, demo_run
 from swarm.model import layout
 from swarm.model.layout import start_digest, start_from, start_shapes, start_tensors
-from swarm.records import PeerRecord
+from swarm.records import PeerRecord, Voucher
 from tests.peers.network import CalmNetwork
+from tests.peers.sybils import admitting, voucher
+from tests.peers.tarpits import never_answered
 
 pytestmark = pytest.mark.virtual_time
 
@@ -33,7 +36,7 @@ def started_run() -> Run:
     return replace(run, start=replace(run.start, digests=digests))
 
 
-RUN = started_run()
+RUN = admitting(started_run())
 
 
 @pytest.fixture
@@ -44,7 +47,9 @@ async def network() -> AsyncIterator[CalmNetwork]:
     await network.close()
 
 
-def source(network: CalmNetwork, name: str, value: float | None, stage: Stage = 0) -> None:
+def source(
+    network: CalmNetwork, name: str, value: float | None, stage: Stage = 0, voucher: Voucher | None = None
+) -> None:
     """A peer of `stage` that gives all stages such weights; None: it has none."""
 
     def given(asked: Stage) -> Mapping[str, torch.Tensor]:
@@ -53,9 +58,8 @@ def source(network: CalmNetwork, name: str, value: float | None, stage: Stage = 
         return tensors_of(RUN, asked, value)
 
     StateLeases(RUN, network.join(name).transport, {}, start=given)
-    network.announce(
-        PeerRecord(run=RUN.id, peer=name, stage=stage, state="serving", version=0, addresses=("a",))
-    )
+    record = PeerRecord(run=RUN.id, peer=name, stage=stage, state="serving", version=0, addresses=("a",))
+    network.announce(msgspec.structs.replace(record, voucher=voucher))
 
 
 async def fetched(network: CalmNetwork, stage: Stage, told: list[Event]) -> dict[str, torch.Tensor]:
@@ -79,6 +83,14 @@ async def test_other_weights_are_not_believed_however_many_give_them(network: Ca
         source(network, f"a liar {number}", 2.0)
     source(network, "b honest", 1.0, stage=1)
     assert all(bool((tensor == 1.0).all()) for tensor in (await fetched(network, 0, [])).values())
+
+
+async def test_who_has_worked_is_asked_before_a_crowd_that_says_nothing(network: CalmNetwork) -> None:
+    for number in range(30):
+        source(network, f"a {number}", None)
+        network.peers[f"a {number}"].transport.serve("state", never_answered)
+    source(network, "b honest", 1.0, stage=1, voucher=voucher(RUN, "b honest"))
+    assert await asyncio.wait_for(fetched(network, 0, []), 10.0)
 
 
 async def test_it_says_what_it_waits_for_until_a_peer_has_it(network: CalmNetwork) -> None:
