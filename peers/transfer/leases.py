@@ -40,6 +40,8 @@ REST_S = 30.0
 """A reader that lost its place because it was slow gets no other for so long."""
 SLOW_TIMES = 3.0
 """... unless it was always slow: then this many times the longest pause that it made."""
+MAX_READERS = 4096
+"""That are known of a lease, which a keeper has for as long as its file; who is forgotten is a new one."""
 
 
 class Snapshot(NamedTuple):
@@ -95,6 +97,13 @@ class Lease(msgspec.Struct, eq=False):
     def wanted(self, now: float) -> bool:
         """Whether a reader that seems alive has not read it to its end."""
         return any(reader.alive(now) for reader in self.readers.values())
+
+    def reader(self, peer: PeerId, now: float) -> _Reader:
+        """Who reads it, known from now on; the one that was heard of longest ago may be forgotten for it."""
+        found = self.readers[peer] = self.readers.pop(peer, None) or _Reader(now, now)
+        if len(self.readers) > MAX_READERS:
+            del self.readers[next(iter(self.readers))]
+        return found
 
     def left_by(self, peer: PeerId) -> None:
         """`peer` reads it no more."""
@@ -164,7 +173,7 @@ class Leases:
     def read_by(self, reader: PeerId, lease: Lease) -> Answer:
         """The answer to a peer that has asked for what `lease` is of."""
         lease.read_at = now = now_s()
-        known = lease.readers.setdefault(reader, _Reader(now, now))
+        known = lease.reader(reader, now)
         known.read_at, known.done = now, False
         return Answer(pack(lease.opened), [lease.hashes] if lease.hashes else ())
 
@@ -204,7 +213,7 @@ class Leases:
             raise Refused(f"there is no chunk {wanted.index} of {len(lease.chunks)}")
         lease.read_at = now = now_s()
         chunk = lease.chunks[wanted.index]
-        lease.readers.setdefault(request.peer, _Reader(now, now)).reads(wanted.index, chunk.nbytes, now)
+        lease.reader(request.peer, now).reads(wanted.index, chunk.nbytes, now)
         packs = chunk.dtype == torch.int64
         body = whole_numbers.pack(chunk) if packs else [bytes(bytes_of(chunk))]  # a slow reader keeps no more
         return Answer(pack(Ack()), body)

@@ -6709,6 +6709,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_tokenize",),
     ),
     Mutation(
+        "remember-each-reader-of-a-lease",
+        "peers/transfer/leases.py",
+        "if len(self.readers) > MAX_READERS:",
+        "if False:",
+        "Identities that read a chunk each fill the memory of a keeper.",
+        ("test_state_leases",),
+    ),
+    Mutation(
         "ask-a-crowd-for-the-start-first",
         "peers/transfer/start.py",
         "voice=voices(run.island(0), records, transport.signer, version=0),",

@@ -18,7 +18,7 @@ from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer import leases as state_leases
 from peers.transfer.client import download, state_of
-from peers.transfer.leases import Lease, Leases, Snapshot
+from peers.transfer.leases import MAX_READERS, Lease, Leases, Snapshot
 from peers.transfer.server import MAX_LEASES, SAID_S, WAITED_FOR_S, StateLeases, StateServer
 from swarm.digest import digest_of
 from swarm.errors import NotReady, Refused, SetupError, SwarmError
@@ -666,3 +666,17 @@ async def test_two_that_close_or_open_what_they_read_again_and_again_lose_their_
         except NotReady:
             clock.now += 1.0
     assert joined and clock.now - began <= 30.0
+
+
+async def test_of_a_crowd_of_readers_those_that_read_last_are_known() -> None:
+    """A keeper has a version open for as long as its file: it remembered each identity that ever read it."""
+    network = CalmNetwork()
+    leases = Leases(RUN, network.join("keeper").transport)
+    lease = await leases.add("saved", 0, Snapshot(version=0, tensors={"a": torch.zeros(4)}))
+    for number in range(MAX_READERS + 5):
+        leases.read_by(f"stranger {number}", lease)
+        if number % 3 == 0:
+            leases.read_by("reader", lease)
+    assert len(lease.readers) == MAX_READERS and "reader" in lease.readers
+    assert "stranger 0" not in lease.readers
+    await network.close()
