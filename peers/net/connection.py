@@ -428,7 +428,7 @@ class ClientConnection(Connection):
     role = "caller"
 
     def __init__(self, peer: PeerId, request: bytes, timings: NetTimings = DEFAULT_TIMINGS) -> None:
-        """`request` asks p2pd to open the stream; `opened` gets p2pd's answer."""
+        """`request` asks p2pd to open the stream, empty where none does; `opened` gets p2pd's answer."""
         super().__init__(timings)
         self.peer = peer
         self.opened: asyncio.Future[bytes] = self._loop.create_future()
@@ -442,7 +442,8 @@ class ClientConnection(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        cast(asyncio.Transport, transport).write(self._request)
+        if self._request:
+            cast(asyncio.Transport, transport).write(self._request)
 
     def _open(self, message: bytes) -> None:
         if not self.opened.done():

@@ -57,9 +57,9 @@ class Relay:
         self._running[peer].set()
         self._transports.append(transport)
         if (direct := transport._dialer.direct) is not None:
-            hand_over = direct._hand_over
-            direct._hand_over = lambda link, near, keys: hand_over(
-                link, self._between(peer, link.peer, near), keys
+            connects = direct._open
+            direct._open = lambda link, keys, over, *, near: connects(
+                link, keys, self._between(peer, link.peer, over) if near else over, near=near
             )
         return transport
 

@@ -290,48 +290,34 @@ class DirectPaths:
             keys = asking.agree(given)
             if near is not None:
                 with contextlib.suppress(SwarmError, OSError, asyncio.TimeoutError):
-                    end = await self._hand_over(link, near, keys)
+                    end = await self._open(link, keys, near, near=True)
                     unused.pop_all()
                     return end
             if tcp is not None and given.host:
                 await within(self._knock_at(given, tcp), limit_s)
                 unused.pop_all()
-                return await self._open(link, keys, tcp)
+                return await self._open(link, keys, tcp, near=False)
         tcp = await _first_that_connects([(host, given.port) for host in hosts][:MAX_HOSTS], limit_s)
-        return await self._open(link, keys, tcp)
+        return await self._open(link, keys, tcp, near=False)
 
-    async def _hand_over(
-        self, link: ClientConnection, near: socket.socket, keys: SharedSecret
+    async def _open(
+        self, link: ClientConnection, keys: SharedSecret, over: socket.socket, *, near: bool
     ) -> ClientConnection:
-        """The connection in memory, by a socket of this machine."""
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(near, keys.ticket + bytes(Sealer(keys.to_callee).seal([OPENING])))
-        sealed = await within(_hear(near, SEALED_OPENING_BYTES), self.timings.direct_s)
-        end = self._end_of(link, b"")
-        end.in_memory = True
-        stream = PlainStream(end, _opened(Opener(keys.to_caller), sealed))
-        await loop.create_unix_connection(lambda: stream, sock=near)
-        self._keep(end)
-        return end
-
-    async def _open(self, link: ClientConnection, keys: SharedSecret, tcp: socket.socket) -> ClientConnection:
-        """The connection that was granted, over a socket that is connected."""
-        end = self._end_of(link, OPENING)
-        stream = SealedStream(end, Sealer(keys.to_callee), Opener(keys.to_caller))
+        """The connection that was granted, over a socket that is connected; `near`: to this machine."""
+        loop, sealer, opener = asyncio.get_running_loop(), Sealer(keys.to_callee), Opener(keys.to_caller)
+        end = ClientConnection(link.peer, b"", link.timings)
+        end.line, end.direct, end.in_memory = link.line, True, near
         try:
-            await asyncio.get_running_loop().sock_sendall(tcp, keys.ticket)
-            await asyncio.get_running_loop().create_connection(lambda: stream, sock=tcp)
-            await within(end.opened, self.timings.direct_s)
+            await loop.sock_sendall(over, keys.ticket + bytes(sealer.seal([OPENING])))
+            opening = _opened(opener, await within(_hear(over, SEALED_OPENING_BYTES), self.timings.direct_s))
+            stream = PlainStream(end, opening) if near else SealedStream(end, sealer, opener, opening)
+            connect = loop.create_unix_connection if near else loop.create_connection
+            await connect(lambda: stream, sock=over)
         except BaseException:
+            over.close()
             end.fail(PeerGone(link.peer, "no direct connection came about"))
             raise
         self._keep(end)
-        return end
-
-    def _end_of(self, link: ClientConnection, opening: bytes) -> ClientConnection:
-        """Our end of another connection to the peer of a link."""
-        end = ClientConnection(link.peer, opening, link.timings)
-        end.line, end.direct = link.line, True
         return end
 
 
