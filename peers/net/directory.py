@@ -61,8 +61,6 @@ class NetDirectory:
         """
         self.run_id = run_id
         self.door = door or Doorkeeper()
-        self.credential = b""
-        """What our record carries, to be admitted."""
         self._identity = identity
         self._timings = timings
         self._random = random.Random(identity.peer_id)
@@ -246,7 +244,7 @@ class NetDirectory:
         replicas = sum(self._table.levels(record.stage).values()) if record.run == self.run_id else 0
         self._level = self.reader.scale.level_for(1 + replicas, self._level)
         value = seal_record(
-            record, self._own_expires, self._identity, level=self._level, credential=self.credential
+            record, self._own_expires, self._identity, level=self._level, credential=self.door.credential
         )
         entry = Entry(record.peer, value, self._own_expires)
         keys = record_keys(record, self._level)

@@ -37,7 +37,7 @@ from peers.net.identity import (
 from peers.net.p2pd import Daemon, DaemonOptions, shortage
 from peers.net.p2pd_control import ControlError, DaemonControl, ShortOfFiles
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
-from peers.net.transport import SHOW_METHOD, NetTransport
+from peers.net.transport import NetTransport
 from peers.waiting import TaskKeeper
 from swarm.errors import SetupError, SwarmError, Unreachable
 from swarm.ids import PeerId, RunName
@@ -165,11 +165,10 @@ class Node:
                     "join at a peer that relays: those that can be dialled do, but for --no-relay"
                 )
             direct = direct_options(daemon.options)
-            self.transport = NetTransport(self.control, daemon.identity, timings=self._timings, direct=direct)
+            self.transport = NetTransport(
+                self.control, daemon.identity, timings=self._timings, direct=direct, door=self.door
+            )
             self._started.append("transport")
-            self.transport.refusal, self.transport.invited = self.door.refusal, self.door.invited
-            self.transport.serve(SHOW_METHOD, self.door.serve_show)
-            self.door.on_change.append(self.transport.drop_refused)
             await self.transport.start()
             dial_back = nat.DialBack(self.control, self._relays, self._is_relay, lambda: self.addresses)
             self.transport.serve(nat.METHOD, dial_back.serve)

@@ -16,6 +16,7 @@ from itertools import islice
 from peers.clock import now_s
 from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Line, Traffic
 from peers.net.body_buffers import flat
+from peers.net.charter.doorkeeper import SHOW_METHOD, Doorkeeper
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
 from peers.net.direct.paths import METHOD as DIRECT_METHOD
 from peers.net.direct.paths import DirectOptions, DirectPaths
@@ -45,8 +46,6 @@ from swarm.wire import frames
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "/swarm/calls/1"
-SHOW_METHOD = "admit"
-"""A caller shows what admits it, first on each stream."""
 MAX_LINKS = 2048
 """Streams from callers, all together: 0.2 kB each while idle, and a file descriptor."""
 MAX_LINKS_PER_PEER = 3
@@ -67,19 +66,18 @@ class Dialer:
     """The streams to peers that we call: one each, opened when it is needed, on the best path there is."""
 
     def __init__(
-        self, control: DaemonControl, timings: NetTimings, traffic: Traffic, tasks: TaskKeeper
-    ) -> None:
+        self, control: DaemonControl, timings: NetTimings, traffic: Traffic, tasks: TaskKeeper,
+        door: Doorkeeper,
+    ) -> None:  # fmt: skip
         self.control, self.addresses = control, AddressBook()
         self.closed = ""
         """Why no stream can be opened."""
         self.links: dict[PeerId, ClientConnection] = {}
         self.bypassed: set[ClientConnection] = set()
         """Streams that finish what was begun on them: there is a better path now."""
-        self.credential = b""
-        """Shown first on each stream, if there is any."""
         self.direct: DirectPaths | None = None
         """Beside p2pd, if that is wanted."""
-        self._timings, self._traffic, self._tasks = timings, traffic, tasks
+        self._timings, self._traffic, self._tasks, self._door = timings, traffic, tasks, door
         self._dials: dict[PeerId, asyncio.Task[ClientConnection]] = {}
         self._shortens: dict[PeerId, asyncio.Task[None]] = {}
         """A direct connection is looked for."""
@@ -225,10 +223,10 @@ class Dialer:
 
     async def _introduce(self, link: ClientConnection, deadline: float) -> None:
         """Show what admits us, if we have to."""
-        if self.credential:
+        if credential := self._door.credential:
             with contextlib.suppress(Refused):  # what it is for is refused too, and says why
                 left_s = deadline - now_s()
-                await within(link.call(SHOW_METHOD, self.credential, (), 0), left_s)
+                await within(link.call(SHOW_METHOD, credential, (), 0), left_s)
 
     def _drop(self, link: ClientConnection) -> None:
         if self.links.get(link.peer) is link:
@@ -252,27 +250,25 @@ class NetTransport:
 
     def __init__(
         self, control: DaemonControl, signer: Identity, *, timings: NetTimings = DEFAULT_TIMINGS,
-        direct: DirectOptions | None = None,
+        direct: DirectOptions | None = None, door: Doorkeeper | None = None,
     ) -> None:  # fmt: skip
-        """`direct`: None: all passes p2pd."""
+        """`direct`: None: all passes p2pd. `door`: which peers may call and be called; None: all."""
         self.signer, self.peer_id = signer, signer.peer_id
         self.on_gone: Callable[[PeerId], None] | None = None
         """Told when the last stream that a peer had opened to us ended: it died, or left."""
-        self.refusal: Callable[[PeerId, str, bool], str] = lambda *_: ""
-        """Why a peer may not call a method, or not be called for it (False); empty if it may. Of a stream,
-        the method is empty."""
-        self.invited: Callable[[PeerId], bool] = lambda _: False
-        """See `peers.ports.Transport`."""
+        self.door = door or Doorkeeper()
+        self.refusal, self.invited = self.door.refusal, self.door.invited
+        self.door.on_change.append(self.drop_refused)
         self._timings = timings
-        self.lines = self._traffic = Traffic(most_peers=MAX_LINKS)
+        self.lines = Traffic(most_peers=MAX_LINKS)
         """See `peers.ports.Transport`."""
         self._tasks = TaskKeeper()
         self._most_links = min(MAX_LINKS, most_connections())
-        self._dialer = Dialer(control, timings, self._traffic, self._tasks)
+        self._dialer = Dialer(control, timings, self.lines, self._tasks, self.door)
         self.addresses = self._dialer.addresses
         if direct is not None:
             self._dialer.direct = DirectPaths(signer, direct, timings, self._make_callee)
-        self._methods: dict[str, tuple[Handler, int]] = {}
+        self._methods: dict[str, tuple[Handler, int]] = {SHOW_METHOD: (self.door.serve_show, 0)}
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
         self._incoming: dict[ServerConnection, None] = {}
         self._server: asyncio.AbstractServer | None = None
@@ -328,11 +324,7 @@ class NetTransport:
 
     def limit_upload(self, most_bps: float) -> None:
         """Send no more than so many bits a second, over all links from now on."""
-        self._traffic.limiter.keep_to(most_bps)
-
-    def show(self, credential: bytes) -> None:
-        """Show this on each stream that we open from now on."""
-        self._dialer.credential = credential
+        self.lines.limiter.keep_to(most_bps)
 
     def drop_refused(self) -> None:
         """Close the streams of peers that are refused now."""
@@ -393,7 +385,7 @@ class NetTransport:
             link.fail(PeerGone(peer, why))
         elif len(self._incoming) > self._most_links:
             self._make_room(link)
-        return peer, self._traffic.of(peer)
+        return peer, self.lines.of(peer)
 
     def _make_room(self, newest: ServerConnection) -> None:
         """End the stream of the next few that was silent for longest, of a stranger without calls if there

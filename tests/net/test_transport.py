@@ -127,7 +127,7 @@ async def test_what_a_line_can_do_is_seen_from_what_passes(
     """A busy machine makes it look slower, never faster."""
     caller, callee = pair
     if callee.peer_id in caller.lines:
-        caller._traffic.of(callee.peer_id)._round_trips_s.clear()  # of before it took so long
+        caller.lines.of(callee.peer_id)._round_trips_s.clear()  # of before it took so long
     relay.latency_s = 0.02
     for _ in range(3):
         await caller.call(callee.peer_id, "echo", b"small")

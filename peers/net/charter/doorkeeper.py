@@ -14,7 +14,6 @@ from peers.clock import unix_s
 from peers.net.charter.signed import MAX_CREDENTIAL_BYTES, open_credential
 from peers.net.direct.paths import METHOD as DIRECT_METHOD
 from peers.net.signed_records import Announced
-from peers.net.transport import SHOW_METHOD
 from peers.ports import Answer, Request
 from swarm.charter import (
     MAX_WORK_BITS,
@@ -35,6 +34,8 @@ from swarm.errors import Refused, count
 from swarm.ids import PeerId, Stage
 from swarm.records import NO_STAGE, PeerRecord
 
+SHOW_METHOD = "admit"
+"""A caller shows what admits it, first on each stream."""
 MAX_SHOWN = 16_384
 """4 MB. What admits nobody is not kept, once there is a charter to tell."""
 USED_S = 60.0
@@ -51,6 +52,8 @@ class Doorkeeper:
         self.terms: AdmissionTerms | None = None
         self.stage: Stage | None = None
         """That we serve, if we serve one; of a run with islands the cell."""
+        self.credential = b""
+        """What we show to be admitted: on each stream that we open, and in our record."""
         self.on_change: list[Callable[[], None]] = []
         self._shown: dict[PeerId, tuple[bytes, Token | None]] = {}
         """Credentials, the latest last, and the token in each."""

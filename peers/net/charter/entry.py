@@ -49,9 +49,7 @@ async def enter(node: Node, role: Role, token: str | None, cache: Path, note: Ca
         note(f"the run asks for a stamp of {bits} bits of work: about {2**bits / 1e6:.0f} s of a core, once")
         stamp = await asyncio.to_thread(_stamp, run_id, me, bits, cache)
         door.show(me, seal_credential(certificate, stamp))
-    credential = door.shown(me)
-    node.directory.credential = credential
-    node.transport.show(credential)
+    door.credential = door.shown(me)
     if why := _why_not(door, me, role):
         raise SetupError(why)
     door.on_change.append(check)

@@ -11,11 +11,10 @@ import pytest
 import pytest_asyncio
 
 from peers.net.charter import signed
-from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.identity import Identity
 from peers.net.node import Node
 from peers.net.p2pd import DaemonOptions
-from peers.net.transport import SHOW_METHOD, NetTransport
+from peers.net.transport import NetTransport
 from peers.ports import Answer, Request
 from swarm import charter as rules
 from swarm.charter import AdmissionRule, AdmissionTerms, Ban
@@ -33,14 +32,11 @@ async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
 
 
 class Guarded:
-    """A transport with a doorkeeper, as `peers.net.node` puts them together."""
+    """A transport and its doorkeeper."""
 
     def __init__(self, transport: NetTransport) -> None:
-        self.transport, self.door = transport, Doorkeeper()
+        self.transport, self.door = transport, transport.door
         self.handled: list[str] = []
-        transport.refusal = self.door.refusal
-        transport.serve(SHOW_METHOD, self.door.serve_show)
-        self.door.on_change.append(transport.drop_refused)
         for method in ("part", "status", "work"):
             transport.serve(method, self._handle, max_body_bytes=100)
 
@@ -147,7 +143,7 @@ async def test_a_caller_shows_its_token_before_its_first_call(relay: Relay) -> N
     other = Guarded(await relay.add())
     other.door.set(closed)
     other.door.stage = 0
-    caller.transport.show(signed.seal_credential(certificate))
+    caller.door.credential = signed.seal_credential(certificate)
     assert await caller.call(other, "work") == b"done"
     with pytest.raises(Refused, match="its token is for a trainer"):
         await caller.call(other, "part")
@@ -204,5 +200,5 @@ async def test_a_callee_that_knows_no_credentials_is_called_all_the_same(relay: 
         return Answer(b"done")
 
     callee.serve("part", answer)
-    caller.show(b"x" * 1000)
+    caller.door.credential = b"x" * 1000
     assert (await caller.call(callee.peer_id, "part", b"")).header == b"done"

@@ -507,16 +507,12 @@ class FakeNode:
 
     def __init__(self, who: Identity, **changes: Any) -> None:
         self.peer_id, self.door = who.peer_id, Doorkeeper()
-        self.directory, self.transport = SimpleNamespace(credential=b""), SimpleNamespace(show=self._show)
-        self.shown, self.ended = b"", list[str]()
+        self.ended: list[str] = []
         if changes.pop("has_charter", True):
             self.go_by(**changes)
 
     def go_by(self, **changes: Any) -> None:
         self.door.set(AdmissionTerms(charter_of(**changes), OWNER.peer_id, stages=2))
-
-    def _show(self, credential: bytes) -> None:
-        self.shown = credential
 
     def end(self, why: SetupError) -> None:
         self.ended.append(why.text)
@@ -538,8 +534,7 @@ async def test_a_token_admits_and_is_shown_to_all() -> None:
     token = signed.make_token(RUN.id, OWNER, "peer", expires=int(unix_s()) + 100)
     node = FakeNode(KIM, peers=AdmissionRule("token"))
     await enter(node, token=token)
-    assert node.shown == node.directory.credential != b""
-    opened = signed.open_credential(node.shown, RUN.id, OWNER.peer_id, KIM.peer_id)
+    opened = signed.open_credential(node.door.credential, RUN.id, OWNER.peer_id, KIM.peer_id)
     assert opened.token is not None
     with pytest.raises(SetupError, match="--token is for a peer, and this is a keeper: ask for another one"):
         await enter(FakeNode(KIM), "keeper", token)
@@ -573,7 +568,7 @@ async def test_a_stamp_is_made_once(tmp_path: Path) -> None:
         notes = await enter(node, cache=tmp_path / "stamps")
         assert len(notes) == noted
         assert notes[0].startswith("the run asks for a stamp of 14 bits of work: about 0 s of a core, once")
-        opened = signed.open_credential(node.shown, RUN.id, OWNER.peer_id, KIM.peer_id)
+        opened = signed.open_credential(node.door.credential, RUN.id, OWNER.peer_id, KIM.peer_id)
         assert opened.stamp_bits >= 14
     (path,) = (tmp_path / "stamps").iterdir()
     path.write_text("no number")

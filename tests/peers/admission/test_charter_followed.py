@@ -422,7 +422,7 @@ async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:
         token = signed.make_token(RUN.id, OWNER, "peer", expires=int(unix_s()) + 1000)
         invited, stranger = nodes[2], nodes[3]
         certificate = signed.certify(token, RUN.id, invited.peer_id)[1]
-        invited.directory.credential = signed.seal_credential(certificate)
+        invited.directory.door.credential = signed.seal_credential(certificate)
         for node in (invited, stranger):
             await node.directory.announce(mine(node))
         await within(20, lambda: nodes[1].directory.find(invited.peer_id))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from peers.net.bandwidth import Traffic
+from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.connection import ClientConnection
 from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, grant
 from peers.net.direct.paths import DirectOptions
@@ -216,7 +217,7 @@ class Control:
 @pytest.mark.parametrize("found_s", [0.5, 60.0])
 async def test_a_body_waits_for_a_path_past_p2pd_and_nothing_else_does(found_s: float) -> None:
     loop, traffic, tasks = asyncio.get_running_loop(), Traffic(most_peers=1), TaskKeeper()
-    dialer = Dialer(Control(), DEFAULT_TIMINGS, traffic, tasks)  # type: ignore[arg-type]
+    dialer = Dialer(Control(), DEFAULT_TIMINGS, traffic, tasks, Doorkeeper())  # type: ignore[arg-type]
     link, paths = ClientConnection("peer", b""), Paths(found_s)
     link.line, dialer.links["peer"] = traffic.of("peer"), link
     dialer.direct = paths  # type: ignore[assignment]
