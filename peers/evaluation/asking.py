@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from peers import events
 from peers.ports import Buffer, Transport
+from peers.waiting import for_each, within
 from swarm import evaluation
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import PeerId, Stage
@@ -106,33 +107,26 @@ class Evaluations:
         return task.exception() if task is not None and task.done() and not task.cancelled() else None
 
     async def _evaluate(self, t: int, tell: Sequence[PeerId]) -> None:
-        places, run = asyncio.Semaphore(AT_ONCE), self._run
-        expected_s, refusals = (
-            self._expected_s(evaluation.microbatches(run) * evaluation.routes_needed(run)),
-            list[str](),
-        )
+        run, count = self._run, evaluation.microbatches(self._run)
+        found, refusals = dict[int, float](), list[str]()
+        expected_s = self._expected_s(count * evaluation.routes_needed(run))
         limit_s = max(LEAST_S, TIMES_EXPECTED * expected_s) if expected_s < math.inf else UNKNOWN_S
 
-        async def one(e: int) -> float | None:
-            async with places:
-                return await self._loss(t, e, limit_s / TRIES, refusals)
+        async def one(e: int) -> None:
+            if (loss := await self._loss(t, e, limit_s / TRIES, refusals)) is not None:
+                found[e] = loss
 
-        tasks = [asyncio.ensure_future(one(e)) for e in range(evaluation.microbatches(run))]
-        try:
-            _, late = await asyncio.wait(tasks, timeout=limit_s)
-        finally:
-            for task in tasks:
-                task.cancel()
-        losses = [task.result() for task in tasks if task not in late]
-        if (lacking := len(late) + losses.count(None)) > 0:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await within(for_each(range(count), one, AT_ONCE), limit_s)
+        if len(found) < count:
             self._given_up.add(t)
             why = f"; the last refusal: {refusals[-1]}" if refusals else ""
-            lack = f"{lacking} of {len(tasks)} microbatches have no loss that is believed{why}"
+            lack = f"{count - len(found)} of {count} microbatches have no loss that is believed{why}"
             text = f"the evaluation before step {t} is given up, and the run goes on: {lack}"
             self._emit(events.Trouble(text=text))
             return
-        found = [loss for loss in losses if loss is not None]
-        version, loss = evaluation.version_of(run, t), evaluation.mean_loss(found, [1] * len(found))
+        losses = [found[e] for e in range(count)]
+        version, loss = evaluation.version_of(run, t), evaluation.mean_loss(losses, [1] * count)
         self.losses[t] = loss
         self._emit(events.Evaluated(version=version, loss=loss, samples=run.eval.samples))
         said = pack(Evaluated(run=run.id, version=version, loss=loss))

@@ -6599,8 +6599,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-an-evaluation-for-ever",
         "peers/evaluation/asking.py",
-        "asyncio.wait(tasks, timeout=limit_s)",
-        "asyncio.wait(tasks)",
+        "await within(for_each(range(count), one, AT_ONCE), limit_s)",
+        "await for_each(range(count), one, AT_ONCE)",
         "A peer that answers work and no evaluation stands a run still.",
         ("test_evaluation",),
     ),
