@@ -118,9 +118,8 @@ class Wanted:
 
     name: str
     """As errors call it."""
-    method: str
-    """By which it is opened, with `question`."""
     question: Question
+    """That opens it."""
     like: Mapping[str, torch.Tensor]
     """Names, shapes and dtypes; the numbers are not looked at."""
     can_be: Callable[[PeerId, Opened], None] = lambda source, opened: None
@@ -252,7 +251,7 @@ def state_of(run: Run, stage: Stage, version: int = -1, signed: Sequence[Word] =
             raise BadAnswer(source, f"offers version {opened.version} of {impossible}") from None
 
     return Wanted(
-        name=f"stage {stage}", method="state", question=OpenState(run=run.id, stage=stage, version=version),
+        name=f"stage {stage}", question=OpenState(run=run.id, stage=stage, version=version),
         like=empty_state(run, stage), can_be=can_be, fits=fits,
     )  # fmt: skip
 
@@ -369,10 +368,11 @@ class _Downloading:
     async def _open(self, source: PeerId, question: Question) -> Offer:
         most = len(self.partial.chunks) * DIGEST_BYTES
         hashed_s = sum(chunk.nbytes for chunk in self.partial.chunks) / HASHED_BYTES_PER_S
+        of_state = isinstance(question, OpenState)
         shared = isinstance(question, OpenHeld) and max(question.shared_with, question.shared_of) >= 0
-        waits_s = COPIED_S if isinstance(question, OpenState) else HELD_BACK_S * shared
+        waits_s = COPIED_S if of_state else HELD_BACK_S * shared
         answer = await self.transport.call(
-            source, self.wanted.method, pack(question), max_answer_bytes=most,
+            source, "state" if of_state else "held", pack(question), max_answer_bytes=most,
             deadline_s=self.most_s(source, most) + hashed_s + waits_s,
         )  # fmt: skip
         offer = self._read_offer(source, answer, question)

@@ -70,4 +70,4 @@ def wanted_of(
     dtype = torch.uint8 if compute.run.meets_at(question.t) else compute.state.dtype
     like = {"gradient": torch.empty(numel, dtype=dtype, device="meta")}
     name = f"the gradient of step {question.t}"
-    return Wanted(name=name, method="held", question=question, like=like, fits=fits, gather_s=gather_s)
+    return Wanted(name=name, question=question, like=like, fits=fits, gather_s=gather_s)

@@ -53,7 +53,7 @@ def start_of(run: Run, stage: Stage, shapes: Mapping[str, torch.Size]) -> Wanted
         return None if right else f"gives other weights for stage {stage} than the run starts from"
 
     return Wanted(
-        name=f"what stage {stage} starts with", method="state",
+        name=f"what stage {stage} starts with",
         question=OpenState(run=run.id, stage=stage, version=START),
         like={name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()},
         fits=fits, gather_s=0.0,

@@ -6479,7 +6479,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-sum-is-opened-as-late-as-a-state",
         CLIENT,
-        "COPIED_S if isinstance(question, OpenState) else HELD_BACK_S * shared",
+        "COPIED_S if of_state else HELD_BACK_S * shared",
         "COPIED_S",
         "A replica that opens nothing holds each step up for two minutes.",
         ("test_limits",),

@@ -42,9 +42,7 @@ async def net() -> AsyncIterator[CalmNetwork]:
 
 
 async def get(net: CalmNetwork, faults: list[PeerFault]) -> torch.Tensor:
-    wanted = Wanted(
-        name="weights", method="state", question=OpenState(run=RUN.id, stage=0, version=4), like=WEIGHTS
-    )
+    wanted = Wanted(name="weights", question=OpenState(run=RUN.id, stage=0, version=4), like=WEIGHTS)
     found = await download(net.peers["me"].transport, wanted, ["a"], on_fault=faults.append)
     return found.tensors["weights"]
 
