@@ -118,6 +118,8 @@ class Connection(asyncio.Protocol):
         self.on_rest: Callable[[Connection], None] = lambda link: None
         """Told whenever the other end is slowed down."""
         self._transport: asyncio.Transport | None = None
+        self.write: Callable[[Sequence[Buffer]], None] = self._write_as_it_is
+        """Sends the parts of a frame; another one where they are sealed."""
         self._newest = 0
         """Number of the newest call."""
         self.last_byte_at = self._loop.time()
@@ -324,11 +326,7 @@ class Connection(asyncio.Protocol):
             frame, whole = outbox.next(limiter, self.chunk_bytes, self._loop.time())
             if not frame:
                 break
-            if self.direct:
-                transport.writelines(frame)
-            else:  # asyncio's `writelines` of Python 3.12 does not ask to pause
-                for part in frame:
-                    transport.write(part)
+            self.write(frame)
             if whole is not None:
                 self._body_sent(whole)
             if len(frame) > 1 and not self.direct and self.waits.asks(self.line, self._loop.time()):
@@ -340,6 +338,11 @@ class Connection(asyncio.Protocol):
             self._finished = True
             with contextlib.suppress(OSError, RuntimeError):
                 transport.write_eof()
+
+    def _write_as_it_is(self, parts: Sequence[Buffer]) -> None:
+        assert self._transport is not None
+        for part in parts:  # asyncio's `writelines` of Python 3.12 does not ask to pause
+            self._transport.write(part)
 
     def _turn_comes(self) -> None:
         self._turn = None
@@ -389,7 +392,8 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self.outbox.clear()
-        self.line.limiter.gauges.discard(self.waits)
+        if self.outbox.gauge is not None:
+            self.line.limiter.gauges.discard(self.outbox.gauge)
         self._body, self._came = None, memoryview(b"")
         if self._transport is not None:
             self._transport.abort()
@@ -443,7 +447,7 @@ class ClientConnection(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if self._request:
-            cast(asyncio.Transport, transport).write(self._request)
+            self.write((self._request,))
 
     def _open(self, message: bytes) -> None:
         if not self.opened.done():

@@ -1,4 +1,4 @@
-"""The stream of a direct connection: for a socket a protocol, for a `Connection` the transport below it."""
+"""The stream of a direct connection: the protocol of its socket, between that and a `Connection`."""
 
 from __future__ import annotations
 
@@ -37,65 +37,30 @@ def _observed(tcp: socket.socket) -> tuple[int, int, int, int, int, int]:
     return _TCP_INFO.unpack(told.ljust(_TCP_INFO.size, b"\0"))
 
 
-class Stream(asyncio.Transport, asyncio.BufferedProtocol):
-    """What comes on the socket is read into one buffer again and again."""
+class Stream(asyncio.BufferedProtocol):
+    """What comes on the socket is read into one buffer again and again; all else is for its end."""
 
     def __init__(self, end: Connection, opening: bytes, hello: bytes = b"") -> None:
         """`opening`: what its end hears first; `hello`: what is said on the socket then, as it is."""
-        super().__init__()
         self.end, self._opening, self._hello = end, opening, hello
-        self._below = cast(asyncio.Transport, None)
-        """There from `connection_made` on; nothing else is called before."""
+        self.pause_writing, self.resume_writing = end.pause_writing, end.resume_writing
+        self.eof_received, self.connection_lost = end.eof_received, end.connection_lost
         self._small = Allowance(SMALL_PER_S, SMALL_AT_ONCE)
 
-    # -- as a protocol of the socket ------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._below = cast(asyncio.Transport, transport)
+        below = cast(asyncio.Transport, transport)
         if self.end.over:  # given up meanwhile
-            self._below.abort()
+            below.abort()
             return
-        self.end.connection_made(self)
+        self.end.connection_made(below)
         if self._opening:
             self.end.data_received(self._opening)
         if self._hello and not self.end.over:  # else refused meanwhile
-            self._below.write(self._hello)
-
-    def pause_writing(self) -> None:
-        self.end.pause_writing()
-
-    def resume_writing(self) -> None:
-        self.end.resume_writing()
+            below.write(self._hello)
 
     def _small_came(self, count: int) -> None:
         """So many small records or reads: too many of them cost time as frames do."""
         self.end.rest(self._small.take(count, now=now_s()))
-
-    def eof_received(self) -> bool:
-        return self.end.eof_received()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end.connection_lost(exc)
-
-    # -- as the transport of its end ------------------------------------------------------------
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self._below.set_write_buffer_limits(high=high, low=low)
-
-    def write(self, data: Buffer) -> None:
-        self.writelines((data,))
-
-    def write_eof(self) -> None:
-        self._below.write_eof()
-
-    def abort(self) -> None:
-        self._below.abort()
-
-    def pause_reading(self) -> None:
-        self._below.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._below.resume_reading()
 
 
 class PlainStream(Stream):
@@ -104,6 +69,10 @@ class PlainStream(Stream):
     def __init__(self, end: Connection, opening: bytes, hello: bytes = b"") -> None:
         super().__init__(end, opening, hello)
         self._came = memoryview(bytearray(frames.CHUNK_BYTES))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.end.write = cast(asyncio.Transport, transport).writelines  # at once: small reads are counted
+        super().connection_made(transport)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._came
@@ -115,9 +84,6 @@ class PlainStream(Stream):
         if nbytes < SMALL_BYTES:
             self._small_came(1)
 
-    def writelines(self, list_of_data: Sequence[Buffer]) -> None:  # type: ignore
-        self._below.writelines(list_of_data)
-
 
 class SealedStream(Stream):
     """Seals what its end writes, and gives it what the other end sealed: nothing else reaches it."""
@@ -127,6 +93,9 @@ class SealedStream(Stream):
     ) -> None:
         super().__init__(end, opening, hello)
         self._sealer, self._opener = sealer, opener
+        self._below = cast(asyncio.Transport, None)
+        """There from `connection_made` on; nothing else is called before."""
+        end.write = self._write
         self._arrived = 0
         """Bytes at the other end, when that was observed last."""
         self._observed_at = float("-inf")
@@ -134,14 +103,12 @@ class SealedStream(Stream):
         """Bytes that the kernel takes beyond what it has sent; 0: any."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._below = cast(asyncio.Transport, transport)
+        self._keep_queue_short()
         super().connection_made(transport)
         self.end.outbox.gauge = self._gauge if sys.platform == "linux" else None
         if self.end.outbox.gauge and not self.end.over:
             self.end.line.limiter.gauges.add(self.end.outbox.gauge)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end.line.limiter.gauges.discard(self._gauge)
-        super().connection_lost(exc)
 
     def _gauge(self) -> tuple[int, float]:
         """See `peers.net.bandwidth.Gauge`."""
@@ -167,10 +134,6 @@ class SealedStream(Stream):
         if self._opener.small:
             self._small_came(self._opener.small)
 
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        super().set_write_buffer_limits(high=high, low=low)
-        self._keep_queue_short()
-
     def _keep_queue_short(self) -> None:
         """Queue by the pace of the line, which TCP knows however late we are with what it sends."""
         tcp, self._observed_at = self._below.get_extra_info("socket"), now_s()
@@ -185,8 +148,8 @@ class SealedStream(Stream):
             self._most_unsent = 2 * self.end.chunk_bytes
             tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self._most_unsent)
 
-    def writelines(self, list_of_data: Sequence[Buffer]) -> None:  # type: ignore
+    def _write(self, parts: Sequence[Buffer]) -> None:
         """As few records as it takes, for all of these together."""
-        if len(list_of_data) > 1 and now_s() - self._observed_at >= FRESH_S:  # a chunk of a body
+        if len(parts) > 1 and now_s() - self._observed_at >= FRESH_S:  # a chunk of a body
             self._keep_queue_short()
-        self._below.write(self._sealer.seal(list_of_data))
+        self._below.write(self._sealer.seal(parts))
