@@ -365,14 +365,12 @@ class DhtNode:
         self._reaching: set[PeerId] = set()
         """Peers that want to know whether we reach them."""
         self._expired_at = self._pinged_at = -math.inf
-        self.table: Any = self._empty_table()
-
-    def _empty_table(self) -> RoutingTable:
-        return RoutingTable(self.node_id, self.bucket_size, self.bucket_depth)
+        self.table: Any = RoutingTable(self.node_id, self.bucket_size, self.bucket_depth)
 
     async def serve(self, control: DaemonControl) -> None:
         """Be a node at this p2pd, which knows no other yet. Raises ControlError."""
-        self.control, self.table = control, self._empty_table()
+        self.control = control
+        self.table = RoutingTable(self.node_id, self.bucket_size, self.bucket_depth)
         await control.serve_calls(self.answer)
 
     async def answer(self, data: bytes, asker: PeerId) -> bytes:

@@ -129,7 +129,11 @@ class Node:
         self._listening: tuple[str, ...] = ()
 
     async def __aenter__(self) -> Node:
-        self.daemon = self._given or self._spawned()
+        if self._given is None:
+            by_peer(self._join)  # what is no peer's address fails here
+            options = self._options or DaemonOptions(host=nat.listening_host("", self._join))
+            self._given = Daemon.spawn(options, identity_path=self._identity_path)
+        self.daemon = self._given
         try:
             self._owner = asyncio.current_task()
             await self._start(self.daemon)
@@ -138,11 +142,6 @@ class Node:
             await self.close()
             raise
         return self
-
-    def _spawned(self) -> Daemon:
-        by_peer(self._join)  # what is no peer's address fails here
-        options = self._options or DaemonOptions(host=nat.listening_host("", self._join))
-        return Daemon.spawn(options, identity_path=self._identity_path)
 
     async def _start(self, daemon: Daemon) -> None:
         daemon.on_death = self._daemon_died
@@ -223,17 +222,10 @@ class Node:
             if self.daemon.alive and self.directory.storage.online:
                 logger.warning("p2pd was started again (pid %s)", self.daemon.pid)
                 return
-        self._give_up(why, advice)
-
-    def _give_up(self, why: str, advice: str) -> None:
         logger.error("p2pd could not be started again: %s", why)
         self.transport.daemon_died(for_good=True)
-        self.end(
-            SetupError(
-                f"p2pd, which connects this process to the others, could not be started again: {why}. "
-                f"{advice}"
-            )
-        )
+        text = f"p2pd, which connects this process to the others, could not be started again: {why}. {advice}"
+        self.end(SetupError(text))
 
     def end(self, why: SetupError) -> None:
         """Interrupt the task that entered this, and have it leave with an error."""

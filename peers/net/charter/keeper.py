@@ -161,18 +161,14 @@ class CharterKeeper:
             self._take(place.key, storage.node.entries(place.key))
         near = {peer for place in places for peer in storage.nearest(place, max(REPLICAS, most))}
         revoked = {peer: until for peer, (until, _) in islice(self._revoked.items(), MAX_SUBKEYS)}
-        known = [self._known_charter(), revoked]
+        # A charter may be 16 kB, and has seldom changed.
+        news_only = self.charter is not None and self._random.random() >= _ASKED_ALL
+        known = [{self.owner: self._kept_until()} if news_only else {}, revoked]
         keys = {place.key: one for place, one in zip(places, known, strict=False)}
         asked = {*self._random.sample(sorted(near), min(most, len(near))), *storage.some(most // 2)}
         for answered in await asyncio.gather(*(storage.node.read(peer, keys, MOST_BYTES) for peer in asked)):
             for key, found in (answered[0] if answered is not None else {}).items():
                 self._take(key, found.entries)
-
-    def _known_charter(self) -> dict[PeerId, float]:
-        """What we tell those that we ask: a charter may be 16 kB, and has seldom changed."""
-        if self.charter is None or self._random.random() < _ASKED_ALL:
-            return {}
-        return {self.owner: self._kept_until()}
 
     def _kept_until(self) -> float:
         """When the DHT may forget our charter: the same for all that store it meanwhile, and later than that

@@ -106,10 +106,12 @@ class DirectPaths:
         if self.options.host is not None:
             listener = self._tcp_listener(self.options.host)
             self.port = listener.getsockname()[1]
-            self._take(listener, near=False)
+            self._listeners.append(listener)
         if self.options.memory and (near := memory.listener_of(self._signer.peer_id)):
             self.near = True
-            self._take(near, near=True)
+            self._listeners.append(near)
+        for listener in self._listeners:
+            self._tasks.create_task(self._accept(listener, near=listener.family == socket.AF_UNIX))
 
     def _tcp_listener(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if plain_ip(host).version == 6 else socket.AF_INET
@@ -122,10 +124,6 @@ class DirectPaths:
             ) from None
         listener.setblocking(False)
         return listener
-
-    def _take(self, listener: socket.socket, *, near: bool) -> None:
-        self._listeners.append(listener)
-        self._tasks.create_task(self._accept(listener, near=near))
 
     async def close(self) -> None:
         """Take no more connections. Those that are there belong to others."""
