@@ -50,8 +50,6 @@ class SwarmError(Exception):
 
 
 class SetupError(SwarmError):
-    """The user has to change something; the text says what."""
-
     code = "setup"
 
 
@@ -76,20 +74,14 @@ class PeerFault(SwarmError):
 
 
 class PeerGone(PeerFault):
-    """The connection cannot be made, or it broke."""
-
     code = "gone"
 
 
 class PeerSilent(PeerFault):
-    """Connected, but no byte within the limit, or the answer was lost."""
-
     code = "silent"
 
 
 class BadAnswer(PeerFault):
-    """The answer broke the protocol."""
-
     code = "bad-answer"
     silent = False
 
@@ -105,14 +97,10 @@ class NotNow(SwarmError):
 
 
 class Busy(NotNow):
-    """As many microbatches as fit in memory are already in flight."""
-
     code = "busy"
 
 
 class Leaving(NotNow):
-    """The peer is draining and will not come back."""
-
     code = "leaving"
 
 
