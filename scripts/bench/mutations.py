@@ -6337,8 +6337,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         TRAINER,
         " or now - max(since_s, self._step_began) > SAME_S",
         "",
-        "One peer with old news stops its trainer.",
-        ("test_lying_coordinators",),
+        "One peer that says that nothing is lacking stops its trainer.",
+        ("test_trainer_news",),
     ),
     Mutation(
         "name-a-round-without-its-parts",

@@ -14,7 +14,7 @@ from peers.clock import now_s
 from peers.events import PeerLost, RolledBack
 from peers.islands.trainers import IslandTrainers
 from peers.sim.network import SimSigner
-from peers.trainer import ASKED_S, AWAKE_S, SLEPT_S, SLOW_S, Trainer, TrainerSettings
+from peers.trainer import ASKED_S, AWAKE_S, SAME_S, SLEPT_S, SLOW_S, Trainer, TrainerSettings
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
@@ -23,7 +23,7 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, WorkItem
 from swarm.records import PeerRecord
-from swarm.wire.messages import Hop, Watched, WorkDone
+from swarm.wire.messages import Hop, Watched, Work, WorkDone, unpack
 from swarm.wire.receipts import Answered, give_receipt
 from tests.peers.alone import Line, Records
 from tests.peers.sybils import admitting
@@ -133,6 +133,33 @@ async def test_a_trainer_asks_the_only_one_there_for_news_though_it_cost_too_muc
     await asyncio.sleep(FIRST_REST_S / 2)
     training.cancel()
     assert line.calls["watch"]
+
+
+async def test_a_peer_that_says_that_nothing_is_lacking_holds_a_trainer_up_for_seconds_only() -> None:
+    """Where the run is it says truly, so that is borne out: no microbatch of the step would ever be begun."""
+    line, records = Line("trainer"), Records()
+    this: Any = Trainer(RUN, Rows(), line, records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+    for peer in ("ann", "bob"):
+        records.known.append(PeerRecord(peer=peer, run=RUN.id, stage=0, state="serving", version=0))
+
+    def watched(peer: str, header: bytes) -> Watched:
+        lacking = StepLacking(t=0, by_stage=(Bitmap(0),) * 2 if peer == "ann" else (ALL, ALL))
+        told = RunStatus(run=RUN.id, lacking=(lacking,))
+        return Watched(generation=FIRST, version=0, revision=line.calls["watch"], status=told)
+
+    begun = set[int]()
+
+    def works(peer: str, header: bytes) -> WorkDone:
+        begun.add(unpack(header, Work).t)
+        return WorkDone(loss=0.0)
+
+    line.answers |= {"watch": watched, "work": works}
+    training = asyncio.create_task(this.run())
+    await asyncio.sleep(SAME_S / 2)
+    assert 0 not in begun
+    await asyncio.sleep(SAME_S)
+    training.cancel()
+    assert 0 in begun
 
 
 async def test_where_the_run_is_all_stages_bear_out_each_leap_and_the_rest_now_and_then(
