@@ -41,89 +41,30 @@ class _Account:
 _NO_ACCOUNT = _Account()
 
 
-class LostTime:
-    """What each peer cost the run lately, and which are left out for it.
+class Backoff:
+    """Exponential backoff per peer: 1 s after the first failure, doubled each time, until the peer answers.
+    And what each cost the run lately: which are left out for that.
+
+    With `probed`, a prober (`peers.liveness_probe`) pings silent peers. A silent peer then stays in backoff
+    until a ping is answered: no longer, and no shorter either, because work sent to a hung peer costs the
+    time to notice. Peers that answered nonsense wait out their time in any case.
 
     Within 20 steps one costs at most 30 seconds, or three times what a call usually takes, and
     `BUDGET_ROUNDS` aborted rounds, by what this peer saw itself: docs/design.md, *What one peer may cost*.
     """
 
-    def __init__(self) -> None:
-        self._accounts: dict[PeerId, _Account] = {}
-        self.budget_s = BUDGET_S
-        """More where calls usually take long: no peer could answer one within it."""
-
-    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> bool:
-        """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
-
-        A second is charged once, however many calls waited through it.
-        """
-        account = self._accounts[peer] = self._accounts.pop(peer, None) or _Account()
-        if len(self._accounts) > MAX_PEERS:
-            del self._accounts[next(iter(self._accounts))]
-        if now - account.rests_until_s > account.rest_s:
-            account.rest_s = 0.0  # it behaved for as long as it rested
-        seconds = max(0.0, now - max(since_s, account.counted_until_s))
-        if seconds:
-            account.counted_until_s = now
-        account.charges.append((t, seconds, rounds))
-        # After a rollback the steps begin again: what was lost in those that were undone counts on.
-        while account.charges and not t - STEPS < account.charges[0][0] <= t:
-            account.charges.popleft()
-        lost_s = sum(charge[1] for charge in account.charges)
-        aborted = sum(charge[2] for charge in account.charges)
-        account.since_rest_s += seconds
-        anew = account.since_rest_s >= AGAIN_S or rounds > 0
-        if (lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS) and anew and now >= account.rests_until_s:
-            account.since_rest_s = 0.0
-            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s))
-            account.rests_until_s = now + account.rest_s
-        return now < account.rests_until_s
-
-    def left_s(self, peer: PeerId, *, t: int) -> float:
-        """Seconds that `peer` may still cost until step `t` is over."""
-        charges = self._accounts.get(peer, _NO_ACCOUNT).charges
-        return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
-
-    def was_charged(self, peer: PeerId, *, t: int, before_s: float = math.inf) -> bool:
-        """Whether `peer` was charged in the last `STEPS` before step `t` is over, be it with no time: others
-        may have lost more by it. `before_s`: with no time after that.
-        """
-        account = self._accounts.get(peer, _NO_ACCOUNT)
-        return account.counted_until_s <= before_s and any(at[0] > t - STEPS for at in account.charges)
-
-    def rests_until_s(self, peer: PeerId) -> float:
-        """Until when `peer` is left out; minus infinity if it never was."""
-        return self._accounts.get(peer, _NO_ACCOUNT).rests_until_s
-
-    def rests(self, peer: PeerId, *, now: float) -> bool:
-        """Whether `peer` is left out since it cost the run too much."""
-        return now < self.rests_until_s(peer)
-
-    def is_tried(self, peer: PeerId, *, now: float) -> bool:
-        """Whether `peer` rests, or has come back for less than that lasted: nothing shall depend on it."""
-        account = self._accounts.get(peer, _NO_ACCOUNT)
-        return now < account.rests_until_s + account.rest_s
-
-
-class Backoff(LostTime):
-    """Exponential backoff per peer: 1 s after the first failure, doubled each time, until the peer answers.
-
-    With `probed`, a prober (`peers.liveness_probe`) pings silent peers. A silent peer then stays in backoff
-    until a ping is answered: no longer, and no shorter either, because work sent to a hung peer costs the
-    time to notice. Peers that answered nonsense wait out their time in any case.
-    """
-
     def __init__(
         self, *, first_s: float = FIRST_BACKOFF_S, longest_s: float = MAX_BACKOFF_S, probed: bool = False
     ) -> None:
-        super().__init__()
         self._first_s, self._longest_s, self._probed = first_s, longest_s, probed
         self._until: dict[PeerId, float] = {}
         self._last_s: dict[PeerId, float] = {}
         self._silent: set[PeerId] = set()
         self.changes = 0
-        """Counts the beginnings and ends of backoffs, except those that end by time."""
+        """Counts the beginnings and ends of backoffs and rests, except those that end by time."""
+        self._accounts: dict[PeerId, _Account] = {}
+        self.budget_s = BUDGET_S
+        """More where calls usually take long: no peer could answer one within it."""
         self.unclear_rounds = 0
         """Of the step: rounds that failed, and it could not be seen why."""
 
@@ -177,12 +118,6 @@ class Backoff(LostTime):
         self.changes += 1
         self._silent.discard(peer)
 
-    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> bool:
-        rested = self.rests(peer, now=now)
-        rests = super().charge(peer, t=t, since_s=since_s, now=now, rounds=rounds)
-        self.changes += rests and not rested
-        return rests
-
     def aborted(self, peer: PeerId, *, t: int, since_s: float, now: float) -> None:
         """Charge `peer` with a round that it aborted, and with those that failed for an unseen cause."""
         self.charge(peer, t=t, since_s=since_s, now=now, rounds=1 + self.unclear_rounds)
@@ -215,3 +150,58 @@ class Backoff(LostTime):
     def ends(self, peer: PeerId) -> float:
         """When the backoff of `peer` ends (at the earliest, if it is silent); without one, -inf."""
         return max(self._until.get(peer, float("-inf")), self.rests_until_s(peer))
+
+    # -- what a peer cost the run ----------------------------------------------------------------
+
+    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> bool:
+        """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
+
+        A second is charged once, however many calls waited through it.
+        """
+        account = self._accounts[peer] = self._accounts.pop(peer, None) or _Account()
+        if len(self._accounts) > MAX_PEERS:
+            del self._accounts[next(iter(self._accounts))]
+        if now - account.rests_until_s > account.rest_s:
+            account.rest_s = 0.0  # it behaved for as long as it rested
+        seconds = max(0.0, now - max(since_s, account.counted_until_s))
+        if seconds:
+            account.counted_until_s = now
+        account.charges.append((t, seconds, rounds))
+        # After a rollback the steps begin again: what was lost in those that were undone counts on.
+        while account.charges and not t - STEPS < account.charges[0][0] <= t:
+            account.charges.popleft()
+        lost_s = sum(charge[1] for charge in account.charges)
+        aborted = sum(charge[2] for charge in account.charges)
+        account.since_rest_s += seconds
+        anew = account.since_rest_s >= AGAIN_S or rounds > 0
+        if (lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS) and anew and now >= account.rests_until_s:
+            account.since_rest_s = 0.0
+            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s))
+            account.rests_until_s = now + account.rest_s
+            self.changes += 1
+        return now < account.rests_until_s
+
+    def left_s(self, peer: PeerId, *, t: int) -> float:
+        """Seconds that `peer` may still cost until step `t` is over."""
+        charges = self._accounts.get(peer, _NO_ACCOUNT).charges
+        return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
+
+    def was_charged(self, peer: PeerId, *, t: int, before_s: float = math.inf) -> bool:
+        """Whether `peer` was charged in the last `STEPS` before step `t` is over, be it with no time: others
+        may have lost more by it. `before_s`: with no time after that.
+        """
+        account = self._accounts.get(peer, _NO_ACCOUNT)
+        return account.counted_until_s <= before_s and any(at[0] > t - STEPS for at in account.charges)
+
+    def rests_until_s(self, peer: PeerId) -> float:
+        """Until when `peer` is left out; minus infinity if it never was."""
+        return self._accounts.get(peer, _NO_ACCOUNT).rests_until_s
+
+    def rests(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` is left out since it cost the run too much."""
+        return now < self.rests_until_s(peer)
+
+    def is_tried(self, peer: PeerId, *, now: float) -> bool:
+        """Whether `peer` rests, or has come back for less than that lasted: nothing shall depend on it."""
+        account = self._accounts.get(peer, _NO_ACCOUNT)
+        return now < account.rests_until_s + account.rest_s

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, MAX_PEERS, Backoff, LostTime
+from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, MAX_PEERS, Backoff
 
 
 def test_a_peer_that_costs_little_is_not_left_out() -> None:
-    lost = LostTime()
+    lost = Backoff()
     for t in range(200):
         assert not lost.charge("a", t=t, since_s=100.0 * t, now=100.0 * t + 1.0)
 
 
 def test_25_seconds_within_20_steps_are_too_much_and_each_rest_is_twice_the_last() -> None:
-    lost, now, rests = LostTime(), 1000.0, []
+    lost, now, rests = Backoff(), 1000.0, []
     assert not lost.charge("a", t=0, since_s=now, now=now + BUDGET_S - 1.0)
     now += BUDGET_S
     for _ in range(3):
@@ -32,13 +32,13 @@ def test_one_that_rested_is_tried_for_as_long_as_that_lasted() -> None:
 
 
 def test_a_second_counts_once_however_many_waited_through_it() -> None:
-    lost = LostTime()
+    lost = Backoff()
     for _ in range(100):
         assert not lost.charge("a", t=0, since_s=0.0, now=10.0)
 
 
 def test_two_aborted_rounds_are_too_much() -> None:
-    lost = LostTime()
+    lost = Backoff()
     assert not lost.charge("a", t=0, since_s=0.0, now=0.0, rounds=1)
     assert lost.charge("a", t=19, since_s=1.0, now=1.0, rounds=1)
     assert not lost.charge("b", t=0, since_s=0.0, now=0.0, rounds=1)
@@ -56,7 +56,7 @@ def test_answers_do_not_end_a_rest_and_the_last_peer_of_all_is_asked_all_the_sam
 
 
 def test_strangers_fill_no_memory() -> None:
-    lost = LostTime()
+    lost = Backoff()
     for number in range(MAX_PEERS + 100):
         lost.charge(f"p{number}", t=0, since_s=0.0, now=BUDGET_S)
     assert lost.rests_until_s("p0") < 0 < lost.rests_until_s(f"p{MAX_PEERS}")
@@ -82,7 +82,7 @@ def test_one_that_aborts_a_round_is_charged_with_those_that_failed_for_an_unseen
 
 
 def test_a_charge_of_no_time_covers_nothing_of_a_call_that_began_before() -> None:
-    lost = LostTime()
+    lost = Backoff()
     lost.charge("z", t=0, since_s=5.0, now=5.0)
     lost.charge("z", t=0, since_s=0.0, now=10.0)
     assert lost.left_s("z", t=0) == BUDGET_S - 10.0
