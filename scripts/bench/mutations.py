@@ -627,8 +627,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "summaries-have-no-numbers",
         PROTOCOL,
-        "summary = stage.summary(self._agreed.known(self._local), number=next(self._numbers))",
-        "summary = stage.summary(self._agreed.known(self._local))",
+        "summary = stage.summary(commits, number=next(self._numbers))",
+        "summary = stage.summary(commits)",
         "A summary that comes late is taken for the newest.",
         ("test_attack",),
     ),
@@ -699,8 +699,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-commit-is-asked-of-strangers",
         PROOFS,
-        "counting = sorted(heard(further, voice))",
-        "counting = sorted(further)",
+        "sorted(heard([r.peer for r in there if r.version > version], voice))",
+        "sorted([r.peer for r in there if r.version > version])",
         "Strangers that say they are past a step keep a stage from asking those that are.",
         ("test_attack",),
     ),
@@ -5986,7 +5986,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one-says-that-others-went-on",
-        PROTOCOL,
+        PROOFS,
         "return share(there) > 0.5 and share(",
         "return share(",
         "A coordinator that holds its stage up says that it is further, and keeps its turn.",
@@ -5994,8 +5994,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "turns-stand-where-a-stage-holds-a-step-back",
-        PROTOCOL,
-        " and share([record for record in there if record.stage == stage]) >= 0.5",
+        PROOFS,
+        " and share([one for one in there if one.stage == self._stage]) >= 0.5",
         "",
         "A liar that keeps from its stage a step that all others have taken keeps its turn for ever.",
         ("test_council",),
@@ -6131,8 +6131,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "take-a-turn-back-that-all-have-seen",
         PROTOCOL,
-        "passed = partial(_is_passed, following,",
-        "passed = partial(_is_passed, self._local.version,",
+        "passed = partial(self.belief.is_passed, following)",
+        "passed = partial(self.belief.is_passed, self._local.version)",
         "Who hears of a late step's commit last sees other turns than the rest for twenty steps.",
         ("test_council",),
     ),

@@ -19,7 +19,7 @@ from swarm.manifest import Run
 from swarm.protocol.messages import ReplicaReport, StageSummary
 from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
-from swarm.protocol.voice import Electorate, heard, voice_of
+from swarm.protocol.voice import Electorate, heard, voice_of, weight
 from swarm.records import PeerRecord, Voucher
 
 KEPT_STEPS = 2
@@ -125,11 +125,29 @@ class Belief:
         """One peer, or none, that says it is past a version, those with voice first; another by each number.
         It knows the commits up to there, which a run coordinator that came since does perhaps not believe.
         """
-        there = [r for records in self._peers.values() for r in records if r.state == "serving"]
-        further = [r.peer for r in there if r.version > version and r.peer != self._signer.peer_id]
-        voice = {peer: said for stage in self._peers for peer, said in self.voice(stage).items()}
-        counting = sorted(heard(further, voice))
+        there, voice = self._others()
+        counting = sorted(heard([r.peer for r in there if r.version > version], voice))
         return {counting[number % len(counting)]} if counting else set()
+
+    def is_passed(self, version: int) -> bool:
+        """Whether most of the others, by voice, say that they are past a version, and half of those of this
+        stage, which may hold back a step that all others have taken.
+        """
+        there, voice = self._others()
+
+        def share(records: Sequence[PeerRecord]) -> float:
+            at = {record.peer: record.version for record in records}
+            weights = {peer: weight(peer, voice) for peer in heard(at, voice)}
+            past = sum(weights[peer] for peer in weights if at[peer] > version)
+            return past / sum(weights.values()) if past else 0.0
+
+        return share(there) > 0.5 and share([one for one in there if one.stage == self._stage]) >= 0.5
+
+    def _others(self) -> tuple[list[PeerRecord], dict[PeerId, int]]:
+        """All others that serve, of any stage, and the voice of each."""
+        there = [r for records in self._peers.values() for r in records if r.state == "serving"]
+        voice = {peer: said for stage in self._peers for peer, said in self.voice(stage).items()}
+        return [r for r in there if r.peer != self._signer.peer_id], voice
 
     def excuse(self, t: int, peers: Iterable[PeerId], idle: Set[PeerId], able: Set[PeerId]) -> None:
         """Do without the word of peers on step `t`: they are away, not that far, or have nothing of it. Not

@@ -9,7 +9,7 @@ others say; and then sends and does what `ready` returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -218,12 +218,12 @@ class StepProtocol:
 
             def first(stage: Stage, turn: int | None = None) -> list[PeerId]:
                 serving = [record for record in self._peers.get(stage, ()) if record.state == "serving"]
-                return _by_turn(serving, self.belief.voice(stage), self._rotation, turn)[:1]
+                return self._by_turn(stage, serving, turn)[:1]
 
             away = any(self._backoff.is_away(peer, now=now) for peer in {*first(self._stage), *first(0)})
             # Those that have only just taken this step counted its time as well.
             following = min(self._local.version + 1, self._run.steps - 1)
-            passed = partial(_is_passed, following, self._me, self._stage, self._peers, self.belief.voice)
+            passed = partial(self.belief.is_passed, following)
             leads = coordinator == self._me
             held_up = self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed)
             if held_up is not None:
@@ -252,10 +252,15 @@ class StepProtocol:
         was told of, and so many whose turn is next. After late steps, in runs that name peers, they differ.
         """
         records = self._peers.get(stage, ()) if self.belief.needs_proof else ()
-        there = _by_turn(records, self.belief.voice(stage), self._rotation)
+        there = self._by_turn(stage, records)
         able = {peer for peer in there if not self._backoff.is_away(peer, now=now)}
         others = {told, *there[:more]} & able
         return {peer for peer in {seen, *others} if peer and peer != self._me}
+
+    def _by_turn(self, stage: Stage, records: Sequence[PeerRecord], turn: int | None = None) -> list[PeerId]:
+        """Those of a stage that may coordinate it, from the one whose turn that is, or was."""
+        since_s = {record.peer: record.since or math.inf for record in records}
+        return self._rotation.in_turn(elect(since_s, self.belief.voice(stage)), turn)
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         """This replica's report, and the losses that go with it."""
@@ -414,8 +419,15 @@ class StepProtocol:
         for member in list(stage.members.values()):
             self._learn(member.report.commits, member.report.generation)
         stage.decide(now=now)
-        self._check_behind(now)
-        summary = stage.summary(self._agreed.known(self._local), number=next(self._numbers))
+        newest, commits = stage.newest, self._agreed.known(self._local)
+        # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
+        # is lost.
+        follows = stage.holds(newest) and newest in commits
+        if (stage.run_version > newest and not follows) or not stage.present():
+            self._behind_since = self._behind_since or now
+        else:
+            self._behind_since = None
+        summary = stage.summary(commits, number=next(self._numbers))
         coordinator = self._me if self._stage == 0 else self.coordinator(0, now=now)
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
@@ -423,7 +435,6 @@ class StepProtocol:
             stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
         late = self.belief.needs_proof and now - self._moved_s >= self._timings.lost_s
-        newest = stage.newest
         knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
         for peer in sorted(self._to_tell(0, coordinator, told, more, now) | knows):
             self._messages.append(Message(peer, summary))
@@ -440,18 +451,6 @@ class StepProtocol:
         return self._coordinator.directive_for(peer, commits=known, behind_s=since_s, run_status=status)
 
     # -- a stage that cannot follow the run -------------------------------------------------------
-
-    def _check_behind(self, now: float) -> None:
-        """Notice that the run has gone on without this stage: no replica has what the others have taken."""
-        newest = self._coordinator.newest
-        behind = self._coordinator.run_version > newest
-        # A prepared replica waits for its commit. The run is past it: if no replica here was told, the commit
-        # is lost.
-        follows = self._coordinator.holds(newest) and newest in self._agreed.known(self._local)
-        if (behind and not follows) or not self._coordinator.present():
-            self._behind_since = self._behind_since or now
-        else:
-            self._behind_since = None
 
     def stuck_s(self, *, now: float) -> float:
         """For how long this stage has been unable to follow the run."""
@@ -617,30 +616,3 @@ class StepProtocol:
         else:
             gave_all = self._coordinator.knows(step.t, step.fetch.round)
         return gave_all or self.belief.result(step.fetch, generation, step.t)
-
-
-def _by_turn(
-    records: Sequence[PeerRecord], voice: Mapping[PeerId, int], rotation: Rotation, turn: int | None = None
-) -> list[PeerId]:
-    """Those of a stage that may coordinate it, from the one whose turn that is, or was."""
-    since_s = {record.peer: record.since or math.inf for record in records}
-    return rotation.in_turn(elect(since_s, voice), turn)
-
-
-def _is_passed(
-    version: int, me: PeerId, stage: Stage, peers: Mapping[Stage, Sequence[PeerRecord]],
-    voice_of: Callable[[Stage], Mapping[PeerId, int]],
-) -> bool:  # fmt: skip
-    """Whether most of the others, by voice, say that they are past a version, and half of those of `stage`,
-    which may hold back a step that all others have taken.
-    """
-    there = [r for records in peers.values() for r in records if r.state == "serving" and r.peer != me]
-    voice = {peer: said for one in peers for peer, said in voice_of(one).items()}
-
-    def share(records: Sequence[PeerRecord]) -> float:
-        at = {record.peer: record.version for record in records}
-        weights = {peer: weight(peer, voice) for peer in heard(at, voice)}
-        past = sum(weights[peer] for peer in weights if at[peer] > version)
-        return past / sum(weights.values()) if past else 0.0
-
-    return share(there) > 0.5 and share([record for record in there if record.stage == stage]) >= 0.5
