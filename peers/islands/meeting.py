@@ -19,7 +19,6 @@ from peers.events import PeerLost
 from peers.fault_points import fault_point
 from peers.islands.directory import Island, Islands
 from peers.ports import Rank
-from peers.stage.membership import others_to_ask
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import GATHER_S, DownloadFailed, download
@@ -129,7 +128,7 @@ class IslandMeeting:
                 if holder != number:  # of other islands it gives out what it got
                     question = OpenHeld(run=island.run.id, t=step.t, shared_of=number)
                 voices = island.voices
-                sources = others_to_ask(core, core.stage, island.directory, voices)[:ASKED_AT_ONCE]
+                sources = core.others_to_ask(core.stage, island.directory, voices)[:ASKED_AT_ONCE]
                 with contextlib.suppress(DownloadFailed):
                     wanted = wanted_of(core.compute, question, numel, fits, gather_s=GATHER_S)
                     voice, failed = voices.of(core.stage), self._failed

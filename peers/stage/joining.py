@@ -8,7 +8,6 @@ from pathlib import Path
 
 from peers import events
 from peers.clock import now_s
-from peers.stage.membership import ask
 from peers.stage.recovery import Recovery
 from peers.stage.state import StageCore
 from peers.storage import checkpoint
@@ -51,7 +50,7 @@ class Joining:
             records = await self._directory.refresh()
         while True:
             others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            said = await ask(core, others)
+            said = await core.ask(others)
             told = {peer: status.position for peer, status in said.items()}
             there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
             replicas = {peer: told[peer] for peer in there if peer in told}
@@ -111,7 +110,7 @@ class Joining:
             if not mine and not any(map(is_keeper, records)):
                 return False
             serving = [r for r in records if r.state == "serving" and r.peer != core.me]
-            if await ask(core, serving):
+            if await core.ask(serving):
                 return True
             resumed = await self._recovery.resume()
             if resumed:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from peers import events
 from peers.clock import unix_s
 from peers.ports import Directory
-from peers.stage.membership import announced, keep_stage
 from peers.stage.state import StageCore
 from peers.transfer.spare import judged, words_of
 from peers.waiting import happens
@@ -78,7 +77,7 @@ class Moving:
         if voice and voice.keys().isdisjoint(verdict.stay):
             return False  # what those say of their speed nobody has seen
         self.going = True  # as in `move`
-        going = {r.peer for r in announced(self._core)}.difference(verdict.stay)
+        going = {r.peer for r in self._core.replicas()}.difference(verdict.stay)
         if await self._may_go(going=going):
             self._stand_by(verdict)
             return True
@@ -89,7 +88,7 @@ class Moving:
     async def _may_go(self, *, going: Collection[PeerId], rescues: bool = False) -> bool:
         core = self._core
         least = STAY_WITH_VOICE if core.me in core.voice() and not rescues else 1
-        return await keep_stage(core, going=going, least=least)
+        return await core.keep_stage(going=going, least=least)
 
     def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
         """In any thread: it takes a while in a large run."""

@@ -15,7 +15,6 @@ from peers import events
 from peers.clock import now_s
 from peers.islands.directory import Islands
 from peers.stage.coordination import StepCoordination
-from peers.stage.membership import announced, ask
 from peers.stage.state import StageCore
 from peers.stage.tied_weights import TiedWeights
 from peers.status_query import all_have, ask_status
@@ -213,7 +212,7 @@ class Recovery:
         They may have another coordinator, to which this one does not report.
         """
         core, at, voice = self._core, self._core.generation, self._core.voice()
-        told = await ask(core, [r for r in announced(core) if not voice or r.peer in voice])
+        told = await core.ask([r for r in core.replicas() if not voice or r.peer in voice])
         there = {peer: said for peer, said in told.items() if said.generation == at and said.position >= run}
         for one in sorted(there, key=lambda peer: (-voice.get(peer, 0), peer)):  # some may lie
             directive = Directive(

@@ -37,7 +37,6 @@ from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
 from peers.stage.device import DeviceThreads, watch_device
 from peers.stage.joining import Joining
-from peers.stage.membership import announced, ask, keep_stage
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.next_stage import NextStage
@@ -288,7 +287,7 @@ class StagePeer:
 
     async def _check_replicas(self) -> None:
         """Find out whether the run goes on during a pause (I6): the owner comes first, but it is said."""
-        self.alone = self.paused and not await keep_stage(self.core)
+        self.alone = self.paused and not await self.core.keep_stage()
         if self.alone:
             text = (
                 f"no other peer serves stage {self.stage}: the run stands still until this peer "
@@ -304,7 +303,7 @@ class StagePeer:
         owner of a machine comes first.
         """
         while now_s() < until:
-            told = await ask(self.core, announced(self.core))
+            told = await self.core.ask(self.core.replicas())
             stay = [status.position for status in told.values() if status.state == "serving"]
             waits = bool(stay) and not self._returns and bool(self._unfinished())
             if not waits and may_leave(self.core.position, stay):

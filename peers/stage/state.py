@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from peers.clock import now_s
 from peers.events import Emit, Undone
 from peers.ports import Directory, Rank, StageDevice, Transport
 from peers.stage.open_step import OpenStep
+from peers.status_query import ask_status
 from peers.voices import Membership, Voices
 from peers.waiting import TaskKeeper, happens, pulse
 from swarm.errors import Leaving, NotReady, PeerFault, Stale, SwarmError
@@ -26,8 +28,9 @@ from swarm.protocol.coordinator import realigns
 from swarm.protocol.ledger import Ledger, members_of
 from swarm.protocol.replica import COMMITS_KEPT
 from swarm.protocol.rounds import Commit
-from swarm.protocol.voice import LastContributions
-from swarm.wire.messages import LedgerCounts
+from swarm.protocol.voice import LastContributions, heard
+from swarm.records import PeerRecord
+from swarm.wire.messages import LedgerCounts, PeerStatus
 
 AUDITS_S = 1.0
 """How long a step is not taken while an answer of it is computed again."""
@@ -35,6 +38,8 @@ AUDITS_S = 1.0
 Life: TypeAlias = Literal["joining", "serving", "leaving", "left"]
 TIMES_KEPT = 512
 """Of steps: a peer looks at them every few seconds."""
+MAX_ASKED, MAX_REPLICAS_ASKED = 16, 12
+"""Peers that are asked for their status at once, and how many of them are replicas of this stage."""
 
 
 class ReportTrigger:
@@ -115,6 +120,44 @@ class StageCore:
     def voice(self) -> Mapping[PeerId, int]:
         """How much the word of each replica counts."""
         return self.voices.of(self.stage)
+
+    # -- which others to ask ----------------------------------------------------------------------
+
+    def others_to_ask(self, stage: Stage, directory: Directory, voices: Voices) -> list[PeerId]:
+        """Other peers of a stage, with voice if any has it, for each asking peer in another order."""
+        now, me = now_s(), self.me
+        found = [r.peer for r in directory.at(stage) if r.state in ("serving", "leaving") and r.peer != me]
+        awake = [peer for peer in found if not self.backoff.in_backoff(peer, now=now)]
+        awake = heard(awake, voices.of(stage))
+        return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
+
+    def replicas(self) -> list[PeerRecord]:
+        """The records of the others that serve this stage. They outlive their peers: what counts is asked."""
+        return [r for r in self.directory.at(self.stage) if r.state == "serving" and r.peer != self.me]
+
+    async def ask(self, records: Sequence[PeerRecord]) -> dict[PeerId, PeerStatus]:
+        """What those peers say of themselves; of very many, the replicas and the furthest, voices first."""
+        voice = self.voices.of_all()
+        order = sorted(records, key=lambda r: (r.peer not in voice, -r.version, r.peer))
+        asked = [r.peer for r in order if r.stage == self.stage][:MAX_REPLICAS_ASKED]
+        asked += [r.peer for r in order if r.stage != self.stage]
+        return await ask_status(self.run, self.transport, asked[:MAX_ASKED])
+
+    async def keep_stage(self, *, going: Collection[PeerId] = (), least: int = 1) -> bool:
+        """Whether so many replicas that stay have the weights of this stage (I6). `going`: those that leave
+        too.
+
+        Where this stage has voice, this peer's included, those without it do not say so.
+        """
+        voice, staying = self.voice(), [one for one in self.replicas() if one.peer not in going]
+        told = await self.ask([one for one in staying if one.peer in voice or not voice])
+        keeping = [
+            replica.state == "serving"
+            and replica.generation == self.generation
+            and replica.version >= self.version - 1
+            for replica in told.values()
+        ]
+        return sum(keeping) >= least
 
     def failed(self, fault: PeerFault) -> None:
         """Leave a peer alone for a while."""

@@ -17,7 +17,6 @@ import torch
 from peers.clock import now_s
 from peers.islands.meeting import IslandMeeting
 from peers.ports import Rank
-from peers.stage.membership import others_to_ask
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
 from peers.transfer.client import DownloadFailed, download
@@ -102,10 +101,10 @@ class TiedWeights:
         numel, alone_until = core.compute.shared.numel(other), math.inf
         while not step.over and other not in step.shared:
             stage, question = other, OpenHeld(run=core.run.id, t=step.t, shared_with=core.stage)
-            sources = others_to_ask(core, stage, core.directory, core.voices)
+            sources = core.others_to_ask(stage, core.directory, core.voices)
             if not sources:
                 stage, question = core.stage, OpenHeld(run=core.run.id, t=step.t, shared_of=other)
-                sources = others_to_ask(core, stage, core.directory, core.voices)
+                sources = core.others_to_ask(stage, core.directory, core.voices)
             sources, voice = sources[:ASKED_AT_ONCE], core.voices.of(stage)
             wanted = wanted_of(core.compute, question, numel, gather_s=GATHER_S * named)
             for some in [sources] if named else [[source] for source in sources]:

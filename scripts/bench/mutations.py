@@ -42,7 +42,6 @@ ACTIONS = "peers/stage/actions.py"
 SERVER = "peers/stage/server.py"
 DEVICE_THREADS = "peers/stage/device.py"
 JOINING = "peers/stage/joining.py"
-MEMBERSHIP = "peers/stage/membership.py"
 MOVING = "peers/stage/moving.py"
 STATE = "peers/stage/state.py"
 ISLAND_MEETING = "peers/islands/meeting.py"
@@ -1906,16 +1905,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "rely-on-a-replica-that-is-behind",
-        MEMBERSHIP,
-        "        and replica.version >= core.version - 1\n",
+        STATE,
+        "            and replica.version >= self.version - 1\n",
         "",
         "A stage is left to a replica that has not its weights.",
         ("test_guards", "test_moves", "test_pause"),
     ),
     Mutation(
         "rely-on-another-generation",
-        MEMBERSHIP,
-        "        and replica.generation == core.generation\n",
+        STATE,
+        "            and replica.generation == self.generation\n",
         "",
         "A stage is left to a replica that has not gone back with the run.",
         ("test_guards", "test_moves", "test_pause"),
@@ -5810,7 +5809,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-stranger-says-that-it-keeps-the-stage",
-        MEMBERSHIP,
+        STATE,
         "[one for one in staying if one.peer in voice or not voice]",
         "staying",
         "Strangers have the last replica of a stage move away with its state, and the run goes back.",
@@ -7507,7 +7506,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "rejoin-strangers",
         RECOVERY,
-        "[r for r in announced(core) if not voice or r.peer in voice]",
+        "[r for r in core.replicas() if not voice or r.peer in voice]",
         "announced(core)",
         "Strangers that say they have a stage keep it from being restored, or give it made-up weights.",
         ("test_guards",),

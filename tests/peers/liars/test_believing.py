@@ -20,7 +20,6 @@ from peers.clock import now_s
 from peers.events import Note, Trouble
 from peers.ports import Answer, Handler, Request
 from peers.stage.joining import VOICED_S
-from peers.stage.membership import keep_stage
 from peers.status_query import all_have, run_position
 from peers.storage import checkpoint
 from peers.transfer.server import StateLeases
@@ -428,15 +427,15 @@ async def test_a_stranger_that_says_it_has_a_stage_has_its_last_replica_not_move
         await s.until_serving()
         await add_liar(s, "liar", 1, 0)
         alone = s.peers["s1p0"]
-        assert await keep_stage(alone.core)
+        assert await alone.core.keep_stage()
         s.kill_and_forget("s1p1")
         await s.until(lambda: "liar" in {r.peer for r in alone.core.directory.at(1)})
-        assert not await keep_stage(alone.core)
+        assert not await alone.core.keep_stage()
         await alone.moving.move(0, why="others are slower", going=())
         assert s.network.records["s1p0"].stage == 1
     async with swarm(RUN, replicas=2) as s:
         await s.until_serving()
-        assert await keep_stage(s.peers["s1p0"].core), "where nobody has voice the word of each counts"
+        assert await s.peers["s1p0"].core.keep_stage(), "where nobody has voice the word of each counts"
 
 
 async def test_who_says_that_it_is_fast_has_no_others_move_away_until_it_is_one_of_two() -> None:

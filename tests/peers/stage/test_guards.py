@@ -17,7 +17,6 @@ from peers.ports import Rank
 from peers.sim.members import AuditCompute
 from peers.stage import recovery
 from peers.stage.joining import LOST_S
-from peers.stage.membership import keep_stage
 from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import KeptMicrobatch, OpenStep
@@ -518,8 +517,8 @@ async def test_a_stage_is_left_to_a_replica_only_that_has_its_weights(
     alone.line.answers["status"] = lambda *_: status(
         **{"generation": Generation(1, 0), "version": 2, **changes}
     )
-    assert await keep_stage(alone.core) is relied_on
-    assert not await keep_stage(alone.core, going={"other"})
+    assert await alone.core.keep_stage() is relied_on
+    assert not await alone.core.keep_stage(going={"other"})
 
 
 async def test_a_finished_run_goes_back_when_a_trainer_is_there_and_else_waits_for_one() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from peers.events import Moved, Serving
 from peers.stage import moving
-from peers.stage.membership import keep_stage
 from swarm.manifest import audit_run
 from swarm.policy.rebalance import Move, Moves, Stay
 from swarm.records import PeerRecord
@@ -127,9 +126,9 @@ async def test_of_two_that_would_leave_each_other_behind_neither_goes() -> None:
             built.peers[name].moving.going = True
         for name in "bc":
             peer = built.peers[name]
-            assert not await keep_stage(peer.core)
+            assert not await peer.core.keep_stage()
         built.peers["c"].moving.going = False
-        assert await keep_stage(built.peers["b"].core)
+        assert await built.peers["b"].core.keep_stage()
 
 
 @pytest.mark.asyncio
