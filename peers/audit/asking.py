@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from peers.ports import Buffer, Directory, Transport
 from peers.voices import Voices
 from peers.waiting import TaskKeeper
-from swarm.audit.unusual import AnswerScreen, Honest
+from swarm.audit.unusual import LEAST_LOSS, Honest, Unusual
 from swarm.errors import BadAnswer, Busy, PeerFault, SwarmError
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -53,11 +53,11 @@ class AuditCaller:
         self._voices = Voices(run, transport.signer, directory)
         self._on_fault = on_fault
         self._tasks = TaskKeeper()
-        self._screen = AnswerScreen()
+        self._losses = Unusual(LEAST_LOSS, relative=True)
 
     def answered(self, stage: Stage, mb: Microbatch, done: WorkDone) -> None:
         """Note an answer, whose receipt was checked."""
-        strange = self._screen.strange_loss(done.loss)
+        strange = self._losses.strange(done.loss)
         if not done.hops:
             return
         if self._falls(SHARE, Toss("audit", stage, mb.t, f"{mb.m} {done.hops[0].peer}")) or strange:

@@ -16,7 +16,7 @@ from peers.audit.asking import AuditCaller
 from peers.ports import Directory, Transport
 from peers.stage.open_step import KeptMicrobatch
 from swarm.audit.screen import Directions, sample_of
-from swarm.audit.unusual import AnswerScreen, Honest
+from swarm.audit.unusual import LEAST_LENGTH, LEAST_LOSS, TINY, Honest, Unusual
 from swarm.errors import PeerFault
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
@@ -55,13 +55,13 @@ class Neighbours(AuditCaller):
         on_fault: Callable[[Stage, PeerFault, bool], None],
     ) -> None:  # fmt: skip
         super().__init__(run, transport, directory, on_fault)
-        self._stage, self._sent_on = stage, AnswerScreen()
-        self._fed, self._answered = Directions(), Directions()
+        self._stage, self._sent_on = stage, Unusual(LEAST_LOSS, relative=True)
+        self._lengths, self._fed, self._answered = Unusual(LEAST_LENGTH), Directions(), Directions()
 
     def used(self, mb: Microbatch, peer: PeerId, done: WorkDone, seen: Seen) -> None:
         """Note what followed from an answer of `peer`."""
         turned = self._answered.strange(mb.t, peer, seen.sample)
-        strange = self._screen.strange_length(seen.length)
+        strange = self._lengths.strange(math.log(seen.length + TINY))
         if turned or strange:
             self._ask_again(self._stage + 1, mb, done, turned or strange)
 
@@ -70,7 +70,7 @@ class Neighbours(AuditCaller):
         if work.fed is None:
             return
         turned = self._fed.strange(work.t, peer, seen.sample)
-        strange = self._sent_on.strange_loss(kept.answer.loss)
+        strange = self._sent_on.strange(kept.answer.loss)
         mb, stage = Microbatch(work.t, work.m), self._stage - 1
         came_by = (peer, *(link.peer for link in work.through))
         voices = [self._voices.of(stage - n) for n in range(len(came_by))]

@@ -6390,7 +6390,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answer-gradients-of-any-length",
         "peers/audit/neighbours.py",
-        "        strange = self._screen.strange_length(seen.length)\n",
+        "        strange = self._lengths.strange(math.log(seen.length + TINY))\n",
         "        strange = None\n",
         "A gradient a hundred times too long is found by chance alone.",
         ("test_false_answers",),

@@ -26,7 +26,7 @@ LEAST_LOSS = 0.1
 """Of the larger one."""
 TINY = 1e-30
 LEAST_LENGTH = math.log(10.0)
-"""Gradients of some samples are several times as long as those of others."""
+"""Of the logarithm. Gradients of some samples are several times as long as those of others."""
 
 Honest: TypeAlias = Callable[[], None]
 """To be called when what looked strange was computed again, and fits."""
@@ -50,35 +50,22 @@ class Record:
         }
 
 
-class AnswerScreen:
-    """The answers of one stage, as one caller gets them: is one further from the last than any was?"""
+class Unusual:
+    """Numbers of one kind, as one caller gets them: is one further from the last than any was?"""
 
-    def __init__(self) -> None:
-        self._losses, self._lengths = _Values(LEAST_LOSS), _Values(LEAST_LENGTH)
-
-    def strange_loss(self, loss: float) -> Honest | None:
-        """Look at a loss, which is one of the last from now on; None: it is not strange."""
-        if not math.isfinite(loss):
-            return lambda: None
-        return self._losses.next(loss, lambda usual: (loss - usual) / max(abs(loss), abs(usual), TINY))
-
-    def strange_length(self, length: float) -> Honest | None:
-        """The same of the norm of a gradient."""
-        log = math.log(length + TINY)
-        return self._lengths.next(log, lambda usual: log - usual)
-
-
-class _Values:
-    """Numbers of one kind."""
-
-    def __init__(self, least: float) -> None:
+    def __init__(self, least: float, *, relative: bool = False) -> None:
+        """`relative`: to the larger one of a number and what is usual."""
         self._last: deque[float] = deque(maxlen=COMPARED)
+        self._relative = relative
         self._above, self._below = Record(least), Record(least)
         """Apart: that a model learns fast must not hide a lie, which mostly is a loss too high."""
 
-    def next(self, value: float, far_from: Callable[[float], float]) -> Honest | None:
-        """Look at `value`; `far_from`: how far it is above what is usual."""
-        far = 0.0 if len(self._last) < FEWEST else far_from(statistics.median(self._last))
+    def strange(self, value: float) -> Honest | None:
+        """Look at a number, which is one of the last from now on; None: it is not strange."""
+        if not math.isfinite(value):
+            return lambda: None
+        usual = value if len(self._last) < FEWEST else statistics.median(self._last)
+        far = (value - usual) / (max(abs(value), abs(usual), TINY) if self._relative else 1.0)
         self._last.append(value)
         strange = self._above.beyond({"": far}) | self._below.beyond({"": -far})
         return strange[""][1] if strange else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarm.audit.screen import Directions, Screen, sample_of
-from swarm.audit.unusual import AnswerScreen
+from swarm.audit.unusual import LEAST_LENGTH, LEAST_LOSS, TINY, Unusual
 
 MEMBERS = ("a", "b", "c", "d")
 COUNTS = dict.fromkeys(MEMBERS, 8)
@@ -80,11 +80,15 @@ def test_alone_or_with_nothing_nobody_is_strange() -> None:
     assert Screen().strangest({"a": torch.zeros(4), "b": torch.zeros(4)}, {"a": 1, "b": 3}) is None
 
 
-def strange_ones(losses: Iterable[float], screen: AnswerScreen | None = None) -> list[int]:
-    screen = screen or AnswerScreen()
+def losses() -> Unusual:
+    return Unusual(LEAST_LOSS, relative=True)
+
+
+def strange_ones(given: Iterable[float], screen: Unusual | None = None) -> list[int]:
+    screen = screen or losses()
     found = []
-    for number, loss in enumerate(losses):
-        if honest := screen.strange_loss(loss):
+    for number, loss in enumerate(given):
+        if honest := screen.strange(loss):
             honest()
             found.append(number)
     return found
@@ -96,24 +100,24 @@ def noisy(losses: Iterable[float], *, deviation: float = 0.05) -> list[float]:
 
 
 def test_a_loss_far_from_the_last_ones_is_strange() -> None:
-    screen = AnswerScreen()
+    screen = losses()
     assert len(strange_ones(noisy(3.0 - 0.002 * n for n in range(500)), screen)) <= 8
-    assert screen.strange_loss(11.0) and screen.strange_loss(0.0)
-    assert not screen.strange_loss(2.0)
+    assert screen.strange(11.0) and screen.strange(0.0)
+    assert not screen.strange(2.0)
 
 
 def test_losses_of_a_model_that_learns_fast_are_seldom_strange() -> None:
     """Each of eight steps has losses far below those of the step before."""
     falling = noisy((5.5 - 0.4 * (n // 32) for n in range(8 * 32)), deviation=0.01)
-    screen = AnswerScreen()
+    screen = losses()
     assert len(strange_ones(falling, screen)) <= 8
-    assert screen.strange_loss(falling[-1] * 1.2)
+    assert screen.strange(falling[-1] * 1.2)
 
 
 def test_a_lie_does_not_hide_the_next_ones() -> None:
-    screen = AnswerScreen()
+    screen = losses()
     assert not strange_ones(noisy([3.0] * 100, deviation=1e-3), screen)
-    assert all(map(screen.strange_loss, [float("inf"), float("nan"), 1e30, 4.0]))
+    assert all(map(screen.strange, [float("inf"), float("nan"), 1e30, 4.0]))
 
 
 def test_constant_losses_and_few() -> None:
@@ -124,20 +128,20 @@ def test_constant_losses_and_few() -> None:
 
 def test_a_gradient_far_longer_or_shorter_than_the_last_ones_is_strange() -> None:
     lengths = [math.exp(one) for one in noisy([-5.0] * 500, deviation=0.4)]
-    screen = AnswerScreen()
-    assert sum(map(bool, map(screen.strange_length, lengths))) <= 4
-    strange = [screen.strange_length(lengths[0] * times) for times in (1.1, *[100.0] * 20, 0.0)]
+    screen = Unusual(LEAST_LENGTH)
+    assert sum(map(bool, map(screen.strange, map(math.log, lengths)))) <= 4
+    strange = [screen.strange(math.log(TINY + lengths[0] * times)) for times in (1.1, *[100.0] * 20, 0.0)]
     assert [bool(one) for one in strange] == [False, *[True] * 21], "one lie hides no other"
-    assert screen.strange_length(math.inf)
+    assert screen.strange(math.log(TINY + math.inf))
 
 
 def test_what_was_computed_again_and_fits_is_usual_from_then_on() -> None:
-    screen = AnswerScreen()
-    assert not any(screen.strange_length(1.0) for _ in range(64))
-    honest = screen.strange_length(100.0)
-    assert honest and screen.strange_length(100.0)
+    screen = Unusual(LEAST_LENGTH)
+    assert not any(screen.strange(math.log(TINY + 1.0)) for _ in range(64))
+    honest = screen.strange(math.log(TINY + 100.0))
+    assert honest and screen.strange(math.log(TINY + 100.0))
     honest()
-    assert not screen.strange_length(100.0) and screen.strange_length(1e-2)
+    assert not screen.strange(math.log(TINY + 100.0)) and screen.strange(math.log(TINY + 1e-2))
 
 
 def turned(signs: dict[str, int], *, begins: int) -> list[int]:

@@ -101,7 +101,7 @@ def audit_strangers(s: Swarm, *, stage: int = -1) -> None:
         audits._falls = lambda share, toss, by=peer.stage: (
             toss.purpose == "sent on" and share == STRANGERS_SHARE and stage in (-1, by)
         )
-        audits._screen.strange_loss = audits._sent_on.strange_loss = lambda _: None
+        audits._losses.strange = audits._sent_on.strange = lambda _: None
 
 
 @pytest.mark.parametrize(
