@@ -2814,16 +2814,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "anchor-moves",
         REBALANCE,
-        "return replica.serving and replica.movable and replica.cooled_down and replica.peer not in anchors",
-        "return replica.serving and replica.movable and replica.cooled_down",
+        "if m.serving and m.movable and m.peer not in anchors",
+        "if m.serving and m.movable",
         "Peers with different views leave a stage empty.",
         ("test_moves",),
     ),
     Mutation(
         "chosen-stage-not-respected",
         REBALANCE,
-        "return replica.serving and replica.movable and replica.cooled_down and replica.peer not in anchors",
-        "return replica.serving and replica.cooled_down and replica.peer not in anchors",
+        "if m.serving and m.movable and m.peer not in anchors",
+        "if m.serving and m.peer not in anchors",
         "A peer leaves the stage that its owner chose.",
         ("test_moves",),
     ),
@@ -4264,7 +4264,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-slow-machine-is-overtaken",
         "swarm/policy/timeouts.py",
-        "usual_s = max(self._usual.typical_s, least_s)",
+        "usual_s = max(self._usual.typical_s, min(least_s, TIMES_EXPECTED * self._usual.typical_s))",
         "usual_s = self._usual.typical_s",
         "A machine that is slow all the time is taken for one that is late now and then.",
         ("test_limits",),
@@ -6750,7 +6750,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-that-has-begun-has-as-long-again",
         "swarm/policy/timeouts.py",
-        "yield min(limit_s, max(limit_s / 2, self._trial_s)) if begun and self._usual.known else limit_s",
+        "yield min(limit_s, max(limit_s / 2, trial_s)) if begun and self._usual.known else limit_s",
         "yield limit_s",
         "A microbatch that was waited for in vain is asked of the same peer again, and waited for as long.",
         ("test_patience",),
@@ -8045,7 +8045,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-that-is-slow-itself-has-no-more-time",
         "swarm/policy/timeouts.py",
-        "3 * max(self._usual.typical_s, self._router.took_s(self._stage, peer))",
+        "3 * max((self._usual.typical_s, *self._router.tooks_s(self._stage, peer)))",
         "3 * self._usual.typical_s",
         "An honest peer that is four times slower than others fails in each second call once it has failed.",
     ),
@@ -8509,7 +8509,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-waits-anywhere-waits-for-a-device",
         QUEUE,
-        "wait_s - BELIEVED * usual_s",
+        "wait_s - BELIEVED * others_s",
         "wait_s",
         "Where a later stage is slow, fast devices are given no more than slow ones.",
         ("test_trainer_news",),

@@ -98,8 +98,9 @@ class Candidate:
         each_s = [median_high(works_s[-REMEMBERED:]) for works_s in told.values()]
         self.work_s = median_high(each_s + [own_s] * (own_s > 0.0 and len(each_s) > 1))
 
-    def waited(self, usual_s: float, gap_s: float, share: float) -> None:
-        """Note how long the last microbatches waited, `gap_s` after the answer before; `usual_s`: for others.
+    def waited(self, others_s: float, gap_s: float, share: float) -> None:
+        """Note how long the last microbatches waited, `gap_s` after the answer before; those of others did
+        for `others_s`.
 
         What a device takes is its peer's word, and so is what a route takes behind it. How long all of it
         took, and when it ended, its caller knows: one that says that it needs no time draws all work of its
@@ -107,9 +108,9 @@ class Candidate:
         """
         self.quickest_s = min(self.least_s, self.quickest_s + LONGER * gap_s)
         self.wait_s = median_high(self.last_tooks_s) - self.quickest_s
-        if usual_s < math.inf:
+        if others_s < math.inf:
             wait_s = min(self.wait_s, self.last_tooks_s[-1] - self.quickest_s)
-            self.last_gaps_s.append(max(0.0, min(share * gap_s, wait_s - BELIEVED * usual_s)))
+            self.last_gaps_s.append(max(0.0, min(share * gap_s, wait_s - BELIEVED * others_s)))
             mean_s = (math.fsum(self.last_gaps_s) - max(self.last_gaps_s)) / (REMEMBERED - 1)
             self.shown_s = max(mean_s, self.shown_s * (1.0 - FORGOTTEN))
         if self.shown_s > BELIEVED * self.work_s:
@@ -174,8 +175,9 @@ class FairQueue:
         gap_s, candidate.answered_at = now - candidate.answered_at, now
         if took_s and len(candidate.last_tooks_s) == REMEMBERED:
             candidate.least_s = min(candidate.last_tooks_s)
-            usual_s = min(one.least_s for one in self.known.values())
-            candidate.work_s = max(candidate.work_s, candidate.least_s - MUCH_SLOWER * usual_s - MUCH_LATER_S)
+            fastest_s = min(one.least_s for one in self.known.values())
+            late_s = candidate.least_s - MUCH_SLOWER * fastest_s - MUCH_LATER_S
+            candidate.work_s = max(candidate.work_s, late_s)
             waits_s = self._waits_s or [0.0] * bool(self._works_s)  # of others; if they get nothing, none
             candidate.waited(waits_s[len(waits_s) // 2] if waits_s else math.inf, gap_s, share)
         if place != "backoff":

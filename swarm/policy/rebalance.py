@@ -131,10 +131,6 @@ def rebalance(
     return Moves((*rescues, *levelling))
 
 
-def _may_move(replica: _Replica, anchors: set[PeerId | None]) -> bool:
-    return replica.serving and replica.movable and replica.cooled_down and replica.peer not in anchors
-
-
 def is_due(*, period_s: float, lag_s: float, now_s: float) -> bool:
     """Whether a peer that sees records only after `lag_s` decides in this period.
 
@@ -283,6 +279,10 @@ def _downloads_s(newest: Sequence[PeerRecord], by_stage: Sequence[Sequence[_Repl
     return found
 
 
+def _movable(there: Sequence[_Replica], anchors: set[PeerId | None]) -> list[_Replica]:
+    return [m for m in there if m.serving and m.movable and m.peer not in anchors]
+
+
 # --- stages that nobody serves ------------------------------------------------------------------------------
 
 
@@ -292,7 +292,7 @@ def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: 
     Peers that move are moved within `by_stage`.
     """
     moves: list[Move] = []
-    free = [m for there in by_stage for m in there if m.serving and m.movable and m.peer not in anchors]
+    free = [m for there in by_stage for m in _movable(there, anchors)]
     empties = [stage for stage, there in enumerate(by_stage) if not there]
     if len(free) < len(empties):
         # To fill only some of them would cost downloads, and the run would still stand still.
@@ -367,10 +367,8 @@ class _Levelling:
         self.by_stage, self.download_s, self.place, self.horizon_s = by_stage, download_s, place, horizon_s
         self.levels = [_speed(there) for there in by_stage]
         self._serving = [sum(replica.serving for replica in there) for there in by_stage]
-        free = [
-            sorted((m for m in there if _may_move(m, anchors)), key=lambda m: (m.speed, m.peer))
-            for there in by_stage
-        ]
+        able = [[m for m in _movable(there, anchors) if m.cooled_down] for there in by_stage]
+        free = [sorted(there, key=lambda m: (m.speed, m.peer)) for there in able]
         self._awake = [[m for m in there if not m.sits_out] for there in free]
         self._asleep = [[m for m in there if m.sits_out] for there in free]
         self._even = math.fsum(self.levels) / len(self.levels)

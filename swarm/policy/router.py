@@ -7,7 +7,7 @@ is next. Pure: no clock, sockets or threads. Times are monotonic seconds given b
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from swarm.ids import PeerId, Stage
@@ -116,15 +116,10 @@ class Router:
         """Whether `peer` has answered here."""
         return (candidate := self._queue_of(stage).known.get(peer)) is not None and candidate.measured
 
-    def took_s(self, stage: Stage, peer: PeerId) -> float:
-        """The longest that `peer` took lately; 0: unknown."""
+    def tooks_s(self, stage: Stage, peer: PeerId) -> Sequence[float]:
+        """How long `peer` took lately; nothing: unknown."""
         candidate = self._queue_of(stage).known.get(peer)
-        return max(candidate.last_tooks_s, default=0.0) if candidate is not None else 0.0
-
-    def least_s(self, stage: Stage, peer: PeerId) -> float:
-        """The least that `peer` took lately; 0: unknown."""
-        candidate = self._queue_of(stage).known.get(peer)
-        return min(candidate.last_tooks_s, default=0.0) if candidate is not None else 0.0
+        return candidate.last_tooks_s if candidate is not None else ()
 
     def answering(self, stage: Stage) -> list[PeerId]:
         """The peers of `stage` that have answered here; all, if none has."""

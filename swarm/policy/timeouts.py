@@ -117,8 +117,8 @@ class CallLimits:
         """
         self._calls[peer] += 1
         try:
-            limit_s = self.limit_s(peer, serving, t=t)
-            yield min(limit_s, max(limit_s / 2, self._trial_s)) if begun and self._usual.known else limit_s
+            limit_s, trial_s = self.limit_s(peer, serving, t=t), TRIAL_S + 3 * self._usual.typical_s
+            yield min(limit_s, max(limit_s / 2, trial_s)) if begun and self._usual.known else limit_s
         finally:
             self._calls[peer] -= 1
             self._calls += Counter()  # forgets those that have none
@@ -142,7 +142,7 @@ class CallLimits:
         suspected = charged or not self._router.knows(self._stage, peer)
         if self._usual.known and suspected:
             least_s = max(USUAL_HOLD_S, min(TRIAL_S, ALL_TRIALS_S / self.callers)) if charged else TRIAL_S
-            trial_s = least_s + 3 * max(self._usual.typical_s, self._router.took_s(self._stage, peer))
+            trial_s = least_s + 3 * max((self._usual.typical_s, *self._router.tooks_s(self._stage, peer)))
             limit_s = min(limit_s, self._backoff.doubled(peer) * trial_s)
         return self._backoff.within_budget_s(peer, limit_s, t=t)
 
@@ -154,8 +154,8 @@ class CallLimits:
         else one would be waited for longer and longer. One that has never answered may be warming up.
         """
         known = self._router.knows(self._stage, peer) or self._backoff.was_charged(peer, t=t)
-        least_s = min(self._router.least_s(self._stage, peer), TIMES_EXPECTED * self._usual.typical_s)
-        usual_s = max(self._usual.typical_s, least_s)
+        least_s = min(self._router.tooks_s(self._stage, peer), default=0.0)
+        usual_s = max(self._usual.typical_s, min(least_s, TIMES_EXPECTED * self._usual.typical_s))
         after_s = LATE_S + self._passes * LATER_S + (2 + self._passes / 2) * usual_s
         others = self._router.count(self._stage) > 1
         return after_s if others and known and self._usual.known else math.inf
@@ -163,10 +163,6 @@ class CallLimits:
     def is_soon(self, took_s: float) -> bool:
         """Whether a call took no longer than is usual, about."""
         return took_s <= LATE_S + 3 * self._usual.typical_s
-
-    @property
-    def _trial_s(self) -> float:
-        return TRIAL_S + 3 * self._usual.typical_s
 
     def answered(self, took_s: float, *, now: float) -> None:
         """A call was answered, everything behind it included."""

@@ -24,6 +24,7 @@ from swarm.policy.backoff import Backoff
 from swarm.policy.rotation import Rotation
 from swarm.protocol import replica
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
+from swarm.protocol.ledger import members_of
 from swarm.protocol.messages import (
     Directive,
     ReplicaReport,
@@ -266,7 +267,8 @@ class StepProtocol:
         """This replica's report, and the losses that go with it."""
         report = replica.report_of(self._run.id, self._stage, self._local, since=since)
         report = replace(report, number=next(self._numbers))
-        losses = replica.losses_of(report, self._local.steps) if self._stage == self._run.S - 1 else []
+        known = self._local.steps if self._stage == self._run.S - 1 else {}
+        losses = [[known[s.t].loss_of(m) for m in members_of(s.done)] for s in report.steps if known]
         if self.belief.needs_proof:
             own = next((r for r in self._peers.get(self._stage, ()) if r.peer == self._me), None)
             report = signed_report(report, self._signer, own.voucher if own else None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from swarm.ids import Generation, PeerId, Position
-from swarm.protocol.ledger import Bitmap, members_of
+from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, StepDirective
 from swarm.protocol.rounds import Commit, Plan, StepReport, finishes_until_s
 from swarm.protocol.step import ReplicaStep, StepState
@@ -130,37 +130,22 @@ def newest_commits(commits: Mapping[int, Commit], *, since: int = 0) -> tuple[Co
     return tuple([commits[t] for t in sorted(commits)[-COMMITS_KEPT:] if t >= since]) if commits else ()
 
 
-def step_report(step: ReplicaStep) -> StepReport:
-    done = step.ledger.done
-    return StepReport(
-        t=step.t,
-        done=Bitmap(done),
-        in_progress=Bitmap(step.ledger.promised & ~done),
-        frozen_for=step.ledger.frozen_for or "",
-        prepared=step.prepared,
-        failed_round=step.failed_round,
-        gave_all=step.gave_all,
-    )
-
-
 def report_of(run: str, stage: int, local: Local, *, since: int = 0) -> ReplicaReport:
     """What a replica reports of itself. `since`: the version at which its coordinator has the stage."""
+    steps = [
+        StepReport(
+            t=step.t, done=Bitmap(step.ledger.done),
+            in_progress=Bitmap(step.ledger.promised & ~step.ledger.done),
+            frozen_for=step.ledger.frozen_for or "", prepared=step.prepared, failed_round=step.failed_round,
+            gave_all=step.gave_all,
+        )
+        for _, step in sorted(local.steps.items())
+    ]  # fmt: skip
     return ReplicaReport(
-        run=run,
-        stage=stage,
-        generation=local.generation,
-        version=local.version,
-        digest=local.digest,
-        kind=local.kind,
-        steps=tuple(step_report(local.steps[t]) for t in sorted(local.steps)),
-        commits=newest_commits(local.commits, since=since),
+        run=run, stage=stage, generation=local.generation, version=local.version, digest=local.digest,
+        kind=local.kind, steps=tuple(steps), commits=newest_commits(local.commits, since=since),
         bandwidth_bps=local.bandwidth_bps,
-    )
-
-
-def losses_of(report: ReplicaReport, steps: Mapping[int, ReplicaStep]) -> list[list[float]]:
-    """Last stage: the losses of the microbatches that a report counts, step by step."""
-    return [[steps[step.t].loss_of(m) for m in members_of(step.done)] for step in report.steps]
+    )  # fmt: skip
 
 
 # -- the directive ------------------------------------------------------------------------------------

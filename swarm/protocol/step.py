@@ -128,9 +128,7 @@ class ReplicaStep:
         if failed:
             self.failed_round = name
         if self._is_at(name):
-            self.round = None
-            if self._state in (StepState.REDUCING, StepState.COMPLETING):
-                self._go(StepState.FROZEN)
+            self.give_up_round()
 
     def give_up_round(self) -> None:
         """Give up a round; the ledger is still frozen."""
