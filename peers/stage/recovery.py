@@ -25,10 +25,9 @@ from peers.transfer.gradient import fetch_gradient
 from swarm.errors import PeerFault, SwarmError, short
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.model.layout import initial_state
-from swarm.policy.borne_out import ReplicaState, bearers
 from swarm.protocol.messages import Directive
 from swarm.protocol.proofs import proves
-from swarm.protocol.rollback import is_one_step, newest_start, plan_rollback
+from swarm.protocol.rollback import ReplicaState, bearers, is_one_step, newest_start, plan_rollback
 from swarm.protocol.voice import FOUNDERS_VOICE, heard
 from swarm.records import PeerRecord
 from swarm.wire.trails import Word
@@ -82,7 +81,7 @@ class Recovery:
         return begins and await self.enter(goal.generation)
 
     async def _borne_out(self, directive: Directive, sources: Sequence[PeerId]) -> list[PeerId]:
-        """The replicas that have what a directive says, if it is to be followed: `swarm.policy.borne_out`."""
+        """The replicas that have what a directive says, if it is to be followed: `bearers`."""
         core, goal, voice = self._core, directive.position, self._core.voice()
         believes = self._coordination.believes
         serving = [r.peer for r in self._directory.at(self._stage) if r.state == "serving"]

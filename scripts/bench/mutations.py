@@ -4678,7 +4678,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "one-with-much-voice-is-enough",
-        "swarm/policy/borne_out.py",
+        ROLLBACK,
         "several = len(agree) > 1 or len(counted) == 1",
         "several = True",
         "One peer that has worked for long replaces the weights of those that have worked for less.",
@@ -4686,7 +4686,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "own-weights-do-not-count",
-        "swarm/policy/borne_out.py",
+        ROLLBACK,
         "return agree if several and support >= against + own else []",
         "return agree if several and support > 0 else []",
         "Two liars replace the weights of three others.",
@@ -4694,7 +4694,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-proof-of-the-step-proves-weights",
-        "swarm/policy/borne_out.py",
+        ROLLBACK,
         "    if support < against:\n        return []\n",
         "",
         "After any true step one liar gives others what it likes.",

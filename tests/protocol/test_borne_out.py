@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm.ids import Generation, PeerId, Position
-from swarm.policy.borne_out import ReplicaState, bearers
+from swarm.protocol.rollback import ReplicaState, bearers
 
 VOICE = {"ann": 40, "bob": 40, "cid": 40, "liar": 100}
 HERE, NEXT = Position(Generation(), 5), Position(Generation(), 6)
