@@ -123,13 +123,13 @@ class SumAudits:
             Withheld: a member did not say within `limit_s` what it has to.
             SwarmError: `reduced` is not that. Who was shown to lie is left out from now on.
         """
-        check.limit_s = limit_s
+        check.limit_s, me = limit_s, self._transport.peer_id
         check.agree()
         if (forger := check.forger()) is not None:
             raise self._accuse_forger(check, forger)
         check.reveal()
         heard = asyncio.ensure_future(happens(check.heard, limit_s))
-        work = [self._ask_until_heard(check, other) for other in self._others(check)]
+        work = [self._ask_until_heard(check, other) for other in check.plan.members if other != me]
         work.append(self._project(check, reduced, gave_all))
         tasks = [asyncio.ensure_future(one) for one in work]
         running: set[asyncio.Future[Any]] = {heard, *tasks}
@@ -227,9 +227,6 @@ class SumAudits:
             await self.consider(check)
         check.unchecked = None
 
-    def _others(self, check: SumCheck) -> list[PeerId]:
-        return [member for member in check.plan.members if member != self._transport.peer_id]
-
     async def _spot_check(self, check: SumCheck, reduced: torch.Tensor, coin: Coin) -> bool:
         """Compute any chunk again; whether a peer was shown to lie."""
         try:
@@ -280,30 +277,26 @@ class SumAudits:
         if came != nth_digest(check.reduced[place][0].chunks, index):
             raise BadAnswer(check.plan.members[place], "sent a result that it did not sign")
         shown = [await self.shown(check, member, place, index) for member in range(len(check.plan.members))]
-        for evidence, body in self._accusations(check, place, index, shown):
-            if await asyncio.to_thread(proves, self._transport.signer, self._run, evidence, body):
-                self._found(evidence, body)
-                return True
-        return False
-
-    def _accusations(
-        self, check: SumCheck, place: int, index: int, shown: Sequence[tuple[bytes, list[Buffer]]]
-    ) -> list[tuple[Evidence, list[Buffer]]]:
-        """All that may be wrong with a chunk, the owner's result first."""
-        reduced, signature = check.reduced[place]
+        # All that may be wrong with it, the owner's result first.
+        reduced_as, signature = check.reduced[place]
         wrong_sum = WrongSum(
-            accused=check.plan.members[place], statement=reduced, signature=signature, index=index,
+            accused=check.plan.members[place], statement=reduced_as, signature=signature, index=index,
             lists=tuple(digests for digests, _ in shown),
         )  # fmt: skip
-        found: list[tuple[Evidence, list[Buffer]]] = [(wrong_sum, [b for _, body in shown for b in body])]
+        whole = [buffer for _, body in shown for buffer in body]
+        accusations: list[tuple[Evidence, list[Buffer]]] = [(wrong_sum, whole)]
         for member, (digests, body) in enumerate(shown):
             projected, signature = check.product_of(member)
             wrong_product = WrongProduct(
                 accused=check.plan.members[member], statement=projected, signature=signature,
                 place=place, index=index, digests=digests,
             )  # fmt: skip
-            found.append((wrong_product, body))
-        return found
+            accusations.append((wrong_product, body))
+        for evidence, body in accusations:
+            if await asyncio.to_thread(proves, self._transport.signer, self._run, evidence, body):
+                self._found(evidence, body)
+                return True
+        return False
 
     async def shown(self, check: SumCheck, member: int, place: int, index: int) -> tuple[bytes, list[Buffer]]:
         """What a member contributed to a chunk: the digests of all chunks of that part, and the bytes."""

@@ -51,10 +51,6 @@ M = TypeVar("M")
 T = TypeVar("T")
 
 
-async def _wait_on(peer: PeerId) -> None:
-    """Do nothing about a peer whose word is lacking."""
-
-
 class _Lacking(NamedTuple):
     """When the word of a peer was lacking, without a break."""
 
@@ -65,12 +61,15 @@ class _Lacking(NamedTuple):
 class StepCoordination:
     """This peer's part in the coordination of its stage and, in stage 0, of the run."""
 
-    def __init__(self, core: StageCore, all_reduce: AllReduce, *, since_s: float) -> None:
-        """`all_reduce` measures the upload to replicas."""
+    def __init__(
+        self, core: StageCore, all_reduce: AllReduce, *, since_s: float,
+        word_overdue: Callable[[PeerId], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        """`all_reduce` measures the upload to replicas. `word_overdue`: called with a peer whose word has
+        been lacking for long.
+        """
         self._core, self._transport, self._directory = core, core.transport, core.directory
-        self._all_reduce = all_reduce
-        self.word_overdue: Callable[[PeerId], Awaitable[None]] = _wait_on
-        """Called with a peer whose word has been lacking for long."""
+        self._all_reduce, self._word_overdue = all_reduce, word_overdue
         self._lacking: dict[PeerId, _Lacking] = {}
         """The peers whose words were lacking lately, of whatever step."""
         self.act: Callable[[Action], None] = lambda action: None
@@ -254,7 +253,7 @@ class StepCoordination:
     async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
         """Ask peers whose word is lacking, and about those of which it has been for long."""
         await self._excuse_absent(t, peers)
-        await asyncio.gather(*map(self.word_overdue, self._overdue(peers, now_s())))
+        await asyncio.gather(*map(self._word_overdue, self._overdue(peers, now_s())))
         self._core.report_trigger.urgent()  # the answer tells the commit again
 
     async def _excuse_absent(self, t: int, peers: Sequence[PeerId]) -> None:

@@ -28,100 +28,95 @@ LOST_S = ProtocolTimings().lost_s
 """Replicas may be cut off shortly, and peers of other stages, with their disks, may come as late."""
 
 
-class Joining:
-    """Gets a stage peer its first weights. `folder`: whose checkpoints it starts from, if any."""
+async def join(
+    core: StageCore, recovery: Recovery, store: CheckpointStore, folder: Path | None, kept: Snapshot | None
+) -> None:
+    """Get a stage peer its first weights; its steps are open then.
 
-    def __init__(
-        self, core: StageCore, recovery: Recovery, store: CheckpointStore, folder: Path | None
-    ) -> None:
-        self._core, self._directory, self._recovery = core, core.directory, recovery
-        self._store, self._folder = store, folder
-
-    async def run(self, kept: Snapshot | None) -> None:
-        """Return with open steps, once the weights are here. `kept`: those of before a pause."""
-        core = self._core
-        lost_since: float | None = None
-        voiced_until = now_s() + VOICED_S
-        if kept is not None:
-            await core.load(Position(kept.generation, kept.version), kept.tensors)
-            core.remember(kept.last_commit)
-        records = await self._directory.lookup_all()
-        if await self._resume(records):
-            records = await self._directory.refresh()
-        while True:
-            others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-            said = await core.ask(others)
-            told = {peer: status.position for peer, status in said.items()}
-            there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
-            replicas = {peer: told[peer] for peer in there if peer in told}
-            of_all = core.voices.of_all()
-            counting = heard(told, of_all)
-            serve = [(told[p], weight(p, of_all)) for p in counting if said[p].state == "serving"]
-            claimed = max((told[peer] for peer in counting), default=Position())
-            run = furthest(serve) if serve and of_all else claimed
-            voice = core.voice()
-            counted = [replicas[peer] for peer in heard(replicas, voice)]
-            silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
-            if counted and silent and now_s() < voiced_until:
-                by = None  # those with voice may only be slow to answer
-            else:
-                by = join_by(core.position, counted, run)
-            if by is Join.SERVE or (by is Join.DOWNLOAD and await self._recovery.follow(replicas)):
+    `folder`: whose checkpoints it starts from, if any. `kept`: the weights of before a pause.
+    """
+    lost_since: float | None = None
+    voiced_until = now_s() + VOICED_S
+    if kept is not None:
+        await core.load(Position(kept.generation, kept.version), kept.tensors)
+        core.remember(kept.last_commit)
+    records = await core.directory.lookup_all()
+    if await _resume(core, recovery, store, folder, records):
+        records = await core.directory.refresh()
+    while True:
+        others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
+        said = await core.ask(others)
+        told = {peer: status.position for peer, status in said.items()}
+        there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
+        replicas = {peer: told[peer] for peer in there if peer in told}
+        of_all = core.voices.of_all()
+        counting = heard(told, of_all)
+        serve = [(told[p], weight(p, of_all)) for p in counting if said[p].state == "serving"]
+        claimed = max((told[peer] for peer in counting), default=Position())
+        run = furthest(serve) if serve and of_all else claimed
+        voice = core.voice()
+        counted = [replicas[peer] for peer in heard(replicas, voice)]
+        silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
+        if counted and silent and now_s() < voiced_until:
+            by = None  # those with voice may only be slow to answer
+        else:
+            by = join_by(core.position, counted, run)
+        if by is Join.SERVE or (by is Join.DOWNLOAD and await recovery.follow(replicas)):
+            break
+        if by is Join.LOST:
+            if lost_since is None:
+                lost_since = now_s()
+                core.emit(events.StageLost(stage=core.stage, version=run.version))
+            waited_s = now_s() - lost_since
+            if waited_s > LOST_S and await recovery.restore(run, waited_s=waited_s):
                 break
-            if by is Join.LOST:
-                if lost_since is None:
-                    lost_since = now_s()
-                    core.emit(events.StageLost(stage=core.stage, version=run.version))
-                waited_s = now_s() - lost_since
-                if waited_s > LOST_S and await self._recovery.restore(run, waited_s=waited_s):
-                    break
-            await asyncio.sleep(RETRY_S)
-            records = await self._directory.refresh()
-        await core.open_steps()
+        await asyncio.sleep(RETRY_S)
+        records = await core.directory.refresh()
+    await core.open_steps()
 
-    async def _resume(self, records: Sequence[PeerRecord]) -> bool:
-        """Start from a checkpoint of this peer's folder; or, if no peer serves the run, of others'.
 
-        Whether that took a while: `records` are old then.
-        """
-        core, folder, step = self._core, self._folder, None
-        if folder is not None:
-            step = await asyncio.to_thread(
-                checkpoint.newest_common_step, folder, core.run, tell=self._store.damaged
+async def _resume(
+    core: StageCore, recovery: Recovery, store: CheckpointStore, folder: Path | None,
+    records: Sequence[PeerRecord],
+) -> bool:  # fmt: skip
+    """Start from a checkpoint of this peer's folder; or, if no peer serves the run, of others'.
+
+    Whether that took a while: `records` are old then.
+    """
+    step = None
+    if folder is not None:
+        step = await asyncio.to_thread(checkpoint.newest_common_step, folder, core.run, tell=store.damaged)
+        if step is not None and step > core.version:
+            tensors = await asyncio.to_thread(checkpoint.Checkpoint(folder, core.run, core.stage, step).load)
+            await core.load(Position(core.generation, step), tensors)
+            _say_resumed(core)
+            return True
+    mine = await asyncio.to_thread(store.versions)
+    if folder is not None and step is None and not mine:
+        others = await asyncio.to_thread(checkpoint.other_runs, folder, core.run)
+        if others:
+            text = (
+                f"{folder} has no checkpoint of run {core.run.id} that could be used, only of "
+                f"run {', '.join(others[:3])}: stage {core.stage} starts without one"
             )
-            if step is not None and step > core.version:
-                tensors = await asyncio.to_thread(
-                    checkpoint.Checkpoint(folder, core.run, core.stage, step).load
-                )
-                await core.load(Position(core.generation, step), tensors)
-                self._say_resumed()
-                return True
-        mine = await asyncio.to_thread(self._store.versions)
-        if folder is not None and step is None and not mine:
-            others = await asyncio.to_thread(checkpoint.other_runs, folder, core.run)
-            if others:
-                text = (
-                    f"{folder} has no checkpoint of run {core.run.id} that could be used, only of "
-                    f"run {', '.join(others[:3])}: stage {core.stage} starts without one"
-                )
-                core.emit(events.Trouble(text=text))
-        until = now_s() + LOST_S
-        while now_s() < until:  # those of other stages come a moment later, with their disks
-            if not mine and not any(map(is_keeper, records)):
-                return False
-            serving = [r for r in records if r.state == "serving" and r.peer != core.me]
-            if await core.ask(serving):
-                return True
-            resumed = await self._recovery.resume()
-            if resumed:
-                self._say_resumed()
-            if resumed or resumed is None:
-                return True
-            await asyncio.sleep(RETRY_S)
-            records = await self._directory.lookup_all()
-        return True
+            core.emit(events.Trouble(text=text))
+    until = now_s() + LOST_S
+    while now_s() < until:  # those of other stages come a moment later, with their disks
+        if not mine and not any(map(is_keeper, records)):
+            return False
+        serving = [r for r in records if r.state == "serving" and r.peer != core.me]
+        if await core.ask(serving):
+            return True
+        resumed = await recovery.resume()
+        if resumed:
+            _say_resumed(core)
+        if resumed or resumed is None:
+            return True
+        await asyncio.sleep(RETRY_S)
+        records = await core.directory.lookup_all()
+    return True
 
-    def _say_resumed(self) -> None:
-        core = self._core
-        text = f"stage {core.stage} resumes from the checkpoint of version {core.version}"
-        core.emit(events.Note(text=text))
+
+def _say_resumed(core: StageCore) -> None:
+    text = f"stage {core.stage} resumes from the checkpoint of version {core.version}"
+    core.emit(events.Note(text=text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from peers import events
 from peers.clock import unix_s
@@ -12,7 +12,7 @@ from peers.stage.state import StageCore
 from peers.transfer.spare import judged, words_of
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage
-from swarm.policy.rebalance import Moves, Stay, is_due, rebalance
+from swarm.policy.rebalance import Moves, is_due, rebalance
 from swarm.policy.spares import SpareDecision
 from swarm.records import PeerRecord
 
@@ -46,7 +46,8 @@ class Moving:
 
     async def run(self) -> None:
         """Decide in the middle of every period, until this peer leaves."""
-        core, period_s = self._core, self._core.run.rebalance_every_s
+        core, run = self._core, self._core.run
+        period_s = run.rebalance_every_s
         while not core.leaving:
             now = unix_s()
             middle_s = (now // period_s + 0.5) * period_s
@@ -57,7 +58,9 @@ class Moving:
                 self.decided = f"not in this period: what others do is seen here after {lag_s:.0f} s"
                 continue
             records = list(self._directory.peers())
-            decision = await asyncio.to_thread(self._decide, records, unix_s())
+            decision = await asyncio.to_thread(  # it takes a while in a large run
+                rebalance, records, stages=run.cells, period_s=period_s, now_s=unix_s(), place=run.place
+            )
             self.decided = decision.why
             moves = decision.moves if isinstance(decision, Moves) else ()
             move = next((move for move in moves if move.peer == core.me), None)
@@ -89,11 +92,6 @@ class Moving:
         core = self._core
         least = STAY_WITH_VOICE if core.me in core.voice() and not rescues else 1
         return await core.keep_stage(going=going, least=least)
-
-    def _decide(self, records: Sequence[PeerRecord], now_s: float) -> Moves | Stay:
-        """In any thread: it takes a while in a large run."""
-        run, every_s = self._core.run, self._core.run.rebalance_every_s
-        return rebalance(records, stages=run.cells, period_s=every_s, now_s=now_s, place=run.place)
 
     async def move(self, to_stage: Stage, *, why: str, going: Collection[PeerId]) -> None:
         """Leave for another stage after the next step: until then this peer's sum is part of its stage's.

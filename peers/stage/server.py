@@ -36,7 +36,7 @@ from peers.stage.actions import Actions
 from peers.stage.all_reduce import AllReduce
 from peers.stage.coordination import StepCoordination
 from peers.stage.device import DeviceThreads, watch_device
-from peers.stage.joining import Joining
+from peers.stage.joining import join
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.next_stage import NextStage
@@ -119,8 +119,9 @@ class StagePeer:
         for version, tensors in (*kept.pinned.items(), (kept.version, kept.tensors)) if kept else ():
             if run.is_saved(version):
                 self.store.pin(version, tensors)  # all stages saved it: perhaps the run goes back to it
-        self.coordination = StepCoordination(core, all_reduce, since_s=settings.joined_at)
-        self.coordination.word_overdue = self.convictions.ask_about
+        self.coordination = StepCoordination(
+            core, all_reduce, since_s=settings.joined_at, word_overdue=self.convictions.ask_about
+        )
         self.convictions.last_added = lambda peer: core.contributed.last(peer, version=core.version)
         meeting = IslandMeeting(core, islands)
         tied_weights = TiedWeights(core, meeting)
@@ -129,7 +130,6 @@ class StagePeer:
             core, self.coordination, all_reduce, tied_weights, meeting, recovery, self.store,
             settings.checkpoints, failed=self._fail,
         )  # fmt: skip
-        self._joining = Joining(core, recovery, self.store, settings.resumed_from)
         self._states = StateServer(core, self.store)
         core.trail.serve(run, stage, transport, lambda: core.kind)
         self.moving = Moving(
@@ -216,7 +216,7 @@ class StagePeer:
 
     async def _join(self) -> None:
         core = self.core
-        await self._joining.run(self.kept)
+        await join(core, self._recovery, self.store, self._settings.resumed_from, self.kept)
         self._first_version, self.kept = core.version, None
         self.has_joined = core.joined = True
         if self._run.admission.named:

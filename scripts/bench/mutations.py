@@ -6830,7 +6830,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-a-liar",
         COORDINATION,
-        "await asyncio.gather(*map(self.word_overdue, self._overdue(peers, now_s())))",
+        "await asyncio.gather(*map(self._word_overdue, self._overdue(peers, now_s())))",
         "self._overdue(peers, now_s())",
         "A replica waits for the word of one that all others have left out.",
         ("test_two_replicas",),
