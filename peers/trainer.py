@@ -398,7 +398,7 @@ class Trainer:
             raise
         else:
             self.losses[mb] = done.loss
-            self._todo.finished(mb, now=now_s())
+            self._todo.finished(mb)
             self._pace.answered(now=now_s())
             self._tell_slow(mb.t, now_s())
             self._limits.answered(took_s, now=now_s())

@@ -206,8 +206,8 @@ class FairQueue:
         horizon_s: float,
         latency_s: Callable[[PeerId], float] | None = None,
         new: bool = True,
-    ) -> tuple[Candidate, float] | None:
-        """Choose a peer and return it with its expected work in seconds; None if no peer can be asked.
+    ) -> Candidate | None:
+        """Choose a peer; None if none can be asked.
 
         `new`: one that has not answered yet may be chosen.
 
@@ -229,7 +229,7 @@ class FairQueue:
         chosen.clock_s += work_s
         chosen.chosen_at = now
         self._put(chosen, "queue")
-        return chosen, work_s
+        return chosen
 
     def _nearest(
         self,

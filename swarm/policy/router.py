@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
 
 from swarm.ids import PeerId, Stage
 from swarm.policy.backoff import Backoff
@@ -27,14 +26,6 @@ class NoPeerForStage(Exception):
         known = "all of them are in backoff" if retry_at != float("inf") else "none is announced"
         super().__init__(f"no peer for stage {stage}: {known}")
         self.stage, self.retry_at = stage, retry_at
-
-
-class Route(NamedTuple):
-    """Where one microbatch goes next."""
-
-    peer: PeerId
-    expected_s: float
-    """Expected seconds of work of its device."""
 
 
 FIRST_PAUSE_S = 30.0
@@ -163,7 +154,7 @@ class Router:
     def route(
         self, stage: Stage, *, now: float, exclude: Collection[PeerId] = (), horizon_s: float = float("inf"),
         latency_s: Callable[[PeerId], float] | None = None, known: bool = False,
-    ) -> Route:  # fmt: skip
+    ) -> Candidate:  # fmt: skip
         """Pick the peer whose virtual clock is furthest behind. O(log n).
 
         `horizon_s`: how long the step still has other work. A much slower peer that would need longer is left
@@ -176,7 +167,7 @@ class Router:
         """
         queue = self._queue_of(stage)
 
-        def choose(*, new: bool) -> tuple[Candidate, float] | None:
+        def choose(*, new: bool) -> Candidate | None:
             return queue.next(
                 self.backoff, now=now, exclude=exclude, horizon_s=horizon_s, latency_s=latency_s, new=new
             )
@@ -189,10 +180,9 @@ class Router:
         if found is None:
             waits = [self.backoff.ends(p) for p in queue.known]
             raise NoPeerForStage(stage, max(now, min(waits)) if waits else float("inf"))
-        chosen, expected_s = found
-        if not chosen.measured:
-            trials.began(chosen.peer, now=now)
-        return Route(chosen.peer, expected_s)
+        if not found.measured:
+            trials.began(found.peer, now=now)
+        return found
 
     def _queue_of(self, stage: Stage) -> FairQueue:
         return self._stages.get(stage) or FairQueue()

@@ -93,7 +93,7 @@ class WorkList:
                 return work
         return None
 
-    def finished(self, microbatch: Microbatch, *, now: float) -> None:
+    def finished(self, microbatch: Microbatch) -> None:
         """Note that a microbatch was answered. Reports that it is lacking count from now."""
         step = self._steps.get(microbatch.t)
         if step is not None:

@@ -283,7 +283,7 @@ class World:
             return
         self.replays += item.replay
         if self._call(0, item.microbatch.m, item.deepest, trouble):
-            todo.finished(item.microbatch, now=self.now)
+            todo.finished(item.microbatch)
         else:
             todo.failed(item.microbatch)
 

@@ -58,14 +58,14 @@ def test_one_that_failed_is_started_again(todo: WorkList) -> None:
 
 def test_one_that_finished_is_not_started_again_without_reason(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     assert start_all(todo, now=100.0) == []
     assert todo.next_wakeup(0, now=0.0) is None
 
 
 def test_after_the_run_went_back_what_was_done_since_is_to_be_done_again(todo: WorkList) -> None:
     for work in start_all(todo, 1)[:5]:
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.stepped(1)
     todo.went_back(0)
     assert [work.microbatch for work in start_all(todo, 1)] == [
@@ -76,7 +76,7 @@ def test_after_the_run_went_back_what_was_done_since_is_to_be_done_again(todo: W
 
 def test_a_finished_one_that_is_lacking_runs_again_only_after_a_while(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [0, 0b0100, 0], now=1.0)
     assert todo.next(0, now=1.0) is None
     assert todo.next_wakeup(0, now=1.0) == 1.0 + REPLAY_AFTER_S
@@ -93,13 +93,13 @@ def test_nothing_wakes_a_trainer_for_a_step_that_may_not_begin(todo: WorkList) -
 
 def test_one_that_all_stages_had_and_lack_was_lost_and_runs_again_soon(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [0, 0b0001, 0], now=0.5)  # 0 is not yet reported
     todo.lacking(0, [0, 0b0101, 0], now=0.6)  # 2 was
     assert todo.next_wakeup(0, now=0.6) == 0.6 + LOST_AFTER_S
     assert numbers(start_all(todo, now=0.6 + LOST_AFTER_S)) == [2]
     # Its replay was answered: from here on reports lag behind it again.
-    todo.finished(Microbatch(0, 2), now=0.8)
+    todo.finished(Microbatch(0, 2))
     todo.lacking(0, [0, 0b0100, 0], now=0.8)
     assert start_all(todo, now=0.8 + LOST_AFTER_S) == []
     assert numbers(start_all(todo, now=0.8 + REPLAY_AFTER_S)) == [2]
@@ -107,14 +107,14 @@ def test_one_that_all_stages_had_and_lack_was_lost_and_runs_again_soon(todo: Wor
 
 def test_what_is_lacking_is_run_again_in_its_own_order(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [ALL, ALL], now=1.0)
     assert numbers(start_all(todo, now=1.0 + REPLAY_AFTER_S)) == [2, 0, 3, 1]
 
 
 def test_a_replay_reaches_to_the_last_stage_that_lacks_it(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [0b1, 0, 0b1], now=0.0)
     again = todo.next(0, now=1.0)
     assert again is not None and again.deepest == 2
@@ -122,7 +122,7 @@ def test_a_replay_reaches_to_the_last_stage_that_lacks_it(todo: WorkList) -> Non
 
 def test_a_replay_is_not_repeated_while_it_runs(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [0b1], now=0.0)
     assert numbers(start_all(todo, now=1.0)) == [0]
     todo.lacking(0, [0b1], now=2.0)
@@ -132,11 +132,11 @@ def test_a_replay_is_not_repeated_while_it_runs(todo: WorkList) -> None:
 
 def test_after_a_replay_it_must_be_lacking_for_a_while_once_more(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [0b1], now=0.0)
     again = todo.next(0, now=1.0)
     assert again is not None
-    todo.finished(again.microbatch, now=1.1)
+    todo.finished(again.microbatch)
     todo.lacking(0, [0b1], now=1.2)
     assert todo.next(0, now=1.5) is None
     assert todo.next(0, now=1.2 + REPLAY_AFTER_S) is not None
@@ -144,7 +144,7 @@ def test_after_a_replay_it_must_be_lacking_for_a_while_once_more(todo: WorkList)
 
 def test_one_that_is_no_longer_lacking_starts_its_time_afresh(todo: WorkList) -> None:
     for work in start_all(todo):
-        todo.finished(work.microbatch, now=0.0)
+        todo.finished(work.microbatch)
     todo.lacking(0, [0b1], now=0.0)
     todo.lacking(0, [0], now=0.3)
     assert todo.next_wakeup(0, now=0.3) is None
@@ -168,7 +168,7 @@ def test_steps_that_are_over_are_forgotten(todo: WorkList) -> None:
     start_all(todo)
     todo.stepped(1)
     todo.failed(Microbatch(0, 1))
-    todo.finished(Microbatch(0, 2), now=0.0)
+    todo.finished(Microbatch(0, 2))
     todo.lacking(0, [ALL], now=0.0)
     assert start_all(todo, 0) == []
     assert numbers(start_all(todo, 1)) == [2, 0, 3, 1]
@@ -207,7 +207,7 @@ def test_nothing_runs_twice_at_once_and_what_is_lacking_is_run_in_the_end(
             running.add(work.microbatch.m)
         elif action == "finish" and m in running:
             running.discard(m)
-            todo.finished(Microbatch(0, m), now=now)
+            todo.finished(Microbatch(0, m))
         elif action == "fail" and m in running:
             running.discard(m)
             todo.failed(Microbatch(0, m))
@@ -225,7 +225,7 @@ def test_what_nobody_started_is_counted_and_what_this_trainer_ran() -> None:
     first = todo.next(0, now=0.0)
     assert first is not None
     assert todo.unstarted(0) == 7
-    todo.finished(first.microbatch, now=0.0)
+    todo.finished(first.microbatch)
     todo.lacking(0, [0b11110000, 0, 0], now=0.0)  # others have the first four
     assert todo.unstarted(0) == 4
     assert todo.ran(0) == 1

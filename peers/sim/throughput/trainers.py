@@ -278,7 +278,7 @@ class Trainers:
 
     def _answered(self, flight: Flight) -> None:
         trainer, now_s, report = flight.trainer, self._loop.now_s, self._world.report
-        self._work.finished(flight.microbatch, now=now_s)
+        self._work.finished(flight.microbatch)
         trainer.pace.answered(now=now_s)
         trainer.shared += flight.t == self._world.version
         for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False):

@@ -269,7 +269,7 @@ async def test_a_peer_gets_no_more_than_its_links_carry_however_fast_its_device_
     now = now_s()
     for _ in range(4):
         this._learn_speeds(Microbatch(0, 0), ["p"] * RUN.S, WorkDone(loss=0.0, hops=hops), 2.0)
-    found = [this._router.route(stage, now=now).expected_s for stage in range(RUN.S)]
+    found = [this._router.route(stage, now=now).work_s for stage in range(RUN.S)]
     assert found == pytest.approx([0.4] * RUN.S, rel=0.02), "a second, less the round trip, for both ways"
 
 
@@ -277,7 +277,7 @@ async def test_what_was_computed_a_moment_ago_is_not_run_again_for_a_report_that
     this: Any = trainer()
     hears(this, 0)
     this._todo.next(0, now=0.0)
-    this._todo.finished(Microbatch(0, 0), now=0.0)
+    this._todo.finished(Microbatch(0, 0))
     hears(this, 0, lacking=(StepLacking(t=0, by_stage=(Bitmap(1), Bitmap(1))),))
     assert this._todo.next_wakeup(0, now=0.0) == pytest.approx(REPLAY_AFTER_S, abs=0.01)
 
