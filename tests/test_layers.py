@@ -42,7 +42,7 @@ SHARED = (
 
 MAY_IMPORT = {
     # folder or module: what it may import besides the standard library and itself
-    **dict.fromkeys(BASE, (*BASE, "msgspec", "tomli", "numpy", "blake3")),
+    **dict.fromkeys(BASE, (*BASE, "msgspec", "tomli", "numpy", "blake3", "typing_extensions")),
     "swarm.policy": (*BASE, "swarm.protocol"),
     "swarm.protocol": (*BASE, "swarm.policy", "msgspec"),
     # What peers say of themselves when they are asked is a message.

@@ -3981,8 +3981,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "any-number-of-cells",
         "swarm/manifest/run.py",
-        "if self.S * count > MAX_CELLS:",
-        "if False:",
+        "yield self.S * count > MAX_CELLS,",
+        "yield False,",
         "A stranger's manifest has who looks at its run ask for millions of records, and hear nobody.",
         ("test_directory",),
     ),
@@ -4013,8 +4013,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-table-of-positions-of-any-size",
         "swarm/manifest/run.py",
-        "            if self.data.sequence_length > most:",
-        "            if False:",
+        "and data.sequence_length > most",
+        "and False",
         "A stranger's manifest fills the memory of who joins, before it can see whether its stage fits.",
         ("test_directory",),
     ),

@@ -6,9 +6,12 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field, fields
-from typing import Any, ClassVar, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
+
+from typing_extensions import dataclass_transform
 
 from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
@@ -200,14 +203,20 @@ def wrong(key: str, value: Any, allowed: str) -> SetupError:
     return SetupError(f"{key} = {shown(value)} in the run's manifest: it must be {allowed}")
 
 
-class Spec:
-    """Base of the tables below: checks and normalises every field by its rule, then runs `_cross_check`."""
+Rules: TypeAlias = Iterator[tuple[object, str, str]]
+"""Whether a value cannot be beside the others, its key, and what it must be; one at a time, in order."""
 
-    __slots__ = ()
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Spec:
+    """Base of the tables, frozen dataclasses: every field is checked and normalised by its rule, and then all
+    of them `_together`."""
+
     section: ClassVar[str] = ""
 
     def __init_subclass__(cls, section: str = "") -> None:
-        cls.section = section or cls.section  # none is given when dataclasses make a class anew, for slots
+        cls.section = section
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         for item in fields(cast(Any, self)):
@@ -219,14 +228,14 @@ class Spec:
                 object.__setattr__(self, item.name, rule.check(value))
             except ValueError:
                 raise wrong(self._key(item.name), value, rule.allowed) from None
-        self._cross_check()
+        for cannot_be, name, allowed in self._together():
+            if cannot_be:
+                value = attrgetter(name)(self)
+                raise wrong(self._key(name), list(value) if type(value) is tuple else value, allowed)
 
-    def _cross_check(self) -> None:
-        """Raise an error for values that are possible each but not together."""
-
-    def wrong(self, name: str, allowed: str) -> SetupError:
-        """The error for the present value of a key."""
-        return wrong(self._key(name), getattr(self, name), allowed)
+    def _together(self) -> Rules:
+        """The rules for values that are possible each but not together."""
+        yield from ()
 
     @classmethod
     def _key(cls, name: str) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+from operator import attrgetter
 from typing import Literal
 
 from swarm.codecs import ROUNDED
 from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
-from swarm.manifest.rules import FLAG, Spec, choice, integer, setting, text, toml, values_of, wrong
+from swarm.manifest.rules import FLAG, Rules, Spec, choice, integer, setting, text, toml, values_of
 from swarm.manifest.tables import (
     AdmissionSpec,
     AnyModel,
@@ -51,7 +52,6 @@ def id_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Spec):
     """The terms of a run. Equal runs have equal texts and ids, and the other way round."""
 
@@ -100,51 +100,74 @@ class Run(Spec):
     """Of this island, where the run has several: see `island`."""
     _whole: Run | None = field(init=False, repr=False, compare=False, default=None)
 
-    def _cross_check(self) -> None:
-        if self.optimizer.warmup_steps >= self.steps:
-            raise self.optimizer.wrong("warmup_steps", f"less than steps ({self.steps})")
-        if self.optimizer.warmup_steps + self.optimizer.decay_steps > self.steps:
-            raise self.optimizer.wrong("decay_steps", f"at most steps - warmup_steps (of {self.steps} steps)")
-        if self.optimizer.moments == "bfloat16" and self.dtype == "float64":
-            raise self.optimizer.wrong("moments", '"float32", or left out, when dtype is "float64"')
-        if self.rounds_sums and (self.delayed_updates or not self.adds_exactly):
-            # The step before is not over when the sum of a delayed one begins.
-            allowed = 'exact_sums is false, delayed_updates is true, or dtype is "float64"'
-            raise self.codec.wrong("reduce", f"another than {' and '.join(ROUNDED)} when {allowed}")
-        if self.data.document_mask and self.model.kind != "gpt":
-            allowed = f'false when model.kind is "{self.model.kind}": only the built-in decoder has that mask'
-            raise self.data.wrong("document_mask", allowed)
-        if isinstance(self.model, ModelSpec) and (self.model.kind, self.model.positions) == ("gpt", "rotary"):
-            most = MAX_ROTATIONS * self.model.heads // self.model.hidden
-            if self.data.sequence_length > most:
-                raise self.data.wrong("sequence_length", f"at most {most} with so wide heads (model.heads)")
-        if self.data.eos >= self.model.vocab_size:
-            raise self.data.wrong("eos", f"less than model.vocab_size ({self.model.vocab_size})")
-        if self.data.source == "code":
-            if isinstance(self.model, ModelSpec):
-                raise self.data.wrong("source", f'"tales" or "files" when model.kind is "{self.model.kind}"')
-        elif self.data.tokenizer == "bytes" and self.model.vocab_size < 256:
-            raise self.model.wrong("vocab_size", 'at least 256 when data.tokenizer is "bytes"')
-        if self.data.root and self.brings_model:
-            raise self.data.wrong("root", f'empty when model.kind is "{self.model.kind}"')
-        if self.S * self.M > MAX_TOLD:
-            raise self.batch.wrong(
-                "microbatches_per_step", f"at most {MAX_TOLD // self.S} with {self.S} stages: what they "
-                "lack of a step has to fit into a message"
-            )  # fmt: skip
-        if self.start.weights and self.model.kind == "counting":
-            raise self.start.wrong("weights", 'empty when model.kind is "counting"')
-        if self.lora.rank and not self.brings_model:
-            raise self.lora.wrong(
-                "rank", f'0 when model.kind is "{self.model.kind}": it is for "hf" and "code"'
-            )
+    def _together(self) -> Rules:
+        optimizer, model, data, kind = self.optimizer, self.model, self.data, self.model.kind
+        late = optimizer.warmup_steps >= self.steps
+        yield late, "optimizer.warmup_steps", f"less than steps ({self.steps})"
+        late = optimizer.warmup_steps + optimizer.decay_steps > self.steps
+        yield late, "optimizer.decay_steps", f"at most steps - warmup_steps (of {self.steps} steps)"
+        narrow = optimizer.moments == "bfloat16" and self.dtype == "float64"
+        yield narrow, "optimizer.moments", '"float32", or left out, when dtype is "float64"'
+        # The step before is not over when the sum of a delayed one begins.
+        mixed = self.rounds_sums and (self.delayed_updates or not self.adds_exactly)
+        allowed = 'exact_sums is false, delayed_updates is true, or dtype is "float64"'
+        yield mixed, "codec.reduce", f"another than {' and '.join(ROUNDED)} when {allowed}"
+        allowed = f'false when model.kind is "{kind}": only the built-in decoder has that mask'
+        yield data.document_mask and kind != "gpt", "data.document_mask", allowed
+        if isinstance(model, ModelSpec):
+            most = MAX_ROTATIONS * model.heads // model.hidden
+            turned = (kind, model.positions) == ("gpt", "rotary") and data.sequence_length > most
+            yield turned, "data.sequence_length", f"at most {most} with so wide heads (model.heads)"
+        yield data.eos >= model.vocab_size, "data.eos", f"less than model.vocab_size ({model.vocab_size})"
+        coded = data.source == "code"
+        allowed = f'"tales" or "files" when model.kind is "{kind}"'
+        yield coded and not self.brings_model, "data.source", allowed
+        bytewise = not coded and data.tokenizer == "bytes" and model.vocab_size < 256
+        yield bytewise, "model.vocab_size", 'at least 256 when data.tokenizer is "bytes"'
+        yield data.root and self.brings_model, "data.root", f'empty when model.kind is "{kind}"'
+        most = f"at most {MAX_TOLD // self.S} with {self.S} stages"
+        allowed = f"{most}: what they lack of a step has to fit into a message"
+        yield self.S * self.M > MAX_TOLD, "batch.microbatches_per_step", allowed
+        counts = kind == "counting"
+        yield self.start.weights and counts, "start.weights", 'empty when model.kind is "counting"'
+        allowed = f'0 when model.kind is "{kind}": it is for "hf" and "code"'
+        yield self.lora.rank and not self.brings_model, "lora.rank", allowed
         if self.eval.every:
-            self._check_eval()
+            yield counts, "eval.every", '0 when model.kind is "counting", which has no loss'
+            size = self.batch.microbatch_size
+            yield self.eval.samples % size, "eval.samples", f"a multiple of batch.microbatch_size ({size})"
+            some = "package.module:function" if coded else '"files"'
+            other = coded == (self.eval.data == "files")
+            yield other, "eval.data", f'{some} when data.source is "{data.source}"'
         if self.islands.count > 1:
-            self._check_islands()
-        if self.start.digests and len(self.start.digests) != self.S:
-            raise self.start.wrong("digests", f"a list of {self.S}, one for each stage; or empty")
-        object.__setattr__(self, "codec", self._codec_of_each_boundary())
+            yield from self._of_islands()
+        each = f"a list of {self.S}, one for each stage; or empty"
+        yield len(self.start.digests) not in (0, self.S), "start.digests", each
+        each = f"one codec, or a list of {self.S - 1}, one for each boundary of {self.S} stages"
+        for side in ("forward", "backward"):
+            codecs = getattr(self.codec, side)
+            unfit = type(codecs) is tuple and (self.S == 1 or len(codecs) != self.S - 1)
+            yield unfit, f"codec.{side}", each if self.S > 1 else "one codec"
+
+    def _of_islands(self) -> Rules:
+        count, window = self.islands.count, self.islands.local_steps + 1
+        short = f"below steps ({self.steps}), or islands never meet"
+        yield window > self.steps, "islands.local_steps", short
+        cells = f"at most {MAX_CELLS // self.S} with {self.S} stages"
+        yield self.S * count > MAX_CELLS, "islands.count", cells
+        yield self.M % count, "islands.count", f"a divisor of batch.microbatches_per_step ({self.M})"
+        yield self.delayed_updates, "islands.count", "1 when delayed_updates is true: islands hardly wait"
+        warm = self.batch.warmup_steps
+        yield warm, "islands.count", f"1 when batch.warmup_steps is {warm}"
+        met = f"a multiple of islands.local_steps + 1 ({window}): so many steps end with a meeting"
+        for name in ("steps", "checkpoint_every", "eval.every"):
+            yield attrgetter(name)(self) % window, name, met
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        lists = {side: getattr(self.codec, side) for side in ("forward", "backward")}
+        one = {side: found[0] for side, found in lists.items() if type(found) is tuple and len({*found}) == 1}
+        object.__setattr__(self, "codec", replace(self.codec, **one))
         text = self.to_toml()
         if len(text) > MAX_MANIFEST_BYTES:
             raise SetupError(
@@ -153,53 +176,6 @@ class Run(Spec):
                 "leave defaults out of model.config"
             )
         object.__setattr__(self, "id", id_of(text))
-
-    def _check_eval(self) -> None:
-        size, source = self.batch.microbatch_size, self.data.source
-        if self.model.kind == "counting":
-            raise self.eval.wrong("every", '0 when model.kind is "counting", which has no loss')
-        if self.eval.samples % size:
-            raise self.eval.wrong("samples", f"a multiple of batch.microbatch_size ({size})")
-        if (source == "code") == (self.eval.data == "files"):
-            some = "package.module:function" if source == "code" else '"files"'
-            raise self.eval.wrong("data", f'{some} when data.source is "{source}"')
-
-    def _check_islands(self) -> None:
-        count, window = self.islands.count, self.islands.local_steps + 1
-        if window > self.steps:
-            raise self.islands.wrong("local_steps", f"below steps ({self.steps}), or islands never meet")
-        if self.S * count > MAX_CELLS:
-            raise self.islands.wrong("count", f"at most {MAX_CELLS // self.S} with {self.S} stages")
-        if self.M % count:
-            raise self.islands.wrong("count", f"a divisor of batch.microbatches_per_step ({self.M})")
-        if self.delayed_updates:
-            raise self.islands.wrong("count", "1 when delayed_updates is true: islands hardly wait")
-        if self.batch.warmup_steps:
-            raise self.islands.wrong("count", f"1 when batch.warmup_steps is {self.batch.warmup_steps}")
-        for name, steps in (
-            ("steps", self.steps),
-            ("checkpoint_every", self.checkpoint_every),
-            ("eval.every", self.eval.every),
-        ):
-            if steps % window:
-                raise wrong(
-                    name, steps, f"a multiple of islands.local_steps + 1 ({window}): so many steps end with "
-                    "a meeting"
-                )  # fmt: skip
-
-    def _codec_of_each_boundary(self) -> CodecSpec:
-        """`codec` with lists that fit the model, and no list where all boundaries are alike."""
-        changes: dict[str, str] = {}
-        for direction in ("forward", "backward"):
-            codecs = getattr(self.codec, direction)
-            if isinstance(codecs, str):
-                continue
-            if not codecs or len(codecs) != self.S - 1:
-                allowed = f"one codec, or a list of {self.S - 1}, one for each boundary of {self.S} stages"
-                raise wrong(f"codec.{direction}", list(codecs), allowed if self.S > 1 else "one codec")
-            if len(set(codecs)) == 1:
-                changes[direction] = codecs[0]
-        return replace(self.codec, **changes) if changes else self.codec
 
     @property
     def M(self) -> int:  # noqa: N802 - the letter that the design and the messages use

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import accumulate
@@ -22,6 +21,7 @@ from swarm.manifest.rules import (
     NAMES,
     PEER_ID,
     Rule,
+    Rules,
     Spec,
     choice,
     integer,
@@ -54,7 +54,6 @@ MODEL_KINDS = ("gpt", "counting", "code", "hf")
 _DECIMAL = r"[0-9]{1,9}(\.[0-9]{1,9})?"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Spec, section="model"):
     """A built-in model, and the number of stages that it is cut into."""
 
@@ -105,25 +104,20 @@ class ModelSpec(Spec, section="model"):
     """Channels that cross a stage boundary per token, instead of `hidden`: what narrows and widens the
     residual stream there is trained with the model, which so depends on `stages`. 0: all."""
 
-    def _cross_check(self) -> None:
+    def _together(self) -> Rules:
         if self.kind == "counting":
             return
-        if self.bottleneck >= self.hidden or (self.bottleneck and self.stages == 1):
-            least = "0 when model.stages is 1" if self.stages == 1 else f"less than hidden ({self.hidden})"
-            raise self.wrong("bottleneck", least)
-        if self.hidden % self.heads:
-            raise self.wrong("heads", f"a divisor of model.hidden ({self.hidden})")
-        if self.heads % self.key_heads:
-            raise self.wrong("kv_heads", f"a divisor of model.heads ({self.heads})")
-        if self.rotary_scaling and not self._scales():
-            raise self.wrong("rotary_scaling", "of factors of at least 1, LOW below HIGH, and TOKENS above 0")
-        if self.positions == "rotary" and (self.hidden // self.heads) % 2:
-            raise self.wrong(
-                "heads",
-                f"such that model.hidden ({self.hidden}) / heads is even, which rotary positions need",
-            )
-        if self.stages > self.layers:
-            raise self.wrong("stages", f"at most model.layers ({self.layers}): one layer per stage")
+        least = "0 when model.stages is 1" if self.stages == 1 else f"less than hidden ({self.hidden})"
+        yield self.bottleneck >= (self.hidden if self.stages > 1 else 1), "bottleneck", least
+        yield self.hidden % self.heads, "heads", f"a divisor of model.hidden ({self.hidden})"
+        yield self.heads % self.key_heads, "kv_heads", f"a divisor of model.heads ({self.heads})"
+        scales = not self.rotary_scaling or self._scales()
+        yield not scales, "rotary_scaling", "of factors of at least 1, LOW below HIGH, and TOKENS above 0"
+        odd = self.positions == "rotary" and (self.hidden // self.heads) % 2
+        even = f"such that model.hidden ({self.hidden}) / heads is even, which rotary positions need"
+        yield odd, "heads", even
+        most = f"at most model.layers ({self.layers}): one layer per stage"
+        yield self.stages > self.layers, "stages", most
 
     def _scales(self) -> bool:
         factor, *of_llama = self.scaling
@@ -148,7 +142,6 @@ class ModelSpec(Spec, section="model"):
 _FUNCTION = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CustomModelSpec(Spec, section="model"):
     """A custom model, and how it is cut. `swarm.model.graph.custom_model` builds it, and fills in the last
     ones.
@@ -189,17 +182,15 @@ class CustomModelSpec(Spec, section="model"):
     cut: str = setting(CUT, "")
     """The stage of each operator."""
 
-    def _cross_check(self) -> None:
+    def _together(self) -> Rules:
         given, other = ("source", "config") if self.kind == "code" else ("config", "source")
-        if not getattr(self, given):
-            what = "package.module:function" if given == "source" else JSON.allowed
-            raise self.wrong(given, f'{what} when model.kind is "{self.kind}"')
-        if getattr(self, other):
-            raise self.wrong(other, f'empty when model.kind is "{self.kind}"')
-        if self.inputs and self.kind != "hf":
-            raise self.wrong("inputs", 'empty when model.kind is "code": the function returns its inputs')
-        if self.digests and len(self.digests) != self.stages:
-            raise self.wrong("digests", f"a list of {self.stages}, one for each stage; or empty")
+        what = "package.module:function" if given == "source" else JSON.allowed
+        yield not getattr(self, given), given, f'{what} when model.kind is "{self.kind}"'
+        yield getattr(self, other), other, f'empty when model.kind is "{self.kind}"'
+        no_inputs = 'empty when model.kind is "code": the function returns its inputs'
+        yield self.inputs and self.kind != "hf", "inputs", no_inputs
+        each = f"a list of {self.stages}, one for each stage; or empty"
+        yield len(self.digests) not in (0, self.stages), "digests", each
 
     @property
     def pinned(self) -> bool:
@@ -210,7 +201,6 @@ class CustomModelSpec(Spec, section="model"):
 AnyModel: TypeAlias = ModelSpec | CustomModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec(Spec, section="data"):
     """The text, as tokens; or samples that code makes."""
 
@@ -249,33 +239,24 @@ class DataSpec(Spec, section="data"):
     """The token that ends each document, for `document_mask`. Filled in from an index when the run is
     published; -1 = not known yet."""
 
-    def _cross_check(self) -> None:
-        if self.eos >= 0 and not self.document_mask:
-            raise self.wrong("eos", "left out when data.document_mask is false")
-        if self.source == "code" and not self.code:
-            raise self.wrong("code", 'package.module:function when data.source is "code"')
-        if self.source == "code" and self.tokenizer != "bytes":
-            raise self.wrong("tokenizer", '"bytes", or left out, when data.source is "code"')
-        if self.source != "code" and self.code:
-            raise self.wrong("code", f'empty when data.source is "{self.source}"')
-        if self.sha256 and not self.tokens:
-            raise self.wrong("tokens", "the number of tokens when data.sha256 is set")
-        if self.root and not self.tokens:
-            raise self.wrong("tokens", "the number of tokens when data.root is set")
-        if self.source != "code" and self.tokens and self.tokens <= self.sequence_length:
-            raise self.wrong(
-                "tokens", f"more than data.sequence_length ({self.sequence_length}), or 0: not pinned"
-            )
-        if self.mixture and (self.source != "files" or self.tokens != sum(n for _, n in self.sources)):
-            raise self.wrong("mixture", f"of all {self.tokens} tokens (data.tokens), or empty")
-        for _, tokens in self.sources:
-            if tokens <= self.sequence_length:
-                raise self.wrong(
-                    "mixture",
-                    f"of sources with more than data.sequence_length ({self.sequence_length}) tokens",
-                )
-        if self.tokenizer == "bytes" and self.tokenizer_sha256:
-            raise self.wrong("tokenizer_sha256", 'empty when data.tokenizer is "bytes"')
+    def _together(self) -> Rules:
+        coded, most = self.source == "code", f"more than data.sequence_length ({self.sequence_length})"
+        yield self.eos >= 0 and not self.document_mask, "eos", "left out when data.document_mask is false"
+        yield coded and not self.code, "code", 'package.module:function when data.source is "code"'
+        own_tokens = '"bytes", or left out, when data.source is "code"'
+        yield coded and self.tokenizer != "bytes", "tokenizer", own_tokens
+        yield not coded and self.code, "code", f'empty when data.source is "{self.source}"'
+        for key in ("sha256", "root"):
+            counted = f"the number of tokens when data.{key} is set"
+            yield getattr(self, key) and not self.tokens, "tokens", counted
+        few = not coded and 0 < self.tokens <= self.sequence_length
+        yield few, "tokens", f"{most}, or 0: not pinned"
+        sizes = [tokens for _, tokens in self.sources]
+        other = self.mixture and (self.source != "files" or self.tokens != sum(sizes))
+        yield other, "mixture", f"of all {self.tokens} tokens (data.tokens), or empty"
+        yield any(n <= self.sequence_length for n in sizes), "mixture", f"of sources with {most} tokens"
+        no_file = 'empty when data.tokenizer is "bytes"'
+        yield self.tokenizer == "bytes" and self.tokenizer_sha256, "tokenizer_sha256", no_file
 
     @property
     def sources(self) -> list[tuple[int, int]]:
@@ -284,7 +265,6 @@ class DataSpec(Spec, section="data"):
         return [(int(weight), int(tokens)) for weight, tokens in pairs]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Spec, section="batch"):
     """How a step's samples are cut into microbatches."""
 
@@ -301,15 +281,13 @@ class BatchSpec(Spec, section="batch"):
     warmup_microbatches: int = setting(integer(0, 8191), 0, later=True)
     """Microbatches of the first step, where there is a batch warm-up; else 0."""
 
-    def _cross_check(self) -> None:
+    def _together(self) -> Rules:
         most = self.microbatches_per_step - 1
-        if self.warmup_steps and not most:
-            raise self.wrong("warmup_steps", "0 when batch.microbatches_per_step is 1")
+        yield self.warmup_steps and not most, "warmup_steps", "0 when batch.microbatches_per_step is 1"
         least, most = (1, most) if self.warmup_steps else (0, 0)
-        if not least <= self.warmup_microbatches <= most:
-            allowed = f"from 1 to {most}, less than microbatches_per_step," if most else "0"
-            has = f"{allowed} when batch.warmup_steps is {self.warmup_steps}"
-            raise self.wrong("warmup_microbatches", has)
+        allowed = f"from 1 to {most}, less than microbatches_per_step," if most else "0"
+        has = f"{allowed} when batch.warmup_steps is {self.warmup_steps}"
+        yield not least <= self.warmup_microbatches <= most, "warmup_microbatches", has
 
     def microbatches(self, t: int) -> int:
         """How many step `t` has."""
@@ -368,7 +346,6 @@ _GROUPS = Rule(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec(Spec, section="optimizer"):
     """How the mean gradient becomes new weights."""
 
@@ -408,15 +385,13 @@ class OptimizerSpec(Spec, section="optimizer"):
     """What the means of gradients and of their squares are kept in: 8 bytes a weight, or 4. bfloat16 is
     rounded at random, drawn from run, step, weight and place, so that on average nothing is lost."""
 
-    def _cross_check(self) -> None:
-        if self.name != "sgd" and self.momentum:
-            raise self.wrong("momentum", f'0 when optimizer.name is "{self.name}"')
-        if (self.name == "muon") != bool(self.muon):
-            some = "names of weights" if self.name == "muon" else "empty"
-            raise self.wrong("muon", f'{some} when optimizer.name is "{self.name}"')
-        if (self.schedule == "wsd") != bool(self.decay_steps):
-            some = "at least 1" if self.schedule == "wsd" else "0"
-            raise self.wrong("decay_steps", f'{some} when optimizer.schedule is "{self.schedule}"')
+    def _together(self) -> Rules:
+        muon, falls = self.name == "muon", self.schedule == "wsd"
+        named = f'when optimizer.name is "{self.name}"'
+        yield self.name != "sgd" and self.momentum, "momentum", f"0 {named}"
+        yield muon != bool(self.muon), "muon", f"{'names of weights' if muon else 'empty'} {named}"
+        steps = f'{"at least 1" if falls else "0"} when optimizer.schedule is "{self.schedule}"'
+        yield falls != bool(self.decay_steps), "decay_steps", steps
 
     def lr_at(self, t: int, total_steps: int) -> float:
         """The rate of step `t` (0 … total_steps - 1): the warm-up ends at `lr`, what falls at its floor."""
@@ -456,7 +431,6 @@ class OptimizerSpec(Spec, section="optimizer"):
 _VALUES = "one of " + ", ".join(VALUES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec(Spec, section="codec"):
     """How tensors look on the wire, per direction. The names are those of `swarm.codecs`."""
 
@@ -470,13 +444,12 @@ class CodecSpec(Spec, section="codec"):
     microbatch at random, by names: half and a quarter of the bytes, and the result is still a function of the
     manifest."""
 
-    def _cross_check(self) -> None:
+    def _together(self) -> Rules:
         forward = [self.forward] if isinstance(self.forward, str) else self.forward
         backward = [self.backward] if isinstance(self.backward, str) else self.backward
+        alike = len(forward) == len(backward) or 1 in (len(forward), len(backward))
+        yield not alike, "backward", f"one codec, or as many as codec.forward has ({len(forward)})"
         if len(forward) != len(backward):
-            if 1 not in (len(forward), len(backward)):
-                allowed = f"one codec, or as many as codec.forward has ({len(forward)})"
-                raise wrong("codec.backward", list(backward), allowed)
             forward, backward = forward * len(backward), backward * len(forward)
         for sent, answer in zip(forward, backward, strict=False):
             if _sparse(sent) and _sparse(answer):
@@ -513,7 +486,6 @@ def _sparse(name: str) -> bool:
     return codec is not None and codec.keep_ppm < PPM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSpec(Spec, section="admission"):
     """Which peers may do what."""
 
@@ -549,7 +521,6 @@ def parts_summed(islands: int) -> int:
     return islands if islands >= SUMMED_FROM else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class IslandsSpec(Spec, section="islands"):
     """Virtual workers that train by themselves, and meet every few steps (DiLoCo, arXiv 2311.08105).
 
@@ -587,15 +558,14 @@ class IslandsSpec(Spec, section="islands"):
         """Steps since the optimizer began whose state step `t` finds."""
         return t % (self.local_steps + 1) if self.count > 1 else t
 
-    def _cross_check(self) -> None:
-        if self.count == 1 and values_of(self):
-            raise self.wrong("count", "at least 2 when there are other values in [islands]")
+    def _together(self) -> Rules:
+        lone = self.count == 1 and values_of(self)
+        yield lone, "count", "at least 2 when there are other values in [islands]"
 
 
 _HUB_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StartSpec(Spec, section="start"):
     """Trained weights that a run starts from, instead of those that its seed draws."""
 
@@ -612,12 +582,10 @@ class StartSpec(Spec, section="start"):
     digests: tuple[str, ...] = setting(DIGESTS, (), later=True)
     """SHA-256 of the tensors that each stage reads. Filled in when the run is published."""
 
-    def _cross_check(self) -> None:
-        if self.digests and not self.weights:
-            raise self.wrong("digests", "empty when start.weights is")
+    def _together(self) -> Rules:
+        yield self.digests and not self.weights, "digests", "empty when start.weights is"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec(Spec, section="lora"):
     """Thin matrices that are trained beside layers of a custom model, of which all else is frozen (LoRA)."""
 
@@ -636,14 +604,12 @@ class LoraSpec(Spec, section="lora"):
     )
     """The layers."""
 
-    def _cross_check(self) -> None:
-        if self.rank and not self.targets:
-            raise self.wrong("targets", "names of linear layers when lora.rank is not 0, such as q_proj")
-        if self.targets and not self.rank:
-            raise self.wrong("rank", "at least 1 when there are lora.targets")
+    def _together(self) -> Rules:
+        layers = "names of linear layers when lora.rank is not 0, such as q_proj"
+        yield self.rank and not self.targets, "targets", layers
+        yield self.targets and not self.rank, "rank", "at least 1 when there are lora.targets"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSpec(Spec, section="eval"):
     """Samples that are never trained on, and how often their loss is computed on the way."""
 
@@ -662,12 +628,11 @@ class EvalSpec(Spec, section="eval"):
     tokens: int = setting(integer(0, 2**48), 0, later=True)
     """How many they are, as `data.tokens`. Filled in when the run is published."""
 
-    def _cross_check(self) -> None:
-        if bool(self.every) != bool(self.samples):
-            name = "samples" if self.every else "every"
-            raise self.wrong(name, f"at least 1 when eval.{'every' if self.every else 'samples'} is")
-        if bool(self.sha256) != bool(self.tokens) or (self.sha256 and not self.every):
-            raise self.wrong("sha256", "given together with eval.tokens and eval.every")
+    def _together(self) -> Rules:
+        yield self.every and not self.samples, "samples", "at least 1 when eval.every is"
+        yield self.samples and not self.every, "every", "at least 1 when eval.samples is"
+        apart = bool(self.sha256) != bool(self.tokens) or (self.sha256 and not self.every)
+        yield apart, "sha256", "given together with eval.tokens and eval.every"
 
 
 TABLES: dict[str, type[Spec]] = {
