@@ -1,21 +1,21 @@
 """Every error that crosses a module or a wire.
 
     SwarmError
-    ├── SetupError        the user must change something; the text says what
+    ├── SetupError        the user has to change something; the text says what
     │   ├── DeviceHangs   a job of the device never ends: nor does what waits for it
     │   └── Unreachable   none of the others that are needed answers: perhaps later
-    ├── PeerFault         that peer misbehaved: back off, go elsewhere
+    ├── PeerFault         `peer` misbehaved: nothing here is lost, back off, go elsewhere
     │   ├── PeerGone      cannot be reached, or the connection broke
-    │   ├── PeerSilent    connected, but no sign of life in time
+    │   ├── PeerSilent    connected, but no byte within the limit, or its answer was lost
     │   └── BadAnswer     it answered nonsense (wrong shape, not finite, malformed)
-    ├── NotNow            a healthy refusal: ask again later
-    │   ├── Busy          no room for another microbatch
-    │   ├── NotReady      it has not reached that weight version yet
-    │   └── Leaving       it is draining: ask another
-    ├── Stale             it is already past that step; carries its version
-    └── Refused           what we sent is not acceptable (and would not be elsewhere)
-        ├── NotAdmitted   by the charter that the answering peer knows: it may not know the newest
-        └── OtherVersion  the peer's program speaks another version of the protocol
+    ├── NotNow            a healthy refusal: ask again after `retry_after_s`
+    │   ├── Busy          as many microbatches as fit in memory are in flight
+    │   ├── NotReady      its weights are at `version`, older than what was asked for
+    │   └── Leaving       it is draining and will not come back: ask another
+    ├── Stale             the step is over: its weights are at `version`
+    └── Refused           unknown method, wrong run or shape, too large, not finite: so it would be elsewhere
+        ├── NotAdmitted   by the charter that the answering peer knows; whether the newest does, is read there
+        └── OtherVersion  its program speaks `version` of the protocol, which is not ours
 
 Errors of the last four kinds travel as answers: `to_wire` and `from_wire` keep their fields.
 """
@@ -53,17 +53,13 @@ class SetupError(SwarmError):
     code = "setup"
 
 
-class DeviceHangs(SetupError):
-    """A job of this device will never end, nor will anything else that waits for the device."""
+class DeviceHangs(SetupError): ...
 
 
-class Unreachable(SetupError):
-    """Nothing here need be wrong: those to join at may be down for now. The text says what to check."""
+class Unreachable(SetupError): ...
 
 
 class PeerFault(SwarmError):
-    """`peer` did something wrong. Nothing here is lost: call another one."""
-
     code = "fault"
     silent: ClassVar[bool] = True
     """Nothing was heard of it: perhaps only the line is cut, and a sign of life ends its backoff."""
@@ -87,8 +83,6 @@ class BadAnswer(PeerFault):
 
 
 class NotNow(SwarmError):
-    """A healthy peer cannot take this now. Retrying after `retry_after_s` makes sense."""
-
     code, numbers = "not-now", ("retry_after_s",)
 
     def __init__(self, text: str, *, retry_after_s: float = 0.05) -> None:
@@ -105,8 +99,6 @@ class Leaving(NotNow):
 
 
 class NotReady(NotNow):
-    """The peer's weights are at `version`, older than what was asked for."""
-
     code, numbers = "not-ready", ("version", "retry_after_s")
 
     def __init__(self, text: str, *, version: int, retry_after_s: float = 0.05) -> None:
@@ -115,8 +107,6 @@ class NotReady(NotNow):
 
 
 class Stale(SwarmError):
-    """The step that was asked for is over: the peer's weights are at `version`."""
-
     code, numbers = "stale", ("version",)
 
     def __init__(self, text: str, *, version: int) -> None:
@@ -125,8 +115,6 @@ class Stale(SwarmError):
 
 
 class Refused(SwarmError):
-    """The request is not acceptable: unknown method, wrong run, wrong shape, too large, not finite."""
-
     code = "refused"
     by_charter: ClassVar[bool] = False
 
@@ -135,14 +123,10 @@ class Refused(SwarmError):
 
 
 class NotAdmitted(Refused):
-    """The charter that the answering peer knows does not admit us. Whether the newest does, we read there."""
-
     code, by_charter = "not-admitted", True
 
 
 class OtherVersion(Refused):
-    """The answering peer speaks `version` of the protocol, which is not this one's."""
-
     code, numbers = "other-version", ("version",)
 
     def __init__(self, text: str, *, version: int) -> None:
