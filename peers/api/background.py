@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from peers.waiting import end_tasks
-
 T = TypeVar("T")
 
 INTERRUPTED_S = 0.5
@@ -25,9 +23,16 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
+        here: Future[None] = Future()
+
+        async def main() -> None:
+            self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+            here.set_result(None)
+            await self._ending.wait()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(main()), name="swarm", daemon=True)
         self._thread.start()
+        here.result()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -64,16 +69,6 @@ class Background:
 
     def close(self) -> None:
         """Cancel what still runs, and end the thread."""
-        if self._loop.is_closed():
-            return
-        self.start(_cancel_all()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _cancel_all() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    await end_tasks(others)
-    await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.get_running_loop().shutdown_default_executor()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join()
