@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import swarm
 from peers import options
@@ -61,25 +61,6 @@ class Exit(enum.IntEnum):
     """`swarm check` found something wrong, or `swarm demo` or `verify` what is not as it must be."""
     STOPPED = 130
     """Ctrl-C or SIGTERM before the work was done."""
-
-
-class Role(Protocol):
-    """What `_with_signals` runs: constructed without side effects, `run()` does everything."""
-
-    preparing: bool
-    """Whether it has begun nothing that others count on. Threads of it may import torch, or build a model."""
-
-    async def run(self) -> int | None:
-        """Work until done or until `leave()`; raises SwarmError. An int is the exit code."""
-        ...
-
-    async def leave(self) -> None:
-        """Finish what is in flight and hand over; `run()` returns soon after."""
-        ...
-
-    async def connected(self) -> int:
-        """How many peers p2pd is connected to; raises SwarmError if p2pd cannot say."""
-        ...
 
 
 DESCRIPTION = """\
@@ -121,8 +102,9 @@ PROGRAMS: dict[str, str] = {
     "graph": "peers.programs.graph.run_graph",
     "completion": "peers.cli.print_completion",
 }
-"""In the order of `swarm --help`. A role is a class, constructed with its options; any other command is a
-function of them, perhaps a coroutine, and False or an int is how it ends."""
+"""In the order of `swarm --help`. A role is a class, constructed with its options without side effects, whose
+`run` does everything; any other command is a function of them, perhaps a coroutine. False or an int is how
+either ends."""
 COMMANDS = tuple(PROGRAMS)
 ROLES = ("bootstrap", "peer", "train", "keeper", "audit")
 
@@ -260,7 +242,7 @@ def _imported(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _role(args: argparse.Namespace, emit: Emit) -> Role:
+def _role(args: argparse.Namespace, emit: Emit) -> Any:
     """Raises SetupError: this machine does not have what an option names."""
     given = options_from(options_of(args.command), args)
     if _is_several(args):
