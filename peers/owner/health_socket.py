@@ -70,18 +70,14 @@ class Pulse:
         self.health = Health(role=role)
 
     def __call__(self, event: Event) -> None:
-        self.health = observe(self.health, event)
+        if (version := version_of(event)) is not None:
+            self.health = replace(self.health, version=version)
+        if isinstance(event, Started):
+            state = "joining" if event.role == "peer" else "in the network"
+            self.health = replace(self.health, peer=event.peer, state=state)
+        elif words := STATES.get(type(event)):
+            self.health = replace(self.health, state=words.format_map(msgspec.structs.asdict(event)))
         self._emit(event)
-
-
-def observe(health: Health, event: Event) -> Health:
-    version = version_of(event)
-    health = health if version is None else replace(health, version=version)
-    if isinstance(event, Started):
-        state = "joining" if event.role == "peer" else "in the network"
-        return replace(health, peer=event.peer, state=state)
-    words = STATES.get(type(event))
-    return health if words is None else replace(health, state=words.format_map(msgspec.structs.asdict(event)))
 
 
 def answering(

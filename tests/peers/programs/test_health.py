@@ -18,7 +18,7 @@ from peers import events
 from peers.cli import Exit, main
 from peers.events import Event, Logged, said_in_logs
 from peers.owner import control_socket
-from peers.owner.health_socket import Health, Pulse, answering, observe
+from peers.owner.health_socket import Pulse, answering
 from peers.programs.owner import ask_health as ask
 from peers.programs.owner import run_health
 from peers.programs.tool_options import HealthOptions
@@ -81,11 +81,13 @@ async def test_it_says_what_it_does(tmp_path: Path, said: tuple[Event, ...], wor
 
 def test_every_role_is_in_the_network_once_it_started() -> None:
     for role in ("bootstrap", "train", "keeper"):
-        at = observe(Health(role=role), events.Started(role=role, peer=PEER, addresses=()))
-        assert at.state == "in the network"
-    assert observe(at, events.Kept(version=7, stages=(0,))).version == 7
-    done = events.StepDone(t=7, steps=9, loss=None, tokens_per_s=0.0)
-    assert observe(at, done).version == 8
+        pulse = Pulse(role, lambda event: None)
+        pulse(events.Started(role=role, peer=PEER, addresses=()))
+        assert pulse.health.state == "in the network"
+        pulse(events.Kept(version=7, stages=(0,)))
+        assert pulse.health.version == 7
+        pulse(events.StepDone(t=7, steps=9, loss=None, tokens_per_s=0.0))
+        assert pulse.health.version == 8
 
 
 async def test_a_p2pd_that_fails_or_says_nothing_is_ill(tmp_path: Path) -> None:
