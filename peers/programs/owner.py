@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable
 from itertools import compress
 from pathlib import Path
 from typing import TypeVar
@@ -55,17 +56,16 @@ async def ask(path: Path, named: str, answer: type[T], do: Do = "look", *, limit
 # --- pause and resume ---
 
 
-async def _ask_peer(path: Path, do: Do, limit_s: float) -> PeerAnswer:
-    """What the peer at `path` answers, once it has done that; raises as `ask`."""
-    return await ask(path, f"the peer with pid {path.stem}", PeerAnswer, do, limit_s=limit_s)
-
-
 async def run_command(options: PauseOptions | ResumeOptions, *, question_s: float = QUESTION_S) -> None:
     """Pause or resume all peers that are meant, at once, and print what each says.
 
     Raises:
         SetupError: there is none, or one does not answer.
     """
+
+    def ask_peer(path: Path, do: Do, limit_s: float) -> Awaitable[PeerAnswer]:
+        return ask(path, f"the peer with pid {path.stem}", PeerAnswer, do, limit_s=limit_s)
+
     do: Do = "pause" if isinstance(options, PauseOptions) else "resume"
     found: dict[Path, PeerAnswer] = {}
     trouble: list[str] = []  # one that hangs must not keep the others from what their owner wants
@@ -73,7 +73,7 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
         if options.pid is not None and path.stem != str(options.pid):
             continue
         try:
-            found[path] = await _ask_peer(path, "look", question_s)
+            found[path] = await ask_peer(path, "look", question_s)
         except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)  # it was killed
         except OSError as error:
@@ -88,7 +88,7 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
         there = "; ".join(said.line() for said in found.values())
         raise SetupError(f"no peer of yours here is meant by that: {f'there is {there}' if there else none}")
     answers = await asyncio.gather(
-        *(_ask_peer(path, do, DONE_S + question_s) for path in meant), return_exceptions=True
+        *(ask_peer(path, do, DONE_S + question_s) for path in meant), return_exceptions=True
     )
     for path, answer in zip(meant, answers, strict=True):
         if isinstance(answer, PeerAnswer):
