@@ -31,6 +31,11 @@ BINS = 20
 WIDTH = 40
 MOVES_SHOWN = 5
 MIN_BIN_S = 1.0
+COUNTED = (
+    *("utilisation", "joins", "deaths", "replayed", "recomputed", "empty_s", "events"),
+    *("boundary_bytes", "reduce_bytes", "download_bytes"),
+)
+"""What programs are told of a report as it is."""
 
 
 class _Planned(msgspec.Struct):
@@ -165,23 +170,14 @@ def as_json(report: ThroughputReport, run: Run) -> dict[str, Any]:
         "microbatches_per_s": report.per_s,
         "tokens_per_s": _tokens_per_s(report, run),
         "over_time": [[round(end_s, 3), rate] for end_s, rate in over_time(report)],
-        "utilisation": report.utilisation,
         "moves": [
             {"at_s": m.at_s, "peer": m.peer, "from": m.from_stage, "to": m.to_stage, "why": m.why}
             for m in report.moves
         ],
-        "joins": report.joins,
-        "deaths": report.deaths,
-        "replayed": report.replayed,
-        "recomputed": report.recomputed,
         "went_back": report.generations,
         "stood_still_s": report.waited_s,
-        "empty_s": report.empty_s,
         "limit": report.predicted and report.predicted.limit,
-        "boundary_bytes": report.boundary_bytes,
-        "reduce_bytes": report.reduce_bytes,
-        "download_bytes": report.download_bytes,
-        "events": report.events,
+        **{name: getattr(report, name) for name in COUNTED},
     }
 
 
