@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
@@ -205,38 +206,30 @@ def why_not_exact(told: Account, device: str) -> str:
     return ""
 
 
-class ScratchFolder(MutableMapping[str, dict[str, torch.Tensor]]):
+class ScratchFolder(UserDict[str, dict[str, torch.Tensor]]):
     """Sets of tensors that are not needed now, by name, each a file. What is read is mapped: it is in memory
     where it is looked at.
     """
 
     def __init__(self, folder: Path) -> None:
         """`folder`: nothing else writes there."""
+        super().__init__()
         self._folder = folder
 
-    def __setitem__(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def __setitem__(self, key: str, item: dict[str, torch.Tensor]) -> None:
         """Raises SetupError: it cannot be written."""
-        path = self._path(name)
+        path = self._path(key)
         with as_setup_error(f"cannot write to --scratch {self._folder.parent}", ": choose another"):
-            save_file({key: one.contiguous() for key, one in tensors.items()}, path.with_suffix(".new"))
+            save_file({name: one.contiguous() for name, one in item.items()}, path.with_suffix(".new"))
             path.with_suffix(".new").replace(path)  # what was read of the one before stays as it was
+        self.data[key] = {}
 
-    def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
-        if not self._path(name).exists():
-            raise KeyError(name)
-        return load_file(self._path(name))
+    def __getitem__(self, key: str) -> dict[str, torch.Tensor]:
+        return self.data[key] or load_file(self._path(key))
 
-    def __delitem__(self, name: str) -> None:
-        try:
-            self._path(name).unlink()
-        except FileNotFoundError:
-            raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return (path.stem for path in self._folder.glob("*.tensors"))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def __delitem__(self, key: str) -> None:
+        del self.data[key]
+        self._path(key).unlink()
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.tensors"
