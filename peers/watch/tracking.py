@@ -28,7 +28,9 @@ class Report:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._version, self._loss_version, self._eval_version, self._went_back = -1, -1, -1, 0
+        self._version, self._went_back = -1, 0
+        self._told = {"loss": -1, "eval_loss": -1}
+        """The last version of each curve of losses."""
         self._seen_at = float("-inf")
         self._faults = 0
 
@@ -37,15 +39,12 @@ class Report:
         self._faults += sum(line.kind in FAULTS for line in new)
         self._seen_at = max([self._seen_at, *(line.at for line in new)])
         if health.went_back != self._went_back:
-            self._went_back, self._version, self._loss_version = health.went_back, -1, health.version
-        for version, loss in health.losses:
-            if version > self._loss_version:
-                self._log(version, {"loss": loss})
-                self._loss_version = version
-        for version, loss in health.evaluations:
-            if version > self._eval_version:
-                self._log(version, {"eval_loss": loss})
-                self._eval_version = version
+            self._went_back, self._version, self._told["loss"] = health.went_back, -1, health.version
+        for name, losses in (("loss", health.losses), ("eval_loss", health.evaluations)):
+            for version, loss in losses:
+                if version > self._told[name]:
+                    self._log(version, {name: loss})
+                    self._told[name] = version
         if health.version <= self._version:
             return
         numbers: dict[str, float] = {"faults": self._faults, "trainers": len(health.trainers)}
