@@ -54,28 +54,25 @@ COLLECT_S = 15.0
 
 def run_export(options: ExportOptions) -> None:
     """Write the model and say what it is."""
-    if options.out is not None and options.out.suffix != model_file.SUFFIX:  # before a model is fetched
-        raise SetupError(f"--out {options.out} must end in {model_file.SUFFIX}")
-    if options.out is not None and options.model is not None:
-        raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
+    out, folder = options.out, options.hf or options.adapter
+    if out is not None:  # before a model is fetched
+        if out.suffix != model_file.SUFFIX:
+            raise SetupError(f"--out {out} must end in {model_file.SUFFIX}")
+        if options.model is not None:
+            raise SetupError("a model file is made of checkpoints: give --checkpoint-dir and --out")
+        if options.tokenizer is not None:
+            raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
     with fetched(options) as (found, run):
-        _export(found, run)
-
-
-def _export(options: ExportOptions, run: Run) -> None:
-    if (folder := options.hf or options.adapter) is not None:
-        export_folder(options, run, folder)
-        return
-    assert options.out is not None and options.checkpoint_dir is not None, "as the command line asks for"
-    if options.tokenizer is not None:
-        raise SetupError("a model file holds no tokenizer: leave --tokenizer out, or export with --hf")
-    config = export(options.checkpoint_dir, run, options.step, options.out)
-    where = model_file.config_path(options.out).name
-    print(f"wrote {options.out} ({config.bytes / 1e6:.1f} MB) and {where}")
+        if folder is not None:
+            export_folder(found, run, folder)
+            return
+        assert out is not None and found.checkpoint_dir is not None, "as the command line asks for"
+        config = export(found.checkpoint_dir, run, found.step, out)
+    print(f"wrote {out} ({config.bytes / 1e6:.1f} MB) and {model_file.config_path(out).name}")
     print(f"run {run.name} {run.id}, step {config.step}, {config.parameters / 1e6:,.1f} M parameters")
     if run.model.kind == "gpt":
         words = "" if run.data.tokenizer == "bytes" else " --tokenizer tokenizer.json"
-        print(f"try it: {program()} generate --model {shlex.quote(str(options.out))}{words} 'The '")
+        print(f"try it: {program()} generate --model {shlex.quote(str(out))}{words} 'The '")
 
 
 class NoRoom(SetupError):
@@ -307,10 +304,8 @@ def evaluate(
     """
     began, run = time.monotonic(), model.run
     loss_of_rows, made = loss_of(run, model.by_name, device), isinstance(text, Samples)
-    window, there = (
-        (1, len(text)) if isinstance(text, Samples) else (run.data.sequence_length + 1, text.tokens)
-    )
-    offsets = spread(there, window, samples)
+    there = len(text) if isinstance(text, Samples) else text.tokens
+    offsets = spread(there, 1 if made else run.data.sequence_length + 1, samples)
     size_bytes, batch = 0, run.batch.microbatch_size
     losses = list[float]()
     batches = [offsets[start : start + batch] for start in range(0, len(offsets), batch)]
