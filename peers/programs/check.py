@@ -54,11 +54,10 @@ def check_python(version: Sequence[int] | None = None) -> Finding:
     """3.10 or newer, 64 bit, Linux or macOS."""
     version = sys.version_info[:3] if version is None else version
     words = f"{'.'.join(map(str, version[:3]))}, {platform.system()} {platform.machine()}"
+    fix = "use Linux, macOS, or WSL 2 on Windows" if sys.platform == "win32" else ""
     if tuple(version[:2]) < (3, 10):
-        return Finding("python", words, "install Python 3.10 or newer; remove .venv; run again")
-    if sys.platform == "win32":
-        return Finding("python", words, "use Linux, macOS, or WSL 2 on Windows")
-    return Finding("python", words)
+        fix = "install Python 3.10 or newer; remove .venv; run again"
+    return Finding("python", words, fix)
 
 
 def check_torch() -> Finding:
