@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -110,45 +110,45 @@ def _alerts(alerts: Sequence[Alert], most: int) -> list[Text]:
     return lines
 
 
-def _table(
-    rows: Sequence[tuple[str, Sequence[str | Text]]],
-    width: int,
-    columns: Sequence[str],
-    first_out: Sequence[str],
-) -> Table:
-    """Rows are a style and their cells. A column's name starts with `<` if it is aligned to the left. Where
-    not all columns fit, those of `first_out` are left out, one after the other."""
-    names = [name.lstrip("<") for name in columns]
-    widths = {name: max([len(name), *(len(cells[i]) for _, cells in rows)]) for i, name in enumerate(names)}
+Cells: TypeAlias = "dict[str, str | Text]"
+"""By column, whose name starts with `<` if it is aligned to the left."""
+
+
+def _table(rows: Sequence[tuple[str, Cells]], width: int, first_out: Sequence[str]) -> Table:
+    """Rows are a style and their cells. Where not all columns fit, those of `first_out` go, one after the
+    other."""
+    names = rows[0][1].keys()
+    shown = {name: max(len(name.lstrip("<")), *(len(cells[name]) for _, cells in rows)) for name in names}
     for name in first_out:
-        if sum(widths.values()) + GAP * (len(widths) - 1) <= width:
+        if sum(shown.values()) + GAP * (len(shown) - 1) <= width:
             break
-        del widths[name]
+        shown.pop(name, None)
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    shown = [i for i, name in enumerate(names) if name in widths]
-    for i in shown:
-        justify = "left" if columns[i].startswith("<") else "right"
-        table.add_column(names[i], justify=justify, no_wrap=True, overflow="ellipsis")
+    for name in shown:
+        justify = "left" if name.startswith("<") else "right"
+        table.add_column(name.lstrip("<"), justify=justify, no_wrap=True, overflow="ellipsis")
     for style, cells in rows:
-        table.add_row(*(Text.assemble(cells[i]) for i in shown), style=style)  # no markup of strangers
+        table.add_row(*(Text.assemble(cells[name]) for name in shown), style=style)  # no markup of strangers
     return table
 
 
 def _stages(health: SwarmHealth, most: int, width: int) -> Table:
     # Where not all fit, those with the fewest peers are of interest.
     chosen = sorted(health.stages, key=lambda stage: (stage.serving, stage.stage))[:most]
-    rows = []
+    rows: list[tuple[str, Cells]] = []
     for stage in sorted(chosen, key=lambda stage: stage.stage):
-        peers = str(stage.serving) + (f"+{stage.joining}" if stage.joining else "")
         few = stage.serving < min(2, stage.most_serving)
-        style = "bold red" if not stage.serving else "yellow" if few else ""
-        cells = (
-            stage.label, peers, f"{stage.load:.1f}", str(stage.version), f"{stage.speed:.2f}",
-            _speed_of(stage, stage.slowest), _speed_of(stage, stage.fastest),
-        )  # fmt: skip
-        rows.append((style, cells))
-    columns = (_heading(health), "peers", "load", "version", "work/s", "<slowest", "<fastest")
-    return _table(rows, width, columns, ("fastest", "slowest", "load", "work/s", "version"))
+        cells: Cells = {
+            _heading(health): stage.label,
+            "peers": str(stage.serving) + (f"+{stage.joining}" if stage.joining else ""),
+            "load": f"{stage.load:.1f}",
+            "version": str(stage.version),
+            "work/s": f"{stage.speed:.2f}",
+            "<slowest": _speed_of(stage, stage.slowest),
+            "<fastest": _speed_of(stage, stage.fastest),
+        }
+        rows.append(("bold red" if not stage.serving else "yellow" if few else "", cells))
+    return _table(rows, width, ("<fastest", "<slowest", "load", "work/s", "version"))
 
 
 def _heading(health: SwarmHealth) -> str:
@@ -162,34 +162,29 @@ def _speed_of(stage: StageHealth, name: str | None) -> str:
 def _peers(health: SwarmHealth, most: int, width: int) -> Table:
     # Where not all fit, those with something to look at come first.
     chosen = sorted(health.peers, key=lambda peer: not _odd(peer))[:most]
-    rows = []
+    voiced = any(peer.voice for peer in health.peers)
+    rows: list[tuple[str, Cells]] = []
     for peer in sorted(chosen, key=lambda peer: (peer.stage == NO_STAGE, peer.stage, peer.peer)):
-        asked = peer.answered and peer.stage != NO_STAGE
+        asked, admits = peer.answered and peer.stage != NO_STAGE, peer.answered and peer.max_inflight
         device = Text(peer.device)
         device.truncate(9, overflow="ellipsis")
-        cells = (
-            peer.label,
-            short(peer.peer),
-            str(peer.voice or "–"),
-            device,
-            str(peer.version),
-            f"{peer.done}/{health.microbatches_per_step}" if asked else "–",
-            f"{peer.speed:.2f}" if peer.speed else "–",
-            f"{peer.inflight}/{peer.max_inflight}" if peer.answered and peer.max_inflight else "–",
-            f"{peer.load:.1f}",
-            "–" if peer.up_s is None else clock(peer.up_s),
-            f"{peer.computed:,}",
-            _last(peer),
-        )
+        cells: Cells = {
+            _heading(health): peer.label,
+            "<peer": short(peer.peer),
+            **({"voice": str(peer.voice or "–")} if voiced else {}),
+            "<device": device,
+            "version": str(peer.version),
+            "step": f"{peer.done}/{health.microbatches_per_step}" if asked else "–",
+            "work/s": f"{peer.speed:.2f}" if peer.speed else "–",
+            "in flight": f"{peer.inflight}/{peer.max_inflight}" if admits else "–",
+            "queue": f"{peer.load:.1f}",
+            "up": "–" if peer.up_s is None else clock(peer.up_s),
+            "computed": f"{peer.computed:,}",
+            "<last": _last(peer),
+        }
         rows.append(("red" if peer.why else "yellow" if _odd(peer) else "", cells))
-    columns = [_heading(health), "<peer", "voice", "<device", "version", "step", "work/s", "in flight"]
-    columns += ["queue", "up", "computed", "<last"]
-    first_out = ["step", "version", "queue", "in flight", "device", "up", "computed", "voice", "work/s"]
-    if not any(peer.voice for peer in health.peers):
-        columns.remove("voice")
-        first_out.remove("voice")
-        rows = [(style, (*cells[:2], *cells[3:])) for style, cells in rows]
-    return _table(rows, width, columns, first_out)
+    first_out = ("step", "version", "queue", "in flight", "<device", "up", "computed", "voice", "work/s")
+    return _table(rows, width, first_out)
 
 
 def _odd(peer: PeerHealth) -> bool:

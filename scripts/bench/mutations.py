@@ -8109,8 +8109,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "cells-of-a-table-are-markup",
         "peers/watch/terminal.py",
-        "*(Text.assemble(cells[i]) for i in shown)",
-        "*(cells[i] for i in shown)",
+        "*(Text.assemble(cells[name]) for name in shown)",
+        "*(cells[name] for name in shown)",
         "A peer that calls its state `[/b]` ends each dashboard in a terminal, and `swarm status`.",
         ("test_status",),
     ),
