@@ -62,11 +62,11 @@ async def obeying(owner: Owner, about: Callable[[], PeerAnswer]) -> AsyncIterato
         if not _answers(path):
             path.unlink(missing_ok=True)  # its peer was killed
 
-    async def answer(command: OwnerCommand) -> PeerAnswer:
-        if command.do == "pause":
+    async def answer(do: Do) -> PeerAnswer:
+        if do == "pause":
             owner.pause("by hand", "swarm pause")
             await _until(owner, lambda: not owner.paused or owner.doing in ("paused", "leaving"))
-        elif command.do == "resume":
+        elif do == "resume":
             owner.resume()
             await _until(owner, lambda: owner.paused or owner.doing not in ("paused", "pausing"))
         return about()
@@ -89,14 +89,8 @@ MAX_BYTES = 64 * 1024
 Do: TypeAlias = Literal["look", "pause", "resume"]
 
 
-class OwnerCommand(msgspec.Struct, frozen=True, kw_only=True):
-    do: Do = "look"
-
-
 @contextlib.asynccontextmanager
-async def answering(
-    path: Path, what: str, answer: Callable[[OwnerCommand], Awaitable[Any]]
-) -> AsyncIterator[None]:
+async def answering(path: Path, what: str, answer: Callable[[Do], Awaitable[Any]]) -> AsyncIterator[None]:
     """Answer on a socket at `path` while the block runs; what was asked before its end, a moment longer.
 
     Args:
@@ -114,7 +108,7 @@ async def answering(
         asked.add(task)
         task.add_done_callback(asked.discard)
         with contextlib.suppress(ConnectionError, ValueError, msgspec.MsgspecError, asyncio.TimeoutError):
-            question = msgspec.json.decode(await within(reader.readline(), QUESTION_S), type=OwnerCommand)
+            question = msgspec.json.decode(await within(reader.readline(), QUESTION_S), type=Do)
             writer.write(msgspec.json.encode(await answer(question)) + b"\n")
             await writer.drain()
         writer.close()

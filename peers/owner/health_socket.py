@@ -90,7 +90,7 @@ def answering(
     p2pd is not well.
     """
 
-    async def answer(_: control_socket.OwnerCommand) -> Health:
+    async def answer(_: control_socket.Do) -> Health:
         number = -1
         with contextlib.suppress(SwarmError, asyncio.TimeoutError):
             number = await within(connected(), p2pd_s)

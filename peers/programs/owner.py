@@ -16,7 +16,6 @@ from peers.owner.control_socket import (
     MAX_BYTES,
     QUESTION_S,
     Do,
-    OwnerCommand,
     PeerAnswer,
     control_folder,
 )
@@ -40,7 +39,7 @@ async def ask(path: Path, named: str, answer: type[T], do: Do = "look", *, limit
     async def call() -> bytes:
         reader, writer = await asyncio.open_unix_connection(str(path), limit=MAX_BYTES)
         try:
-            writer.write(msgspec.json.encode(OwnerCommand(do=do)) + b"\n")
+            writer.write(msgspec.json.encode(do) + b"\n")
             return await reader.readline()
         finally:
             writer.close()
