@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -30,16 +30,10 @@ from swarm.model.graph.untraceable import Untraceable
 INDENT = "    "
 
 
-class ModuleText(NamedTuple):
-    lines: tuple[str, ...]
-    """A class `Model`, and a function `build`."""
-    tensors: dict[str, torch.Tensor]
-    """By full name."""
-
-
 @unlogged()
-def module_text(sample: CustomModel) -> ModuleText:
-    """Trace a module in training, with its loss.
+def module_text(sample: CustomModel) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """A module traced in training, with its loss: lines with a class `Model` and a function `build`, and the
+    tensors that they read, by full name.
 
     Raises:
         SetupError: it cannot be traced, or does not take the sample; names the user's line.
@@ -72,7 +66,7 @@ class _Writer:
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
         """Full name -> (its kind, the tensor), of what the text reads."""
 
-    def written(self) -> ModuleText:
+    def written(self) -> tuple[list[str], dict[str, torch.Tensor]]:
         module = self._captured.module
         body = [f"{', '.join(self._holders)} = {', '.join(self._inputs)}"]
         for node in module.graph.find_nodes(op="placeholder"):
@@ -97,8 +91,7 @@ class _Writer:
             "def build():",
             f"{INDENT}return Model(__file__), ({', '.join(zeros)},)",
         ]
-        tensors = {name: tensor.detach().clone().contiguous() for name, (_, tensor) in self._read.items()}
-        return ModuleText(lines=tuple(lines), tensors=tensors)
+        return lines, {name: one.detach().clone().contiguous() for name, (_, one) in self._read.items()}
 
     def _placeholder(self, node: fx.Node) -> Iterator[str]:
         captured = self._captured

@@ -217,9 +217,8 @@ def _write(name: str, made: CustomModel | None, columns: Columns | None, folder:
     ]
     digest, tensors = hashlib.sha256(), None
     if made is not None:
-        found = module_text(made)
-        tensors = found.tensors
-        text += ["", "", *found.lines]
+        lines, tensors = module_text(made)
+        text += ["", "", *lines]
         for key, tensor in tensors.items():
             digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
             digest.update(bytes_of(tensor) if tensor.numel() else b"")

@@ -28,9 +28,9 @@ from tests.seeds import some
 
 def again(sample: CustomModel, folder: Path, name: str) -> CustomModel:
     """Written, and read again, as a peer does."""
-    found = module_text(sample)
-    text = "import torch\nfrom peers.storage.written import WrittenModule\n" + "\n".join(found.lines) + "\n"
-    written.write(folder / name, text, found.tensors, None)
+    lines, tensors = module_text(sample)
+    text = "import torch\nfrom peers.storage.written import WrittenModule\n" + "\n".join(lines) + "\n"
+    written.write(folder / name, text, tensors, None)
     installed.import_file(folder / name)
     return from_code(f"{name}:build")
 
