@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 
-from peers.options import Listen
 from peers.programs.tool_options import DashboardOptions
 from peers.watch import history, tracking
 from peers.watch.terminal import LiveScreen
@@ -103,7 +101,11 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
     """Put up the faces; True if there is more to see than lines that scroll by."""
     async with contextlib.AsyncExitStack() as stack:
         if options.web is not None:
-            address = await stack.enter_async_context(_web(options.web, board))
+            try:
+                from peers.watch import web
+            except ImportError as error:
+                raise SetupError(f"--web needs {error.name}: pip install 'swarm-train[dashboard]'") from None
+            address = await stack.enter_async_context(web.served(options.web, lambda: board.health))
             print(f"the dashboard is at {address}", flush=True)
         if options.metrics is not None:
             from peers.watch.metrics import registry_of, served
@@ -115,11 +117,3 @@ async def _faces(options: DashboardOptions, board: Board) -> AsyncIterator[bool]
         screen = stack.enter_context(LiveScreen())
         board.faces.append(screen)
         yield screen.live or options.metrics is not None or options.web is not None
-
-
-def _web(listen: Listen, board: Board) -> AbstractAsyncContextManager[str]:
-    try:
-        from peers.watch import web
-    except ImportError as error:
-        raise SetupError(f"--web needs {error.name}: pip install 'swarm-train[dashboard]'") from None
-    return web.served(listen, lambda: board.health)
