@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
 
+from peers import options as arg
 from peers.clock import now_s, unix_s
 from peers.device import choose_device
 from peers.events import Emit, JoinLine, Note, Started, Trouble
@@ -24,14 +25,6 @@ from peers.net.identity import Identity, is_loopback
 from peers.net.nat import listening_host, settled
 from peers.net.node import Node
 from peers.net.p2pd import Daemon, DaemonOptions
-from peers.options import (
-    BootstrapOptions,
-    KeeperOptions,
-    MemberOptions,
-    NetworkOptions,
-    PeerOptions,
-    TrainOptions,
-)
 from peers.owner.commands import Owner
 from peers.owner.control_socket import PeerAnswer, obeying
 from peers.programs.manifest_pinning import check_code, pinned
@@ -53,7 +46,7 @@ if TYPE_CHECKING:  # torch is imported while p2pd starts
     from peers.transfer.leases import Snapshot
     from swarm.model.stage import StageCompute
 
-OptionsT = TypeVar("OptionsT", bound=NetworkOptions)
+OptionsT = TypeVar("OptionsT", bound=arg.NetworkOptions)
 PreparedT = TypeVar("PreparedT")
 RoleName: TypeAlias = Literal["bootstrap", "peer", "train", "keeper", "audit"]
 AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper", "audit": "peer"}
@@ -107,7 +100,7 @@ class Networked(Generic[OptionsT]):
             self._emit(Note(text=words))
         return found
 
-    async def _tell_missing(self, options: MemberOptions, node: Node, run: Run, *mine: Stage) -> None:
+    async def _tell_missing(self, options: arg.MemberOptions, node: Node, run: Run, *mine: Stage) -> None:
         """Say which stages no peer serves yet, before a user wonders why nothing happens."""
         missing = unserved(await node.directory.lookup_all(), run, mine)
         if missing:
@@ -126,7 +119,7 @@ class Networked(Generic[OptionsT]):
     async def _joined(
         self,
         role: RoleName,
-        run: MemberOptions,
+        run: arg.MemberOptions,
         prepare: Callable[[], PreparedT],
         accepts: Callable[[Run], object] = lambda _: None,
     ) -> AsyncIterator[tuple[Node, Run, PreparedT]]:
@@ -160,10 +153,10 @@ def address_for_others(addresses: Sequence[str]) -> str:
     return next((address for address in addresses if not is_loopback(address)), addresses[0])
 
 
-class Bootstrap(Networked[BootstrapOptions]):
+class Bootstrap(Networked[arg.BootstrapOptions]):
     """DHT entry point: publishes the manifest and keeps it published."""
 
-    def __init__(self, options: BootstrapOptions, *, emit: Emit) -> None:
+    def __init__(self, options: arg.BootstrapOptions, *, emit: Emit) -> None:
         super().__init__(options, emit=emit)
         self._leaving = asyncio.Event()
 
@@ -280,12 +273,12 @@ async def manifest(node: Node, allow_code: Sequence[str] = ()) -> Run:
     return run
 
 
-class Peer(Networked[PeerOptions]):
+class Peer(Networked[arg.PeerOptions]):
     """Serves a stage on this machine's device."""
 
     _movable = False
 
-    def __init__(self, options: PeerOptions, *, emit: Emit) -> None:
+    def __init__(self, options: arg.PeerOptions, *, emit: Emit) -> None:
         """Raises SetupError: the options are those of several peers."""
         if options.stages:
             raise SetupError("--stages is for several devices (--device all, or cuda:0,cuda:1): take --stage")
@@ -483,7 +476,7 @@ class Looping(Networked[OptionsT]):
             self.loop.leave()
 
 
-class Train(Looping[TrainOptions]):
+class Train(Looping[arg.TrainOptions]):
     """Feeds microbatches to a run."""
 
     async def run(self) -> None:
@@ -524,7 +517,7 @@ class Train(Looping[TrainOptions]):
                     await end_tasks([announcing])
 
 
-class Keeper(Looping[KeeperOptions]):
+class Keeper(Looping[arg.KeeperOptions]):
     """Keeps checkpoints on this machine's disk, and gives them to newcomers."""
 
     async def run(self) -> None:

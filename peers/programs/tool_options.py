@@ -6,23 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peers import options as arg
-from peers.options import (
-    Listen,
-    MemberOptions,
-    NetworkOptions,
-    OptionKind,
-    Options,
-    RunOptions,
-    WeightsOptions,
-    between,
-    option,
-    optional,
-    repeated,
-    several,
-    switch,
-    whole,
-    wrong,
-)
+from peers.options import option, optional, repeated, several, switch
 from swarm.charter import MAX_LIFE_DAYS, MAX_WORK_BITS, Door, Role
 from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
@@ -36,35 +20,35 @@ TERMS_HELP = "the terms of the run (TOML)"
 
 def _codec(text: str) -> str:
     if parse_codec(text) is None:
-        raise wrong(text, f"a codec: {KNOWN}, such as topk:0.05")
+        raise arg.wrong(text, f"a codec: {KNOWN}, such as topk:0.05")
     return text
 
 
 DOORS = ("open", "list", "token")
 OWNER_HELP = "the owner's key, as swarm init made it"
-TEXT = OptionKind(str, "PROMPT")
-WORDS = OptionKind(str, "TEXT")
-INTEGER = OptionKind(whole(-1024, 1023), "N")
-WORK_BITS = OptionKind(whole(0, MAX_WORK_BITS), "BITS")
-USES = OptionKind(whole(1, 1000), "N")
-KILLS = OptionKind(whole(0, 1000), "N")
-DAYS = OptionKind(between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
-MODEL = OptionKind(str, "MODEL")
-SHELL = OptionKind(str, "SHELL")
-CODEC = OptionKind(_codec, "NAME")
-HOURS = OptionKind(between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
-TEMPERATURE = OptionKind(between(100, "a temperature: 0 to 100"), "X")
-SPEED = OptionKind(between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
-PART = OptionKind(
-    between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R"
+TEXT = arg.OptionKind(str, "PROMPT")
+WORDS = arg.OptionKind(str, "TEXT")
+INTEGER = arg.OptionKind(arg.whole(-1024, 1023), "N")
+WORK_BITS = arg.OptionKind(arg.whole(0, MAX_WORK_BITS), "BITS")
+USES = arg.OptionKind(arg.whole(1, 1000), "N")
+KILLS = arg.OptionKind(arg.whole(0, 1000), "N")
+DAYS = arg.OptionKind(arg.between(MAX_LIFE_DAYS, "a number of days: above 0, up to 30", above=True), "DAYS")
+MODEL = arg.OptionKind(str, "MODEL")
+SHELL = arg.OptionKind(str, "SHELL")
+CODEC = arg.OptionKind(_codec, "NAME")
+HOURS = arg.OptionKind(arg.between(10_000, "a number of hours: above 0, up to 10000", above=True), "H")
+TEMPERATURE = arg.OptionKind(arg.between(100, "a temperature: 0 to 100"), "X")
+SPEED = arg.OptionKind(arg.between(1e6, "a speed: above 0, up to 1000000", above=True), "X")
+PART = arg.OptionKind(
+    arg.between(1, "a part of all numbers: above 0, below 1, such as 0.01", above=True, below=True), "R"
 )
-GIBIBYTES = OptionKind(between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
+GIBIBYTES = arg.OptionKind(arg.between(1e6, "GiB of a file: above 0, up to 1000000", above=True), "GIB")
 
 WITHOUT = ("--replay", "--manifest", "--devices")
 """What is looked at instead of a run."""
 
 
-class MaybeMembership(Options):
+class MaybeMembership(arg.Options):
     """Which run, and where it is met, of commands that can do without."""
 
     run: str | None = optional(arg.ANY_RUN, arg.RUN_HELP, group=arg.RUN, variable="SWARM_RUN", unless=WITHOUT)
@@ -73,7 +57,7 @@ class MaybeMembership(Options):
     )
 
 
-class ModelOptions(WeightsOptions):
+class ModelOptions(arg.WeightsOptions):
     """Weights of this machine, or of a run that goes on."""
 
     join: tuple[str, ...] = repeated(
@@ -92,7 +76,7 @@ class ComputedOptions(ModelOptions):
     device: str = option(arg.DEVICE, "default: %(default)s", "cpu", group=arg.WEIGHTS)
 
 
-class ManifestOptions(Options):
+class ManifestOptions(arg.Options):
     """Print an example of a run's manifest, or check one.
 
     swarm manifest > run.toml
@@ -118,7 +102,7 @@ def check_text(files: Sequence[Path | str]) -> None:
                     raise SetupError(f"--data {path} is not text: it has null bytes; give a text file")
 
 
-class InitOptions(Options):
+class InitOptions(arg.Options):
     """Make a run of your own: its manifest, charter and keys.
 
     swarm init myrun
@@ -126,7 +110,7 @@ class InitOptions(Options):
     swarm init myrun --manifest run.toml --data corpus.txt
     """
 
-    name: Path = option(OptionKind(arg.path, "NAME"), "of the run, and of a new folder", positional=True)
+    name: Path = option(arg.OptionKind(arg.path, "NAME"), "of the run, and of a new folder", positional=True)
     manifest: Path | None = optional(arg.FILE, "the terms of the run (default: those of swarm demo)")
     data: tuple[Path | str, ...] = several(arg.DATA, arg.DATA_HELP)
     tokenizer: Path | None = optional(arg.NEEDED_FILE, arg.TOKENIZER_HELP)
@@ -138,7 +122,7 @@ class InitOptions(Options):
     days: float = option(DAYS, "until the charter expires (default: 30)", 30.0)
 
 
-class UpOptions(Options):
+class UpOptions(arg.Options):
     """Train a run that swarm init made, with peers of this machine.
 
     swarm up myrun
@@ -154,7 +138,7 @@ class UpOptions(Options):
     yes: bool = switch(YES_HELP)
 
 
-class InviteOptions(Options):
+class InviteOptions(arg.Options):
     """Print a token that lets another machine take part in your run.
 
     swarm invite --manifest myrun/run.toml --owner myrun/owner.key --role peer --days 7
@@ -167,7 +151,7 @@ class InviteOptions(Options):
     uses: int = option(USES, "identities that it admits at a time (default: 1)", 1)
 
 
-class BanOptions(RunOptions):
+class BanOptions(arg.RunOptions):
     """Keep a peer out of your run.
 
     swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
@@ -178,7 +162,7 @@ class BanOptions(RunOptions):
     owner: Path = option(arg.FILE, OWNER_HELP)
 
 
-class UnbanOptions(RunOptions):
+class UnbanOptions(arg.RunOptions):
     """Let a peer that you banned take part again.
 
     swarm unban PEER @join.txt --owner myrun/owner.key
@@ -188,7 +172,7 @@ class UnbanOptions(RunOptions):
     owner: Path = option(arg.FILE, OWNER_HELP)
 
 
-class CharterOptions(RunOptions):
+class CharterOptions(arg.RunOptions):
     """Show which peers may take part in a run; with its key, change that.
 
     swarm charter @join.txt
@@ -215,7 +199,7 @@ class CharterOptions(RunOptions):
     work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
 
 
-class RevokeOptions(RunOptions):
+class RevokeOptions(arg.RunOptions):
     """Say of a key of yours that it is to be trusted no more.
 
     swarm revoke @join.txt --identity stolen.key
@@ -224,7 +208,7 @@ class RevokeOptions(RunOptions):
     identity: Path = option(arg.FILE, "the key")
 
 
-class AuditOptions(MemberOptions, NetworkOptions):
+class AuditOptions(arg.MemberOptions, arg.NetworkOptions):
     """Compute again what peers added to a run of yours; serves nothing.
 
     swarm audit @join.txt --identity myrun/auditor.key
@@ -245,7 +229,7 @@ class AuditOptions(MemberOptions, NetworkOptions):
 # --- of a machine's owner ---
 
 
-class OwnerOptions(Options):
+class OwnerOptions(arg.Options):
     """Which peers of this machine; all that are given must fit."""
 
     identity: Path | None = optional(arg.FILE, "the one that was started with this key", group=MINE)
@@ -269,7 +253,7 @@ class ResumeOptions(OwnerOptions):
     """
 
 
-class HealthOptions(Options):
+class HealthOptions(arg.Options):
     """Say whether a program of this machine is well: for containers.
 
     swarm health peer.sock
@@ -282,7 +266,7 @@ class HealthOptions(Options):
 # --- everybody's ---
 
 
-class StatusOptions(RunOptions):
+class StatusOptions(arg.RunOptions):
     """List which peer serves which stage, and how far the run is.
 
     swarm status @join.txt
@@ -301,10 +285,10 @@ class DashboardOptions(MaybeMembership):
     swarm dashboard --replay history.jsonl --speed 10
     """
 
-    web: Listen | None = optional(
+    web: arg.Listen | None = optional(
         arg.LISTEN, "a web page, and /api/health (default IP: 127.0.0.1, for this machine only)", group=FACES
     )
-    metrics: Listen | None = optional(
+    metrics: arg.Listen | None = optional(
         arg.LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)", group=FACES
     )
     report_to: tuple[str, ...] = repeated(
@@ -325,14 +309,14 @@ class DashboardOptions(MaybeMembership):
     speed: float = option(SPEED, "of a replay: times as fast (default: 1)", 1.0, group=HISTORY)
 
 
-class CheckOptions(Options):
+class CheckOptions(arg.Options):
     """Check that this machine can be a peer, or say what to change.
 
     swarm check --port 31337 --device cuda
     swarm check --port 31337 --join ADDRESS
     """
 
-    device: str = option(OptionKind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
+    device: str = option(arg.OptionKind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
     host: str = option(arg.IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
     port: int = option(arg.PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(
@@ -341,7 +325,7 @@ class CheckOptions(Options):
     json: bool = switch(JSON_HELP)
 
 
-class DemoOptions(Options):
+class DemoOptions(arg.Options):
     """Run a whole swarm here: it trains, loses peers, and loses no work.
 
     swarm demo --stages 3 --peers 2 --preempt 2 --verify
@@ -418,7 +402,7 @@ class EvalOptions(ComputedOptions):
     json: bool = switch(JSON_HELP)
 
 
-class VerifyOptions(Options):
+class VerifyOptions(arg.Options):
     """Compute steps of a run again, and compare with what peers signed.
 
     swarm verify --transcript ckpt/5a7c.../transcript --data corpus.txt --from 100 --to 200
@@ -462,7 +446,7 @@ class PlanOptions(MaybeMembership):
     json: bool = switch(JSON_HELP)
 
 
-class SimulateOptions(Options):
+class SimulateOptions(arg.Options):
     """Tell how fast a run would be on machines that are only described.
 
     swarm simulate --manifest run.toml --devices devices.toml
@@ -486,7 +470,7 @@ class SimulateOptions(Options):
     json: bool = switch(JSON_HELP)
 
 
-class CompletionOptions(Options):
+class CompletionOptions(arg.Options):
     """Print what lets your shell complete the arguments of swarm.
 
     swarm completion bash > ~/.local/share/bash-completion/completions/swarm
@@ -498,7 +482,7 @@ class CompletionOptions(Options):
     )
 
 
-class TokenizeOptions(Options):
+class TokenizeOptions(arg.Options):
     """Make texts into tokens and their index, which trainers fetch from.
 
     swarm tokenize books/*.jsonl.zst --tokenizer tokenizer.json --out books
@@ -507,7 +491,7 @@ class TokenizeOptions(Options):
     """
 
     files: tuple[Path | str, ...] = option(
-        OptionKind(lambda text: text if text.startswith("hf:") else arg.path(text), "FILE", arg.is_there),
+        arg.OptionKind(lambda text: text if text.startswith("hf:") else arg.path(text), "FILE", arg.is_there),
         ".txt, .jsonl, .parquet, .arrow (.gz, .zst); .bin of nanoGPT or Megatron, .ds of datatrove; indexes; "
         "data sets of Hugging Face: hf:OWNER/NAME[@REVISION][:CONFIG][:SPLIT] (:: for its own configuration)",
         positional=True,
@@ -526,7 +510,7 @@ class TokenizeOptions(Options):
     jobs: int | None = optional(arg.COUNT, "processes (default: one for each core)")
 
 
-class GraphOptions(Options):
+class GraphOptions(arg.Options):
     """Show a model as its operators, and cut into stages.
 
     swarm graph --model my_package.models:build --stages 4
