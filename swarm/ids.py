@@ -11,7 +11,7 @@ PeerId: TypeAlias = str
 """libp2p peer id, base58 (an Ed25519 key: the id *is* the public key)."""
 
 PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
-"""How one is written."""
+"""How one is written: 38 bytes that start with 00 24 08 01 12 20, an identity multihash, in base58."""
 
 SIGNATURE_BYTES = 64
 """Of a signature by such a key."""

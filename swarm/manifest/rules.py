@@ -15,6 +15,7 @@ from typing_extensions import dataclass_transform
 
 from swarm.codecs import KNOWN, parse_codec
 from swarm.errors import SetupError
+from swarm.ids import PEER_ID
 
 
 class Rule(NamedTuple):
@@ -134,10 +135,6 @@ INPUTS = Rule(
 )
 
 
-# An Ed25519 key inside a libp2p identity multihash: 38 bytes that start with 00 24 08 01 12 20, in base58.
-PEER_ID = r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}"
-
-
 def is_codec(value: Any) -> bool:
     return type(value) is str and parse_codec(value) is not None
 
@@ -152,7 +149,7 @@ CODECS = Rule(
 
 
 def peers(most: int) -> Rule:
-    return set_of(matches(PEER_ID), most, "peer ids (12D3KooW…, 52 characters each)")
+    return set_of(matches(PEER_ID.pattern), most, "peer ids (12D3KooW…, 52 characters each)")
 
 
 DIGEST = text(r"([0-9a-f]{64})?", "64 lower-case hex digits, or empty: not pinned yet")

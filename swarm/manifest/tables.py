@@ -9,33 +9,9 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from swarm.codecs import PPM, ROUNDED, VALUES, parse_codec
-from swarm.manifest.rules import (
-    CODECS,
-    CUT,
-    DIGEST,
-    DIGESTS,
-    FLAG,
-    INPUTS,
-    JSON,
-    MIXTURE,
-    NAMES,
-    PEER_ID,
-    Rule,
-    Rules,
-    Spec,
-    choice,
-    integer,
-    is_name,
-    list_of,
-    matches,
-    number,
-    peers,
-    set_of,
-    setting,
-    text,
-    values_of,
-    wrong,
-)
+from swarm.ids import PEER_ID
+from swarm.manifest import rules
+from swarm.manifest.rules import FLAG, Rules, Spec, choice, integer, number, setting, text, values_of, wrong
 
 MAX_TRAINERS = 200
 MAX_FOUNDERS = 40
@@ -153,16 +129,16 @@ class CustomModelSpec(Spec, section="model"):
         text(rf"({_FUNCTION})?", 'package.module:function, or empty when model.kind is "hf"'), ""
     )
     """The function, for `code`: it returns (module, inputs), or (module, inputs, loss, targets)."""
-    config: str = setting(JSON, "")
+    config: str = setting(rules.JSON, "")
     """The content of a `config.json`, as text, for `hf`."""
-    inputs: tuple[str, ...] = setting(INPUTS, (), later=True)
+    inputs: tuple[str, ...] = setting(rules.INPUTS, (), later=True)
     """For `hf`: what its `forward` is given, and the sizes of one sample of each; empty = tokens and labels,
     or images and labels."""
     stages: int = setting(integer(1, 1024))
     """S: the number of stages that the model is cut into."""
     vocab_size: int = setting(integer(2, 1_048_576), 256)
     """Integers that enter the model (tokens, labels) are 0 … vocab_size - 1."""
-    frozen: tuple[str, ...] = setting(NAMES, (), later=True)
+    frozen: tuple[str, ...] = setting(rules.NAMES, (), later=True)
     """Weights that stay as they are at the start: they are not summed, sent or stored."""
     version: str = setting(
         text(
@@ -172,19 +148,19 @@ class CustomModelSpec(Spec, section="model"):
         "",
     )
     """Of the code: `transformers 5.1.0`; `sha256 …` of the source file of a user's own."""
-    graph: str = setting(DIGEST, "")
+    graph: str = setting(rules.DIGEST, "")
     """SHA-256 of the operators as traced."""
     weights: str = setting(text("", "empty: model.digests pins them, stage by stage"), "")
     """Always empty; a part of the text that is hashed."""
-    digests: tuple[str, ...] = setting(DIGESTS, (), later=True)
+    digests: tuple[str, ...] = setting(rules.DIGESTS, (), later=True)
     """SHA-256 of what each stage begins with: the code initialises it, and each of its draws has a seed of
     its own, so that nobody has to make the weights of other stages."""
-    cut: str = setting(CUT, "")
+    cut: str = setting(rules.CUT, "")
     """The stage of each operator."""
 
     def _together(self) -> Rules:
         given, other = ("source", "config") if self.kind == "code" else ("config", "source")
-        what = "package.module:function" if given == "source" else JSON.allowed
+        what = "package.module:function" if given == "source" else rules.JSON.allowed
         yield not getattr(self, given), given, f'{what} when model.kind is "{self.kind}"'
         yield getattr(self, other), other, f'empty when model.kind is "{self.kind}"'
         no_inputs = 'empty when model.kind is "code": the function returns its inputs'
@@ -214,20 +190,20 @@ class DataSpec(Spec, section="data"):
     )
     """The function: it returns a sequence of samples, each a tuple of arrays, one for each input of the model
     and without the batch's dimension."""
-    sha256: str = setting(DIGEST, "")
+    sha256: str = setting(rules.DIGEST, "")
     """Root of the Merkle tree over the tokens, of which an index has more; or SHA-256 of all samples.
     Filled in when the run is published."""
-    root: str = setting(DIGEST, "", later=True)
+    root: str = setting(rules.DIGEST, "", later=True)
     """The same root, if what trainers send is proven to be of it. Filled in when the run is published, if
     it names trainers and has a built-in model."""
     tokens: int = setting(integer(0, 2**48), 0)
     """Number of tokens, or of samples; 0 = not pinned yet. Filled in when the run is published."""
-    mixture: str = setting(MIXTURE, "", later=True)
+    mixture: str = setting(rules.MIXTURE, "", later=True)
     """The sources that the tokens are of, one behind the other: of so many samples as all weights sum up
     to, exactly the weight is from each. Filled in from an index; empty = one source."""
     tokenizer: Literal["bytes", "file"] = setting(choice("bytes", "file"), "bytes")
     """One token per byte, or a JSON file of `tokenizers`, given with `--tokenizer`."""
-    tokenizer_sha256: str = setting(DIGEST, "")
+    tokenizer_sha256: str = setting(rules.DIGEST, "")
     """SHA-256 of that file. Filled in when the run is published."""
     sequence_length: int = setting(integer(1, 1_048_576))
     """T: tokens the model sees in one sample; a sample reads one more, for the last label. Of samples that
@@ -325,7 +301,8 @@ def _read_group(text: str) -> tuple[str, dict[str, float]]:
     """The names of a group, and what it says of them; raises ValueError if it is none."""
     pattern, *words = text.split(" ")
     terms = {key: _NUMBER.check(float(value)) for key, _, value in (word.partition("=") for word in words)}
-    if not terms or len(terms) != len(words) or terms.keys() - {"lr", "weight_decay"} or not is_name(pattern):
+    known = terms.keys() <= {"lr", "weight_decay"} and len(terms) == len(words)
+    if not terms or not known or not rules.is_name(pattern):
         raise ValueError
     return pattern, terms
 
@@ -338,10 +315,10 @@ def _canonical_groups(groups: Any) -> tuple[str, ...]:
     )
 
 
-_GROUPS = Rule(
+_GROUPS = rules.Rule(
     'a list of at most 64 of the form "NAMES lr=MULTIPLE weight_decay=NUMBER", of which one may be left out, '
     'such as "embed.* lr=0.1"',
-    list_of(lambda one: type(one) is str, 64),
+    rules.list_of(lambda one: type(one) is str, 64),
     _canonical_groups,
 )
 
@@ -379,7 +356,7 @@ class OptimizerSpec(Spec, section="optimizer"):
     groups: tuple[str, ...] = setting(_GROUPS, (), later=True)
     """Weights by name with a learning rate that is a multiple of the others', or a decay of their own; the
     first that matches a weight counts."""
-    muon: tuple[str, ...] = setting(NAMES, (), later=True)
+    muon: tuple[str, ...] = setting(rules.NAMES, (), later=True)
     """For `muon`: weights of two dimensions, in which * and ? stand for other characters, such as layers.*"""
     moments: Literal["float32", "bfloat16"] = setting(choice("float32", "bfloat16"), "float32", later=True)
     """What the means of gradients and of their squares are kept in: 8 bytes a weight, or 4. bfloat16 is
@@ -434,9 +411,9 @@ _VALUES = "one of " + ", ".join(VALUES)
 class CodecSpec(Spec, section="codec"):
     """How tensors look on the wire, per direction. The names are those of `swarm.codecs`."""
 
-    forward: str | tuple[str, ...] = setting(CODECS, "blockwise8")
+    forward: str | tuple[str, ...] = setting(rules.CODECS, "blockwise8")
     """Activations between stages: one codec, or a list with one for each boundary."""
-    backward: str | tuple[str, ...] = setting(CODECS, "blockwise8")
+    backward: str | tuple[str, ...] = setting(rules.CODECS, "blockwise8")
     """Gradients of what was sent, likewise; after a top-k, the values of its positions. Not a top-k
     itself."""
     reduce: str = setting(choice("none", *ROUNDED), "none")
@@ -490,13 +467,13 @@ class AdmissionSpec(Spec, section="admission"):
     """Which peers may do what."""
 
     owner: str = setting(
-        text(rf"({PEER_ID})?", "a peer id (12D3KooW…, 52 characters), or empty: no owner"), ""
+        text(rf"({PEER_ID.pattern})?", "a peer id (12D3KooW…, 52 characters), or empty: no owner"), ""
     )
     """Peer id whose signature the published manifest carries; empty = the hash is enough."""
-    trainers: tuple[str, ...] = setting(peers(MAX_TRAINERS), ())
+    trainers: tuple[str, ...] = setting(rules.peers(MAX_TRAINERS), ())
     """Peer ids that may send microbatches, and that vouch for the peers which answer them; empty =
     everybody sends, and nobody vouches."""
-    founders: tuple[str, ...] = setting(peers(MAX_FOUNDERS), (), later=True)
+    founders: tuple[str, ...] = setting(rules.peers(MAX_FOUNDERS), (), later=True)
     """Peer ids whose word counts from the start, as much as 20 steps of work; until trainers have vouched for
     others, theirs alone."""
 
@@ -538,7 +515,7 @@ class IslandsSpec(Spec, section="islands"):
     outer_momentum: float = setting(number(0.0, 1.0, below=True), 0.9, later=True)
     """Nesterov's, of the meetings."""
     codec: str = setting(
-        Rule(
+        rules.Rule(
             f"{_VALUES}: what a top-k leaves out would never arrive", lambda v: type(v) is str and v in VALUES
         ),
         "none",
@@ -579,7 +556,7 @@ class StartSpec(Spec, section="start"):
     )
     """Safetensors in a folder that the owner has, or in a repository of Hugging Face; peers that cannot read
     them ask others."""
-    digests: tuple[str, ...] = setting(DIGESTS, (), later=True)
+    digests: tuple[str, ...] = setting(rules.DIGESTS, (), later=True)
     """SHA-256 of the tensors that each stage reads. Filled in when the run is published."""
 
     def _together(self) -> Rules:
@@ -594,8 +571,8 @@ class LoraSpec(Spec, section="lora"):
     alpha: float = setting(number(0.0, 1e6, above=True), 16.0, later=True)
     """What they add to a layer counts alpha / rank times."""
     targets: tuple[str, ...] = setting(
-        set_of(
-            matches(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*"),
+        rules.set_of(
+            rules.matches(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*"),
             64,
             "names of linear layers, or ends of names, such as q_proj",
         ),
@@ -623,7 +600,7 @@ class EvalSpec(Spec, section="eval"):
         later=True,
     )
     """Text; or a function, where code makes the samples of the training too."""
-    sha256: str = setting(DIGEST, "", later=True)
+    sha256: str = setting(rules.DIGEST, "", later=True)
     """Of these data, as `data.sha256`. Filled in when the run is published."""
     tokens: int = setting(integer(0, 2**48), 0, later=True)
     """How many they are, as `data.tokens`. Filled in when the run is published."""
