@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 
 from peers.device import choose_device
-from peers.programs.roles import Looping, kept_stages
+from peers.programs.roles import Networked, kept_stages
 from peers.programs.tool_options import AuditOptions
 from peers.system import usable_cores
 from swarm.audit import is_audited
@@ -14,7 +14,7 @@ from swarm.errors import SetupError
 from swarm.manifest import Run
 
 
-class Audit(Looping[AuditOptions]):
+class Audit(Networked[AuditOptions]):
     """Computes again what replicas added to a run."""
 
     async def run(self) -> None:

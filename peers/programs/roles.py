@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 from peers import options as arg
 from peers.clock import now_s, unix_s
@@ -39,10 +39,7 @@ from swarm.ids import Stage
 from swarm.manifest import Run, load_run, parse_run
 
 if TYPE_CHECKING:  # torch is imported while p2pd starts
-    from peers.audit.auditor import Auditor
-    from peers.islands.trainers import IslandTrainers
     from peers.stage.server import StagePeer
-    from peers.transfer.keeper import CheckpointKeeper
     from peers.transfer.leases import Snapshot
     from swarm.model.stage import StageCompute
 
@@ -62,6 +59,8 @@ CELLS_SHOWN = 4
 class Networked(Generic[OptionsT]):
     preparing = True
     """Until it does what others count on: a signal ends it at once, whatever its threads do."""
+    loop: Any = None
+    """What is told to leave."""
 
     def __init__(self, options: OptionsT, *, emit: Emit) -> None:
         self.options, self._emit = options, emit
@@ -73,6 +72,14 @@ class Networked(Generic[OptionsT]):
     def _tell_building(self, run: Run) -> None:
         if run.brings_model:
             self._note(f"builds and traces the model of {run.name!r}: seconds, or minutes if it is large")
+
+    async def _run(self, loop: Any) -> None:
+        self.loop, self.preparing = loop, False
+        await loop.run()
+
+    async def leave(self) -> None:
+        if self.loop is not None:
+            self.loop.leave()
 
     async def connected(self) -> int:
         """How many peers p2pd is connected to.
@@ -283,7 +290,7 @@ class Peer(Networked[arg.PeerOptions]):
         if options.stages:
             raise SetupError("--stages is for several devices (--device all, or cuda:0,cuda:1): take --stage")
         super().__init__(options, emit=emit)
-        self.owner = Owner()
+        self.loop = self.owner = Owner()
 
     async def run(self) -> None:
         options = self.options
@@ -309,9 +316,6 @@ class Peer(Networked[arg.PeerOptions]):
             stage = await self._choose_stage(node, run, device)
             await self._tell_missing(options, node, run, stage)
             await self._serve(node, run, stage, device)
-
-    async def leave(self) -> None:
-        self.owner.leave()
 
     async def _obey_the_owner(self, stack: contextlib.AsyncExitStack, node: Node, device: str) -> None:
         """A peer that cannot be paused works all the same."""
@@ -462,21 +466,7 @@ class Peer(Networked[arg.PeerOptions]):
         await paused.serve(stage, owner, build, hold, place=run.place, device=device, emit=emit)
 
 
-class Looping(Networked[OptionsT]):
-    """A program whose loop can be told to leave."""
-
-    loop: IslandTrainers | CheckpointKeeper | Auditor | None = None
-
-    async def _run(self, loop: IslandTrainers | CheckpointKeeper | Auditor) -> None:
-        self.loop, self.preparing = loop, False
-        await loop.run()
-
-    async def leave(self) -> None:
-        if self.loop is not None:
-            self.loop.leave()
-
-
-class Train(Looping[arg.TrainOptions]):
+class Train(Networked[arg.TrainOptions]):
     """Feeds microbatches to a run."""
 
     async def run(self) -> None:
@@ -517,7 +507,7 @@ class Train(Looping[arg.TrainOptions]):
                     await end_tasks([announcing])
 
 
-class Keeper(Looping[arg.KeeperOptions]):
+class Keeper(Networked[arg.KeeperOptions]):
     """Keeps checkpoints on this machine's disk, and gives them to newcomers."""
 
     async def run(self) -> None:
