@@ -10,7 +10,7 @@ from typing import Literal
 
 from swarm.codecs import ROUNDED
 from swarm.errors import SetupError
-from swarm.ids import Microbatch, Stage
+from swarm.ids import RUN_NAME, Microbatch, Stage
 from swarm.manifest.rules import FLAG, Rules, Spec, choice, integer, setting, text, toml, values_of
 from swarm.manifest.tables import (
     AdmissionSpec,
@@ -60,7 +60,7 @@ class Run(Spec):
     it out. Since 2 an epoch has each window of the data once."""
     name: str = setting(
         text(
-            r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,62}",
+            RUN_NAME,
             "1 to 63 characters: A to Z, a to z, digits, spaces or . _ + -, and a letter or digit first",
         )
     )
