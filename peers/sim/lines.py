@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from swarm.ids import PeerId
-from swarm.plan.network import Network
+from swarm.plan.network import Network, all_reduce_s
 from swarm.sim.dice import Dice
 from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
@@ -109,7 +109,14 @@ class SharedLines(Lines):
 
     def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Seconds of the all-reduce of these devices, with nothing else on the lines."""
-        return self._network.exchange_s(np.array(members), size_bytes)
+        these = np.array(members)
+        part_bits, (latency_nn, bandwidth_nn) = (
+            8.0 * size_bytes / len(these),
+            self._network.between(these, these),
+        )
+        ends_n = self._network.upload_bps[these], self._network.download_bps[these]
+        ends_s = ((len(these) - 1) * part_bits / each_n for each_n in ends_n)
+        return float(all_reduce_s(latency_nn, part_bits / bandwidth_nn, *ends_s, these >= 0))
 
 
 def _per_byte(bps: list[list[float]]) -> list[list[float]]:

@@ -136,32 +136,26 @@ class Network:
         here = self.region_of[a][:, None], self.region_of[b]  # np.ix_ takes four times as long
         return self.latency_s[here], self.bandwidth_bps[here]
 
-    def exchange_s(self, members: np.ndarray, gradient_bytes: float) -> float:
-        """Seconds of a stage's all-reduce: all send to all at once, so a part of the gradient has come to its
-        owner when its line and both ends are through.
-        """
-        part_bits = 8.0 * gradient_bytes / len(members)
-        latency_nn, bandwidth_nn = self.between(members, members)
-        ends_n = self.upload_bps[members], self.download_bps[members]
-        up_n, down_n = ((len(members) - 1) * part_bits / each_n for each_n in ends_n)
-        arrival_nn = latency_nn + np.maximum(np.maximum(part_bits / bandwidth_nn, up_n[:, None]), down_n)
-        np.fill_diagonal(arrival_nn, 0.0)
-        return float(all_reduce_s(arrival_nn, up_n))
-
     def machine_of(self, device: int) -> str:
         """The machine of which it is one of several cards; empty: it is the only one."""
         region = self.devices[device].region
         return self.regions[region] if self.places[region] != region else ""
 
 
-def all_reduce_s(arrival_s: np.ndarray, upload_s: np.ndarray) -> np.ndarray:
-    """[...] seconds until parts have come to their owners, and then their sums to all.
+def all_reduce_s(
+    latency_s: np.ndarray, part_s: np.ndarray, up_s: np.ndarray, down_s: np.ndarray, there: np.ndarray
+) -> np.ndarray:
+    """[...] seconds of a stage's all-reduce: all send to all at once, so a part of the gradient has come to
+    its owner when its line and both ends are through; then each sum goes to all.
 
     Args:
-        arrival_s: [..., n, n] of a part from the row's device to the column's, 0 to itself.
-        upload_s: [..., n] of the others' parts, which are out of an owner's way before its sum is.
+        latency_s, part_s: [..., n, n] of the line from the row's device to the column's, for a part.
+        up_s, down_s: [..., n] of the others' parts; the former are out of an owner's way before its sum is.
+        there: [..., n] whether it is a device at all.
     """
-    owner_s = np.maximum(arrival_s.max(axis=-2), upload_s)
+    arrival_s = latency_s + np.maximum(np.maximum(part_s, up_s[..., None]), down_s[..., None, :])
+    arrival_s *= there[..., None] & there[..., None, :] & ~np.eye(there.shape[-1], dtype=bool)
+    owner_s = np.maximum(arrival_s.max(axis=-2), up_s)
     return (owner_s + arrival_s.max(axis=-1)).max(axis=-1)
 
 

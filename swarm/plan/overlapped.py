@@ -348,19 +348,16 @@ class Overlap:
         parts.boundaries[r_K, :, number_K] = np.stack(found, axis=1)
 
     def _exchange_s(self, stage_K: np.ndarray, member_KD: np.ndarray, count_K: np.ndarray) -> np.ndarray:
-        """[K] of each stage's all-reduce: see `Network.exchange_s`."""
+        """[K] of each stage's all-reduce."""
         part_K = 8.0 * np.array(self.job.gradient_bytes)[stage_K] / count_K
         found_K = np.empty(len(count_K))
         for rows, (wide,) in _together(count_K[None]):
-            members = member_KD[rows, :wide]
-            arrival_s, bit_s = self._lines(members, members)
+            members, part_K1 = member_KD[rows, :wide], part_K[rows, None]
+            latency_s, bit_s = self._lines(members, members)
+            bit_s *= part_K1[:, :, None]
             others_K1 = count_K[rows, None] - 1
-            up_s, down_s = (others_K1 * each_N.take(members) for each_N in (self._up_N, self._down_N))
-            bit_s = np.maximum(np.maximum(bit_s, up_s[:, :, None]), down_s[:, None])
-            arrival_s += part_K[rows, None, None] * bit_s
-            there = members < len(self.network)
-            arrival_s *= there[:, :, None] & there[:, None] & ~np.eye(wide, dtype=bool)
-            found_K[rows] = all_reduce_s(arrival_s, part_K[rows, None] * up_s)
+            ends_s = (part_K1 * (others_K1 * each_N.take(members)) for each_N in (self._up_N, self._down_N))
+            found_K[rows] = all_reduce_s(latency_s, bit_s, *ends_s, members < len(self.network))
         return found_K
 
     def _lines(self, a_KA: np.ndarray, b_KB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
