@@ -51,17 +51,6 @@ MAY_IMPORT = {
     "swarm.wire": (*BASE, "swarm.protocol", "msgspec", "numpy", "torch", "bitsandbytes", "typing_extensions"),
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.
     "swarm.model": (*BASE, "swarm.wire", "msgspec", "numpy", "torch", "bitsandbytes"),
-    # A manifest that names no cut gets one when it is made.
-    "swarm.model.graph": (
-        *BASE,
-        "swarm.model",
-        "swarm.partitioner",
-        "swarm.wire",
-        "msgspec",
-        "numpy",
-        "torch",
-    ),
-    "swarm.partitioner": (*BASE, "swarm.model", "numpy", "torch"),
     "swarm.audit": (*BASE, "swarm.model", "swarm.protocol", "swarm.wire", "msgspec", "numpy", "torch"),
     "swarm.sim": ("swarm", "msgspec", "numpy"),
     "peers.ports": (*BASE, "swarm.protocol.statements", "swarm.wire.buffers"),
@@ -111,7 +100,7 @@ ROLE_PROGRAMS = ("peers.cli", "peers.programs.roles")
 """What `swarm peer`, `train`, `bootstrap` and `keeper` begin with."""
 
 TOOLS = (
-    *("swarm.model.graph", "swarm.partitioner", "swarm.plan", "swarm.monitoring", "swarm.sim"),
+    *("swarm.model.graph", "swarm.plan", "swarm.monitoring", "swarm.sim"),
     *("peers.api", "peers.programs", "peers.sim", "peers.tokenize", "peers.watch"),
 )
 """Nothing of them is imported by a role; `CORE` is excepted."""

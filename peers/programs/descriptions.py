@@ -61,7 +61,7 @@ def _forward_flops(run: Run) -> tuple[float, ...]:
 
     if run.brings_model:
         from swarm.model.custom import custom_model
-        from swarm.partitioner.cost import operations
+        from swarm.model.graph.cost import operations
 
         model = custom_model(run)
         each = [both / (1 + BACKWARD_FORWARDS) for both in operations(model.traced)]

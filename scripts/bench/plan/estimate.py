@@ -42,11 +42,10 @@ from scripts.bench.common.harness import machine, report
 from scripts.bench.plan.equal_cuts import equal_layers, equal_shares
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.graph.partition import plan_stages
+from swarm.model.graph.cost import operations, reckoned_s
+from swarm.model.graph.partition import find_cut, plan_stages
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import Traced, trace
-from swarm.partitioner.cost import operations, reckoned_s
-from swarm.partitioner.search import find_cut
 from tests.model.graph.zoo import EncoderDecoder, Gpt2, Llama, ResNet, UNet
 
 STAGES = (2, 4, 8)

@@ -27,18 +27,17 @@ from swarm.manifest import BatchSpec, CustomModelSpec, OptimizerSpec, Run, read_
 from swarm.model.gpt import weights_dtype
 from swarm.model.graph.builder import CONSTANT, Traced
 from swarm.model.graph.capture import WithLoss
+from swarm.model.graph.cost import reckoned_s
 from swarm.model.graph.ir import Call, Operator, Ref, Value, refs
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
-from swarm.model.graph.partition import StagePlan, plan_stages, shared_parameters
+from swarm.model.graph.partition import StagePlan, find_cut, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.layout import finite, stage_layout, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
-from swarm.partitioner.cost import reckoned_s
-from swarm.partitioner.search import find_cut
 from swarm.wire.tensor_meta import ITEM_BYTES, MAX_DIMS
 
 LABELS = ("target", "targets", "target_0", "labels")
@@ -458,7 +457,7 @@ def _cut(traced: Traced, stages: int) -> tuple[int, ...]:
 
 def _check_cut(run: Run, traced: Traced, plans: Sequence[StagePlan]) -> None:
     graph = traced.graph
-    makers = {output: op for op in graph.operators for output in op.outputs}
+    makers = graph.makers
     for plan in plans:
         if not plan.parameters:
             raise SetupError(

@@ -80,6 +80,11 @@ class OpGraph:
     tied: tuple[tuple[str, ...], ...]
     """Groups of names of one tensor; the first of each is the one in `parameters`."""
 
+    @property
+    def makers(self) -> dict[str, Operator]:
+        """By the names of their outputs."""
+        return {output: op for op in self.operators for output in op.outputs}
+
 
 # --- how operators are computed -----------------------------------------------------------------------------
 

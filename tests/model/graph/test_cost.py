@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from peers.programs.graph import timed_s
+from swarm.model.graph.cost import BYTE_S, CALL_S, OPERATION_S, reckoned_s
 from swarm.model.graph.trace import trace
-from swarm.partitioner.cost import BYTE_S, CALL_S, OPERATION_S, reckoned_s
 from tests.model.graph.parity import whole
 from tests.seeds import some
 

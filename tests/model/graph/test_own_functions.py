@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
+from swarm.model.graph.cost import operations, reckoned_s
 from swarm.model.graph.custom_model import _graph_digest
 from swarm.model.graph.functions import OPERATOR
 from swarm.model.graph.model_source import from_hf
 from swarm.model.graph.trace import trace
-from swarm.partitioner.cost import operations, reckoned_s
 from tests.model.graph.parity import cut, gradients, random_cuts
 from tests.seeds import some
 

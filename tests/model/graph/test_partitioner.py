@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from scripts.bench.plan.equal_cuts import equal_layers, equal_shares
 from swarm.errors import SetupError
+from swarm.model.graph.cost import operations, reckoned_s
 from swarm.model.graph.ir import OpGraph
-from swarm.model.graph.partition import plan_stages, recomputed
-from swarm.partitioner.cost import operations, reckoned_s
-from swarm.partitioner.search import WORTH, find_cut
+from swarm.model.graph.partition import WORTH, find_cut, plan_stages, recomputed
 from tests.model.graph.graphs import Draft, random_graph, seconds_of
 from tests.model.graph.parity import whole
 from tests.seeds import some
