@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from peers.sim.disks import Disk, Tear
 from peers.sim.loop import PROCESS, WORLD, Killed, Process
-from peers.sim.members import KeeperMember, Member, PeerMember, TrainerMember
-from peers.sim.swarm import Swarm
+from peers.sim.swarm import KeeperMember, Member, PeerMember, Swarm, TrainerMember
 from swarm.ids import PeerId, Stage
 from swarm.sim.dice import Dice
 

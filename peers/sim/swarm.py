@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
+import numpy as np
 import torch
 
 from peers import events
@@ -19,9 +21,8 @@ from peers.sim.directory import Dht, SimDirectory
 from peers.sim.disks import Disk, Disks
 from peers.sim.invariants import Invariants, Violation
 from peers.sim.loop import PROCESS, WORLD, Process, VirtualLoop
-from peers.sim.members import AuditCompute, KeeperMember, Member, PeerMember, Serving, TrainerMember, Zeros
-from peers.sim.network import Network
-from peers.sim.setting import Setting, dice_of
+from peers.sim.network import Network, SimTransport
+from peers.sim.setting import Setting, dice_of, tree_of_zeros
 from peers.stage import pause
 from peers.stage.pause import PausedPeer
 from peers.stage.server import StagePeer
@@ -29,13 +30,118 @@ from peers.stage.settings import Checkpoints, StageSettings
 from peers.trainer import TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.leases import Snapshot
+from swarm.data import prove_samples, token_dtype
 from swarm.errors import SwarmError
-from swarm.ids import Stage
+from swarm.ids import PeerId, Stage
+from swarm.manifest import Run
+from swarm.model.gradient_sum import Gradients, SumLost
+from swarm.model.stage import StageCompute
 
 M = TypeVar("M")
 
 THREAD_S = (0.0002, 0.003)
 """How long a job of a worker thread takes."""
+
+
+class Zeros:
+    """Data for the audit model, whose result does not depend on it."""
+
+    def __init__(self, run: Run) -> None:
+        shape = (run.batch.microbatch_size, run.data.sequence_length + 1)
+        self._batch = np.zeros(shape, dtype=token_dtype(run.model.vocab_size))
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        return self._batch
+
+    def prove(self, run: Run, offsets: list[int]) -> bytes:
+        return prove_samples(run, tree_of_zeros(run.data.tokens), offsets)
+
+
+class AuditCompute(StageCompute):
+    """A stage of the audit model, whose additions may be told to break.
+
+    `tied`: the weights of the first stage are those of the last one as well, and each adds to both.
+    """
+
+    breaks = 0
+
+    def __init__(self, run: Run, stage: Stage, *, tied: bool = False) -> None:
+        super().__init__(run, stage)
+        ends = {0, run.S - 1}
+        if tied and stage in ends and len(ends) == 2:
+            (other,) = ends - {stage}
+            self.shared.names = {other: tuple(self.layout.terms)}
+
+    def rehearse(self) -> str:
+        """All devices here are of one kind."""
+        return f"{self.stage:032x}"
+
+    def add(self, found: Gradients) -> None:
+        t = found.mb.t
+        if self.breaks:
+            self.sums.of(t).zero_()
+            self.breaks -= 1
+            raise SumLost(f"the sum of step {t} is lost", t=t)
+        super().add(found)
+
+
+class Member(msgspec.Struct, eq=False):
+    """One process."""
+
+    process: Process
+
+    @property
+    def name(self) -> PeerId:
+        return self.process.name
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive and self.process.main is not None and not self.process.main.done()
+
+
+class Serving(msgspec.Struct, eq=False):
+    """What serves a stage, until it pauses or moves."""
+
+    peer: StagePeer
+    compute: AuditCompute
+    device: SimDevice
+
+
+class PeerMember(Member, eq=False):
+    """One that serves a stage, or pauses."""
+
+    transport: SimTransport
+    directory: SimDirectory
+    owner: Owner
+    job_s: float
+    stage: Stage
+    serving: Serving | None = None
+    """None: it pauses."""
+    disk: Disk | None = None
+    told_to_leave: bool = False
+
+    @property
+    def served(self) -> Serving:
+        """That of a peer which serves."""
+        assert self.serving is not None
+        return self.serving
+
+    @property
+    def stays(self) -> bool:
+        """It serves, and means to."""
+        serving = self.serving
+        if not self.alive or serving is None or not serving.peer.core.joined:
+            return False
+        going = self.told_to_leave or serving.peer.core.leaving or serving.peer.moving.going
+        return not (going or serving.device.hangs or serving.device.dies)
+
+
+class TrainerMember(Member, eq=False):
+    trainer: IslandTrainers
+
+
+class KeeperMember(Member, eq=False):
+    disk: Disk
 
 
 class Swarm:

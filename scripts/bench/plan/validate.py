@@ -48,8 +48,8 @@ from peers.sim.device import SimDevice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import SharedLines
 from peers.sim.loop import Process, VirtualLoop
-from peers.sim.members import Zeros
 from peers.sim.network import Network as CallNetwork
+from peers.sim.swarm import Zeros
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.report import Settings
 from peers.stage.server import StagePeer

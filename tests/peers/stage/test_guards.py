@@ -14,7 +14,7 @@ import torch
 from peers.clock import now_s
 from peers.owner.commands import Owner
 from peers.ports import Rank
-from peers.sim.members import AuditCompute
+from peers.sim.swarm import AuditCompute
 from peers.stage import recovery
 from peers.stage.joining import LOST_S
 from peers.stage.microbatches import MAX_WAITING
