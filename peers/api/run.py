@@ -29,9 +29,8 @@ from swarm import manifest
 from swarm.errors import SetupError
 from swarm.installed import import_file
 from swarm.manifest import CustomModelSpec, load_run, run_of
-from swarm.model.evaluate import given_decoder
+from swarm.model.evaluate import FullModel, fill, given_decoder
 from swarm.model.graph.capture import WithLoss
-from swarm.model.graph.full_model import FullModel, fill
 from swarm.model.graph.model_source import CustomModel
 from swarm.wire.codec import bytes_of
 

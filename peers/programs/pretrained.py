@@ -23,9 +23,9 @@ from peers.storage.tokenizer import open_tokenizer
 from peers.tokenize.make import ENDS
 from swarm.errors import SetupError
 from swarm.manifest import CustomModelSpec, ModelSpec, Run
+from swarm.model.evaluate import FullModel
 from swarm.model.gpt import NORM_EPS
 from swarm.model.graph.custom_model import build
-from swarm.model.graph.full_model import FullModel
 from swarm.model.graph.lora import adapted, is_adapter, is_transposed, merge
 
 WHY_NOT = {

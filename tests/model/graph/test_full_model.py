@@ -11,8 +11,7 @@ import torch
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, OptimizerSpec, Run
-from swarm.model.evaluate import loss_of
-from swarm.model.graph.full_model import FullModel
+from swarm.model.evaluate import FullModel, loss_of
 from swarm.model.reference import SingleProcess
 from tests.model.graph import zoo
 

@@ -19,8 +19,8 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import LoraSpec, Run, StartSpec, demo_run, parse_run
 from swarm.model.custom import model_inputs
+from swarm.model.evaluate import FullModel
 from swarm.model.graph.custom_model import build, custom_model
-from swarm.model.graph.full_model import FullModel
 from swarm.model.reference import SingleProcess
 from swarm.wire.codec import encode
 from tests.model.chain import Chain
