@@ -20,13 +20,13 @@ from peers.programs.tool_options import GraphOptions
 from swarm.errors import MALFORMED, SetupError
 from swarm.manifest import OptimizerSpec, Run, load_run
 from swarm.model.gpt import GptStage, replace_parameters, weights_dtype
-from swarm.model.graph.builder import Traced
 from swarm.model.graph.cost import made_up_calls, reckoned_s
 from swarm.model.graph.custom_model import custom_model
 from swarm.model.graph.ir import Operator, OpGraph, Value
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf
 from swarm.model.graph.partition import StagePlan, find_cut, plan_stages
+from swarm.model.graph.trace import Traced
 from swarm.model.same_bits import threads_as_before
 
 COLOURS = ("#a6cee3", "#fdbf6f", "#b2df8a", "#cab2d6", "#fb9a99", "#ffff99", "#1f78b4", "#33a02c")

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from swarm.ids import Microbatch
-from swarm.model.graph.builder import Traced
 from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref, Value
 from swarm.model.graph.kernels import SeededRandom
+from swarm.model.graph.trace import Traced
 
 aten = torch.ops.aten
 

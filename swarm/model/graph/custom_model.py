@@ -25,7 +25,6 @@ from swarm.ids import Stage
 from swarm.installed import import_module, source_digest
 from swarm.manifest import BatchSpec, CustomModelSpec, OptimizerSpec, Run, read_cut, write_cut
 from swarm.model.gpt import weights_dtype
-from swarm.model.graph.builder import CONSTANT, Traced
 from swarm.model.graph.capture import WithLoss
 from swarm.model.graph.cost import reckoned_s
 from swarm.model.graph.ir import Call, Operator, Ref, Value, refs
@@ -34,6 +33,7 @@ from swarm.model.graph.lora import adapt, freeze
 from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, find_cut, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
+from swarm.model.graph.trace import CONSTANT, Traced
 from swarm.model.layout import finite, stage_layout, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import use_threads_of

@@ -17,8 +17,7 @@ from torch import nn
 
 from swarm.errors import SetupError
 from swarm.installed import call, first_line
-from swarm.model.graph.builder import Traced
-from swarm.model.graph.trace import trace
+from swarm.model.graph.trace import Traced, trace
 
 FORMS = "(module, inputs), or (module, inputs, loss, targets)"
 FETCHED = ("auto_map", "attribute_map", "backbone", "use_pretrained_backbone")

@@ -16,10 +16,10 @@ from torch.fx.node import map_aggregate
 
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
-from swarm.model.graph.builder import Traced
 from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.kernels import SeededRandom, plain
 from swarm.model.graph.partition import StagePlan
+from swarm.model.graph.trace import Traced
 from swarm.model.stage_function import Output
 
 

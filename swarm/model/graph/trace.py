@@ -9,19 +9,44 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from swarm.errors import SetupError
-from swarm.model.graph.builder import Builder, Traced
-from swarm.model.graph.capture import WithLoss, capture
+from swarm.model.graph import operators
+from swarm.model.graph.capture import Captured, WithLoss, capture
 from swarm.model.graph.functionalize import lower
-from swarm.model.graph.untraceable import Untraceable
+from swarm.model.graph.ir import DEVICE, Call, NormStatistic, Operator, OpGraph, Ref, Value, refs
+from swarm.model.graph.kernels import draw_through, write_through
+from swarm.model.graph.untraceable import Untraceable, where
+
+aten = torch.ops.aten
+CONSTANT = "constant:"
+"""What the names of tensors begin with that the model reads and has no name for."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Traced:
+    """A model's graph with how to compute it, for the sample's size of microbatch."""
+
+    graph: OpGraph
+    calls: tuple[Call, ...]
+    """One for each operator of the graph."""
+    parameters: Mapping[str, nn.Parameter]
+    """The model's own, by full name, with the values it has. Those not in the graph never change."""
+    buffers: Mapping[str, torch.Tensor]
+    """Buffers, frozen parameters and constants that the graph reads."""
+    statistics: Mapping[int, tuple[NormStatistic, ...]]
+    """Operator (a batch norm's) -> what it tells."""
 
 
 def trace(
@@ -97,3 +122,247 @@ def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
         found.extend(head for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
     count, numbers = Counter(found), defaultdict[str, Iterator[int]](itertools.count)
     return [name if count[name] == 1 else f"{name}_{next(numbers[name])}" for name in found]
+
+
+# --- calls and their graph ----------------------------------------------------------------------------------
+
+
+class Builder:
+    """Builder of calls and their graph from a functional fx graph."""
+
+    def __init__(self, model: WithLoss, captured: Captured, inputs: Mapping[str, str]) -> None:
+        """`inputs`: placeholder -> name."""
+        self._captured, self._inputs = captured, inputs
+        self._env: dict[fx.Node, Any] = {}
+        self._values: dict[str, Value] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._trained: dict[str, nn.Parameter] = {}
+        self._calls: dict[str, tuple[fx.Node, str, str, Call]] = {}
+        """Node's name -> (node, target, module, call)."""
+        self._sites: Counter[str] = Counter()
+        self._told: dict[str, list[tuple[str, str, float]]] = {}
+        """Node's name -> [(buffer, output, momentum)]."""
+        self._all, self._all_buffers = model.weights(), model.tensors()
+        self._names: dict[int, str] = {}
+        """By the identity of a parameter the first of its names."""
+        for name, parameter in self._all.items():
+            self._names.setdefault(id(parameter), name)
+        self._taken = {*inputs.values(), *self._all, *self._all_buffers}
+        """Names that no operator's output may have."""
+
+    def build(self, lowered: fx.Graph, loss_node: fx.Node) -> Traced:
+        """
+        Raises:
+            SetupError: the model does what no stage may do.
+            Untraceable: a size depends on data.
+        """
+        for node in lowered.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            else:
+                self._call(node)
+        loss = self._values[self._env[loss_node].name]
+        if not loss.differentiable:
+            raise SetupError("the loss depends on no parameter that is trained")
+        graph = self._graph(self._needed(loss.name), loss.name)
+        return Traced(
+            graph=graph,
+            calls=tuple(self._calls[op.name][3] for op in graph.operators),
+            parameters={name: self._all[name] for name in self._names.values()},
+            buffers={name: self._buffers[name] for name in graph.buffers},
+            statistics=self._statistics(graph),
+        )
+
+    # --- nodes ------------------------------------------------------------------------------------------
+
+    def _placeholder(self, node: fx.Node) -> None:
+        captured = self._captured
+        if node.name in self._inputs:
+            name, differentiable = self._inputs[node.name], False
+        elif node.name in captured.parameters:
+            tensor = self._all[captured.parameters[node.name]]
+            name, differentiable = self._names[id(tensor)], tensor.requires_grad
+            if differentiable and tensor.is_complex():
+                raise SetupError(f"{name} is complex: train its parts as floats, see torch.view_as_complex")
+            if differentiable:
+                self._trained[name] = tensor
+            else:
+                self._buffers[name] = tensor.detach()
+        elif node.name in captured.buffers:
+            name, differentiable = captured.buffers[node.name], False
+            self._buffers[name] = self._all_buffers[name]
+        elif node.name in captured.constants:
+            name, differentiable = f"{CONSTANT}{node.name}", False
+            self._buffers[name] = captured.constants[node.name].detach()
+        else:
+            return  # a number of the sample: it is in the trace
+        if name not in self._values:
+            self._values[name] = _value(name, node.meta["val"], node, differentiable)
+        self._env[node] = Ref(name)
+
+    def _call(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+            self._env[node] = _number(value, node)
+            return
+        if node.target is operator.getitem:
+            self._env[node] = self._env[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        args, kwargs = self._filled(node.args), dict(self._filled(node.kwargs))
+        several = isinstance(value, (list, tuple))
+        results: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        stem = node.name if node.name not in self._taken else f"{node.name}_"
+        outputs = tuple(f"{stem}.{i}" if several else stem for i in range(len(results)))
+        call = Call(
+            function=node.target,  # type: ignore[arg-type]
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            several=several,
+            plain=node.meta.get("plain", False),
+        )
+        module, target = self._module(node), getattr(node.target, "__name__", "")
+        if isinstance(node.target, OpOverload):
+            target = str(node.target)
+            name, given = operators.name_of(node.target), operators.arguments(node.target, args, kwargs)
+            if operators.does_nothing(name, given):
+                self._env[node] = given["input"]
+                return
+            if operators.is_batch_norm(name, given):
+                buffers = (given["running_mean"].name, given["running_var"].name)
+                self._told[node.name] = [
+                    (buffer, output, given["momentum"])
+                    for buffer, output in zip(buffers, operators.told_by(node), strict=True)
+                ]
+            call = operators.ruled(
+                node,
+                call,
+                given,
+                module=module,
+                shape=() if several else _shape(results[0], node),
+                site=lambda: self._site(module),
+            )
+        elif node.target is write_through:
+            # It is named by what writes.
+            target, call = operators.ruled_write(node, call, module=module, site=lambda: self._site(module))
+        read = [self._values[ref.name] for ref in refs((call.args, call.kwargs)) if ref.name in self._values]
+        depends = any(value.differentiable for value in read) and node.target is not aten.detach.default
+        for name, result in zip(outputs, results, strict=True):
+            if isinstance(result, torch.Tensor):
+                floating = result.is_floating_point() or result.is_complex()
+                self._values[name] = _value(name, result, node, depends and floating)
+        self._calls[node.name] = (node, target, module, call)
+        self._env[node] = tuple(Ref(name) for name in outputs) if several else Ref(outputs[0])
+
+    def _filled(self, arg: Any) -> Any:
+        """Arguments with `Ref`s and numbers in place of nodes, and `DEVICE` in place of the trace's."""
+
+        def fill(part: Any) -> Any:
+            if isinstance(part, torch.device):
+                return DEVICE
+            return self._env[part] if isinstance(part, fx.Node) else part
+
+        return map_aggregate(arg, fill)
+
+    def _module(self, node: fx.Node) -> str:
+        """Full name of the module that a node belongs to."""
+        stack = node.meta.get("nn_module_stack") or {}
+        path = f".{[*stack.values()][-1][0]}." if stack else ""
+        _, found, inside = path.partition(".model.")
+        if not found and ".loss." in path:
+            inside = "loss." + path.partition(".loss.")[2]
+        return inside.strip(".")
+
+    def _site(self, module: str) -> str:
+        """The name of a dropout: its module's, with a number if it has several. No cut changes it."""
+        number = self._sites[module]
+        self._sites[module] += 1
+        return f"{module}#{number}" if number else module
+
+    # --- the graph --------------------------------------------------------------------------------------
+
+    def _needed(self, loss: str) -> list[str]:
+        """Names of the nodes that the loss depends on, in order."""
+        wanted, kept = {loss}, []
+        for name in reversed(self._calls):
+            call = self._calls[name][3]
+            if wanted.intersection(call.outputs):
+                kept.append(name)
+                wanted.update(ref.name for ref in refs((call.args, call.kwargs)))
+        return kept[::-1]
+
+    def _graph(self, kept: Sequence[str], loss: str) -> OpGraph:
+        operators: list[Operator] = []
+        cheap: set[str] = set()
+        constant = {name for name in self._buffers if name not in self._names.values()}
+        inputs = tuple(self._inputs.values())
+        for index, name in enumerate(kept):
+            node, target, module, call = self._calls[name]
+            reads = dict.fromkeys(ref.name for ref in refs((call.args, call.kwargs)))
+            reads = [read for read in reads if read in self._values]
+            free = name not in self._told and all(read in cheap or read in constant for read in reads)
+            outputs = tuple(output for output in call.outputs if output in self._values)
+            cheap.update(outputs if free else ())
+            hidden = node.meta.get("no_grad") and call.function in (write_through, draw_through)
+            if hidden and self._values[outputs[0]].differentiable:
+                raise SetupError(
+                    f"{where(node)}operator {target} writes to a tensor that needs a gradient, under "
+                    "no_grad: make a new tensor instead"
+                )
+            operators.append(
+                Operator(
+                    index=index,
+                    name=name,
+                    target=target,
+                    module=module,
+                    inputs=tuple(n for n in reads if n not in self._trained and n not in self._buffers),
+                    parameters=tuple(n for n in reads if n in self._trained),
+                    buffers=tuple(n for n in reads if n in self._buffers),
+                    outputs=outputs,
+                    cheap=free,
+                )
+            )
+        used = {n for op in operators for n in (*op.inputs, *op.parameters, *op.buffers, *op.outputs)}
+        parameters = tuple(name for name in self._names.values() if name in used and name in self._trained)
+        groups: dict[str, list[str]] = {}
+        for name, tensor in self._all.items():
+            groups.setdefault(self._names[id(tensor)], []).append(name)
+        return OpGraph(
+            operators=tuple(operators),
+            values={n: v for n, v in self._values.items() if n in used or n in inputs},
+            inputs=inputs,
+            loss=loss,
+            parameters=parameters,
+            buffers=tuple(name for name in self._buffers if name in used),
+            tied=tuple(tuple(groups[name]) for name in parameters if len(groups[name]) > 1),
+        )
+
+    def _statistics(self, graph: OpGraph) -> dict[int, tuple[NormStatistic, ...]]:
+        told = {op.index: self._told[op.name] for op in graph.operators if op.name in self._told}
+        calls = Counter(buffer for found in told.values() for buffer, _, _ in found)
+        return {
+            index: tuple(
+                NormStatistic(buffer=buffer, value=value, weight=1.0 / calls[buffer], momentum=momentum)
+                for buffer, value, momentum in found
+            )
+            for index, found in told.items()
+        }
+
+
+def _value(name: str, tensor: torch.Tensor, node: fx.Node, differentiable: bool) -> Value:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Value(name=name, shape=_shape(tensor, node), dtype=dtype, differentiable=differentiable)
+
+
+def _shape(value: torch.Tensor, node: fx.Node) -> tuple[int, ...]:
+    return tuple(_number(size, node) for size in value.shape)
+
+
+def _number(value: Any, node: fx.Node) -> Any:
+    """A number that tracing knows."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise Untraceable(
+            f"{where(node)}operator {node.target} makes a size or number ({value}) that depends on data; use "
+            "torch.where or a mask, so that sizes never change"
+        )
+    return value
