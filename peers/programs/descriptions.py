@@ -22,8 +22,8 @@ def job_of(run: Run) -> StepWork:
             be built here.
     """
     from peers.owner.memory_limit import needs_of
-    from swarm.model.kept import foretold_bytes
     from swarm.model.layout import empty_state, reduce_bytes
+    from swarm.model.stage import foretold_bytes
     from swarm.model.stage_io import body_bytes, gradient_metas, input_metas
 
     if run.model.kind == "counting":

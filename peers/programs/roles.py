@@ -397,7 +397,7 @@ class Peer(Networked[arg.PeerOptions]):
         """Those whose stages fit: one that did not would be lost to the run. Raises SetupError: none does."""
         from peers.device import describe
         from peers.owner.memory_limit import gib, needs_of
-        from swarm.model.kept import foretold_bytes
+        from swarm.model.stage import foretold_bytes
 
         options, most, island = self.options, self.options.max_vram, run.island(0)
         counts = most is not None and not (options.recompute or options.recompute_layers)

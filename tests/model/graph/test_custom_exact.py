@@ -25,9 +25,8 @@ from swarm.manifest import (
 from swarm.model.graph.custom_model import custom_model, model_inputs
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.trace import trace
-from swarm.model.kept import foretold_bytes
 from swarm.model.reference import SingleProcess
-from swarm.model.stage import StageCompute
+from swarm.model.stage import StageCompute, foretold_bytes
 from swarm.wire.codec import Encoded, encode
 from tests.model.chain import Chain, farthest
 from tests.model.graph import zoo

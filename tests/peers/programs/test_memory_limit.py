@@ -17,9 +17,8 @@ from swarm.errors import SetupError
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import IslandsSpec, OptimizerSpec, Run, demo_run
 from swarm.model.gradient_sum import Gradients, GradientSums
-from swarm.model.kept import foretold_bytes
 from swarm.model.layout import stage_layout
-from swarm.model.stage import StageCompute
+from swarm.model.stage import StageCompute, foretold_bytes
 from swarm.plan.network import MEMORY_SHARE as PLANNED
 from tests.model.chain import tiny_run
 from tests.peers.network import CalmNetwork
@@ -102,7 +101,7 @@ def test_host_sums_are_for_devices_with_a_memory_of_their_own(
     limited = Peer(
         PeerOptions(run="5a", join=(), host_sums=True, max_vram=(each - 4) * numel), emit=lambda _: None
     )
-    monkeypatch.setattr("swarm.model.kept.foretold_bytes", lambda *_: 0)
+    monkeypatch.setattr("swarm.model.stage.foretold_bytes", lambda *_: 0)
     assert (0 in limited._fitting(demo_run(stages=2), [0, 1], device)) is expected
 
 
