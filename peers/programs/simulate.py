@@ -13,9 +13,8 @@ from peers.islands.planning import islands_of
 from peers.programs.descriptions import heading, job_of, load_devices, read_text, shown_bytes
 from peers.programs.tool_options import SimulateOptions
 from peers.progress import Bar
-from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.islands import STEPS, IslandsReport, simulate_islands
-from peers.sim.throughput.report import Settings, ThroughputReport
+from peers.sim.throughput.engine import STEPS, IslandsReport, simulate, simulate_islands
+from peers.sim.throughput.world import Settings, ThroughputReport
 from swarm.errors import SetupError, count, did_you_mean
 from swarm.ids import Stage
 from swarm.manifest import Run, load_run

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.world import Settings
 from scripts.bench.plan.worldwide import job_of, random_case, read_network
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network, StepWork

@@ -14,7 +14,7 @@ import pytest
 
 from peers.sim.lines import Sent, SharedLines
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings, ThroughputReport
+from peers.sim.throughput.world import Settings, ThroughputReport
 from scripts.bench.plan.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network, StepWork

@@ -1,6 +1,9 @@
 """Simulation of a run in virtual time: the live policies over devices, lines, deaths and joins.
 
 A microbatch takes the route of `docs/design.md`, whose *The throughput simulation* says what is coarse here.
+Of a run of islands each is simulated by itself, since between meetings none knows of another. A meeting is a
+formula, as the reduces are: `swarm.plan.islands`. With a trace each has its share of the devices that are up,
+by its size, and what comes stays on its island.
 """
 
 from __future__ import annotations
@@ -8,17 +11,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
 
 from peers.sim.loop import Process, VirtualLoop
 from peers.sim.throughput.members import Members
-from peers.sim.throughput.report import Settings, ThroughputReport
 from peers.sim.throughput.trainers import Trainers
-from peers.sim.throughput.world import World
+from peers.sim.throughput.world import Settings, ThroughputReport, World
 from swarm.errors import SetupError, did_you_mean, stages_named
 from swarm.ids import Stage
+from swarm.plan.islands import IslandLayout, meeting_bytes, meeting_s, members_of_islands, part_of
 from swarm.plan.network import Network, StepWork
 from swarm.records import NO_STAGE
 from swarm.sim.trace import Trace
+
+STEPS = 16
+"""Simulated of each island without a trace; the others are taken to last as long."""
 
 
 def simulate(
@@ -112,3 +122,102 @@ def _check_counts(network: Network, trace: Trace) -> None:
             raise SetupError(
                 f"the trace has {count} devices up at once{where}, but only {there[region]} are described"
             )
+
+
+# --- islands ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IslandsReport:
+    """The outcome of some steps of each island; what is said of a step has its part of a meeting in it."""
+
+    islands: list[ThroughputReport]
+    job: StepWork
+    """Of one island."""
+    local_steps: int
+    meeting_s: float
+    meeting_bytes: float
+    """Sent in a meeting."""
+
+    @property
+    def inner_s(self) -> list[float]:
+        """Per island, seconds of a step; inf: it took none."""
+        return [each.end_s / each.version if each.version else np.inf for each in self.islands]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of all of them: before each meeting the slowest is waited for."""
+        each_s, steps = max(self.inner_s), self.local_steps
+        if (windows := min(each.version for each in self.islands) // steps) > 1:
+            ends_s = [each.step_ends_s[steps - 1 : windows * steps : steps] for each in self.islands]
+            each_s = float(np.diff(ends_s, prepend=0.0).max(axis=0).sum()) / (windows * steps)
+        return each_s + self.meeting_s / steps
+
+    @property
+    def utilisation(self) -> list[float]:
+        """Per stage: the share of their time that its devices on all islands compute."""
+        busy_S, devices_S = np.zeros(self.job.stages), np.zeros(self.job.stages)
+        for each in self.islands:
+            busy_S += np.array(each.busy_s) / max(each.version, 1)
+            devices_S += np.array(each.there_s) / each.end_s
+        return (busy_S / np.maximum(devices_S, 1e-12) / self.step_s).tolist()  # type: ignore
+
+    def sent_bytes(self, what: str) -> float:
+        """In a step, of all islands: `boundary_bytes` or `reduce_bytes`."""
+        return sum(getattr(each, what) / max(each.version, 1) for each in self.islands)
+
+
+def simulate_islands(
+    network: Network,
+    job: StepWork,
+    islands: IslandLayout,
+    cell_of: Sequence[int] | np.ndarray,
+    *,
+    end_s: float,
+    settings: Settings | None = None,
+    trace: Trace | None = None,
+    seed: int = 0,
+) -> IslandsReport:
+    """The first steps of each island, for at most `end_s`; with a trace all until then. `job`: of one;
+    `cell_of`: of every device.
+
+    Raises:
+        SetupError: as `simulate`; a trace of regions.
+    """
+    cell_N = np.asarray(cell_of, dtype=np.int64)
+    members_of = members_of_islands(cell_N, job.stages, islands.count)
+    traces = [None] * islands.count if trace is None else divided(trace, [len(each) for each in members_of])
+    if trace is not None:  # an island that is lost begins again at the last meeting
+        settings = replace(settings or Settings(), checkpoint_every=islands.local_steps)
+    reports = [
+        simulate(
+            part_of(network, members), job, (cell_N[members] % job.stages).tolist(), end_s=end_s,  # type: ignore
+            steps=STEPS if trace is None else None, settings=settings, trace=its, seed=seed + number,
+        )
+        for number, (members, its) in enumerate(zip(members_of, traces, strict=True))
+    ]  # fmt: skip
+    return IslandsReport(
+        reports, job, islands.local_steps, meeting_s(network, job, islands, cell_N),
+        meeting_bytes(job, islands, cell_N),
+    )  # fmt: skip
+
+
+def divided(trace: Trace, sizes: Sequence[int]) -> list[Trace]:
+    """How many of each island's devices are up: in proportion, with the largest remainders rounded up.
+
+    Raises:
+        SetupError: it says where devices are; or more are up than there are.
+    """
+    if trace.regions:
+        raise SetupError("a trace of regions does not say which island lost a device: give one without")
+    if max(trace.counts) > sum(sizes):
+        raise SetupError(
+            f"the trace has {max(trace.counts)} devices up at once, but only {sum(sizes)} are on islands, as "
+            "swarm plan has it: lower its counts, or give --layout"
+        )
+    exact_TK = np.outer(trace.counts, sizes) / sum(sizes)
+    counts_TK = np.floor(exact_TK).astype(int)
+    for t, count in enumerate(trace.counts):
+        rest_K = np.argsort(counts_TK[t] - exact_TK[t], kind="stable")
+        counts_TK[t, rest_K[: count - counts_TK[t].sum()]] += 1
+    return [trace._replace(counts=tuple(counts_TK[:, k].tolist())) for k in range(len(sizes))]

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from peers.sim.throughput.report import Moved
 from peers.sim.throughput.trainers import Trainers
-from peers.sim.throughput.world import Peer, World
+from peers.sim.throughput.world import Moved, Peer, World
 from peers.stage.moving import BOUNDARY_S
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage

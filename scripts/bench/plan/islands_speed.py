@@ -36,9 +36,8 @@ import numpy as np
 
 from peers.islands.planning import islands_of
 from peers.programs.descriptions import job_of
-from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.islands import IslandsReport, simulate_islands
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.engine import IslandsReport, simulate, simulate_islands
+from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.plan.worldwide import DTFM, read_network

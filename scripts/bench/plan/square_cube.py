@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Network, StepWork

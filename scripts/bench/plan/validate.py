@@ -51,7 +51,7 @@ from peers.sim.loop import Process, VirtualLoop
 from peers.sim.network import Network as CallNetwork
 from peers.sim.swarm import Zeros
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.world import Settings
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings, ThroughputReport
+from peers.sim.throughput.world import Settings, ThroughputReport
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.plan.additive_objective import additive_terms

@@ -42,7 +42,7 @@ import numpy as np
 from peers.events import StepDone
 from peers.programs.descriptions import job_of
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, machine_busy_s, report
 from scripts.bench.common.model_sizes import parameter_count

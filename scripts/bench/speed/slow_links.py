@@ -48,7 +48,7 @@ import numpy as np
 from peers.programs.descriptions import job_of
 from peers.programs.plan import plan_codecs
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
+from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Segment, Swarm, bench_run, machine, report, role_names
 from scripts.bench.common.netlab import Lab, Link, why_not

@@ -41,9 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import numpy as np
 
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.report import Settings
 from peers.sim.throughput.trainers import Trainer, Trainers
-from peers.sim.throughput.world import Peer
+from peers.sim.throughput.world import Peer, Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.recovery.stage_speeds import Fluid, ours

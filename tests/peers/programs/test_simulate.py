@@ -14,8 +14,8 @@ from peers.cli import Exit, main
 from peers.owner.memory_limit import needs_of
 from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, simulate_cells, simulate_run
-from peers.sim.throughput.islands import divided
-from peers.sim.throughput.report import Moved
+from peers.sim.throughput.engine import divided
+from peers.sim.throughput.world import Moved
 from swarm.errors import SetupError
 from swarm.manifest import IslandsSpec, audit_run, demo_run
 from swarm.model.gpt import layer_flops
