@@ -52,7 +52,6 @@ MAY_IMPORT = {
     # What a stage computes includes the codec at its boundaries: an undo has to see the very bytes again.
     "swarm.model": (*BASE, "swarm.wire", "msgspec", "numpy", "torch", "bitsandbytes"),
     "swarm.audit": (*BASE, "swarm.model", "swarm.protocol", "swarm.wire", "msgspec", "numpy", "torch"),
-    "swarm.sim": ("swarm", "msgspec", "numpy"),
     "peers.ports": (*BASE, "swarm.protocol.statements", "swarm.wire.buffers"),
     "peers.net": (
         *BASE,
@@ -100,7 +99,7 @@ ROLE_PROGRAMS = ("peers.cli", "peers.programs.roles")
 """What `swarm peer`, `train`, `bootstrap` and `keeper` begin with."""
 
 TOOLS = (
-    *("swarm.model.graph", "swarm.plan", "swarm.monitoring", "swarm.sim"),
+    *("swarm.model.graph", "swarm.plan", "swarm.monitoring"),
     *("peers.api", "peers.programs", "peers.sim", "peers.tokenize", "peers.watch"),
 )
 """Nothing of them is imported by a role; `CORE` is excepted."""

@@ -14,6 +14,7 @@ from peers.programs.descriptions import heading, job_of, load_devices, read_text
 from peers.programs.tool_options import SimulateOptions
 from peers.progress import Bar
 from peers.sim.throughput.engine import STEPS, IslandsReport, simulate, simulate_islands
+from peers.sim.throughput.members import Trace, read_trace
 from peers.sim.throughput.world import Settings, ThroughputReport
 from swarm.errors import SetupError, count, did_you_mean
 from swarm.ids import Stage
@@ -23,7 +24,6 @@ from swarm.plan.network import Network, check_fit
 from swarm.plan.overlapped import Overlap
 from swarm.plan.search import MAX_REPLICAS, balanced, repaired
 from swarm.records import NO_STAGE
-from swarm.sim.trace import Trace, read_trace
 
 BINS = 20
 """Lines of the chart of throughput over time, at most."""

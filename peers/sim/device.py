@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from peers.ports import Books, Rank
+from peers.sim.dice import Dice
 from peers.stage.device import STOPPED, MeanLength
 from swarm.errors import Leaving
-from swarm.sim.dice import Dice
 
 T = TypeVar("T")
 

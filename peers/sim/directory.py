@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from peers.sim.dice import Dice
 from peers.sim.loop import Process, VirtualLoop
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord, Voucher
-from swarm.sim.dice import Dice
 
 LIFE_S = 20.0
 """As a record in the DHT: a few times longer than between two announcements."""

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from peers.sim.dice import Dice
 from peers.sim.disks import Disk, Tear
 from peers.sim.loop import PROCESS, WORLD, Killed, Process
 from peers.sim.swarm import KeeperMember, Member, PeerMember, Swarm, TrainerMember
 from swarm.ids import PeerId, Stage
-from swarm.sim.dice import Dice
 
 POINTS = ("forward", "backward", "frozen", "reduce", "prepared", "took", "joining", "leaving")
 """Moments in the life of a stage peer at which a fault hurts most: `peers.fault_points`."""

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from peers.sim.dice import Dice
 from swarm.ids import PeerId
 from swarm.plan.network import Network, all_reduce_s
-from swarm.sim.dice import Dice
 from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
 SMALL_BYTES = 4096

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peers.ports import Answer, Buffer, Handler, NetworkPath
+from peers.sim.dice import Dice
 from peers.sim.lines import Lines, Sent
 from peers.sim.loop import WORLD as _WORLD
 from peers.sim.loop import Process, VirtualLoop
 from peers.waiting import fail
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SwarmError, from_wire
 from swarm.ids import PeerId
-from swarm.sim.dice import Dice
 
 SILENCE_S = 3.5
 """As `peers.net.connection`."""

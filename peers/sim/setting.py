@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from peers.islands.directory import split_cell
+from peers.sim.dice import Dice
 from peers.sim.lines import Lines
 from peers.sim.network import SimSigner
 from swarm.ids import PeerId, Stage
@@ -14,7 +15,6 @@ from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
 from swarm.merkle import Tree
 from swarm.protocol.voice import Worked, vouch
 from swarm.records import Voucher
-from swarm.sim.dice import Dice
 
 
 def dice_of(seed: int, purpose: str) -> Dice:

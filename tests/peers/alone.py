@@ -11,6 +11,7 @@ import msgspec
 from peers.events import Event
 from peers.ports import Answer, Buffer, NetworkPath
 from peers.sim.device import SimDevice
+from peers.sim.dice import Dice
 from peers.sim.network import SimSigner
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
@@ -19,7 +20,6 @@ from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.records import PeerRecord
-from swarm.sim.dice import Dice
 from swarm.wire.messages import pack
 
 JOB_S = 0.02

@@ -22,6 +22,7 @@ from peers.islands.directory import split_cell
 from peers.owner.commands import Owner
 from peers.ports import Answer, Buffer, Rank
 from peers.sim.device import SimDevice
+from peers.sim.dice import Dice
 from peers.sim.loop import PROCESS, Killed
 from peers.sim.setting import tree_of_zeros
 from peers.stage import pause as paused
@@ -36,7 +37,6 @@ from swarm.manifest import Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import follow
-from swarm.sim.dice import Dice
 from swarm.wire.messages import pack, unpack
 from tests.peers.network import CalmNetwork, End
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peers.ports import Answer
+from peers.sim.dice import Dice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import Lines
 from peers.sim.loop import WORLD, Process, VirtualLoop
@@ -28,7 +29,6 @@ from peers.waiting import fail
 from swarm.errors import BadAnswer, PeerGone, SwarmError
 from swarm.ids import PeerId
 from swarm.records import PeerRecord
-from swarm.sim.dice import Dice
 from tests.peers.ordered_faults import Fault, Faults
 
 

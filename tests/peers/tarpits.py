@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from peers.ports import Answer, Buffer, Request
+from peers.sim.dice import Dice
 from peers.sim.lines import Lines, Sent
 from peers.stage.server import StagePeer
 from swarm.ids import PeerId
-from swarm.sim.dice import Dice
 from swarm.wire.messages import Work, WorkDone, pack, unpack
 from tests.peers.loops import Swarm
 

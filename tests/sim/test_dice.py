@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.sim.dice import Dice
+from peers.sim.dice import Dice
 
 
 def test_the_dice_are_the_same_everywhere() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from peers.ports import Answer, Request
+from peers.sim.dice import Dice
 from peers.sim.directory import LAG_S, LIFE_S, Dht, SimDirectory
 from peers.sim.lines import Lines
 from peers.sim.loop import MAX_AT_ONCE, Process, VirtualLoop
@@ -17,7 +18,6 @@ from peers.status_query import ask_all
 from peers.waiting import TaskKeeper
 from swarm.errors import Busy, PeerFault, PeerGone, PeerSilent, SwarmError
 from swarm.records import PeerRecord
-from swarm.sim.dice import Dice
 from swarm.wire.messages import Ack
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from peers.sim.throughput.members import Trace, read_trace
 from scripts.bench.recovery.rebalance import HALF, SLOW, SMALL, made
 from scripts.bench.recovery.stage_speeds import Outcome, Rule, ours, papers, run_trace
-from swarm.sim.trace import Trace, read_trace
 from tests.seeds import some
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"

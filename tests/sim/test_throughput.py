@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peers.sim.dice import Dice
 from peers.sim.lines import Sent, SharedLines
 from peers.sim.throughput.engine import simulate
+from peers.sim.throughput.members import Trace
 from peers.sim.throughput.world import Settings, ThroughputReport
 from scripts.bench.plan.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 from swarm.records import NO_STAGE
-from swarm.sim.dice import Dice
-from swarm.sim.trace import Trace
 from tests.seeds import some
 
 FORWARD_S = 0.1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from peers.sim.throughput.members import Trace, changes, read_trace
 from swarm.errors import SetupError
-from swarm.sim.trace import Trace, changes, read_trace
 
 JSON = '{"metadata": {"gap_seconds": 300}, "data": [0, 3, 3, 1, 2]}'
 CSV = "0,0\n10,4\n10,6\n25.5,2\n\n40,2\n"

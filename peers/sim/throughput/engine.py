@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from peers.sim.loop import Process, VirtualLoop
-from peers.sim.throughput.members import Members
+from peers.sim.throughput.members import Members, Trace
 from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import Settings, ThroughputReport, World
 from swarm.errors import SetupError, did_you_mean, stages_named
@@ -25,7 +25,6 @@ from swarm.ids import Stage
 from swarm.plan.islands import IslandLayout, meeting_bytes, meeting_s, members_of_islands, part_of
 from swarm.plan.network import Network, StepWork
 from swarm.records import NO_STAGE
-from swarm.sim.trace import Trace
 
 STEPS = 16
 """Simulated of each island without a trace; the others are taken to last as long."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
+from peers.sim.dice import Dice
 from peers.sim.throughput.world import Gone, Peer, World
 from swarm.ids import Stage
 from swarm.policy.link_latency import LinkLatency
@@ -18,7 +19,6 @@ from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import Claim
 from swarm.protocol.worklist import WorkItem, WorkList
-from swarm.sim.dice import Dice
 
 RETRY_S = 0.05
 """From a failed call to the next try."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from peers.sim.dice import Dice
 from peers.sim.lines import SharedLines
 from peers.sim.loop import VirtualLoop
 from peers.stage.device import MeanLength
@@ -19,7 +20,6 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.plan.network import Network, StepWork
 from swarm.plan.overlapped import StepTime
 from swarm.protocol.ledger import Ledger, everything
-from swarm.sim.dice import Dice
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ import numpy as np
 from peers.islands.planning import islands_of
 from peers.programs.descriptions import job_of
 from peers.sim.throughput.engine import IslandsReport, simulate, simulate_islands
+from peers.sim.throughput.members import Trace, read_trace
 from peers.sim.throughput.world import Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
@@ -54,7 +55,6 @@ from swarm.manifest import (
 from swarm.plan.islands import IslandsPlan, search_islands
 from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.search import search_overlapped
-from swarm.sim.trace import Trace, read_trace
 
 COLUMNS = (
     "devices", "model", "stages", "islands", "local_steps", "planned_s", "step_s", "tokens_per_s", "times",

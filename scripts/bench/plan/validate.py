@@ -45,6 +45,7 @@ import psutil
 from peers.events import Event, StepDone
 from peers.programs.descriptions import job_of
 from peers.sim.device import SimDevice
+from peers.sim.dice import Dice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import SharedLines
 from peers.sim.loop import Process, VirtualLoop
@@ -63,7 +64,6 @@ from scripts.bench.recovery.chaos import ChaosSwarm
 from swarm.manifest import Run, demo_run
 from swarm.plan.network import Device, Network
 from swarm.records import NO_STAGE
-from swarm.sim.dice import Dice
 
 COLUMNS = (
     "stages", "replicas", "mbit", "delay_ms", "window", "reduce", "job_s", "real_per_s", "shipped_per_s",

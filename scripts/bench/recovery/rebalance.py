@@ -31,12 +31,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from peers.sim.dice import Dice
+from peers.sim.throughput.members import Trace, read_trace
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
 from scripts.bench.recovery.stage_speeds import Outcome, Rule, ours, papers, run_trace
 from swarm.errors import SetupError
-from swarm.sim.dice import Dice
-from swarm.sim.trace import Trace, read_trace
 
 SMALL, SLOW, HALF = "4 to 8 up", "downloads of 120 s", "60 % die at once"
 """Kinds of traces that are made: T4 instances come and go as fast, a few or with large states; a data centre

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from peers.sim.dice import Dice
+from peers.sim.throughput.members import Trace, changes
 from swarm.ids import PeerId, Stage
 from swarm.policy.rebalance import MIN_GAIN, Stay, rebalance
 from swarm.records import PeerRecord
-from swarm.sim.dice import Dice
-from swarm.sim.trace import Trace, changes
 
 MAX_LOAD = 8.0
 """Microbatches at a device of the slowest stage: what is in flight stands in front of it."""

@@ -42,6 +42,7 @@ from peers.events import Event, Serving, StepDone
 from peers.islands.directory import split_cell
 from peers.islands.trainers import IslandTrainers
 from peers.sim.device import SimDevice
+from peers.sim.dice import Dice
 from peers.sim.directory import Dht, SimDirectory
 from peers.sim.lines import Sent, SharedLines
 from peers.sim.loop import Process, VirtualLoop
@@ -57,7 +58,6 @@ from scripts.bench.plan.validate import Case, Tokens, Unhurried, hosts_of
 from swarm.manifest import IslandsSpec, Run
 from swarm.model.layout import stage_layout
 from swarm.plan.network import Network as Described
-from swarm.sim.dice import Dice
 
 COLUMNS = ("mbit", "case", "tokens_per_s", "to_1", "bytes_weight_step", "trains", "busy")
 CASES = (

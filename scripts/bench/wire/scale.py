@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import numpy as np
 
+from peers.sim.dice import Dice
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.trainers import Trainer, Trainers
 from peers.sim.throughput.world import Peer, Settings
@@ -51,7 +52,6 @@ from swarm.plan.network import Device, Network, StepWork
 from swarm.policy.rebalance import Moves, choose_stages, is_due, rebalance
 from swarm.policy.router import Router
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.sim.dice import Dice
 
 STAGES = 32
 HOUR_S = 3600.0

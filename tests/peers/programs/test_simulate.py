@@ -15,6 +15,7 @@ from peers.owner.memory_limit import needs_of
 from peers.programs.descriptions import job_of
 from peers.programs.simulate import render, simulate_cells, simulate_run
 from peers.sim.throughput.engine import divided
+from peers.sim.throughput.members import Trace, read_trace
 from peers.sim.throughput.world import Moved
 from swarm.errors import SetupError
 from swarm.manifest import IslandsSpec, audit_run, demo_run
@@ -22,7 +23,6 @@ from swarm.model.gpt import layer_flops
 from swarm.model.layout import stage_layout
 from swarm.model.stage import StageCompute
 from swarm.plan.network import read_devices
-from swarm.sim.trace import Trace, read_trace
 from tests.peers.runs.test_brought import resnet_run
 
 DEVICES = """\

@@ -10,10 +10,10 @@ import torch
 from peers.clock import now_s
 from peers.ports import Rank
 from peers.sim.device import SimDevice
+from peers.sim.dice import Dice
 from peers.sim.loop import Deadlock, run_virtual
 from peers.stage.device import DeviceThreads
 from swarm.errors import Leaving
-from swarm.sim.dice import Dice
 
 
 async def order_of_jobs(device: SimDevice | DeviceThreads) -> list[str]:

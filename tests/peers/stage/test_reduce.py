@@ -15,6 +15,7 @@ import torch
 
 from peers.clock import now_s
 from peers.ports import Answer, Request
+from peers.sim.dice import Dice
 from peers.sim.lines import Lines, Sent, SharedLines
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
@@ -26,7 +27,6 @@ from swarm.plan.network import Device, Network
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
-from swarm.sim.dice import Dice
 from swarm.wire.codec import TensorMeta
 from swarm.wire.messages import Part, PartDone, WorkDone, as_bad_answer, pack
 from tests.peers.loops import obey, swarm

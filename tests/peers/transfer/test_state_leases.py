@@ -13,6 +13,7 @@ import torch
 from peers.clock import now_s
 from peers.ports import Answer
 from peers.sim.device import SimDevice
+from peers.sim.dice import Dice
 from peers.sim.network import SimTransport
 from peers.stage.open_step import OpenStep
 from peers.stage.state import StageCore
@@ -29,7 +30,6 @@ from swarm.policy import timeouts
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Ledger
 from swarm.records import NO_STAGE, PeerRecord
-from swarm.sim.dice import Dice
 from swarm.wire import whole_numbers
 from swarm.wire.messages import (
     AskSaved,
