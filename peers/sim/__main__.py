@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
             print(f"seed {args.seed} holds", file=out)
             return 0
         print(f"seed {args.seed} fails with {len(faults)} faults: {outcome.violation}", file=out)
-        for line in (*(fault.words() for fault in faults), "", *timeline(args.seed, faults)):
-            print(line, file=out)
+        print(*(fault.words() for fault in faults), "", sep="\n", file=out)
+        World(args.seed, trace=lambda line: print(line, file=out), schedule=faults).play()
         return 1
     if args.replay:
         began = time.process_time()
@@ -183,13 +183,6 @@ def shrink(seed: int, play: Callable[[World], Outcome] = World.play) -> tuple[li
         else:
             number += 1
     return faults, outcome
-
-
-def timeline(seed: int, faults: Sequence[Fault]) -> list[str]:
-    """What happens with those faults, line by line."""
-    lines: list[str] = []
-    World(seed, trace=lines.append, schedule=list(faults)).play()
-    return lines
 
 
 if __name__ == "__main__":

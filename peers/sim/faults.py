@@ -419,7 +419,7 @@ def calm(swarm: Swarm) -> None:
     for disk in swarm.disks.all:
         disk.full, disk.tear = False, None
     swarm.say("*** from here on nothing fails")
-    swarm.forget_points()
+    swarm.points.clear()
     swarm.network.calm = swarm.network.lines = replace(swarm.network.calm, lost=0.0, doubled=0.0, late=0.0)
     swarm.dht.cut_off.clear()
     for member in swarm.members():

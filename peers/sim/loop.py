@@ -110,8 +110,8 @@ class Process:
         """Run what came due meanwhile."""
         if self.alive and self.stopped:
             self.stopped = self.halted = False
-            held, self.held = self.held, []
-            loop.again(held)
+            loop._due.extend(self.held)
+            self.held = []
 
 
 PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
@@ -238,10 +238,6 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         """Note what no handler expected. A dead device is one of the faults."""
         if not isinstance(error, (Killed, torch.AcceleratorError)):
             self.bugs.append(f"{what}: {type(error).__name__}: {error}")
-
-    def again(self, handles: list[_Handle]) -> None:
-        """Run what was held."""
-        self._due.extend(handles)
 
     def _waiting_tasks(self) -> str:
         tasks = sorted(asyncio.all_tasks(self), key=hash)

@@ -165,7 +165,8 @@ class Swarm:
         self.injected: Counter[str] = Counter()
         """Faults that happened."""
         self.undone = 0
-        self._at: dict[str, list[tuple[int, Callable[[Process], None]]]] = {}
+        self.points: dict[str, list[tuple[int, Callable[[Process], None]]]] = {}
+        """What happens to the process that is the so-many-th to pass each, from now on."""
 
     def _thread_s(self) -> float:
         """How long the next job of a worker thread takes."""
@@ -366,20 +367,20 @@ class Swarm:
 
     def at_point(self, point: str, time: int, happens: Callable[[Process], None]) -> None:
         """Have something happen to the process that is the `time`-th to pass a point from now on."""
-        self._at.setdefault(point, []).append((time, happens))
+        self.points.setdefault(point, []).append((time, happens))
 
     def pass_point(self, point: str) -> None:
         """A process passes a fault point: it may die there, between two instructions."""
-        waiting, process = self._at.get(point), PROCESS.get()
+        waiting, process = self.points.get(point), PROCESS.get()
         if point == "prepared":
             self._note_prepared(process)
         if not waiting or process is None:
             return
         (time, happens), *rest = waiting
         if time > 1:
-            self._at[point] = [(time - 1, happens), *rest]
+            self.points[point] = [(time - 1, happens), *rest]
         else:
-            self._at[point] = rest
+            self.points[point] = rest
             happens(process)
 
     def _note_prepared(self, process: Process | None) -> None:
@@ -388,7 +389,3 @@ class Swarm:
                 steps = member.serving.peer.core.steps
                 for t in [t for t, step in steps.items() if step.prepared]:
                     self.checks.prepared(member.stage, t)
-
-    def forget_points(self) -> None:
-        """Nothing happens at any point any more."""
-        self._at.clear()

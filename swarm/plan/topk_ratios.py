@@ -49,7 +49,9 @@ def boundary_codecs(
     Raises:
         SetupError: a part that cannot be.
     """
-    smallest_ppm = _ppm(least)
+    smallest_ppm = round(least * PPM) if math.isfinite(least) else 0
+    if not 1 <= smallest_ppm < PPM:
+        raise SetupError(f"a part of {least} cannot be kept: it must be above 0 and below 1")
 
     def seconds(boundary: int, codec: str) -> float:
         both = zip(bytes_of(boundary, codec), bandwidths_bps[boundary], strict=True)
@@ -92,13 +94,6 @@ def boundary_bandwidths(
         return min(len(senders), len(receivers)) / seconds_a_bit if seconds_a_bit else math.inf
 
     return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]
-
-
-def _ppm(part: float) -> int:
-    keep_ppm = round(part * PPM) if math.isfinite(part) else 0
-    if not 1 <= keep_ppm < PPM:
-        raise SetupError(f"a part of {part} cannot be kept: it must be above 0 and below 1")
-    return keep_ppm
 
 
 def _three_digits(keep_ppm: int) -> int:

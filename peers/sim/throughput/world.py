@@ -381,7 +381,12 @@ class World:
             covered = self.covered[t]
             self.report.recomputed += (covered[stage] & ~peer.done(t)).bit_count()
             covered[stage] &= peer.done(t)
-        self._remove(peer)
+        for step, ledger in peer.ledgers.items():
+            # In a prepared stage all replicas hold the complete result: nothing is lost with one of them.
+            if ledger.done and not (step == t and stage in self._prepared):
+                self.covered[step][stage] &= ~ledger.done
+                self.damaged.add(step)
+                self.report.recomputed += ledger.done.bit_count()
         if stage in self._reducing:
             self._reducing.pop(stage).cancel()
             self.reduce_if_complete(stage)
@@ -396,11 +401,3 @@ class World:
                 due.cancel()
         for kept in (self.covered, self.damaged, self._reducing, self._prepared):
             kept.clear()
-
-    def _remove(self, peer: Peer) -> None:
-        for t, ledger in peer.ledgers.items():
-            # In a prepared stage all replicas hold the complete result: nothing is lost with one of them.
-            if ledger.done and not (t == self.version and peer.stage in self._prepared):
-                self.covered[t][peer.stage] &= ~ledger.done
-                self.damaged.add(t)
-                self.report.recomputed += ledger.done.bit_count()
