@@ -110,15 +110,20 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     """
     # One tensor that is given twice would be one input to the tracer.
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
-    functions = Functions()
-    with _explained(), functions.traced():
-        before = str(np.random.get_state())
-        program = torch.export.export(model, example, strict=False)
-        if before != str(np.random.get_state()):
-            raise Untraceable(
-                "it draws random numbers by numpy, and each microbatch would have the same: draw them by "
-                "torch, or do without (apply_spec_augment = false in a config for speech)"
-            )
+    functions, before = Functions(), str(np.random.get_state())
+    try:
+        with warnings.catch_warnings(), _no_hooks(), functions.traced():
+            warnings.simplefilter("ignore")  # about torch's own code
+            program = torch.export.export(model, example, strict=False)
+    except (SetupError, Untraceable):
+        raise
+    except Exception as error:  # a tracer raises anything, and so does a model
+        raise Untraceable(reason(error)) from error
+    if before != str(np.random.get_state()):
+        raise Untraceable(
+            "it draws random numbers by numpy, and each microbatch would have the same: draw them by "
+            "torch, or do without (apply_spec_augment = false in a config for speech)"
+        )
     signature = program.graph_signature
     if strange := sorted((*signature.lifted_custom_objs, *signature.input_tokens)):
         raise Untraceable(f"it reads {strange[0]}, which is no tensor")
@@ -140,19 +145,6 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
         inputs=tuple(signature.user_inputs),
         output=output.args[0][-1],
     )
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turn what tracing raises into one sentence that names the user's own line."""
-    try:
-        with warnings.catch_warnings(), _no_hooks():
-            warnings.simplefilter("ignore")  # about torch's own code
-            yield
-    except (SetupError, Untraceable):
-        raise
-    except Exception as error:  # a tracer raises anything, and so does a model
-        raise Untraceable(reason(error)) from error
 
 
 @contextlib.contextmanager
