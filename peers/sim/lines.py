@@ -109,11 +109,8 @@ class SharedLines(Lines):
 
     def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Seconds of the all-reduce of these devices, with nothing else on the lines."""
-        these = np.array(members)
-        part_bits, (latency_nn, bandwidth_nn) = (
-            8.0 * size_bytes / len(these),
-            self._network.between(these, these),
-        )
+        these, part_bits = np.array(members), 8.0 * size_bytes / len(members)
+        latency_nn, bandwidth_nn = self._network.between(these, these)
         ends_n = self._network.upload_bps[these], self._network.download_bps[these]
         ends_s = ((len(these) - 1) * part_bits / each_n for each_n in ends_n)
         return float(all_reduce_s(latency_nn, part_bits / bandwidth_nn, *ends_s, these >= 0))
