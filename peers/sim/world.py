@@ -53,6 +53,7 @@ class World:
     trace: Callable[[str], None] | None = None
     schedule: Sequence[Fault] | None = None
     setting: Setting | None = None
+    end_within_s: float = END_WITHIN_S
 
     def __post_init__(self) -> None:
         self.swarm = Swarm(self.setting or setting_of(self.seed), self.trace)
@@ -80,7 +81,7 @@ class World:
             stack.enter_context(patch.object(gc, "collect", lambda: 0))
             stack.enter_context(loop.running())
             self._begin()
-            ended = loop.run(lambda: self.over, limit_s=self.calm_s + END_WITHIN_S)
+            ended = loop.run(lambda: self.over, limit_s=self.calm_s + self.end_within_s)
             if loop.bugs:
                 swarm.violation = swarm.violation or f"bug: {loop.bugs[0]}"
             if not ended and not swarm.violation:
