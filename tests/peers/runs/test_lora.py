@@ -133,7 +133,7 @@ def test_a_name_that_matches_nothing_is_told_with_those_that_there_are() -> None
         build(replace(run_of(), model=replace(run_of().model, frozen=("embed.*",))))  # type: ignore[arg-type]
     with pytest.raises(SetupError, match='it is for "hf" and "code"'):
         replace(demo_run(), lora=LORA)
-    with pytest.raises(SetupError, match=r"lora\.targets = \(\).*names of linear layers"):
+    with pytest.raises(SetupError, match=r"lora\.targets = \[\].*names of linear layers"):
         LoraSpec(rank=3)
     with pytest.raises(SetupError, match=r"lora\.rank = 0.*at least 1"):
         LoraSpec(targets=("c_attn",))
