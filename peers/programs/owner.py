@@ -11,14 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from peers.owner.control_socket import (
-    DONE_S,
-    MAX_BYTES,
-    QUESTION_S,
-    Do,
-    PeerAnswer,
-    control_folder,
-)
+from peers.owner.control_socket import DONE_S, MAX_BYTES, QUESTION_S, Do, PeerAnswer, control_folder
 from peers.owner.health_socket import Health
 from peers.programs.tool_options import HealthOptions, PauseOptions, ResumeOptions
 from peers.storage.atomic_file import as_setup_error

@@ -11,21 +11,9 @@ from typing import Literal
 from swarm.codecs import ROUNDED
 from swarm.errors import SetupError
 from swarm.ids import RUN_NAME, Microbatch, Stage
+from swarm.manifest import tables
 from swarm.manifest.rules import FLAG, Rules, Spec, choice, integer, setting, text, toml, values_of
-from swarm.manifest.tables import (
-    AdmissionSpec,
-    AnyModel,
-    BatchSpec,
-    CodecSpec,
-    CustomModelSpec,
-    DataSpec,
-    EvalSpec,
-    IslandsSpec,
-    LoraSpec,
-    ModelSpec,
-    OptimizerSpec,
-    StartSpec,
-)
+from swarm.manifest.tables import CustomModelSpec, ModelSpec
 
 MAX_MANIFEST_BYTES = 16_000
 """200 trainers, the most that `admission` takes, are 11 kB, 40 founders 2 kB; the rest is under 2 kB."""
@@ -83,16 +71,16 @@ class Run(Spec):
     """Steps between checkpoints; 0 = never."""
     rebalance_every_s: int = setting(integer(0, 86_400), 60)
     """Seconds between decisions on which peers move to a slower stage; 0 = no peer ever moves."""
-    model: AnyModel
-    data: DataSpec
-    batch: BatchSpec
-    optimizer: OptimizerSpec
-    codec: CodecSpec = field(default_factory=CodecSpec)
-    admission: AdmissionSpec = field(default_factory=AdmissionSpec)
-    start: StartSpec = field(default_factory=StartSpec)
-    lora: LoraSpec = field(default_factory=LoraSpec)
-    eval: EvalSpec = field(default_factory=EvalSpec)
-    islands: IslandsSpec = field(default_factory=IslandsSpec)
+    model: tables.AnyModel
+    data: tables.DataSpec
+    batch: tables.BatchSpec
+    optimizer: tables.OptimizerSpec
+    codec: tables.CodecSpec = field(default_factory=tables.CodecSpec)
+    admission: tables.AdmissionSpec = field(default_factory=tables.AdmissionSpec)
+    start: tables.StartSpec = field(default_factory=tables.StartSpec)
+    lora: tables.LoraSpec = field(default_factory=tables.LoraSpec)
+    eval: tables.EvalSpec = field(default_factory=tables.EvalSpec)
+    islands: tables.IslandsSpec = field(default_factory=tables.IslandsSpec)
     id: str = field(init=False, repr=False, compare=False)
     """The first 32 hex digits of the SHA-256 of the canonical text; stored, since every message carries
     it. That of an island has its number besides."""
