@@ -166,7 +166,7 @@ async def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
             await run_dashboard(DashboardOptions(replay=path, web=("127.0.0.1", port)))
 
 
-def test_without_nicegui_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_nicegui_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("peers.watch.") and "dashboard" not in name]:
         monkeypatch.delitem(sys.modules, name)
     import peers.watch
@@ -174,7 +174,8 @@ def test_without_nicegui_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(peers.watch, "web", raising=False)
     monkeypatch.setitem(sys.modules, "nicegui", None)
     with pytest.raises(SetupError, match=r"--web needs nicegui: pip install 'swarm-train\[dashboard\]'"):
-        dashboard._web(("127.0.0.1", 0), dashboard.Board(RUN))
+        async with dashboard._faces(DashboardOptions(web=("127.0.0.1", 0)), dashboard.Board(RUN)):
+            pass
 
 
 # --- in a browser -------------------------------------------------------------------------------------------
