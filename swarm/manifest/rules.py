@@ -135,14 +135,10 @@ INPUTS = Rule(
 )
 
 
-def is_codec(value: Any) -> bool:
-    return type(value) is str and parse_codec(value) is not None
-
-
 CODECS = Rule(
     f"one of {KNOWN}, where R, the part kept, is between 0 and 1, such as 0.05; or a list of them, one for "
     "each of the boundaries between stages, in order",
-    lambda v: all(is_codec(one) for one in (v if type(v) in (list, tuple) else (v,))),
+    lambda v: all(type(c) is str and parse_codec(c) for c in (v if type(v) in (list, tuple) else (v,))),
     lambda v: v if type(v) is str else tuple(v),
 )
 """A codec, or one for each boundary; the number of boundaries is not known here."""
