@@ -34,48 +34,6 @@ VOICED_SHARE = 4
 MAX_REASONS = 20
 
 
-async def ask_one(
-    run: Run,
-    transport: Transport,
-    record: PeerRecord,
-    *,
-    deadline_s: float,
-    directory: Directory | None = None,
-    after: int = -1,
-) -> PeerStatus | None:
-    """A peer's own status, made fit to be shown; None if it is still joining, or left.
-
-    Args:
-        directory: asked, when the peer cannot be reached, whether it said that it leaves.
-        after: it tells of its steps to later versions, too.
-
-    Raises:
-        PeerFault: it does not answer, or what it answers cannot be (BadAnswer).
-        NotNow, Refused: its answer.
-    """
-    question = pack(AskStatus(run=run.id, after=after))
-    try:
-        answer = await transport.call(record.peer, "status", question, deadline_s=deadline_s)
-    except Refused:
-        if record.state in ("choosing", "joining"):
-            return None  # it announces itself before it serves any method
-        raise
-    except PeerGone:
-        if directory is None:
-            raise
-        # A peer that left says so in the directory, which may not have told us yet.
-        await directory.refresh((record.stage,))
-        now = directory.find(record.peer)
-        if now is None or now.state == "left":
-            return None
-        raise
-    status = unpack_answer(record.peer, answer.header, PeerStatus)
-    try:
-        return validation.checked(status, record, run)
-    except Refused as refused:
-        raise BadAnswer(record.peer, f"answered with {refused.text}") from None
-
-
 class WatchPace(NamedTuple):
     observe_every_s: float = 1.0
     peer_every_s: float = 3.0
@@ -177,14 +135,38 @@ class Monitor:
         for peer in [*dict.fromkeys((*first, *due))][:room]:
             self._asked[peer] = asyncio.create_task(self._ask(records[peer]))
 
+    async def status_of(self, record: PeerRecord) -> PeerStatus | None:
+        """A peer's own status, made fit to be shown; None if it is still joining, or left.
+
+        Raises:
+            PeerFault: it does not answer, or what it answers cannot be (BadAnswer).
+            NotNow, Refused: its answer.
+        """
+        question = pack(AskStatus(run=self._run.id, after=self._told.get(record.peer, 0)))
+        try:
+            answer = await self._transport.call(record.peer, "status", question, deadline_s=self._pace.ask_s)
+        except Refused:
+            if record.state in ("choosing", "joining"):
+                return None  # it announces itself before it serves any method
+            raise
+        except PeerGone:
+            # A peer that left says so in the directory, which may not have told us yet.
+            await self._directory.refresh((record.stage,))
+            now = self._directory.find(record.peer)
+            if now is None or now.state == "left":
+                return None
+            raise
+        status = unpack_answer(record.peer, answer.header, PeerStatus)
+        try:
+            return validation.checked(status, record, self._run)
+        except Refused as refused:
+            raise BadAnswer(record.peer, f"answered with {refused.text}") from None
+
     async def _ask(self, record: PeerRecord) -> None:
         peer, again_s = record.peer, self._pace.peer_every_s
         began = time.monotonic()
         try:
-            status = await ask_one(
-                self._run, self._transport, record, deadline_s=self._pace.ask_s,
-                directory=self._directory, after=self._told.get(peer, 0),
-            )  # fmt: skip
+            status = await self.status_of(record)
             if status is not None:
                 self._statuses.append(status)
                 self._told[peer] = max((step.version for step in status.past), default=status.version)

@@ -17,7 +17,7 @@ from msgspec import structs
 from peers.clock import now_s
 from peers.events import Note, Paused, RolledBack, StageLost, StateFetched, Stepped, Trouble
 from peers.stage.pause import ABSENT
-from peers.watch.monitor import ask_one
+from peers.status_query import ask_status
 from swarm.errors import Leaving, SetupError
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.model.stage import StageCompute
@@ -59,9 +59,7 @@ async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
 
         async def up_s() -> float:
             transport, record = s.network.peers["s0p0"].transport, s.network.records["s1p0"]
-            status = await ask_one(run, transport, record, deadline_s=5.0)
-            assert status is not None
-            return now_s() - status.up_s
+            return now_s() - (await ask_status(run, transport, [record.peer]))[record.peer].up_s
 
         began = await up_s()
         said = await pause(s, "s1p0")
@@ -74,8 +72,8 @@ async def test_a_paused_peer_gets_no_work_and_keeps_its_place() -> None:
         for _ in range(3):
             await s.until_next_step()
         assert s.network.peers["s1p0"].transport.calls["work"] == calls
-        status = await ask_one(run, s.network.peers["s0p0"].transport, record, deadline_s=5.0)
-        assert status is not None
+        transport = s.network.peers["s0p0"].transport
+        status = (await ask_status(run, transport, [record.peer]))[record.peer]
         assert (status.state, status.stage, status.version) == ("paused", 1, said.version)
         assert not status.rebalance, "a pause is no decision about moves"
         await resume(s, "s1p0")

@@ -10,8 +10,8 @@ import pytest
 from peers.events import Note, Paused, RolledBack, Serving
 from peers.stage.pause import ABSENT
 from peers.stage.status import ANNOUNCE_S
+from peers.status_query import ask_status
 from peers.transfer.spare import words_of
-from peers.watch.monitor import ask_one
 from swarm.manifest import Run, audit_run
 from swarm.policy.spares import SpareDecision
 from tests.peers.loops import Swarm, swarm
@@ -60,9 +60,7 @@ async def test_a_newcomer_that_would_make_steps_longer_stands_by_and_is_told_why
         [said] = s.seen(Paused)
         assert "it is a spare: a step would take about" in said.why
         assert "would let it take part" in said.why
-        record = s.network.records["home"]
-        status = await ask_one(s.run, s.network.peers["s0p0"].transport, record, deadline_s=5.0)
-        assert not isinstance(status, str)
+        status = (await ask_status(s.run, s.network.peers["s0p0"].transport, ["home"]))["home"]
         assert status.state == "paused" and "it is a spare" in status.rebalance
         await s.until_finished()
         assert not any(s.network.peers["home"].transport.calls[method] for method in ABSENT)

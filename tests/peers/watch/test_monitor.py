@@ -14,7 +14,7 @@ import pytest
 
 from peers.ports import Answer, Request
 from peers.watch import monitor
-from peers.watch.monitor import Monitor, WatchPace, ask_one
+from peers.watch.monitor import Monitor, WatchPace
 from swarm.errors import PeerGone
 from swarm.manifest import AdmissionSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
@@ -256,14 +256,14 @@ async def test_a_peer_that_is_just_joining_and_serves_nothing_yet_is_no_silent_o
 async def test_a_peer_that_cannot_be_reached_because_it_left_is_no_silent_one(scene: Scene) -> None:
     """The directory tells it when it is asked again."""
     watcher, late = scene.watcher, record("peer-d", 1)
-    assert await ask_one(
-        RUN, watcher.transport, late, deadline_s=0.5, directory=Told(watcher.directory, {late.peer: "left"})
-    ) is None  # fmt: skip
-    with pytest.raises(PeerGone):
-        await ask_one(
-            RUN, watcher.transport, late, deadline_s=0.5,
-            directory=Told(watcher.directory, {late.peer: "serving"}),
-        )  # fmt: skip
+    for state in ("left", "serving"):
+        told = Told(watcher.directory, {late.peer: state})
+        asked = Monitor(RUN, watcher.transport, told, pace=WatchPace(ask_s=0.5)).status_of(late)  # type: ignore
+        if state == "left":
+            assert await asked is None
+        else:
+            with pytest.raises(PeerGone):
+                await asked
 
 
 class Told:
