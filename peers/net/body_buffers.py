@@ -39,7 +39,7 @@ class Body:
         self, call: int, sizes: Sequence[int], since: float, came_before: int,
         holds: Callable[[int], None] = lambda size: None,
     ) -> None:  # fmt: skip
-        """Announced `since`; `came_before`: what had come from the peer by then.
+        """Announced `since`; `came_before`: what had come by all links with the peer, up to that.
 
         `holds` is told of bytes that are held before it is accepted, and of fewer when they are not.
         """

@@ -213,11 +213,6 @@ class Connection(asyncio.Protocol):
         """The other end has broken the protocol."""
         self.fail(BadAnswer(self.peer, str(error)))
 
-    @property
-    def _came_bytes(self) -> int:
-        """By all links with this peer, but for what is still to be looked at here."""
-        return self.line.received_bytes - len(self._came)
-
     def _take(self, size: int) -> memoryview | None:
         """The next bytes, if they are here."""
         if len(self._came) < size:
@@ -548,7 +543,7 @@ class ClientConnection(Connection):
         self.outbox.drop(pending.outgoing)
         pending.outgoing.left = 0
         pending.header = result.header
-        pending.body = Body(call, result.body_sizes, now, self._came_bytes)
+        pending.body = Body(call, result.body_sizes, now, self.line.received_bytes - len(self._came))
         pending.body.accept()
         if not total:
             self._body_came(call)
@@ -676,7 +671,8 @@ class ServerConnection(Connection):
             return
         if not self._calls:
             self._last_alive = now
-        body = Body(number, called.body_sizes, now, self._came_bytes, self.line.holds)
+        came_bytes = self.line.received_bytes - len(self._came)
+        body = Body(number, called.body_sizes, now, came_bytes, self.line.holds)
         call = self._calls[number] = ServedCall(
             self, number, self.peer, called.method, called.header, called.body_sizes, body
         )

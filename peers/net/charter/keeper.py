@@ -162,8 +162,8 @@ class CharterKeeper:
         near = {peer for place in places for peer in storage.nearest(place, max(REPLICAS, most))}
         revoked = {peer: until for peer, (until, _) in islice(self._revoked.items(), MAX_SUBKEYS)}
         # A charter may be 16 kB, and has seldom changed.
-        news_only = self.charter is not None and self._random.random() >= _ASKED_ALL
-        known = [{self.owner: self._kept_until()} if news_only else {}, revoked]
+        asks_all = self.charter is None or self._random.random() < _ASKED_ALL
+        known = [{} if asks_all else {self.owner: self._kept_until()}, revoked]
         keys = {place.key: one for place, one in zip(places, known, strict=False)}
         asked = {*self._random.sample(sorted(near), min(most, len(near))), *storage.some(most // 2)}
         for answered in await asyncio.gather(*(storage.node.read(peer, keys, MOST_BYTES) for peer in asked)):
