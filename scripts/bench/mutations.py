@@ -7647,7 +7647,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "unready-before-a-result-was-found",
         COORDINATOR,
-        "if not doubted <= self._doubted:",
+        "if not {(t, peer) for t, peers in self._left_out.items() for peer in peers} <= before:",
         "if False:",
         "A result is given up though another coordinator of its stage has told it: the run goes back.",
     ),

@@ -127,8 +127,6 @@ class StageCoordinator:
         self.unready = set[int]()
         """Steps that the stage is not ready for, as the run coordinator knows. Of others it may have heard
         that it is, and commit them, with results that this peer does not believe."""
-        self._doubted: set[tuple[int, PeerId]] = set()
-        """The replicas that are left out, by step."""
         self._told = deque[StageSummary](maxlen=MAX_TOLD)
         """What was said of the stage since one of them was found."""
 
@@ -165,6 +163,7 @@ class StageCoordinator:
 
     def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
+        before = {(t, peer) for t, peers in self._left_out.items() for peer in peers}
         self._decisions, self._left_out, self._doubled = {}, {}, {}
         resting = (p for p in {*self.members, *self.voice} if self.blame.left_out(p, now=now))
         self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
@@ -209,10 +208,8 @@ class StageCoordinator:
                 self._note_loss(t, steps)
             if isinstance(decision, rounds.FetchResult) and decision.ready:
                 self.unready.discard(t)
-        doubted = {(t, peer) for t, peers in self._left_out.items() for peer in peers}
-        if not doubted <= self._doubted:
+        if not {(t, peer) for t, peers in self._left_out.items() for peer in peers} <= before:
             self.forget_answers()  # another coordinator may have told their results since
-        self._doubted = doubted
         self.blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since):
             for t in [t for t in known if t < newest]:
