@@ -28,11 +28,7 @@ class VoucherGiver:
     """Nothing for a trainer that the manifest does not name."""
 
     def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        directory: Directory,
-        ask: Callable[[], Awaitable[None]] | None = None,
+        self, run: Run, transport: Transport, directory: Directory, ask: Callable[[], Awaitable[None]]
     ) -> None:
         """`ask`: called before vouchers are given; then the directory lacks those that are to get none."""
         self._ask = ask
@@ -86,8 +82,7 @@ class VoucherGiver:
         await self._giving.close()
 
     async def _give_all(self, due: Mapping[Worked, Stage]) -> None:
-        if self._ask is not None:
-            await self._ask()
+        await self._ask()
 
         async def give(worked: Worked) -> None:
             if self._directory.find(worked.peer) is None:

@@ -6326,7 +6326,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "vouch-for-who-lied",
         "peers/vouching/giver.py",
-        "        if self._ask is not None:\n            await self._ask()\n",
+        "        await self._ask()\n",
         "",
         "A peer that was shown to lie keeps its voice for ever.",
         ("test_false_answers",),

@@ -245,6 +245,10 @@ def answer(t: int, m: int, **lies: Any) -> WorkDone:
     return WorkDone(loss=1.0, hops=tuple(hops))
 
 
+async def nothing() -> None:
+    """No stage is asked."""
+
+
 async def vouched(
     *, by: str = TRAINER, inputs: bytes = b"in", added: Sequence[int | None] = (), **lies: Any
 ) -> set[str]:
@@ -265,7 +269,7 @@ async def vouched(
         return Ack()
 
     line.answers["voucher"] = take
-    giver = VoucherGiver(RUN, line, records)  # type: ignore[arg-type]
+    giver = VoucherGiver(RUN, line, records, nothing)  # type: ignore[arg-type]
     for t in range(20):
         for m in range(4):
             giver.answered(Microbatch(t, m), inputs, answer(t, m, **lies))
@@ -313,7 +317,7 @@ async def test_the_receipt_of_stage_0_is_not_verified_again() -> None:
         return READER.verify(peer, data, signature)
 
     line.signer.verify = verify  # type: ignore[method-assign]
-    giver = VoucherGiver(RUN, line, Records())  # type: ignore[arg-type]
+    giver = VoucherGiver(RUN, line, Records(), nothing)  # type: ignore[arg-type]
     giver.answered(Microbatch(0, 0), b"in", answer(0, 0))
     assert verified == ["b"]
 
