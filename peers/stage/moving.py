@@ -12,7 +12,7 @@ from peers.stage.state import StageCore
 from peers.transfer.spare import judged, words_of
 from peers.waiting import happens
 from swarm.ids import PeerId, Stage
-from swarm.policy.rebalance import Moves, is_due, rebalance
+from swarm.policy.rebalance import is_due, rebalance
 from swarm.policy.spares import SpareDecision
 from swarm.records import PeerRecord
 
@@ -62,10 +62,9 @@ class Moving:
                 rebalance, records, stages=run.cells, period_s=period_s, now_s=unix_s(), place=run.place
             )
             self.decided = decision.why
-            moves = decision.moves if isinstance(decision, Moves) else ()
-            move = next((move for move in moves if move.peer == core.me), None)
+            move = next((move for move in decision.moves if move.peer == core.me), None)
             if move is not None and self._movable:
-                await self.move(move.to_stage, why=move.why, going={other.peer for other in moves})
+                await self.move(move.to_stage, why=move.why, going={other.peer for other in decision.moves})
             else:
                 await self.stand_by_if_slow()
 

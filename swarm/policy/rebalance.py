@@ -63,21 +63,11 @@ class Move(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The moves of this period, most urgent first. No peer is in it twice."""
+    """The moves of this period, most urgent first; perhaps none. No peer is in it twice."""
 
     moves: tuple[Move, ...]
-
-    @property
-    def why(self) -> str:
-        """The reason of the first move; the others are counted."""
-        others = len(self.moves) - 1
-        return self.moves[0].why + (f" (and {others} more)" if others else "")
-
-
-class Stay(NamedTuple):
-    """No peer moves in this period."""
-
     why: str
+    """The reason of the first move, and how many others there are; or why no peer moves."""
 
 
 class _Replica(NamedTuple):
@@ -103,7 +93,7 @@ def rebalance(
     period_s: float,
     now_s: float,
     place: _Named = "stage {}".format,
-) -> Moves | Stay:
+) -> Moves:
     """The moves of this period, or why there are none.
 
     Args:
@@ -115,20 +105,22 @@ def rebalance(
     newest = _newest(records, stages=stages, now_s=now_s)
     replicas = _replicas(newest, period_s=period_s, now_s=now_s)
     if not any(replica.serving for replica in replicas):
-        return Stay("no peer serves any stage")
+        return Moves((), "no peer serves any stage")
     by_stage: list[list[_Replica]] = [[] for _ in range(stages)]
     for replica in replicas:
         by_stage[replica.stage].append(replica)
     anchors = {_anchor(stage, stay, int(now_s // period_s)) for stage, stay in enumerate(by_stage)}
     download_s = _downloads_s(newest, by_stage)
     rescues = _rescue(by_stage, anchors, place)
-    if isinstance(rescues, Stay):
-        return rescues
+    if isinstance(rescues, str):
+        return Moves((), rescues)
     thought = _Levelling(by_stage, anchors, download_s, place, HORIZON_PERIODS * period_s)
     levelling = _level(thought, proven=bool(rescues))
-    if isinstance(levelling, Stay):
-        return Moves(tuple(rescues)) if rescues else levelling
-    return Moves((*rescues, *levelling))
+    moves = (*rescues, *(() if isinstance(levelling, str) else levelling))
+    if isinstance(levelling, str) and not moves:
+        return Moves((), levelling)
+    others = f" (and {len(moves) - 1} more)" if len(moves) > 1 else ""
+    return Moves(moves, moves[0].why + others)
 
 
 def is_due(*, period_s: float, lag_s: float, now_s: float) -> bool:
@@ -286,8 +278,9 @@ def _movable(there: Sequence[_Replica], anchors: set[PeerId | None]) -> list[_Re
 # --- stages that nobody serves ------------------------------------------------------------------------------
 
 
-def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: _Named) -> list[Move] | Stay:
-    """Moves to empty stages, where the run stands still: those that leave the fastest pipeline behind.
+def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: _Named) -> list[Move] | str:
+    """Moves to empty stages, where the run stands still: those that leave the fastest pipeline behind; or why
+    none can be made.
 
     Peers that move are moved within `by_stage`.
     """
@@ -300,9 +293,8 @@ def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: 
         gives = "no other stage has a second peer to give"
         if free:
             gives = f"the others can give {len(free)} only"
-        return Stay(
-            f"no peer serves {' or '.join(map(place, empties))}, and {gives}: the run waits for "
-            + ("a newcomer" if short_of == 1 else f"{short_of} newcomers")
+        return f"no peer serves {' or '.join(map(place, empties))}, and {gives}: the run waits for " + (
+            "a newcomer" if short_of == 1 else f"{short_of} newcomers"
         )
     for empty in empties:
         levels = [_speed(there) for there in by_stage]
@@ -329,7 +321,7 @@ def _rescue(by_stage: list[list[_Replica]], anchors: set[PeerId | None], place: 
     for stage, there in enumerate(by_stage):
         if not moves and not any(replica.serving for replica in there):
             coming = min(replica.peer for replica in there)
-            return Stay(f"no peer serves {place(stage)} yet, but peer {short(coming)} is on its way there")
+            return f"no peer serves {place(stage)} yet, but peer {short(coming)} is on its way there"
     return moves
 
 
@@ -412,18 +404,18 @@ class _Levelling:
         self.levels[step.to_stage] += step.mover.speed
 
 
-def _level(thought: _Levelling, *, proven: bool) -> list[Move] | Stay:
-    """Groups of a few moves that pay, until the next group would not.
+def _level(thought: _Levelling, *, proven: bool) -> list[Move] | str:
+    """Groups of a few moves that pay, until the next group would not; or why the first would not.
 
     `proven`: moves are needed whatever the queues say, because the run stands still or is being levelled.
     """
     moves: list[Move] = []
-    while not isinstance(few := _next_few(thought, proven=proven or bool(moves)), Stay):
+    while not isinstance(few := _next_few(thought, proven=proven or bool(moves)), str):
         moves += few
     return moves or few
 
 
-def _next_few(thought: _Levelling, *, proven: bool) -> list[Move] | Stay:
+def _next_few(thought: _Levelling, *, proven: bool) -> list[Move] | str:
     to, before, place = thought.slowest, min(thought.levels), thought.place
     gain = _min_gain(len(thought.by_stage[to]))
     steps: list[_Step] = []
@@ -438,19 +430,19 @@ def _next_few(thought: _Levelling, *, proven: bool) -> list[Move] | Stay:
         price_s[step.to_stage] += thought.download_s[step.to_stage]
     after = min(thought.levels)
     if after < gain * before or not steps:
-        return Stay(
+        return (
             f"{place(to)} is the slowest with {before:.3g} microbatches/s, and no move makes the run "
             f"{gain - 1:.0%} faster"
         )
     mover = steps[0].mover
     idle = None if proven else _why_speed_is_not_the_limit(thought.by_stage, to, mover.stage, place)
     if idle is not None:
-        return Stay(idle)
+        return idle
     # Stages download side by side; newcomers of one stage share its links.
     wait_s = max(price_s)
     earned_s = wait_s * before / (after - before)
     if wait_s + earned_s > thought.horizon_s:
-        return Stay(
+        return (
             f"{place(to)} would do {after:.3g} instead of {before:.3g} microbatches/s with peer "
             f"{short(mover.peer)} of {place(mover.stage)}, but {wait_s:.0f} s of download would be earned "
             f"back only after {earned_s:.0f} s; the limit is {thought.horizon_s:.0f} s for both"

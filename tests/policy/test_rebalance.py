@@ -22,7 +22,6 @@ from swarm.policy.rebalance import (
     MAX_TIMES_MEDIAN,
     Move,
     Moves,
-    Stay,
     choose_stages,
     is_due,
     rebalance,
@@ -38,17 +37,17 @@ def peer(name: str, stage: int, speed: float, **fields: object) -> PeerRecord:
     return PeerRecord(peer=name, run="r", stage=stage, speed=speed, **given)
 
 
-def decided(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Moves | Stay:
+def decided(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Moves:
     return rebalance(records, stages=stages, period_s=PERIOD_S, now_s=now_s)
 
 
-def answer(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Move | Stay:
+def answer(*records: PeerRecord, stages: int = 2, now_s: float = NOW_S) -> Move | Moves:
     """The most urgent move."""
     told = decided(*records, stages=stages, now_s=now_s)
-    return told.moves[0] if isinstance(told, Moves) else told
+    return told.moves[0] if told.moves else told
 
 
-def over_periods(*records: PeerRecord, stages: int = 2, periods: int = 30) -> list[Move | Stay]:
+def over_periods(*records: PeerRecord, stages: int = 2, periods: int = 30) -> list[Move | Moves]:
     """The anchors are drawn anew in each period."""
     return [answer(*records, stages=stages, now_s=NOW_S + i * PERIOD_S) for i in range(periods)]
 
@@ -57,10 +56,10 @@ def moves(*records: PeerRecord, stages: int = 2) -> set[str]:
     return {one.peer for one in over_periods(*records, stages=stages) if isinstance(one, Move)}
 
 
-def after(told: Moves | Stay, *records: PeerRecord, stages: int) -> list[int]:
+def after(told: Moves, *records: PeerRecord, stages: int) -> list[int]:
     """Peers of each stage when all have gone where they are sent."""
     where = {record.peer: record.stage for record in records}
-    for move in told.moves if isinstance(told, Moves) else ():
+    for move in told.moves:
         assert where[move.peer] == move.from_stage != move.to_stage
         where[move.peer] = move.to_stage
     return [list(where.values()).count(stage) for stage in range(stages)]
@@ -68,7 +67,7 @@ def after(told: Moves | Stay, *records: PeerRecord, stages: int) -> list[int]:
 
 def why(*records: PeerRecord, stages: int = 2) -> str:
     told = answer(*records, stages=stages)
-    assert isinstance(told, Stay), told
+    assert isinstance(told, Moves), told
     return told.why
 
 
@@ -128,7 +127,7 @@ def test_as_many_move_at_once_as_are_needed() -> None:
     for i in range(30):
         told = decided(*records, stages=4, now_s=NOW_S + i * PERIOD_S)
         assert after(told, *records, stages=4) == [5, 5, 5, 5]
-        assert isinstance(told, Moves) and told.why.endswith("(and 5 more)")
+        assert told.moves and told.why.endswith("(and 5 more)")
 
 
 def test_nobody_moves_who_is_not_needed() -> None:
@@ -154,7 +153,7 @@ def test_two_empty_stages_are_filled_together_and_then_all_is_levelled() -> None
     for i in range(30):
         told = decided(*records, stages=4, now_s=NOW_S + i * PERIOD_S)
         assert after(told, *records, stages=4) == [2, 2, 2, 2]
-        assert isinstance(told, Moves) and {move.to_stage for move in told.moves[:2]} == {2, 3}
+        assert told.moves and {move.to_stage for move in told.moves[:2]} == {2, 3}
         assert "no peer serves stage 2, so the run stands still" in told.why
         assert "stage 2 is the slowest" in told.moves[2].why
 
@@ -174,7 +173,7 @@ def test_downloads_to_several_stages_run_side_by_side_those_to_one_share_its_lin
     assert "pays back 10 s of download" in decided(*side, stages=3).why
     one = [peer(f"a{i}", 0, 1.0, load=0.5, **fields) for i in range(8)] + [peer("b", 1, 2.0, **fields)]
     told = decided(*one)
-    assert isinstance(told, Moves) and len(told.moves) == 3
+    assert told.moves and len(told.moves) == 3
     assert [float(move.why.split("pays back ")[1].split(" s")[0]) for move in told.moves] == [10, 10, 10]
 
 
@@ -246,7 +245,7 @@ def test_a_mover_on_its_way_counts_where_it_goes_so_that_no_second_one_follows()
     here = [*(peer(f"a{i}", 0, 2.0, load=1.0) for i in range(3)), peer("b", 1, 2.0)]
     assert moves(*here)
     going = [replace(here[0], stage=1, state="joining", since=NOW_S - 1), *here[1:]]
-    assert isinstance(answer(*going), Stay)
+    assert isinstance(answer(*going), Moves)
 
 
 def test_a_peer_whose_owner_chose_its_stage_stays_even_if_another_stands_empty() -> None:
@@ -364,7 +363,7 @@ def test_impossible_questions_are_bugs(wrong: dict[str, float]) -> None:
 def test_a_peer_rests_two_periods() -> None:
     records = [*(peer(f"a{i}", 0, 2.0, load=1.0, since=NOW_S) for i in range(3)), peer("b", 1, 1.0)]
     in_backoff = [answer(*records, now_s=NOW_S + i) for i in range(int(COOLDOWN_PERIODS * PERIOD_S))]
-    assert all(isinstance(one, Stay) for one in in_backoff)
+    assert all(isinstance(one, Moves) for one in in_backoff)
     assert isinstance(answer(*records, now_s=NOW_S + COOLDOWN_PERIODS * PERIOD_S), Move)
 
 
@@ -426,7 +425,7 @@ def test_whatever_strangers_write_the_answer_is_one_and_it_empties_no_stage(
     dice.shuffle(shuffled)
     assert decided(*shuffled, stages=4) == told
     assert told.why and "nan" not in told.why and "inf" not in told.why.replace("inflight", "")
-    if isinstance(told, Moves):
+    if told.moves:
         going = [move.peer for move in told.moves]
         assert len(set(going)) == len(going) > 0
         for move in told.moves:
@@ -449,7 +448,7 @@ def test_peers_that_see_other_speeds_and_loads_never_empty_a_stage_together(
     for me in records:
         view = [replace(r, speed=r.speed * dice.uniform(0.3, 3), load=dice.uniform(0, 8)) for r in records]
         told = decided(*view, stages=3)
-        if isinstance(told, Moves) and me.peer in {move.peer for move in told.moves}:
+        if me.peer in {move.peer for move in told.moves}:
             left[me.stage] -= 1
     assert all(left[stage] > 0 for stage in before)
 
@@ -494,11 +493,11 @@ class Swarm:
             )
         return records
 
-    def period(self) -> Moves | Stay:
+    def period(self) -> Moves:
         self.now_s += PERIOD_S
         before = Counter(self.where.values())
         told = rebalance(self.records(), stages=self.stages, period_s=PERIOD_S, now_s=self.now_s)
-        for move in told.moves if isinstance(told, Moves) else ():
+        for move in told.moves:
             rested = self.now_s - self.since[move.peer] >= COOLDOWN_PERIODS * PERIOD_S
             assert rested or len(before) < self.stages
             self.where[move.peer], self.since[move.peer] = move.to_stage, self.now_s
@@ -511,7 +510,7 @@ class Swarm:
         quiet, moved = 0, self.moved
         while quiet < 20:
             least = min(self.levels())
-            quiet = quiet + 1 if isinstance(self.period(), Stay) else 0
+            quiet = quiet + 1 if not self.period().moves else 0
             assert min(self.levels()) >= least * (1 - 1e-12), "a move made the run slower"
             assert self.moved - moved <= 4 * len(self.where), "it does not come to rest"
 

@@ -28,7 +28,7 @@ from peers.waiting import happens
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.plan.network import BACKWARD_FORWARDS
-from swarm.policy.rebalance import Stay, choose_stages, rebalance
+from swarm.policy.rebalance import choose_stages, rebalance
 from swarm.policy.spares import Exchange, judge
 from swarm.records import NO_STAGE, PeerRecord
 
@@ -263,7 +263,7 @@ class Members:
             told = rebalance(
                 self._records(), stages=self._job.stages, period_s=period_s, now_s=self._loop.now_s
             )
-            for move in () if isinstance(told, Stay) else told.moves:
+            for move in told.moves:
                 peer = world.peers[move.peer]
                 if self._job.fits(move.to_stage, world.network.devices[peer.device]):
                     moved = Moved(self._loop.now_s, peer.name, peer.stage, move.to_stage, move.why)

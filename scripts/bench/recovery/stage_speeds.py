@@ -23,7 +23,7 @@ from typing import TypeAlias
 from peers.sim.dice import Dice
 from peers.sim.throughput.members import Trace, changes
 from swarm.ids import PeerId, Stage
-from swarm.policy.rebalance import MIN_GAIN, Stay, rebalance
+from swarm.policy.rebalance import MIN_GAIN, rebalance
 from swarm.records import PeerRecord
 
 MAX_LOAD = 8.0
@@ -223,7 +223,7 @@ def ours(records: Sequence[PeerRecord], stages: int, period_s: float, now_s: flo
     if min(levels) >= len(records) // stages:
         return []
     told = rebalance(records, stages=stages, period_s=period_s, now_s=now_s)
-    return [] if isinstance(told, Stay) else [(move.peer, move.to_stage) for move in told.moves]
+    return [(move.peer, move.to_stage) for move in told.moves]
 
 
 def papers(eager: bool) -> Rule:

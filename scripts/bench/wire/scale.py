@@ -49,7 +49,7 @@ from scripts.bench.common.harness import machine, report
 from scripts.bench.recovery.stage_speeds import Fluid, ours
 from scripts.bench.wire.directory import directory
 from swarm.plan.network import Device, Network, StepWork
-from swarm.policy.rebalance import Moves, choose_stages, is_due, rebalance
+from swarm.policy.rebalance import choose_stages, is_due, rebalance
 from swarm.policy.router import Router
 from swarm.records import NO_STAGE, PeerRecord
 
@@ -195,7 +195,7 @@ def decisions(peers: int) -> dict[str, Any]:
     return {
         "route_us": round(1e6 * route_s(max(1, peers // STAGES)), 1),
         "rebalance_ms": round(1e3 * cpu_s(lambda: decide(uneven)), 2),
-        "moves_of_one": len(told.moves) if isinstance(told, Moves) else 0,
+        "moves_of_one": len(told.moves),
         "level_ms": round(1e3 * cpu_s(lambda: decide(level)), 2),
         "choose_ms": round(1e3 * cpu_s(choose), 2),
     }

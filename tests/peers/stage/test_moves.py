@@ -11,7 +11,7 @@ import pytest
 from peers.events import Moved, Serving
 from peers.stage import moving
 from swarm.manifest import audit_run
-from swarm.policy.rebalance import Move, Moves, Stay
+from swarm.policy.rebalance import Move, Moves
 from swarm.records import PeerRecord
 from swarm.wire.messages import AskStatus, PeerStatus
 from tests.peers.loops import Swarm, swarm
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.virtual_time
 def one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """From stage 0 to stage 1, if stage 0 has three. The real rule is tested in tests/policy."""
 
-    def rule(records: Iterable[PeerRecord], **_: object) -> Moves | Stay:
+    def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
         there = sorted(r.peer for r in records if r.stage == 0 and r.state == "serving")
         if len(there) < 3:
-            return Stay("all is well")
-        return Moves((Move(there[-1], 0, 1, "stage 1 is slow"),))
+            return Moves((), "all is well")
+        return Moves((Move(there[-1], 0, 1, "stage 1 is slow"),), "stage 1 is slow")
 
     monkeypatch.setattr(moving, "rebalance", rule)
 
@@ -80,7 +80,7 @@ async def test_the_last_member_stays_though_records_speak_of_others(monkeypatch:
 
     def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
         asked.append(sum(r.stage == 0 and r.state == "serving" for r in records))
-        return Moves((Move("c", 0, 1, "stage 1 is slow"),))
+        return Moves((Move("c", 0, 1, "stage 1 is slow"),), "stage 1 is slow")
 
     run = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
@@ -102,7 +102,7 @@ async def test_who_goes_too_is_no_mate_to_rely_on(monkeypatch: pytest.MonkeyPatc
     """Two are sent off, and the one who was to stay died a moment ago: both stay (I6)."""
 
     def rule(records: Iterable[PeerRecord], **_: object) -> Moves:
-        return Moves(tuple(Move(name, 0, 1, "stage 1 is slow") for name in "bc"))
+        return Moves(tuple(Move(name, 0, 1, "stage 1 is slow") for name in "bc"), "stage 1 is slow")
 
     run = replace(audit_run(stages=2, steps=9, microbatches_per_step=4), rebalance_every_s=1)
     async with swarm(run, replicas=0) as built:
