@@ -43,6 +43,7 @@ from swarm.model.reductions import vectors_digest
 from swarm.protocol import replica
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
+from swarm.protocol.protocol import LOST_S
 from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, check_plan
 from swarm.protocol.sums import are_checked
@@ -298,7 +299,7 @@ class Actions:
         """Go to the stage's position: steps were missed, or the run rolled back."""
         if await self._recovery.to(directive):
             return
-        if self._coordination.behind_s > self._coordination.timings.lost_s:
+        if self._coordination.behind_s > LOST_S:
             await self._restore()
         else:
             await asyncio.sleep(RETRY_S)

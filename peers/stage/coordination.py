@@ -26,7 +26,7 @@ from swarm.audit import is_audited
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
-from swarm.protocol.protocol import Message, ProtocolTimings, Ready, StepProtocol
+from swarm.protocol.protocol import REFRESH_S, Message, Ready, StepProtocol
 from swarm.protocol.replica import Action, AskAbsent, AskLostStage, AskWitnesses, Local
 from swarm.protocol.rounds import Commit
 from swarm.protocol.voice import heard
@@ -75,9 +75,8 @@ class StepCoordination:
         self.act: Callable[[Action], None] = lambda action: None
         """Called with each action; it makes the peer do it."""
         self._run, self._stage, self._me = core.run, core.stage, core.me
-        self.timings = ProtocolTimings()
         self.protocol = StepProtocol(
-            core.run, core.stage, core.me, core.compute.numel, self._local(), core.backoff, self.timings,
+            core.run, core.stage, core.me, core.compute.numel, self._local(), core.backoff,
             core.transport.signer, since_s=since_s,
         )  # fmt: skip
         self._asking: asyncio.Task[None] | None = None
@@ -141,7 +140,7 @@ class StepCoordination:
     async def run(self) -> None:
         """Report on every change, and every second."""
         while True:
-            await self._core.report_trigger.wait(quiet_s=self.timings.refresh_s, gather_s=GATHER_S)
+            await self._core.report_trigger.wait(quiet_s=REFRESH_S, gather_s=GATHER_S)
             self._speak()
 
     async def close(self) -> None:
@@ -376,7 +375,7 @@ class StepCoordination:
         if not self._core.joined:
             raise NotNow("this peer has not joined yet")
         if watch.seen == self._revision and watch.seen >= 0:
-            await happens(self._revised, self.timings.refresh_s)
+            await happens(self._revised, REFRESH_S)
         far = self.run_status.position
         if self._core.joined:
             far = max(far, self._core.position)

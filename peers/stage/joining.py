@@ -15,7 +15,7 @@ from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import is_keeper
 from peers.transfer.leases import Snapshot
 from swarm.ids import Position
-from swarm.protocol.protocol import ProtocolTimings
+from swarm.protocol.protocol import LOST_S
 from swarm.protocol.rollback import Join, furthest, join_by
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
@@ -24,8 +24,6 @@ RETRY_S = 0.5
 VOICED_S = 30.0
 """How long replicas without voice are not believed while the directory has one with voice, which does not
 answer: longer than the records of the dead live."""
-LOST_S = ProtocolTimings().lost_s
-"""Replicas may be cut off shortly, and peers of other stages, with their disks, may come as late."""
 
 
 async def join(

@@ -1204,7 +1204,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-while-the-run-goes-on",
         PROTOCOL,
-        "due = now - self._moved_s >= lost_s if later else",
+        "due = now - self._moved_s >= LOST_S if later else",
         "due = True if later else",
         "Peers ask one another about each lie, though steps show that no stage is lost.",
         ("test_attack",),
@@ -1392,7 +1392,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "count-the-silent",
         PROTOCOL,
-        "return now - seen_s > self.gone_after_s",
+        "return now - seen_s > GONE_AFTER_S",
         "return False",
         "A replica that hangs is waited for without end.",
         SWARMS,
@@ -6109,8 +6109,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "go-on-when-another-turn-has-begun",
         PROTOCOL,
-        "if now - m.seen_s <= LATELY * self._timings.refresh_s}",
-        "if not gone(m.seen_s, now=now)}",
+        "if now - m.seen_s <= LATELY * REFRESH_S}",
+        "if not is_gone(m.seen_s, now=now)}",
         "Who had the turn coordinates for 3.5 s more, since the next one has just reported to it.",
     ),
     Mutation(

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from swarm.errors import Leaving, NotNow, Refused, short
@@ -43,11 +42,21 @@ from swarm.protocol.sums import are_checked
 from swarm.protocol.voice import heard, weight
 from swarm.records import PeerRecord
 
+# Peers of a run need not agree on these: other numbers cost time only.
+REFRESH_S = 1.0
+"""Everything is told again this often, so that a lost message costs at most this."""
+GONE_AFTER_S = 3.5
+"""A replica that was silent this long is left out: three missed reports, as with a call's heartbeats."""
+CHECK_S = 1.0
+"""How often a stage that cannot follow the run is checked."""
+LOST_S = 6.0
+"""A stage without a replica that has its weights is lost after this: they may be cut off shortly, and
+peers of other stages, with their disks, may come as late."""
 MAX_BEHIND_S = 3600
 UNFOLLOWED_S = 3.0
 """Others hear within a second or two on whose turn it is."""
 LATELY = 1.5
-"""What is told again each `refresh_s` was told within so many of them, if it still is."""
+"""What is told again each `REFRESH_S` was told within so many of them, if it still is."""
 LED_S = 1.5
 """After the last directive of the coordinator that a replica sees, it follows no other for so long."""
 MAX_TOLD = 4
@@ -56,21 +65,9 @@ MAX_MISSED_GENERATIONS = 100
 """That a peer may have missed: a lie must not use all numbers up."""
 
 
-class ProtocolTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits in seconds. Peers of a run need not agree on them: other numbers cost time only."""
-
-    refresh_s: float = 1.0
-    """Everything is told again this often, so that a lost message costs at most this."""
-    gone_after_s: float = 3.5
-    """A replica that was silent this long is left out: three missed reports, as with a call's heartbeats."""
-    check_s: float = 1.0
-    """How often a stage that cannot follow the run is checked."""
-    lost_s: float = 6.0
-    """A stage without a replica that has its weights is lost after this: they may be cut off shortly."""
-
-    def is_gone(self, seen_s: float, *, now: float) -> bool:
-        """Whether a replica that last spoke at `seen_s` is left out."""
-        return now - seen_s > self.gone_after_s
+def is_gone(seen_s: float, *, now: float) -> bool:
+    """Whether a replica that last spoke at `seen_s` is left out."""
+    return now - seen_s > GONE_AFTER_S
 
 
 class Message(NamedTuple):
@@ -96,11 +93,11 @@ class StepProtocol:
 
     def __init__(
         self, run: Run, stage: Stage, me: PeerId, numel: int, local: Local, backoff: Backoff,
-        timings: ProtocolTimings, signer: Signer, *, since_s: float,
+        signer: Signer, *, since_s: float,
     ) -> None:  # fmt: skip
         """`numel`: elements of the flat gradient; `since_s`: when this replica joined, by its clock."""
         self._run, self._stage, self._me, self._since_s = run, stage, me, since_s
-        self._local, self._backoff, self._timings = local, backoff, timings
+        self._local, self._backoff = local, backoff
         self._peers: Mapping[Stage, Sequence[PeerRecord]] = {}
         self._signer = signer
         self.belief = Belief(run, stage, signer)
@@ -145,15 +142,15 @@ class StepProtocol:
                 self._agreed.commits.pop(t, None)
         voice = self.belief.voice(self._stage)
         # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
-        self._coordinator.voice = {} if self.stuck_s(now=now) > self._timings.lost_s else voice
-        restore_s = self._timings.lost_s + (self._timings.check_s if voice else 0.0)
+        self._coordinator.voice = {} if self.stuck_s(now=now) > LOST_S else voice
+        restore_s = LOST_S + (CHECK_S if voice else 0.0)
         if local.generation > self._agreed.generation:
             self._enter(local.generation, now)
         if local.busy:
             self._checked_s = now
         elif (
             self._behind_since is not None
-            and now - self._checked_s >= self._timings.check_s
+            and now - self._checked_s >= CHECK_S
             and local.joined
             and self.stuck_s(now=now) > restore_s
             and self.coordinates(self._stage, now=now)
@@ -163,11 +160,11 @@ class StepProtocol:
 
     def ready(self, *, now: float) -> Ready:
         """What is to be done about all that came in; each message and action is returned once."""
-        if self.belief.lacking and now - self._doubted_s >= self._timings.refresh_s:
+        if self.belief.lacking and now - self._doubted_s >= REFRESH_S:
             self._doubted_s = now
             self._actions += [replica.AskAbsent(t, peers) for t, peers in self.belief.lacking.items()]
         self.belief.lacking.clear()
-        wake_at = now if self._soon else self._spoke_s + self._timings.refresh_s
+        wake_at = now if self._soon else self._spoke_s + REFRESH_S
         ready = Ready(self._messages, self._actions, wake_at)
         self._messages, self._actions, self._soon = [], [], False
         return ready
@@ -179,8 +176,8 @@ class StepProtocol:
         lately: set[PeerId] = set()
         if stage == self._stage:
             if members:
-                lately = {p for p, m in members.items() if now - m.seen_s <= LATELY * self._timings.refresh_s}
-                serving |= {p for p, m in members.items() if not self._timings.is_gone(m.seen_s, now=now)}
+                lately = {p for p, m in members.items() if now - m.seen_s <= LATELY * REFRESH_S}
+                serving |= {p for p, m in members.items() if not is_gone(m.seen_s, now=now)}
                 serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
             if self._local.joined and not (self._local.leaving and serving):
@@ -399,7 +396,7 @@ class StepProtocol:
             raise NotNow(
                 f"peer {short(sender)} says that it is at version {report.version}; the run is at "
                 f"{known.version}",
-                retry_after_s=self._timings.refresh_s,
+                retry_after_s=REFRESH_S,
             )
 
     def witness(self, position: Position) -> None:
@@ -409,7 +406,7 @@ class StepProtocol:
     def _lead(self, now: float) -> None:
         """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
         stage = self._coordinator
-        gone = [p for p, member in stage.members.items() if self._timings.is_gone(member.seen_s, now=now)]
+        gone = [p for p, member in stage.members.items() if is_gone(member.seen_s, now=now)]
         for peer in gone:
             self.lost(peer)
         if heard(stage.members, stage.voice) not in ([], [self._me]):
@@ -436,7 +433,7 @@ class StepProtocol:
             self._update_run_status(now)
             stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
-        late = self.belief.needs_proof and now - self._moved_s >= self._timings.lost_s
+        late = self.belief.needs_proof and now - self._moved_s >= LOST_S
         knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
         for peer in sorted(self._to_tell(0, coordinator, told, more, now) | knows):
             self._messages.append(Message(peer, summary))
@@ -473,7 +470,7 @@ class StepProtocol:
         """
         if self._stage == 0 and (self.belief.needs_proof or self.coordinates(0, now=now)):
             check_summary(summary, self._run)
-            stage, lately_s = summary.stage, now - LATELY * self._timings.refresh_s
+            stage, lately_s = summary.stage, now - LATELY * REFRESH_S
             voice, rival = self.belief.voice(stage), self._run_coordinator.stages.get(stage)
             serving = (r.peer for r in self._peers.get(stage, ()) if r.state == "serving")
             if voice and sender not in heard({sender, *serving}, voice):
@@ -491,7 +488,7 @@ class StepProtocol:
 
     def _update_run_status(self, now: float) -> None:
         run = self._run_coordinator
-        for stage in [s for s, said in run.stages.items() if self._timings.is_gone(said.seen_s, now=now)]:
+        for stage in [s for s, said in run.stages.items() if is_gone(said.seen_s, now=now)]:
             del run.stages[stage]
         present = run.present()
         if not present:
@@ -548,10 +545,10 @@ class StepProtocol:
         A later one is a claim that a stage is lost: while this replica takes steps, it is not. After this
         replica has entered its own, the others get time to do so as well.
         """
-        mine, lost_s = self._agreed.generation, self._timings.lost_s
+        mine = self._agreed.generation
         later = generation > mine
-        due = now - self._moved_s >= lost_s if later else now - self._entered_s >= 2 * lost_s
-        due = due and generation != mine and now - self._asked_s >= self._timings.refresh_s
+        due = now - self._moved_s >= LOST_S if later else now - self._entered_s >= 2 * LOST_S
+        due = due and generation != mine and now - self._asked_s >= REFRESH_S
         if due and generation.number <= mine.number + MAX_MISSED_GENERATIONS:
             self._asked_s = now
             self._actions.append(replica.AskLostStage(max(generation, mine)))

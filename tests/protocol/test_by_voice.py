@@ -16,7 +16,7 @@ from swarm.protocol.coordinator import Agreed, Member, StageCoordinator
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import signed_report
-from swarm.protocol.protocol import ProtocolTimings, StepProtocol
+from swarm.protocol.protocol import REFRESH_S, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import (
     Commit,
@@ -54,7 +54,7 @@ def record(peer: PeerId, stage: Stage = 1, *, since: float = 1.0, steps: int = 0
 def protocol_of(me: PeerId, *records: PeerRecord, stage: Stage = 1) -> StepProtocol:
     local = Local(generation=Generation(), version=0, steps={}, commits={})
     signer = SimSigner(me)
-    this = StepProtocol(RUN, stage, me, 8, local, Backoff(), ProtocolTimings(), signer, since_s=2.0)
+    this = StepProtocol(RUN, stage, me, 8, local, Backoff(), signer, since_s=2.0)
     by_stage = {s: [r for r in records if r.stage == s] for s in range(RUN.S)}
     this.observe(local, by_stage, now=NOW)
     return this
@@ -878,7 +878,7 @@ def test_rounds_of_which_it_was_not_seen_who_had_them_fail_count_until_a_step_is
 def test_a_coordinator_that_cannot_be_reached_is_not_told_again_at_once() -> None:
     """All of its stage were banned, and who calls one hears of it at once: a replica did nothing else."""
     this = protocol_of("ann", record("ann", steps=20), record("bob", steps=60))
-    for again, wakes_s in ((0, NOW), (1, NOW + ProtocolTimings().refresh_s)):
+    for again, wakes_s in ((0, NOW), (1, NOW + REFRESH_S)):
         this.speak(now=NOW)
         this.unreachable("bob", silent=False, now=NOW)
         assert this.ready(now=NOW).wake_at == wakes_s, again

@@ -22,7 +22,7 @@ from swarm.protocol.messages import (
     check_report,
     check_summary,
 )
-from swarm.protocol.protocol import ProtocolTimings, StepProtocol
+from swarm.protocol.protocol import GONE_AFTER_S, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit, Prepared, StepReport, StepSummary
 from swarm.records import PeerRecord
@@ -105,14 +105,14 @@ def test_no_more_steps_are_reported_than_can_be_open() -> None:
 def protocol(*, joined: bool = True, leaving: bool = False) -> StepProtocol:
     """Of `me`, the first of stage 0, which so coordinates the run."""
     local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined, leaving=leaving)
-    this = StepProtocol(RUN, 0, "me", 8, local, Backoff(), ProtocolTimings(), SimSigner("me"), since_s=1.0)
+    this = StepProtocol(RUN, 0, "me", 8, local, Backoff(), SimSigner("me"), since_s=1.0)
     there = [PeerRecord(peer="other", run=RUN.id, stage=1, state="serving", version=0, since=2.0)]
     this.observe(local, {0: (), 1: there}, now=NOW)
     return this
 
 
 def test_a_stage_that_is_silent_is_no_part_of_what_the_run_is_said_to_be() -> None:
-    this, late = protocol(), NOW + 2 * ProtocolTimings().gone_after_s
+    this, late = protocol(), NOW + 2 * GONE_AFTER_S
     this.speak(now=NOW)
     assert this.summary("other", summary(), now=NOW).held_by_all == 0
     this.speak(now=late)

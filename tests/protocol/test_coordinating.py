@@ -12,7 +12,7 @@ from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.coordinator import Agreed
 from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
-from swarm.protocol.protocol import LED_S, ProtocolTimings, StepProtocol
+from swarm.protocol.protocol import GONE_AFTER_S, LED_S, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit
 from swarm.records import PeerRecord
@@ -28,9 +28,7 @@ def record(peer: str, stage: int, since: float) -> PeerRecord:
 def protocol_of(peer: str, *, joined: bool = True, others: tuple[PeerRecord, ...] = ()) -> StepProtocol:
     """Of a replica of stage 1, which came at second 2; `first` serves stage 0."""
     local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined)
-    protocol = StepProtocol(
-        RUN, 1, peer, 8, local, Backoff(), ProtocolTimings(), SimSigner(peer), since_s=2.0
-    )
+    protocol = StepProtocol(RUN, 1, peer, 8, local, Backoff(), SimSigner(peer), since_s=2.0)
     protocol.observe(local, {0: [record("first", 0, 1.0)], 1: list(others)}, now=NOW)
     return protocol
 
@@ -59,7 +57,7 @@ def test_a_replica_that_is_silent_is_a_member_no_more() -> None:
     protocol = protocol_of("b", others=(record("c", 1, 3.0),))
     report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
     protocol.report("c", report, [], now=NOW)
-    late = NOW + 2 * ProtocolTimings().gone_after_s
+    late = NOW + 2 * GONE_AFTER_S
     assert members_said(protocol, now=late) == 1
 
 
@@ -68,7 +66,7 @@ def test_of_a_silent_replica_an_old_report_is_not_answered() -> None:
     protocol = protocol_of("b", others=(record("c", 1, 3.0),))
     report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0, number=2)
     protocol.report("c", report, [], now=NOW)
-    late = NOW + 2 * ProtocolTimings().gone_after_s
+    late = NOW + 2 * GONE_AFTER_S
     with pytest.raises(NotNow, match="an old report of a replica that has said nothing since"):
         protocol.report("c", msgspec.structs.replace(report, number=1), [], now=late)
 

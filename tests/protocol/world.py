@@ -16,7 +16,7 @@ from swarm.manifest import Run, audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Claim, Ledger, members_of
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
-from swarm.protocol.protocol import Message, ProtocolTimings, StepProtocol
+from swarm.protocol.protocol import Message, StepProtocol
 from swarm.protocol.replica import (
     Action,
     ApplyStep,
@@ -119,7 +119,7 @@ class World:
     def add(self, name: PeerId, stage: Stage, *, joined: bool = True) -> Replica:
         replica = Replica(name, stage, self.now + len(self.replicas), joined=joined)
         replica.protocol = StepProtocol(
-            self.run, stage, name, NUMEL, replica.local(), Backoff(), ProtocolTimings(),
+            self.run, stage, name, NUMEL, replica.local(), Backoff(),
             SimSigner(name), since_s=replica.since_s,
         )  # fmt: skip
         self.replicas[name] = replica

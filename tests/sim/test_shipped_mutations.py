@@ -19,7 +19,6 @@ from peers.stage.recovery import Recovery
 from swarm.model.gradient_sum import SharedWeights
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
-from swarm.protocol.protocol import ProtocolTimings
 from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
 
 Patch = pytest.MonkeyPatch
@@ -96,7 +95,7 @@ def stay_when_a_stage_is_lost(patch: Patch) -> None:
 
 def forget_a_farewell(patch: Patch) -> None:
     """Count a member that left for ever. Most runs go on all the same: it is left out for what it costs."""
-    patch.setattr(coordination, "ProtocolTimings", lambda: ProtocolTimings(gone_after_s=1e9))
+    patch.setattr("swarm.protocol.protocol.is_gone", lambda seen_s, *, now: False)
     patch.setattr(coordination.StepCoordination, "lost", lambda self, peer: None)
 
 
