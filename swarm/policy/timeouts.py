@@ -29,11 +29,8 @@ REMEMBERED = 32
 class AdaptiveTimeout:
     """Learns the typical duration of a call from its answers."""
 
-    def __init__(
-        self, stages: int = 1, *, min_s: float = MIN_S, times_typical: float = TIMES_TYPICAL
-    ) -> None:
-        """`stages`: that a call passes; `min_s`: for each of them."""
-        self._min_s, self._times_typical = min_s * stages, times_typical
+    def __init__(self, *, min_s: float = MIN_S, times_typical: float = TIMES_TYPICAL) -> None:
+        self._min_s, self._times_typical = min_s, times_typical
         self._lasted_s: deque[float] = deque(maxlen=REMEMBERED)
         self.known = False
         """Whether there was an answer."""
@@ -101,7 +98,7 @@ class CallLimits:
     def __init__(self, router: Router, stage: Stage, stages: int) -> None:
         self._backoff, self._router, self._stage = router.backoff, router, stage
         self._passes = stages - stage
-        self._usual = AdaptiveTimeout(self._passes)
+        self._usual = AdaptiveTimeout(min_s=MIN_S * self._passes)
         self._answered_s = float("-inf")
         """When a call was answered last."""
         self._calls = Counter[PeerId]()

@@ -39,7 +39,7 @@ def test_before_any_answer_each_call_that_is_given_up_doubles_the_limit() -> Non
 
 def test_fast_answers_never_bring_the_limit_below_a_few_seconds_for_each_stage() -> None:
     for stages in (1, 3):
-        timeout = AdaptiveTimeout(stages)
+        timeout = AdaptiveTimeout(min_s=MIN_S * stages)
         for _ in range(100):
             timeout.answered(0.01)
         assert timeout.limit_s == MIN_S * stages
