@@ -38,13 +38,13 @@ async def watch(
                 emit(Trouble(text=f"--pause-when-busy: {error}; this peer does not pause by itself any more"))
             continue
         failures = 0
-        verdict = gate.observe(use, now=clock())
-        if verdict.pause == paused:
+        pauses, why = gate.observe(use, now=clock())
+        if pauses == paused:
             continue
-        paused = verdict.pause
-        emit(Note(text=f"{'pauses' if paused else 'resumes'}: {verdict.why}"))
+        paused = pauses
+        emit(Note(text=f"{'pauses' if paused else 'resumes'}: {why}"))
         if paused:
-            owner.pause(BY, verdict.why)
+            owner.pause(BY, why)
         else:
             owner.resume(BY, NO_ROOM)  # what others had is free again, so it is worth another try
     owner.resume(BY)  # nothing else would end that pause

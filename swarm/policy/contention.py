@@ -22,13 +22,6 @@ class Use(NamedTuple):
     """Share of the time in which the device computed for them, 0 to 1."""
 
 
-class PauseDecision(NamedTuple):
-    """Whether to pause, and why (for logs and the status)."""
-
-    pause: bool
-    why: str
-
-
 class ContentionDetector:
     """Decides from repeated observations of a device when to pause."""
 
@@ -39,8 +32,8 @@ class ContentionDetector:
         """Since when the observations have contradicted the present verdict."""
         self._paused = False
 
-    def observe(self, use: Use, *, now: float) -> PauseDecision:
-        """Add an observation made at `now` (monotonic seconds) and return the verdict."""
+    def observe(self, use: Use, *, now: float) -> tuple[bool, str]:
+        """Add an observation made at `now` (monotonic seconds); return whether to pause, and why."""
         baseline = use.held_bytes if self._baseline_bytes is None else self._baseline_bytes
         self._baseline_bytes = min(use.held_bytes, baseline)
         more_bytes = use.held_bytes - self._baseline_bytes
@@ -53,4 +46,4 @@ class ContentionDetector:
             if now - self._since >= (self._free_after_s if self._paused else self._contended_after_s):
                 self._paused, self._since = not self._paused, None
         why = f"other programs have {more_bytes >> 20} MiB more than usual, and {use.share:.0%} of the time"
-        return PauseDecision(pause=self._paused, why=why)
+        return self._paused, why

@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 def pauses(gate: ContentionDetector, looks: list[tuple[float, int, float]]) -> list[bool]:
     """(time, MiB of others, share of time) -> what the gate says at each."""
-    return [gate.observe(Use(held_bytes=mib * MIB, share=share), now=now).pause for now, mib, share in looks]
+    return [gate.observe(Use(held_bytes=mib * MIB, share=share), now=now)[0] for now, mib, share in looks]
 
 
 def test_a_program_that_stays_pauses_and_ends_the_pause_a_minute_after_it_is_gone() -> None:
@@ -50,9 +50,9 @@ def test_it_never_changes_its_mind_twice_within_its_waits() -> None:
     gate, changes, last = ContentionDetector(), [], False
     for t in range(5000):
         use = Use(held_bytes=rng.choice([0, 0, 0, 4000]) * MIB, share=rng.random() ** 4)
-        verdict = gate.observe(use, now=float(t))
-        assert "MiB more than usual" in verdict.why
-        if verdict.pause != last:
+        pauses, why = gate.observe(use, now=float(t))
+        assert "MiB more than usual" in why
+        if pauses != last:
             changes.append(t)
-            last = verdict.pause
+            last = pauses
     assert all(after - before >= 3 for before, after in itertools.pairwise(changes))
