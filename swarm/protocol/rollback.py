@@ -139,32 +139,24 @@ def bearers(
     return agree if is_proven or (several and support >= waiting) else []
 
 
-class Rollback(NamedTuple):
-    """How a run goes on after one of its stages was lost."""
-
-    goal: Position
-    """In a new generation, unless it is where the run is."""
-    wait_s: float
-    """Seconds to wait first: peers with a newer checkpoint may come back."""
-
-
 def plan_rollback(
     stage: Stage, stages: int, run: Position, saved: Mapping[Stage, Iterable[int]], *, waited_s: float,
     checkpoint_every: int, steps: int, from_keeper: bool = False,
-) -> Rollback:  # fmt: skip
-    """The rollback that a peer of the lost `stage` plans, with the run at `run`. `saved`: versions on offer,
-    by stage.
+) -> tuple[Position, float]:  # fmt: skip
+    """Where the run, at `run`, goes on after `stage` was lost, as one of its peers plans; and for how many
+    seconds to wait first, as peers with a newer checkpoint may come back. `saved`: versions on offer, by
+    stage.
 
     With a checkpoint of just that version the run goes on; else a new generation starts at the newest version
     that all stages can get. That may be a later one: after a long rollback there may be a checkpoint newer
     than what the run has reached again. With a keeper's answer nothing newer is waited for.
     """
     if run.version in saved.get(stage, ()):
-        return Rollback(run, 0.0)
+        return run, 0.0
     start = newest_start(stages, saved, most=steps)
     wait_s = 0.0 if from_keeper else worth_waiting_s(start, run.version, checkpoint_every) - waited_s
     generation = Generation(run.generation.number + 1, start, stage, run.version)
-    return Rollback(Position(generation, start), max(0.0, wait_s))
+    return Position(generation, start), max(0.0, wait_s)
 
 
 def worth_waiting_s(start: int, run_version: int, checkpoint_every: int) -> float:

@@ -11,7 +11,6 @@ from swarm.protocol.rollback import (
     FAR_BACK_S,
     MAX_GENERATIONS,
     Join,
-    Rollback,
     check_position,
     furthest,
     is_alone_ahead,
@@ -93,16 +92,14 @@ def test_what_a_newcomer_does(mine: int, replicas: list[int], run: int, does: Jo
 def test_a_lost_stage_goes_on_or_a_new_era_starts() -> None:
     run = Position(Generation(1, 2), 8)
 
-    def back(saved: dict[int, list[int]], *, waited_s: float = 0.0, from_keeper: bool = False) -> Rollback:
-        return plan_rollback(
-            1, 2, run, saved, waited_s=waited_s, checkpoint_every=2, steps=20, from_keeper=from_keeper
-        )
+    def back(saved: dict[int, list[int]], waited_s: float = 0.0, **also: bool) -> tuple[Position, float]:
+        return plan_rollback(1, 2, run, saved, waited_s=waited_s, checkpoint_every=2, steps=20, **also)
 
     assert back({0: [], 1: [8]}) == (run, 0.0)
     at = {start: Position(Generation(2, start, lost_stage=1, lost_version=8), start) for start in (2, 6, 12)}
     assert back({0: [4, 6], 1: [4, 6]}) == (at[6], 0.0)
     assert back({0: [2], 1: [2]}) == (at[2], FAR_BACK_S)
-    assert back({0: [2], 1: [2]}, waited_s=20.0) == (at[2], FAR_BACK_S - 20.0)
+    assert back({0: [2], 1: [2]}, 20.0) == (at[2], FAR_BACK_S - 20.0)
     assert back({0: [2], 1: [2]}, from_keeper=True) == (at[2], 0.0)
     assert back({0: [12], 1: [12]}) == (at[12], 0.0)
 
