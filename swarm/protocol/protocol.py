@@ -378,10 +378,11 @@ class StepProtocol:
             # What this replica is to take out is for no other.
             steps = tuple(step for step in self.directive.steps if step.plan or step.fetch)
             return replace(self.directive, steps=steps)
-        self._lead(now)
+        self._lead(now, answers=sender)
         if sender not in self._coordinator.members:
             raise NotNow("an old report of a replica that has said nothing since")
-        return replace(self._directive_for(sender, now), number=next(self._numbers))
+        self._told[sender] = directive = self._directive_for(sender, now)
+        return replace(directive, number=next(self._numbers))
 
     def _check_ahead(self, sender: PeerId, report: ReplicaReport) -> None:
         """Refuse a replica that is two versions ahead of the rest: stages step together, unless this peer
@@ -403,8 +404,10 @@ class StepProtocol:
         """Note the position of a replica of another stage."""
         self._witnessed = max(self._witnessed, position)
 
-    def _lead(self, now: float) -> None:
-        """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
+    def _lead(self, now: float, *, answers: PeerId = "") -> None:
+        """Decide for the stage; tell the replicas whose directive changed, but for the one that it answers, and
+        the run coordinator.
+        """
         stage = self._coordinator
         gone = [p for p, member in stage.members.items() if is_gone(member.seen_s, now=now)]
         for peer in gone:
@@ -441,7 +444,7 @@ class StepProtocol:
             directive = self._directive_for(peer, now)
             if peer == self._me:
                 self.directive_came(replace(directive, number=next(self._numbers)), now=now, seen=peer)
-            elif is_untold(directive, self._told.get(peer)):
+            elif peer != answers and is_untold(directive, self._told.get(peer)):
                 self._told[peer] = directive
                 self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
 
