@@ -350,6 +350,9 @@ class DhtNode:
         self._me, self._tasks, self._rng = me, tasks, random.Random()
         self._kept: dict[bytes, dict[str, KeptEntry]] = {}
         self._entries = 0
+        self._second_hand: dict[bytes, dict[str, None]] = {}
+        """By key, the subkeys of values that others handed on, which give way first: where there are none, a
+        full node looks for none."""
         self._of: Counter[str] = Counter()
         """How many values are kept of each subkey."""
         self._offers: dict[tuple[PeerId, float], Allowance] = {}
@@ -443,6 +446,10 @@ class DhtNode:
         self._entries += old is None
         self._of[entry.subkey] += old is None
         first_hand = first_hand or (old is not None and old.first_hand)
+        if first_hand:
+            self._note_first_hand(key, entry.subkey)
+        else:
+            self._second_hand.setdefault(key, {})[entry.subkey] = None
         announced = opened if isinstance(opened, Announced) else None
         self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, first_hand, rank, announced)
         return True
@@ -452,17 +459,24 @@ class DhtNode:
         if held >= self.max_subkeys:
             return first_hand and self._drop_second_hand(key)
         if self._entries >= self.max_entries or (not held and len(self._kept) >= MAX_KEYS):
-            largest_first = sorted(self._kept, key=lambda key: -len(self._kept[key]))
-            return first_hand and any(map(self._drop_second_hand, largest_first))
+            largest = max(self._second_hand, key=lambda key: len(self._kept[key]), default=b"")
+            return first_hand and self._drop_second_hand(largest)
         return True
 
     def _drop_second_hand(self, key: bytes) -> bool:
-        dropped = next((subkey for subkey, kept in self._kept[key].items() if not kept.first_hand), None)
+        dropped = next(iter(self._second_hand.get(key, ())), None)
         if dropped is not None:
             self._drop(key, dropped)
         return dropped is not None
 
+    def _note_first_hand(self, key: bytes, subkey: str) -> None:
+        others = self._second_hand.get(key, {})
+        others.pop(subkey, None)
+        if not others:
+            self._second_hand.pop(key, None)
+
     def _drop(self, key: bytes, subkey: str) -> None:
+        self._note_first_hand(key, subkey)
         del self._kept[key][subkey]
         self._entries -= 1
         if left := self._of.pop(subkey) - 1:

@@ -182,10 +182,13 @@ async def test_of_a_flood_through_one_node_no_record_keeps_out_a_peer_that_speak
     assert len(kept(at)) == 10 and kept(at)[0] == entry(1).subkey, "told first"
     assert await store(at, entry(1, 0, 5.0), sender=99) == [True], "what is there is renewed by any peer"
     assert kept(at)[0] == entry(1).subkey
-    for number in range(2, 11):
+    first = kept(at)[-1]  # another one handed it on before its peer came
+    came_later = next(number for number in range(100, 115) if entry(number).subkey == first)
+    assert await store(at, entry(came_later, 0, 5.0), sender=came_later) == [True]
+    for number in range(2, 10):
         assert await store(at, entry(number), sender=number) == [True]
-    assert await store(at, entry(11), sender=11) == [False], "all places are taken by such peers"
-    assert set(kept(at)) == {entry(n).subkey for n in range(1, 11)}
+    assert await store(at, entry(10), sender=10) == [False], "all places are taken by such peers"
+    assert set(kept(at)) == {first, *(entry(n).subkey for n in range(1, 10))}
 
 
 async def test_of_one_identity_a_few_records_are_kept_and_the_next_one_finds_room() -> None:
@@ -255,6 +258,20 @@ async def test_a_full_node_forgets_all_at_once_in_a_moment() -> None:
         at._drop(bytes([number // at.max_subkeys]), f"peer {number}")
     assert time.process_time() - began < 0.5
     assert (at._entries, len(at._of), at._kept) == (0, 0, {})
+
+
+async def test_a_full_node_looks_for_no_room_that_cannot_be() -> None:
+    """It looked through all that it has, 3.4 ms for each value that newcomers stored: a crowd stopped it."""
+    at = node()
+    at.check.open = lambda key, entry: ""  # type: ignore[method-assign]
+    for number in range(at.max_entries):
+        entry = Entry(f"peer {number}", b"", unix_s() + 300.0)
+        at.keep(b"%d" % (number % dht_protocol.MAX_KEYS), entry, first_hand=True)
+    began = time.process_time()
+    for number in range(1000):
+        new = f"new {number}"
+        assert not at._store(new, b"another key", Entry(new, b"", unix_s() + 300.0))
+    assert time.process_time() - began < 0.5
 
 
 def of_any(at: DhtNode) -> None:
