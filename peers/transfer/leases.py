@@ -99,7 +99,7 @@ class Lease(msgspec.Struct, eq=False):
         return any(reader.alive(now) for reader in self.readers.values())
 
     def reader(self, peer: PeerId, now: float) -> _Reader:
-        """Who reads it, known from now on; the one that was heard of longest ago may be forgotten for it."""
+        """What is known of a reader, from now on; the one that read longest ago may be forgotten for it."""
         found = self.readers[peer] = self.readers.pop(peer, None) or _Reader(now, now)
         if len(self.readers) > MAX_READERS:
             del self.readers[next(iter(self.readers))]

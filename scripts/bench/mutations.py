@@ -8269,7 +8269,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "who-opens-again-is-a-new-reader",
         "peers/transfer/leases.py",
-        "known = lease.readers.setdefault(reader, _Reader(now, now))",
+        "known = lease.reader(reader, now)",
         "known = lease.readers[reader] = _Reader(now, now)",
         "Two strangers that open what they read again and again hold both copies of a state for ever.",
         ("test_state_leases",),
