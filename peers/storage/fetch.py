@@ -94,20 +94,14 @@ def _at_hub(address: str) -> str:
     return f"{hub}/{kind}{repository}/resolve/{revision or 'main'}/{file}"
 
 
-_HANDLERS = (
-    urllib.request.ProxyHandler,
-    urllib.request.UnknownHandler,
-    urllib.request.HTTPRedirectHandler,
-    urllib.request.HTTPErrorProcessor,
-    urllib.request.HTTPDefaultErrorHandler,
-)
-"""What `urlopen` has beside those for HTTP itself; not for FTP and files."""
 _private: set[str] = set()
 """Addresses that the user named, and that are in a private network."""
 
 
 class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
     """One request, and where its answers lead: from the internet into no private network."""
+
+    handler_order = 499  # behind proxies, and before urllib's own for FTP
 
     def __init__(self, may_be_private: bool) -> None:
         super().__init__()
@@ -137,16 +131,17 @@ class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
         return super().do_open(connection, req, **options)
 
+    def ftp_open(self, req: urllib.request.Request) -> None:
+        raise FileNotFoundError(2, f"it leads to {req.full_url}, which is not HTTP")
+
 
 def _over_http(address: str, start: int, count: int, token: str = "", named_by: str = "") -> bytearray:
     request = urllib.request.Request(address, headers={"Range": f"bytes={start}-{start + count - 1}"})
     if token:  # for this server, and for none that it sends us to
         request.add_unredirected_header("Authorization", f"Bearer {token}")
-    ours, opener = _Http(not is_far(named_by) or named_by in _private), urllib.request.OpenerDirector()
-    for handler in (ours, *(kind() for kind in _HANDLERS)):
-        opener.add_handler(handler)
+    ours = _Http(not is_far(named_by) or named_by in _private)
     try:
-        with opener.open(request, timeout=ANSWER_S) as answer:
+        with urllib.request.build_opener(ours).open(request, timeout=ANSWER_S) as answer:
             if ours.may_be_private and not named_by:
                 _private.add(address)
             left = start if answer.status == 200 else 0  # it sends the whole file
