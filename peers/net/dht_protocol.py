@@ -326,8 +326,6 @@ class KeptEntry(NamedTuple):
     """A value that a node keeps for others."""
 
     entry: Entry
-    first_hand: bool
-    """Its peer sent it itself."""
     rank: tuple[int, bytes] = (0, b"")
     """Of two values of a subkey the one of higher rank stays, then the one that expires later."""
     announced: Announced | None = None
@@ -445,13 +443,12 @@ class DhtNode:
             return False
         self._entries += old is None
         self._of[entry.subkey] += old is None
-        first_hand = first_hand or (old is not None and old.first_hand)
         if first_hand:
             self._note_first_hand(key, entry.subkey)
-        else:
+        elif old is None:
             self._second_hand.setdefault(key, {})[entry.subkey] = None
         announced = opened if isinstance(opened, Announced) else None
-        self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, first_hand, rank, announced)
+        self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, rank, announced)
         return True
 
     def _has_room(self, key: bytes, held: int, first_hand: bool) -> bool:
@@ -505,10 +502,10 @@ class DhtNode:
 
     def entries(self, key: bytes) -> list[Entry]:
         """What is here under a key: first what peers sent themselves, then the others, in any order."""
-        now = unix_s()
-        kept = [one for one in self._kept.get(key, {}).values() if one.entry.expires > now]
+        now, others = unix_s(), self._second_hand.get(key, {})
+        kept = [one.entry for one in self._kept.get(key, {}).values() if one.entry.expires > now]
         self._rng.shuffle(kept)
-        return [one.entry for one in sorted(kept, key=lambda one: not one.first_hand)]
+        return sorted(kept, key=lambda entry: entry.subkey in others)
 
     # -- asking -----------------------------------------------------------------------------------
 

@@ -3725,8 +3725,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-came-first-hand-later-gives-way",
         NODES,
-        "        if first_hand:\n            self._note_first_hand(key, entry.subkey)\n        else:",
-        "        if not first_hand:",
+        "        if first_hand:\n            self._note_first_hand(key, entry.subkey)\n        elif",
+        "        if",
         "A stranger that handed a record on before its peer came has it driven out.",
         ("test_dht_protocol",),
     ),
