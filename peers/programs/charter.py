@@ -132,12 +132,12 @@ def run_invite(options: tool_options.InviteOptions) -> None:
 
 @contextlib.asynccontextmanager
 async def _at_the_run(
-    options: RunOptions, identity: Path | None = None
+    options: RunOptions, owner: Identity | None = None, identity: Path | None = None
 ) -> AsyncIterator[tuple[Node, Charter]]:
     """A node in the network of the run, and the highest charter, be it expired.
 
     Raises:
-        SetupError: no route to the run, or it has no charter.
+        SetupError: no route to the run, it has no charter, or its owner has another key.
     """
     from peers.net.node import Node
 
@@ -150,15 +150,19 @@ async def _at_the_run(
     ) as node:
         charters = node.directory.charters
         if name is not None:
-            charter = await charters.find(name, timeout_s=FIND_S, expired=True)
+            await charters.find(name, timeout_s=FIND_S, expired=True)
             await charters.ask()  # for revocations, now that the run is known
-            yield node, charters.charter or charter
-            return
-        await node.directory.fetch_manifest(options.run)
+        else:
+            await node.directory.fetch_manifest(options.run)
         if charters.charter is None:
             raise SetupError(
                 f"the run {options.run} has no charter: one that swarm init makes has one, published by "
                 "swarm bootstrap --charter"
+            )
+        if owner is not None and owner.peer_id != charters.owner:
+            raise SetupError(
+                f"--owner is not the key of the owner of {charters.name}: its fingerprint is "
+                f"{fingerprint_of(owner.peer_id)}"
             )
         yield node, charters.charter
 
@@ -173,16 +177,6 @@ def _owner_key(path: Path) -> Identity:
             f"--owner {path} is no key: {why}. Give the owner.key that swarm init made, or a copy of it: no "
             "other one changes its run"
         ) from None
-
-
-def _check_owner(owner: Identity, path: Path, node: Node) -> None:
-    """Raises SetupError: it is another key."""
-    charters = node.directory.charters
-    if owner.peer_id != charters.owner:
-        raise SetupError(
-            f"{path} is not the key of the owner of {charters.name}: its fingerprint is "
-            f"{fingerprint_of(owner.peer_id)}"
-        )
 
 
 async def _publish(node: Node, old: Charter, owner: Identity, words: str, **changes: Any) -> Charter:
@@ -206,8 +200,7 @@ async def _publish(node: Node, old: Charter, owner: Identity, words: str, **chan
 async def run_ban(options: tool_options.BanOptions) -> None:
     """Publish a charter with one ban more. Raises SetupError."""
     owner = _owner_key(options.owner)
-    async with _at_the_run(options) as (node, charter):
-        _check_owner(owner, options.owner, node)
+    async with _at_the_run(options, owner) as (node, charter):
         if options.peer == owner.peer_id:
             raise SetupError(f"{options.peer} owns the run: if its key was stolen, end it by swarm revoke")
         bans = rules.ban(charter, options.peer, options.why)
@@ -217,8 +210,7 @@ async def run_ban(options: tool_options.BanOptions) -> None:
 async def run_unban(options: tool_options.UnbanOptions) -> None:
     """Publish a charter with one ban less. Raises SetupError."""
     owner = _owner_key(options.owner)
-    async with _at_the_run(options) as (node, charter):
-        _check_owner(owner, options.owner, node)
+    async with _at_the_run(options, owner) as (node, charter):
         bans = rules.unban(charter, options.peer)
         await _publish(node, charter, owner, f"{options.peer} is not banned", bans=bans)
 
@@ -226,14 +218,13 @@ async def run_unban(options: tool_options.UnbanOptions) -> None:
 async def run_charter(options: tool_options.CharterOptions) -> None:
     """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
     owner = None if options.owner is None else _owner_key(options.owner)
-    async with _at_the_run(options) as (node, charter):
+    async with _at_the_run(options, owner) as (node, charter):
         changes = _changes(options, charter)
-        if owner is None or options.owner is None:
+        if owner is None:
             if changes:
                 raise SetupError("only the owner changes a charter: give its key as --owner")
             print(told(charter, node.directory.charters.owner))
             return
-        _check_owner(owner, options.owner, node)
         if options.trusted_stages:
             run = await node.directory.fetch_manifest(charter.run)
             check_stages("--trusted-stages", options.trusted_stages, run)
@@ -290,7 +281,7 @@ async def run_revoke(options: tool_options.RevokeOptions) -> None:
     """Have a key say that it is to be trusted no more. Raises SetupError."""
     identity = Identity.load(options.identity)
     # With the key itself: what a peer says of itself first hand has a place in a full node.
-    async with _at_the_run(options, options.identity) as (node, charter):
+    async with _at_the_run(options, identity=options.identity) as (node, charter):
         sealed = seal_revocation(charter.run, identity)
         if await node.directory.charters.revoke(charter.run, identity.peer_id, sealed) < 2:
             raise SetupError("no node of the run took the revocation: try again, and check the clocks (NTP)")

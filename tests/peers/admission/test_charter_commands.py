@@ -321,7 +321,7 @@ async def test_only_the_owner_says_who_takes_part(monkeypatch: pytest.MonkeyPatc
             command = {"BanOptions": "ban", "UnbanOptions": "unban", "CharterOptions": "charter"}[
                 kind.__name__
             ]
-            with pytest.raises(SetupError, match=rf"kim.key is not the key of the owner of {NAME}: its fing"):
+            with pytest.raises(SetupError, match=rf"--owner is not the key of the owner of {NAME}: its fing"):
                 await getattr(commands, f"run_{command}")(given(kind, owner=keys / "kim.key", **more))
         with pytest.raises(SetupError, match="only the owner changes a charter: give its key as --owner"):
             await commands.run_charter(given(tool_options.CharterOptions, peers="list"))
