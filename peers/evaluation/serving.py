@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from peers.incoming import Incoming
@@ -9,6 +11,7 @@ from peers.ports import Answer, Rank, Request
 from peers.stage.state import StageCore
 from swarm.errors import Busy, Leaving, NotReady, PeerFault, Refused, short
 from swarm.evaluation import is_due, microbatches, version_of
+from swarm.ids import PeerId
 from swarm.model.stage_io import body_bytes, input_metas
 from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Ack, EvalDone, Evaluate, Evaluated, pack, unpack, unpack_answer
@@ -16,8 +19,8 @@ from swarm.wire.tensor_meta import buffer_sizes
 
 OPEN_WAIT_S = 2.5
 """How long a request waits for the weights that it names, as one to train does."""
-MAX_AT_ONCE = 32
-"""Evaluations in flight: each holds its inputs."""
+MAX_AT_ONCE, MAX_EACH = 32, 16
+"""Evaluations in flight, and of one caller: each holds its inputs, and some wait for others."""
 CALL_S = 30.0
 
 
@@ -27,7 +30,7 @@ class EvaluationServer:
     def __init__(self, core: StageCore) -> None:
         self._core, self._transport = core, core.transport
         self._incoming = Incoming()
-        self._inflight = 0
+        self._inflight = Counter[PeerId]()
         self.newest: tuple[int, float] | None = None
         """Version and loss, as a trainer told."""
         if not core.run.eval.every:
@@ -55,10 +58,12 @@ class EvaluationServer:
             await core.membership.require(request.peer, core.stage - 1)
             if not core.voices.counts(request.peer, core.stage - 1):
                 raise Refused(f"peer {short(request.peer)} has no voice at stage {core.stage - 1}")
-        if self._inflight >= MAX_AT_ONCE:
+        if self._inflight[request.peer] >= MAX_EACH:
+            raise Busy(f"{MAX_EACH} evaluations of yours are in flight")
+        if self._inflight.total() >= MAX_AT_ONCE:
             self._incoming.others_wait()
-            raise Busy(f"{self._inflight} evaluations are in flight")
-        self._inflight += 1
+            raise Busy(f"{MAX_AT_ONCE} evaluations are in flight")
+        self._inflight[request.peer] += 1
         try:
             if wanted.t < core.run.steps:
                 await core.step(wanted.t, wait_s=OPEN_WAIT_S)
@@ -67,7 +72,7 @@ class EvaluationServer:
             made = await core.device.run(Rank.COMPUTE, wanted.t, core.compute.evaluate, version, inputs)
             loss = await self._next(wanted, made) if isinstance(made, list) else made
         finally:
-            self._inflight -= 1
+            self._inflight -= Counter([request.peer])
         return Answer(pack(EvalDone(loss=loss)))
 
     def _check(self, wanted: Evaluate, request: Request) -> None:

@@ -2618,6 +2618,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_evaluation",),
     ),
     Mutation(
+        "one-caller-has-all-places-for-evaluations",
+        "peers/evaluation/serving.py",
+        "if self._inflight[request.peer] >= MAX_EACH:",
+        "if False:",
+        "One with voice keeps a stage from evaluating anything, for half a minute each time.",
+        ("test_evaluation",),
+    ),
+    Mutation(
         "results-are-kept-while-they-are-read",
         LEASES,
         ' or (lease.pool == "held" and not held)',

@@ -13,7 +13,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
-from peers.evaluation.serving import MAX_AT_ONCE
+from peers.evaluation.serving import MAX_AT_ONCE, MAX_EACH
 from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
 from peers.programs.status import picture
@@ -24,7 +24,7 @@ from peers.storage.weights import Weights
 from peers.watch.metrics import registry_of
 from peers.watch.monitor import Monitor
 from peers.watch.terminal import _loss
-from swarm.errors import NotReady, Refused, SetupError, Stale
+from swarm.errors import Busy, NotReady, Refused, SetupError, Stale
 from swarm.evaluation import eval_data, eval_offsets, is_due, mean_loss, microbatches, version_of
 from swarm.manifest import DataSpec, EvalSpec, Run, demo_run, parse_run
 from swarm.model.evaluate import loss_of
@@ -339,8 +339,13 @@ async def test_bodies_that_trickle_make_way_for_an_evaluation_that_waits() -> No
         await s.until_serving()
         serve, wanted = s.peers["s0p0"].evaluations._serve, Evaluate(run=run.id, t=0, e=0)
         wanted = msgspec.structs.replace(wanted, tensors=input_metas(run, 0))
-        slow = Trickle("stranger", pack(wanted), buffer_sizes(wanted.tensors))
-        held = [asyncio.ensure_future(serve(slow)) for _ in range(MAX_AT_ONCE)]
+        held, size = list[asyncio.Future[Any]](), buffer_sizes(wanted.tensors)
+        for name in ("one", "two"):
+            held += [asyncio.ensure_future(serve(Trickle(name, pack(wanted), size))) for _ in range(MAX_EACH)]
+            await asyncio.sleep(0)
+            with pytest.raises(Busy, match=f"{MAX_EACH} evaluations of yours"):
+                await asyncio.wait_for(serve(Trickle(name, pack(wanted), size)), 5.0)
+        assert len(held) == MAX_AT_ONCE
         s.add_trainer("trainer", held_out=held_out)
         await s.until_finished(limit_s=300.0)
         await s.until(lambda: all(s.tasks[name].done() for name in s.trainers))
