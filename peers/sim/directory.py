@@ -137,7 +137,6 @@ class SimDirectory:
             await self.announce(msgspec.structs.replace(entry.record, state="left"))
 
     def will_bring(self, at_s: float, entry: _Entry) -> None:
-        """Have the background bring a record then."""
         self._due.append((at_s, entry))
         self._due_s = min(self._due_s, at_s)
 

@@ -59,7 +59,6 @@ class Disks:
         self._commit = atomic_file.commit
 
     def add(self) -> Disk:
-        """An empty one."""
         if self._root is None:
             where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
             self._root, self._lock = private_folder(where, "swarm-sim-")

@@ -86,8 +86,6 @@ class AuditCompute(StageCompute):
 
 
 class Member(msgspec.Struct, eq=False):
-    """One process."""
-
     process: Process
 
     @property
@@ -169,7 +167,6 @@ class Swarm:
         """What happens to the process that is the so-many-th to pass each, from now on."""
 
     def _thread_s(self) -> float:
-        """How long the next job of a worker thread takes."""
         process = PROCESS.get()
         slow_s = process.slow_s * self._threads.number() if process and process.slow_s else 0.0
         return self._threads.between(*THREAD_S) + slow_s

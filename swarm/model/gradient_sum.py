@@ -156,7 +156,6 @@ class GradientSums:
         return Rounded.of(self._run, mb, name, dropped)
 
     def drop(self, t: int) -> None:
-        """Forget the sum of step `t`, if there is one."""
         self._spare = self._sums.pop(t, self._spare)  # one is enough: it is there for the next step's
 
     def move_to(self, version: int, *, keep_later: bool) -> None:
@@ -166,7 +165,6 @@ class GradientSums:
             self.drop(t)
 
     def free(self) -> None:
-        """Release the memory."""
         self._sums, self._spare = {}, None
 
     def _check(self, found: Gradients) -> None:

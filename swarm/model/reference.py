@@ -327,7 +327,6 @@ class PlainStage:
 
 @torch.no_grad()
 def meet(islands: Sequence[PlainStage]) -> None:
-    """Have all islands meet at one stage."""
     changes = [island.changes() for island in islands]
     zero, share = torch.zeros(()), 1.0 / len(islands)
     means = {name: sum((change[name] for change in changes), zero) * share for name in changes[0]}

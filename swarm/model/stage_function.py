@@ -67,7 +67,6 @@ class StageFunction:
 
 
 def stage_function(run: Run, stage: Stage) -> StageFunction:
-    """The function of `stage`."""
     return _custom(run, stage) if run.brings_model else _built_in(run, stage)
 
 

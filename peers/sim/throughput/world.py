@@ -159,7 +159,6 @@ class Peer:
         self.since_s = self.served_from_s = loop.now_s
         self.alive, self.serving, self.spare = True, False, False
         self.ended_s = 0.0
-        """When it died."""
         self.draining_to: Stage | None = None
         """It gets no new microbatch, and moves to that stage when it has finished those that it has."""
         self.flights = 0
@@ -175,7 +174,6 @@ class Peer:
         self._length = MeanLength()
 
     def ledger(self, t: int, microbatches: int) -> Ledger:
-        """Its ledger of step `t`."""
         if t not in self.ledgers:
             self.ledgers[t] = Ledger(t, microbatches)
         return self.ledgers[t]

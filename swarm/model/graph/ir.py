@@ -54,7 +54,6 @@ class Operator:
     inputs: tuple[str, ...]
     """Values it reads (inputs of the model, outputs of operators), without duplicates."""
     parameters: tuple[str, ...]
-    """Parameters it reads."""
     buffers: tuple[str, ...]
     """Buffers and constant tensors it reads."""
     outputs: tuple[str, ...]
@@ -74,7 +73,6 @@ class OpGraph:
     inputs: tuple[str, ...]
     """The model's inputs, in order."""
     loss: str
-    """The value that is the scalar loss."""
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     tied: tuple[tuple[str, ...], ...]
