@@ -19,7 +19,6 @@ import numpy as np
 from peers.sim.dice import Dice
 from swarm.ids import PeerId
 from swarm.plan.network import Network, all_reduce_s
-from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
 SMALL_BYTES = 4096
 """A header; a report of a run of thousands of microbatches."""
@@ -55,14 +54,11 @@ class Lines:
         return 0.0
 
 
-class SharedLines(Lines):
+class SharedLines:
     """All lines of a network, and until when each is taken. Devices are named by their index."""
 
     def __init__(self, network: Network) -> None:
-        super().__init__(least_s=0.0, most_s=0.0, bytes_per_s=math.inf)
         self._network = network
-        self.device_of: dict[PeerId, int] = {}
-        """Where processes are, for `lasts_s`."""
         self._latency_s: list[list[float]] = network.latency_s.tolist()
         self._line_s: list[list[float]] = _per_byte(network.bandwidth_bps.tolist())
         self._region: list[int] = network.region_of.tolist()
@@ -74,19 +70,9 @@ class SharedLines(Lines):
         """The latency one way."""
         return self._latency_s[self._region[i]][self._region[j]] if i != j else 0.0
 
-    def round_trip_s(self, here: PeerId, there: PeerId) -> float:
-        return 2 * self.latency_s(self.device_of[here], self.device_of[there])
-
     def down_s(self, i: int, size_bytes: float) -> float:
         """Seconds of a download that nothing else limits."""
         return self._down_s[i] * size_bytes
-
-    def lasts_s(self, sent: Sent, dice: Dice) -> float:
-        i, j = self.device_of[sent.source], self.device_of[sent.destination]
-        sent_s = sent.now_s if sent.since_s is None else sent.since_s
-        if sent.since_s is not None and sent.size_bytes > WINDOW_BYTES + AHEAD_BYTES:
-            sent_s = sent.now_s + self.latency_s(j, i)  # its caller waits until it is accepted
-        return max(0.0, self.send(i, j, sent.size_bytes, sent_s) - sent.now_s)
 
     def send(self, i: int, j: int, size_bytes: float, now_s: float) -> float:
         """The time at which the last byte arrives, if it is sent now."""

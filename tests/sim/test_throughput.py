@@ -17,6 +17,7 @@ from peers.sim.lines import Sent, SharedLines
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.members import Trace
 from peers.sim.throughput.world import Settings, ThroughputReport
+from scripts.bench.common.host_lines import HostLines
 from scripts.bench.plan.validate import CASES, Case, shipped, simulated, validation_run
 from swarm.errors import SetupError
 from swarm.plan.network import Device, Network, StepWork
@@ -138,7 +139,7 @@ def test_a_small_message_waits_for_no_large_one_which_it_delays_by_its_own_time(
 def test_a_body_goes_with_its_call_unless_it_is_so_large_that_it_has_to_be_accepted_first(
     size_bytes: int, lasts_s: float
 ) -> None:
-    lines = SharedLines(network(2, upload_bps=8e6, latency_s=0.05))
+    lines = HostLines(network(2, upload_bps=8e6, latency_s=0.05))
     lines.device_of = {"a": 0, "b": 1}
     found_s = lines.lasts_s(Sent("a", "b", size_bytes, 1.04, since_s=1.0), Dice(0))
     assert found_s == pytest.approx(lasts_s)

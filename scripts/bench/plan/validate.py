@@ -47,7 +47,6 @@ from peers.programs.descriptions import job_of
 from peers.sim.device import SimDevice
 from peers.sim.dice import Dice
 from peers.sim.directory import Dht, SimDirectory
-from peers.sim.lines import SharedLines
 from peers.sim.loop import Process, VirtualLoop
 from peers.sim.network import Network as CallNetwork
 from peers.sim.swarm import Zeros
@@ -58,6 +57,7 @@ from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, machine_busy_s, report
+from scripts.bench.common.host_lines import HostLines
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.common.unhurried import Unhurried
 from scripts.bench.recovery.chaos import ChaosSwarm
@@ -147,7 +147,7 @@ class Tokens(Zeros):
 def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     """Tokens per second of the classes that ship, in virtual time, the median over steps."""
     run = replace(run, data=replace(run.data, tokens=1_000_000))
-    loop, lines, ends_s = VirtualLoop(lambda: 0.001), SharedLines(hosts_of(case)), list[float]()
+    loop, lines, ends_s = VirtualLoop(lambda: 0.001), HostLines(hosts_of(case)), list[float]()
     network, dht = CallNetwork(loop, Dice(1), lines), Dht(loop, Dice(2))
 
     def hear(event: Event) -> None:

@@ -44,7 +44,7 @@ from peers.islands.trainers import IslandTrainers
 from peers.sim.device import SimDevice
 from peers.sim.dice import Dice
 from peers.sim.directory import Dht, SimDirectory
-from peers.sim.lines import Sent, SharedLines
+from peers.sim.lines import Sent
 from peers.sim.loop import Process, VirtualLoop
 from peers.sim.network import Network, SimTransport
 from peers.stage.server import StagePeer
@@ -52,6 +52,7 @@ from peers.stage.settings import StageSettings
 from peers.trainer import TrainerSettings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import Segment, Swarm, bench_run, machine, report, role_names
+from scripts.bench.common.host_lines import HostLines
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.loss.islands_loss import islands_of
 from scripts.bench.plan.validate import Case, Tokens, Unhurried, hosts_of
@@ -163,7 +164,7 @@ def lay(lab: Lab, mbit: float) -> None:
         lab.set_link(a, b, Link(delay_s=DELAY_S if mbit else 0.0))
 
 
-class CountedLines(SharedLines):
+class CountedLines(HostLines):
     """Lines that know what was sent."""
 
     def __init__(self, network: Described) -> None:

@@ -16,10 +16,11 @@ import torch
 from peers.clock import now_s
 from peers.ports import Answer, Request
 from peers.sim.dice import Dice
-from peers.sim.lines import Lines, Sent, SharedLines
+from peers.sim.lines import Lines, Sent
 from peers.stage import all_reduce as reduce
 from peers.stage.all_reduce import AllReduce, RoundAborted, checksum, read_part
 from peers.stage.open_step import KeptMicrobatch, OpenStep
+from scripts.bench.common.host_lines import HostLines
 from swarm.errors import BadAnswer, Busy, NotReady, Refused
 from swarm.manifest import audit_run
 from swarm.model.reductions import sqnorm, vectors_digest
@@ -305,11 +306,11 @@ async def test_a_member_that_takes_its_answers_and_sends_no_more_is_named_soon()
     others.cancel()
 
 
-def lines_of(built: Group, mbit: float, *, down_mbit: dict[str, float] | None = None) -> SharedLines:
+def lines_of(built: Group, mbit: float, *, down_mbit: dict[str, float] | None = None) -> HostLines:
     """Lines of that many Mbit/s up and down; `down_mbit`: of some members, down."""
     down = dict.fromkeys(built.plan.members, mbit) | (down_mbit or {})
     hosts = [Device(name, 0, 1.0, 1e6 * mbit, 1e6 * down[name]) for name in built.plan.members]
-    lines = SharedLines(Network(tuple(hosts), ("lab",), np.array([[0.001]]), np.array([[np.inf]])))
+    lines = HostLines(Network(tuple(hosts), ("lab",), np.array([[0.001]]), np.array([[np.inf]])))
     lines.device_of = {name: i for i, name in enumerate(built.plan.members)}
     return lines
 
