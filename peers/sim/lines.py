@@ -98,8 +98,8 @@ class SharedLines:
         these, part_bits = np.array(members), 8.0 * size_bytes / len(members)
         latency_nn, bandwidth_nn = self._network.between(these, these)
         ends_n = self._network.upload_bps[these], self._network.download_bps[these]
-        ends_s = ((len(these) - 1) * part_bits / each_n for each_n in ends_n)
-        return float(all_reduce_s(latency_nn, part_bits / bandwidth_nn, *ends_s, these >= 0))
+        up_s, down_s = ((len(these) - 1) * part_bits / each_n for each_n in ends_n)
+        return float(all_reduce_s(latency_nn, part_bits / bandwidth_nn, up_s, down_s, these >= 0))
 
 
 def _per_byte(bps: list[list[float]]) -> list[list[float]]:

@@ -356,8 +356,9 @@ class Overlap:
             latency_s, bit_s = self._lines(members, members)
             bit_s *= part_K1[:, :, None]
             others_K1 = count_K[rows, None] - 1
-            ends_s = (part_K1 * (others_K1 * each_N.take(members)) for each_N in (self._up_N, self._down_N))
-            found_K[rows] = all_reduce_s(latency_s, bit_s, *ends_s, members < len(self.network))
+            ends_N = self._up_N, self._down_N
+            up_s, down_s = (part_K1 * (others_K1 * each_N.take(members)) for each_N in ends_N)
+            found_K[rows] = all_reduce_s(latency_s, bit_s, up_s, down_s, members < len(self.network))
         return found_K
 
     def _lines(self, a_KA: np.ndarray, b_KB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
