@@ -412,7 +412,7 @@ def test_a_home_among_data_centres_does_not_make_steps_longer(stages: int, mbit:
         )
 
     alone, joined = steps(fast, layout, 60.0), steps([*fast, home], [*layout, 0], 60.0)
-    assert joined.spares == 1 and not alone.spares
+    assert sum(joined.there_s) < 4.5 * joined.end_s and sum(alone.there_s) > 3.9 * alone.end_s
     assert joined.step_s(skip=5) <= 1.01 * alone.step_s(skip=5)
     assert steps([*fast, home], [*layout, 0], 0.0).step_ends_s[0] > 10 * alone.step_s()
 

@@ -107,8 +107,8 @@ class Members:
         )
         peer.spare = spare
         if spare:
-            self._report.spares += 1
-        elif now_s == 0.0 or (world.version == 0 and not world.covered):
+            return
+        if now_s == 0.0 or (world.version == 0 and not world.covered):
             self._serve(peer)  # version 0 follows from the seed
         else:
             self._loop.create_task(self._join(peer))
@@ -126,9 +126,7 @@ class Members:
             if peer.alive and not self._world.serving(peer.stage):  # else another one was first
                 self._restore(peer.stage)
         peer.spare = peer.alive and self._told(peer) is True
-        if peer.spare:
-            self._report.spares += 1
-        elif peer.alive:
+        if peer.alive and not peer.spare:
             self._serve(peer)
 
     async def _fetch(self, peer: Peer, source: int, part_bytes: float) -> None:

@@ -80,8 +80,6 @@ class ThroughputReport(msgspec.Struct):
     deaths: int = 0
     idle: int = 0
     """Joiners that no stage fits into."""
-    spares: int = 0
-    """How often a peer stood by because a step takes longer with it."""
     replayed: int = 0
     """Microbatches that a trainer ran again because what held them was gone."""
     recomputed: int = 0
