@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TextIO
 
@@ -163,21 +163,21 @@ def report(outcomes: Sequence[Outcome], cpu_s: float, out: TextIO) -> int:
     return 1 if violations else 0
 
 
-def shrink(seed: int, play: Callable[[World], Outcome] = World.play) -> tuple[list[Fault], Outcome]:
+def shrink(seed: int) -> tuple[list[Fault], Outcome]:
     """The fewest faults of the schedule of `seed`, without which it would hold, and what they lead to.
 
     Each fault is left out in turn, as long as the same kind of invariant is violated.
     """
     world = World(seed)
     faults = list(world.schedule or ())
-    outcome = play(world)
+    outcome = world.play()
     if not outcome.violation:
         return faults, outcome
     kind = outcome.violation.partition(":")[0]
     number = 0
     while number < len(faults):
         fewer = faults[:number] + faults[number + 1 :]
-        found = play(World(seed, schedule=fewer))
+        found = World(seed, schedule=fewer).play()
         if found.violation.partition(":")[0] == kind:
             faults, outcome, number = fewer, found, 0
         else:

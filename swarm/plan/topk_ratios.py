@@ -13,7 +13,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 
@@ -25,13 +24,10 @@ from swarm.plan.network import Network
 VALUES = "blockwise8"
 """How the numbers look that a top-k keeps."""
 
-Bytes: TypeAlias = tuple[float, float]
-"""Of one microbatch at one boundary, as they are on the wire: (activations, their gradient)."""
-
 
 def boundary_codecs(
     bandwidths_bps: Sequence[tuple[float, float]],
-    bytes_of: Callable[[int, str], Bytes],
+    bytes_of: Callable[[int, str], tuple[float, float]],
     base: Sequence[str],
     *,
     least: float,
@@ -41,7 +37,8 @@ def boundary_codecs(
 
     Args:
         bandwidths_bps: of each boundary, (forward, backward), as `boundary_bandwidths` has it.
-        bytes_of: (boundary, codec) -> what crosses it with that codec. A larger part takes no fewer bytes.
+        bytes_of: (boundary, codec) -> bytes of a microbatch on the wire, (activations, their gradient). A
+            larger part takes no fewer.
         base: the codec of each boundary as it is.
         least: the smallest part of the numbers that may be kept.
         enough_s: a microbatch need not cross a boundary in less.
