@@ -62,10 +62,6 @@ class Device:
             if not value > 0:
                 raise SetupError(f"device {self.name!r} cannot be reached: its {what} is {value:g} bit/s")
 
-    def compute_s(self, flops: float) -> float:
-        """Seconds for so much arithmetic."""
-        return flops / self.flops_per_s
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:

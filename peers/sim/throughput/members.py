@@ -97,8 +97,8 @@ class Members:
         """Bring `device` to `stage`: it serves when it has the state, or stands by."""
         world, job, now_s = self._world, self._job, self._loop.now_s
         there, settings = world.network.devices[device], world.settings
-        forward_s = there.compute_s(job.forward_flops[stage]) + settings.job_s
-        backward_s = there.compute_s(BACKWARD_FORWARDS * job.forward_flops[stage]) + settings.job_s
+        forward_s = job.forward_flops[stage] / there.flops_per_s + settings.job_s
+        backward_s = BACKWARD_FORWARDS * job.forward_flops[stage] / there.flops_per_s + settings.job_s
         open_steps = 1 + settings.delayed_updates
         room = int(min(settings.max_inflight, job.room(stage, there), open_steps * job.microbatches))
         upload_s = 8.0 * job.bytes_out(stage) / there.upload_bps
