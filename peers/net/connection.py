@@ -227,7 +227,13 @@ class Connection(asyncio.Protocol):
             if not part:
                 return False
             self._chunk_left -= len(part)
-            self._put(part)
+            if (body := self._body) is not None:
+                body.put(part)
+                if not body.left:
+                    # All that came meanwhile: a body that others were sent before has no slower line.
+                    came_bytes = self.line.received_bytes - body.came_before
+                    self.line.received(body.total, came_bytes, self.last_byte_at - body.since)
+                    self._body_came(body.call)
         elif self._prefix is not None:
             header = self._take(self._prefix.header_bytes)
             if header is None:
@@ -237,10 +243,10 @@ class Connection(asyncio.Protocol):
                 self._send(frames.pack_prefix(Kind.PONG, 0))
             elif prefix.kind is Kind.PONG:
                 self.waits.answered(self.last_byte_at)
-            elif prefix.kind is Kind.PACKED:
-                part = memoryview(frames.unpack_part(bytes(header)))
-                self._begin_chunk(prefix._replace(body_bytes=part.nbytes))
-                self._put(part)
+            elif prefix.kind is Kind.PACKED:  # what it stands for is what comes next
+                part = frames.unpack_part(bytes(header))
+                self._begin(Prefix(Kind.BODY, prefix.call, 0, len(part)))
+                self._came = memoryview(part + bytes(self._came))
             else:
                 self._frame(prefix, bytes(header), self.last_byte_at)
         elif not self._opened:
@@ -270,25 +276,11 @@ class Connection(asyncio.Protocol):
         if prefix.kind is not Kind.BODY:
             self._prefix = prefix
             return
-        self._begin_chunk(prefix)
-        self._chunk_left = prefix.body_bytes
-
-    def _begin_chunk(self, prefix: Prefix) -> None:
-        """So many bytes of a body are about to come."""
         self._check_made(prefix)
         self._body = self._body_for(prefix)
         if self._body is not None:
             self._body.begin(prefix.body_bytes)
-
-    def _put(self, part: memoryview) -> None:
-        """Take the next bytes of a chunk."""
-        if (body := self._body) is not None:
-            body.put(part)
-            if not body.left:
-                # All that came meanwhile: a body that others were sent before has no slower line.
-                came_bytes = self.line.received_bytes - body.came_before
-                self.line.received(body.total, came_bytes, self.last_byte_at - body.since)
-                self._body_came(body.call)
+        self._chunk_left = prefix.body_bytes
 
     def _check_made(self, prefix: Prefix) -> None:
         if prefix.call > self._newest:

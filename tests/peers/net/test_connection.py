@@ -272,7 +272,7 @@ async def test_what_a_caller_may_have_unpacked_in_a_second_is_bounded() -> None:
     await asyncio.sleep(0)
     at_once, a_second = CONTROL_BYTES_AT_ONCE / PACKED_BYTES, CONTROL_BYTES_PER_S / PACKED_BYTES
     feed(server, 3000 * (frames.pack_prefix(frames.Kind.PACKED, 1, len(packed)) + packed))
-    assert 0.9 * at_once < called[0].passed_bytes / size <= at_once
+    assert 0.8 * at_once < called[0].passed_bytes / size <= at_once
     await asyncio.sleep(4.0)
     assert called[0].passed_bytes / size <= at_once + 4.1 * a_second
     accepted.cancel()
