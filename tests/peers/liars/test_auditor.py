@@ -19,7 +19,7 @@ from swarm.errors import NotNow, NotReady, Refused, Stale
 from swarm.manifest import Run
 from swarm.model.reductions import vectors_digest
 from swarm.model.stage import StageCompute
-from swarm.protocol.ledger import Bitmap, everything
+from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, ReplicaReport, StepDirective
 from swarm.protocol.proofs import signed_report
 from swarm.protocol.rounds import Proof, StepReport
@@ -392,7 +392,7 @@ def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
     def directive(peer: str, said: Directive) -> Directive:
         if peer != other:
             return said
-        undo = tuple(StepDirective(t=step.t, retract=Bitmap(everything(s.run.M))) for step in said.steps)
+        undo = tuple(StepDirective(t=step.t, retract=Bitmap(s.done(other, step.t))) for step in said.steps)
         return msgspec.structs.replace(said, steps=undo)
 
     stage.present = lambda: {peer: report for peer, report in present().items() if peer != other}
