@@ -85,7 +85,6 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
 
 def played(seeds: Iterable[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
     """The outcomes of `seeds` in their order, and the seconds of a processor that each took."""
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
@@ -102,7 +101,6 @@ def played(seeds: Iterable[int], jobs: int) -> Iterator[tuple[Outcome, float]]:
                 raise
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def begin_work(parent_pid: int) -> None:
