@@ -26,6 +26,7 @@ def trained() -> dict[str, torch.Tensor]:
     return reference.named_weights()
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_a_text_by_heart_says_it(trained: dict[str, torch.Tensor]) -> None:
     text = batch_of(RUN)([0])[0].tolist()
     assert generate(RUN, trained, text[:4], 12, temperature=0.0) == text[4:16]

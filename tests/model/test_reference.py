@@ -257,6 +257,7 @@ def test_any_replica_in_any_order_with_undone_doubles_equals_one_process(
         assert farthest(replica.named_weights(), reference.named_weights()) == 0.0
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss() -> None:
     run = tiny_run(dtype="float32", steps=16, codec={"forward": "blockwise8", "backward": "blockwise8"})
     run_batch = batch_of(run)

@@ -49,6 +49,7 @@ def test_who_was_idle_does_not_make_up_for_it() -> None:
     assert waits[0] == 0.0 and waits[-1] == pytest.approx(9 * TURN_S - 0.1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_frames_that_do_not_wait_leave_bodies_half_of_the_line() -> None:
     limiter = RateLimiter(1e6)
     for _ in range(1000):

@@ -314,6 +314,7 @@ def test_the_search_is_never_worse_than_its_starts(budget_s: int) -> None:
         assert again.total_s == pytest.approx(found.cost.total_s, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_clock_give_the_same_layout() -> None:
     of = terms(4, 4, 7)
     one, two = (search_additive(of, seed=3, budget_s=300, spent_s=ticks()) for _ in range(2))
@@ -321,6 +322,7 @@ def test_the_same_seed_and_clock_give_the_same_layout() -> None:
     assert one.turns == two.turns > 0
 
 
+@pytest.mark.slow
 def test_more_time_is_never_worse() -> None:
     of = terms(4, 6, 2)
     costs = [

@@ -100,6 +100,7 @@ def test_one_device_a_stage_and_one_microbatch_is_a_walk_there_and_back() -> Non
     ],
     ids=["compute", "uplink", "downlink", "line", "all-reduce", "way", "memory"],
 )
+@pytest.mark.slow
 def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
     net: Network, work: StepWork, limit: str
 ) -> None:

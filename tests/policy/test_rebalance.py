@@ -543,6 +543,7 @@ def ratios(count: int) -> list[float]:
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_it_comes_to_rest_near_the_best_assignment() -> None:
     """Of 200 small swarms: median 0.955 of the best, 10 % below 0.852, 5 % below 0.807, the worst 0.672.
 

@@ -65,6 +65,7 @@ def chain(stages: int, microbatches: int, *, end_s: float = 500.0, **fields: Any
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
+@pytest.mark.slow
 def test_a_chain_takes_each_microbatch_in_turn_and_the_way_there_and_back_once(stages: int) -> None:
     report = chain(stages, 40)
     assert report.step_s() == pytest.approx(40 * BOTH_S + (stages - 1) * BOTH_S)
@@ -311,6 +312,7 @@ def test_who_is_leaving_when_the_run_goes_back_arrives_elsewhere(seed: int) -> N
     assert report.computed == report.version * 16 * 3 + report.recomputed + report.open
 
 
+@pytest.mark.slow
 def test_the_real_rule_sends_peers_to_the_stage_that_waits() -> None:
     """6 peers and 2; then 4 and 4, for one download each of the two."""
     layout = [0] * 6 + [1] * 2

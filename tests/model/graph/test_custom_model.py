@@ -260,6 +260,7 @@ def test_what_cannot_travel_is_named_with_the_operator_that_makes_it() -> None:
         custom_model(changed(run, cut=cut))
 
 
+@pytest.mark.slow
 def test_a_weight_of_several_stages_needs_exact_sums() -> None:
     run = of("gpt2", stages=3, length=10, vocab_size=41, data=replace(SAMPLES, code=f"{HERE}:tokens"))
     shared = shared_parameters(custom_model(run).plans)

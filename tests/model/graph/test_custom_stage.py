@@ -139,6 +139,7 @@ def test_what_is_shared_is_asked_of_those_who_share_it_and_checked() -> None:
     assert len(first.shared.part(torch.arange(first.numel), other)) == 984
 
 
+@pytest.mark.slow
 def test_the_statistics_of_batch_norms_are_averaged_over_a_step_and_part_of_the_state() -> None:
     one = whole("resnet")
     chain = CustomModel(custom_run("resnet", next(cuts(one.traced.graph, 1, seed=2))))

@@ -45,6 +45,7 @@ def test_every_gradient_is_that_of_one_process(build) -> None:
         assert traced.graph.tied == (("transformer.wte.weight", "lm_head.weight"),)
 
 
+@pytest.mark.slow
 def test_masks_and_rotary_tables_are_computed_where_they_are_needed() -> None:
     tokens = torch.randint(3, 41, (3, 10))
     traced = trace(llama().train(), kwargs={"input_ids": tokens, "labels": tokens})

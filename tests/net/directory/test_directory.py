@@ -366,6 +366,7 @@ def per_stage(node: MemoryNode) -> Counter[int]:
     return Counter(record.stage for record in node.directory.peers())
 
 
+@pytest.mark.slow
 async def test_a_peer_reads_the_stages_that_it_works_with_and_the_rest_slowly(dht: MemoryDht) -> None:
     directory = (peer := await reading(dht, 1, await crowded(dht), 2, 3, 4)).directory
     directory.reader.far = Allowance(20e3, 20e3)

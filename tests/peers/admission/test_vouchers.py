@@ -50,6 +50,7 @@ def voice(s: Swarm, peer: str, version: int) -> int:
 # --- a run --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_peers_that_answer_come_to_carry_vouchers() -> None:
     async with swarm(RUN) as s:
         s.add_trainer(TRAINER)

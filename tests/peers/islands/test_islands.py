@@ -219,6 +219,7 @@ async def test_an_island_that_is_lost_whole_is_made_again_from_the_others() -> N
         assert_counted(s)
 
 
+@pytest.mark.slow
 async def test_islands_that_are_cut_off_from_one_another_wait_for_each_other() -> None:
     async with swarm(counting()) as s:
         await s.until_serving()

@@ -164,6 +164,7 @@ async def test_who_shows_other_outputs_than_the_next_stage_got_is_left_out_for_a
     assert "s1p1" in s.peers["s1p0"].coordination.left_out
 
 
+@pytest.mark.slow
 async def test_honest_contributions_are_computed_again_and_accuse_nobody() -> None:
     everybody = tuple(f"s{stage}p{place}" for stage in range(3) for place in range(3))
     s = await play(audited_run(), None, suspects=everybody)

@@ -189,6 +189,7 @@ async def test_of_two_replicas_one_has_none_refused_that_it_judges_alone() -> No
         assert refused(s) == set()
 
 
+@pytest.mark.slow
 async def test_honest_peers_are_never_refused_for_what_they_sent_on() -> None:
     """Though calls break, and microbatches are sent on a second time."""
     async with swarm(RUN, replicas=3) as s:

@@ -279,6 +279,7 @@ async def test_a_coordinator_that_hides_that_its_stage_is_ready_has_one_turn() -
     assert await lasts_s(1, hides, dtype="float32", seed=4) - clean_s <= BUDGET_S / 2
 
 
+@pytest.mark.slow
 async def test_a_peer_that_tells_a_trainer_old_news_costs_its_budget(honest_s: float) -> None:
     """The one with voice that it watches: no trainer hears of a new step, or of what is lacking."""
 

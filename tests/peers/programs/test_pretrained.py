@@ -165,6 +165,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Path]:
     return folder, run, text
 
 
+@pytest.mark.slow
 def test_checkpoints_and_a_file_of_them_become_the_same_folder(
     kept: tuple[Path, Run, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -253,6 +253,7 @@ def test_a_run_without_a_step_is_told_what_limits_it(
     )
 
 
+@pytest.mark.slow
 def test_stages_that_stood_empty_are_named(files: dict[str, Path]) -> None:
     run, network = demo_run(stages=2), read_devices(DEVICES.format(count=4))
     report = simulate_run(run, network, read_trace("0,4\n100,1\n400,4\n600,4\n"), end_s=600.0, seed=0)

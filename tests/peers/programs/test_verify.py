@@ -577,6 +577,7 @@ def test_who_was_convicted_is_listed_and_answers_are_computed_again(
 
 
 @pytest.mark.virtual_time
+@pytest.mark.slow
 async def test_a_peer_that_lied_is_in_the_transcript_with_those_that_judged_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

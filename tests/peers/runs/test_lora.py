@@ -84,6 +84,7 @@ def test_stages_train_only_what_stands_beside_to_the_bits_of_one_process(
     assert "transformer.h.0.attn.c_attn.weight" in frozen
 
 
+@pytest.mark.slow
 def test_it_is_the_model_of_plain_torch(saved: tuple[Path, torch.nn.Module]) -> None:
     """Gradients and steps in float64, 1e-9 relative: a loop as anybody writes it, beside our sums."""
     folder, _ = saved
@@ -110,6 +111,7 @@ def test_it_is_the_model_of_plain_torch(saved: tuple[Path, torch.nn.Module]) -> 
             assert torch.allclose(single.named_weights()[name], parameter, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.slow
 def test_what_is_frozen_by_name_is_no_part_of_any_sum(saved: tuple[Path, torch.nn.Module]) -> None:
     folder, model = saved
     base = run_of()

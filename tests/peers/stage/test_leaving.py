@@ -115,6 +115,7 @@ async def test_peers_that_leave_and_come_in_the_midst_of_training_lose_nothing(s
 
 
 @pytest.mark.asyncio
+@pytest.mark.slow
 async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along() -> None:
     """The only replica that stays missed steps: it gets them before they are gone."""
     run = a_run(steps=6)

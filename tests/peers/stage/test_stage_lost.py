@@ -50,6 +50,7 @@ async def test_without_any_checkpoint_the_run_begins_again_by_itself(stage: int)
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("stage", some([0, 1, 2], quick=[1]))
+@pytest.mark.slow
 async def test_all_stages_go_back_to_the_newest_checkpoint_that_they_share(
     stage: int, tmp_path: Path
 ) -> None:

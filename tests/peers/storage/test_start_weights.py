@@ -70,6 +70,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Modu
     return folder, model
 
 
+@pytest.mark.slow
 def test_a_folder_of_transformers_is_version_0_of_every_stage(saved: tuple[Path, torch.nn.Module]) -> None:
     folder, model = saved
     run = pin(run_of(), folder)
