@@ -550,7 +550,7 @@ async def test_a_peer_whose_gradients_have_another_sign_is_found_by_what_follows
     """
     audit(monkeypatch, share=0.0)
     run = decoder_run(steps=16)
-    async with swarm(admitting(run, TRAINER), replicas=3, batches=Counting(run)) as s:
+    async with swarm(admitting(run, TRAINER), replicas=(1, 1, 3), batches=Counting(run)) as s:
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(6)

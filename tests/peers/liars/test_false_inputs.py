@@ -261,7 +261,7 @@ async def shows_nothing(request: Request) -> Answer:
 
 async def test_who_sends_on_what_turns_others_sums_around_is_found_by_what_follows() -> None:
     run = decoder_run(steps=16)
-    async with swarm(admitting(run, TRAINER), replicas=3, batches=Counting(run)) as s:
+    async with swarm(admitting(run, TRAINER), replicas=(1, 3, 1), batches=Counting(run)) as s:
         await s.until_serving()
         audit_what_is_sent_on(s, "nobody")
         s.add_trainer(TRAINER)
