@@ -63,6 +63,18 @@ async def lasts_s(
         return s.network.loop.now_s - began
 
 
+CLEAN = dict[int, float]()
+
+
+async def clean_s(steps: int = STEPS) -> float:
+    """Seconds of a run without a lie whose sums are checked, which is played once. With five replicas it
+    takes 0.1 s less.
+    """
+    if steps not in CLEAN:
+        CLEAN[steps] = await lasts_s(1, None, dtype="float32", steps=steps)
+    return CLEAN[steps]
+
+
 @pytest.fixture(scope="module")
 def honest_s() -> float:
     """Seconds of a run without a lie."""
@@ -158,9 +170,8 @@ async def test_a_coordinator_that_lies_for_its_turn_and_then_sends_no_part_costs
         lie(s.peers["s1p0"].coordination.protocol)
         send_no_part(s.peers["s1p0"])
 
-    clean_s = await lasts_s(1, None, replicas=replicas, dtype="float32")
     lied_s = await lasts_s(1, lies_and_sends_no_part, replicas=replicas, dtype="float32")
-    assert lied_s - clean_s <= BUDGET_S
+    assert lied_s - await clean_s() <= BUDGET_S
 
 
 @pytest.mark.slow
@@ -174,8 +185,8 @@ async def test_a_coordinator_that_lies_for_its_turn_and_answers_no_work_costs_on
         lie(s.peers["s1p0"].coordination.protocol)
         s.network.peers["s1p0"].transport.serve("work", never_answered, max_body_bytes=1 << 24)
 
-    clean_s = await lasts_s(1, None, dtype="float32")
-    assert await lasts_s(1, lies_and_answers_no_work, dtype="float32") - clean_s <= 24.0
+    lied_s = await lasts_s(1, lies_and_answers_no_work, dtype="float32")
+    assert lied_s - await clean_s() <= 24.0
 
 
 def answers_until_its_turn_is_over(s: Swarm) -> None:
@@ -194,7 +205,6 @@ def answers_every_other_call(s: Swarm) -> None:
     ("lie", "seed", "replicas"),
     [
         (answers_until_its_turn_is_over, 1, 3),
-        (answers_until_its_turn_is_over, 3, 3),
         (answers_until_its_turn_is_over, 2, 5),
         (answers_every_other_call, 1, 3),
     ],
@@ -202,36 +212,29 @@ def answers_every_other_call(s: Swarm) -> None:
 async def test_one_that_answers_some_calls_costs_one_budget_whatever_else_it_does(
     lie: Lie, seed: int, replicas: int
 ) -> None:
-    """In 20 steps. An answer made each caller wait as long as before for the next one: 58, 77 and 72 s. Of 5
+    """In 20 steps. An answer made each caller wait as long as before for the next one: 58 and 72 s. Of 5
     some counted a turn less than the others, and were a second behind in each step: 48 s.
     """
-
-    async def taken_s(lie: Lie | None) -> float:
-        return await lasts_s(1, lie, replicas=replicas, dtype="float32", seed=seed, steps=STEPS * 3)
-
-    clean_s = await taken_s(None)
-    assert await taken_s(lie) - clean_s <= BUDGET_S
+    steps = STEPS * 3
+    lied_s = await lasts_s(1, lie, replicas=replicas, dtype="float32", seed=seed, steps=steps)
+    assert lied_s - await clean_s(steps) <= BUDGET_S
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "replica", "by_s", "first", "seed"),
-    [
-        (1, 2, 9.0, False, 1), (1, 2, 9.0, False, 2), (1, 0, 9.0, False, 1), (1, 0, 9.0, False, 2),
-        (1, 2, 2.5, False, 1), (0, 2, 14.0, True, 1), (2, 2, 4.5, False, 1),
-    ],
-)  # fmt: skip
+    ("stage", "replica", "by_s", "first"),
+    [(1, 2, 9.0, False), (1, 0, 9.0, False), (1, 2, 2.5, False), (0, 2, 14.0, True), (2, 2, 4.5, False)],
+)
 async def test_one_that_answers_one_call_of_each_step_late_costs_one_budget(
-    stage: int, replica: int, by_s: float, first: bool, seed: int
+    stage: int, replica: int, by_s: float, first: bool
 ) -> None:
-    """No call lasts too long. 64, 73, 39, 58, 31, 138 and 38 s, charged to none or to its callers."""
+    """No call lasts too long. 64, 39, 31, 138 and 38 s, charged to none or to its callers."""
 
     def answers_late(s: Swarm) -> None:
         answer_one_late(s, f"s{stage}p{replica}", by_s, first=first)
 
-    clean_s = await lasts_s(stage, None, dtype="float32", seed=seed, steps=STEPS * 3)
-    lied_s = await lasts_s(stage, answers_late, dtype="float32", seed=seed, steps=STEPS * 3)
-    assert lied_s - clean_s <= BUDGET_S / 2
+    lied_s = await lasts_s(stage, answers_late, dtype="float32", steps=STEPS * 3)
+    assert lied_s - await clean_s(STEPS * 3) <= BUDGET_S / 2
 
 
 @pytest.mark.slow
@@ -264,8 +267,8 @@ async def test_a_coordinator_that_has_no_step_late_but_each_slow_costs_its_budge
 
         liar._coordinator.summary = summary  # type: ignore[method-assign]
 
-    clean_s = await lasts_s(1, None, dtype="float32", steps=STEPS * 3)
-    assert await lasts_s(1, says_late, dtype="float32", steps=STEPS * 3) - clean_s <= BUDGET_S
+    lied_s = await lasts_s(1, says_late, dtype="float32", steps=STEPS * 3)
+    assert lied_s - await clean_s(STEPS * 3) <= BUDGET_S
 
 
 @pytest.mark.slow
@@ -275,8 +278,8 @@ async def test_a_coordinator_that_hides_that_its_stage_is_ready_has_one_turn() -
     def hides(s: Swarm) -> None:
         hides_that_its_stage_is_ready(s.peers["s1p0"].coordination.protocol)
 
-    clean_s = await lasts_s(1, None, dtype="float32", seed=4)
-    assert await lasts_s(1, hides, dtype="float32", seed=4) - clean_s <= BUDGET_S / 2
+    lied_s = await lasts_s(1, hides, dtype="float32", seed=4)
+    assert lied_s - await clean_s() <= BUDGET_S / 2
 
 
 @pytest.mark.slow
