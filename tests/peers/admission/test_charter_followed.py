@@ -182,7 +182,7 @@ async def test_peers_see_one_another_though_all_nodes_near_their_stage_are_a_lia
             monkeypatch.setattr(liar.node, "_store", lambda *_: True)
             monkeypatch.setattr(liar.node, "entries", lambda key: [])
         await asyncio.sleep(60)
-        for _ in range(8):
+        for _ in range(4):
             await asyncio.sleep(15)
             seen = [sum(bool(one.directory.find(other.peer_id)) for other in nodes) for one in nodes]
             assert sum(seen) > 0.95 * COUNT**2
