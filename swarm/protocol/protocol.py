@@ -405,8 +405,9 @@ class StepProtocol:
         self._witnessed = max(self._witnessed, position)
 
     def _lead(self, now: float, *, answers: PeerId = "") -> None:
-        """Decide for the stage; tell the run coordinator, and the replicas whose directive changed: but the one
-        whose report is answered by it.
+        """Decide for the stage; tell the run coordinator, and the replicas whose directive changed.
+
+        The one that this `answers` gets its own by that.
         """
         stage = self._coordinator
         gone = [p for p, member in stage.members.items() if is_gone(member.seen_s, now=now)]
