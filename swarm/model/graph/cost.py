@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import flop_registry
 
 from swarm.ids import Microbatch
 from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref, Value
@@ -43,22 +43,21 @@ _LOOKUPS = frozenset((aten.embedding, aten.index, aten.index_select, aten.gather
 
 def reckoned_s(traced: Traced) -> list[float]:
     """Seconds of each operator for a microbatch on some device, forward and backward."""
-    return [kernels.seconds for kernels in _counted(traced, _Kernels)]
+    return [kernels.seconds for kernels in _counted(traced)]
 
 
 def operations(traced: Traced) -> list[float]:
     """Floating point operations of each operator, forward and backward, as torch counts them."""
-    counters = _counted(traced, lambda: FlopCounterMode(display=False))
-    return [float(counter.get_total_flops()) for counter in counters]
+    return [kernels.operations for kernels in _counted(traced)]
 
 
-def _counted(traced: Traced, count: Callable[[], Any]) -> Iterator[Any]:
+def _counted(traced: Traced) -> Iterator[_Kernels]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         for compute in made_up_calls(traced):
             # The gradient of what is written at a mask has as many numbers as the mask: it counts nothing.
-            with count() as counter, suppress(DynamicOutputShapeException):
+            with _Kernels() as kernels, suppress(DynamicOutputShapeException):
                 compute()
-            yield counter
+            yield kernels
 
 
 def made_up_calls(traced: Traced) -> Iterator[Callable[[], None]]:
@@ -97,11 +96,11 @@ def _numbers(value: Value) -> torch.Tensor:
 
 
 class _Kernels(TorchDispatchMode):
-    """Adds up the seconds of the kernels that are called inside."""
+    """Adds up the operations and seconds of the kernels that are called inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds = 0.0
+        self.operations = self.seconds = 0.0
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,6 +111,7 @@ class _Kernels(TorchDispatchMode):
             count = flop_registry.get(_LIKE.get(kernel, kernel))
             operations = count(*args, **kwargs, out_val=out) if count else 0
             read = made if kernel in _LOOKUPS else _bytes((args, kwargs))
+            self.operations += operations
             self.seconds += CALL_S + OPERATION_S * operations + BYTE_S * (made + read)
         return out
 

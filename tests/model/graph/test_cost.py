@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from peers.programs.graph import timed_s
-from swarm.model.graph.cost import BYTE_S, CALL_S, OPERATION_S, reckoned_s
+from swarm.model.graph.cost import BYTE_S, CALL_S, OPERATION_S, operations, reckoned_s
 from swarm.model.graph.trace import trace
 from tests.model.graph.parity import whole
 from tests.seeds import some
@@ -59,6 +59,8 @@ def test_attention_costs_the_operations_of_its_scores() -> None:
     scores = 2 * 2 * 3 * 128 * 128 * 16
     # Two products forward, five backward: the scores are computed once more.
     assert found["scaled_dot_product_attention"] > OPERATION_S * 7 * scores
+    traced = trace(Attention().train(), (torch.ones(2, 3, 128, 16),))
+    assert sum(operations(traced)) == 7 * scores
 
 
 @pytest.mark.parametrize(
