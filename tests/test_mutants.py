@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import json
+import re
 import symtable
 from collections import defaultdict
 from collections.abc import Callable
@@ -35,7 +37,13 @@ def test_there_are_many_and_each_has_its_own_name() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
-def test_a_mutation_changes_one_place_of_code_that_still_parses() -> None:
+def undefined(table: symtable.SymbolTable, known: set[str]) -> set[str]:
+    """Names that are read and nowhere bound. `known`: those of the module, and what Python has."""
+    read = {one.get_name() for one in table.get_symbols() if one.is_global() and one.is_referenced()}
+    return read.union(*(undefined(inner, known) for inner in table.get_children())) - known
+
+
+def test_a_mutation_changes_one_place_of_code_that_still_parses_and_names_what_there_is() -> None:
     left = defaultdict[str, list[Mutation]](list)
     for mutation in MUTATIONS:
         assert mutation.goes_wrong.endswith("."), mutation.name
@@ -47,13 +55,18 @@ def test_a_mutation_changes_one_place_of_code_that_still_parses() -> None:
         for mutation in mutations:
             mutation.applied(source)
         while mutations:  # those at different places together: to parse takes longer than all else
-            broken, later = mutations[0].applied(source), []
+            broken, later, new = mutations[0].applied(source), [], mutations[0].new
             for mutation in mutations[1:]:
                 if broken.count(mutation.old) == 1:
-                    broken = mutation.applied(broken)
+                    broken, new = mutation.applied(broken), f"{new} {mutation.new}"
                 else:
                     later.append(mutation)
-            symtable.symtable(broken, file, "exec")  # parses it without making a tree, in half the time
+            table = symtable.symtable(broken, file, "exec")  # in half the time of a tree
+            bound = [one for one in table.get_symbols() if one.is_assigned() or one.is_imported()]
+            known = {*map(symtable.Symbol.get_name, bound), *dir(builtins), "__file__"}
+            # What `if False` has left behind is never read.
+            named = set(re.findall(r"\w+", new))
+            assert not named & undefined(table, known), file
             mutations = later
 
 

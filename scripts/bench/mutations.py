@@ -7523,7 +7523,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rejoin-strangers",
         RECOVERY,
         "[r for r in core.replicas() if not voice or r.peer in voice]",
-        "announced(core)",
+        "core.replicas()",
         "Strangers that say they have a stage keep it from being restored, or give it made-up weights.",
         ("test_guards",),
     ),
