@@ -170,12 +170,12 @@ async def _at_the_run(
 def _owner_key(path: Path) -> Identity:
     """The owner's key, before anything is asked of others. Raises SetupError: there is none."""
     try:
-        return Identity.from_file_bytes(path.read_bytes())
+        with path.open("rb") as file:  # of a large one that was meant for something else little is read
+            return Identity.from_file_bytes(file.read(4096))
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
         raise SetupError(
-            f"--owner {path} is no key: {why}. Give the owner.key that swarm init made, or a copy of it: no "
-            "other one changes its run"
+            f"--owner {path} is no key: {getattr(error, 'strerror', error)}. Give the owner.key that swarm "
+            "init made, or a copy of it: no other one changes its run"
         ) from None
 
 

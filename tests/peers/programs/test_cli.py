@@ -297,6 +297,8 @@ def test_a_bad_device_or_key_is_refused_before_anything_is_asked_of_others(
 ) -> None:
     """It was said after a minute, when the run had been found, or was not."""
     (broken := tmp_path / "owner.key").write_bytes(b"half a key")
+    with (tmp_path / "corpus").open("wb") as large:
+        large.truncate(1 << 40)
     at = ["--run", RUN, "--join", JOIN]
     for words, said in (
         (["peer", "--device", "gpu9"], "--device 'gpu9' is unknown; take auto, cpu"),
@@ -309,6 +311,7 @@ def test_a_bad_device_or_key_is_refused_before_anything_is_asked_of_others(
             ["charter", "--owner", str(tmp_path / "no")],
             "no is no key: No such file or directory. Give the owner",
         ),
+        (["charter", "--owner", str(tmp_path / "corpus")], "corpus is no key: not an Ed25519 key"),
     ):
         assert main([*words, *at]) == Exit.SETUP
         assert said in capsys.readouterr().err
