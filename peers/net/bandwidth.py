@@ -105,24 +105,24 @@ class RateLimiter:
         """Reserve the line for `nbytes` of a link; how long they have to wait for their turn, in seconds."""
         if self.limit_bps == math.inf:
             self._observe(now)
-            if link is not None and link not in self._waiting:
-                return 0.0
-        if self._bytes_per_s == math.inf:
+        if self._bytes_per_s == math.inf or not self._holds(link):
             return 0.0
         owed = -self._all.left(now=now)
         self._all.take(nbytes, now=now)
         self._waited |= owed > 0
         return max(0.0, owed / self._bytes_per_s)
 
-    @property
-    def is_slow(self) -> bool:
-        """The line carries so little that CPU time is well spent on fewer bytes."""
-        return 8 * self._bytes_per_s <= SLOW_BPS
+    def _holds(self, link: Gauge | None) -> bool:
+        """Whether what a link sends has to wait for the line."""
+        return self.limit_bps < math.inf or link is None or link in self._waiting
+
+    def is_slow(self, link: Gauge | None) -> bool:
+        """Whether a link waits for a line that carries so little that fewer bytes are worth CPU time."""
+        return 8 * self._bytes_per_s <= SLOW_BPS and self._holds(link)
 
     def returned(self, nbytes: int, *, now: float) -> None:
         """So much was not sent of what was taken."""
-        if self._bytes_per_s < math.inf:
-            self._all.take(-nbytes, now=now)
+        self._all.take(-nbytes, now=now)
 
     def took(self, nbytes: int, *, now: float) -> None:
         """Frames of `nbytes` that did not wait: bodies wait for them, within the share of such frames."""

@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 
 from peers.net.bandwidth import LESS, RateLimiter
+from peers.net.body_buffers import UNLIMITED, Outbox, Outgoing
+from swarm.wire import frames
 
 TICK_S = 0.002
 KERNEL_BYTES = 256_000
@@ -150,3 +152,13 @@ def test_one_that_says_its_packets_wait_slows_down_no_other(lie_s: float) -> Non
         arrived["liar"] += 1 << 16
         waits_s = limiter.take(1 << 16, now=now, link=links["liar"])
     assert (waits_s > 0.0) is (lie_s > 0.0), "it may wait itself"
+    for name, link in links.items():
+        outbox = Outbox()
+        outbox.gauge = link
+        outbox.add(Outgoing(1, [memoryview(bytes(1 << 16))], UNLIMITED))
+        frame, _ = outbox.next(limiter, frames.CHUNK_BYTES, now)
+        if not frame:
+            assert name == "liar" and outbox.turn_at is not None
+            frame, _ = outbox.next(limiter, frames.CHUNK_BYTES, outbox.turn_at)
+        packs = frames.unpack_prefix(memoryview(bytes(frame[0]))).kind is frames.Kind.PACKED
+        assert packs is (name == "liar" and lie_s > 0.0), "nor has us pack what goes to others"
