@@ -178,8 +178,8 @@ time, 2026-11-23). A download makes a call for each MB: 1.6 Gbit/s from one sour
 CONTROL_BYTES_PER_S = float(1 << 20)
 CONTROL_BYTES_AT_ONCE = float(4 << 20)
 """64 of the largest headers."""
-PACKED_BYTES = 4096
-"""What a packed part costs: 256 of them a second, to unpack which takes half a core."""
+UNPACKED_BYTES = 64
+"""That cost as much as one of a header: 64 MiB a second, to unpack which takes half a core."""
 FRAME_BYTES = 256
 """What a frame costs besides its header: so a body of single bytes is slowed down, too. 4,096 frames a second
 are 8 Gbit/s of bodies in whole chunks."""
@@ -289,7 +289,8 @@ class Line:
     def pays(self, frame: frames.Prefix, *, now: float) -> float:
         """Note a frame that it sends; how long to read nothing more of it, in seconds."""
         calls_s = self._calls.take(1.0, now=now) if frame.kind is frames.Kind.CALL else 0.0
-        header_bytes = PACKED_BYTES if frame.kind is frames.Kind.PACKED else frame.header_bytes
+        # What a packed part unpacks to pays.
+        header_bytes = frame.header_bytes * (frame.kind is not frames.Kind.PACKED)
         return max(calls_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
 
     def may_hold(self, more_bytes: int) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from peers.clock import now_s
-from peers.net.bandwidth import OBSERVED_EVERY_S, Line, Traffic
+from peers.net.bandwidth import OBSERVED_EVERY_S, UNPACKED_BYTES, Line, Traffic
 from peers.net.body_buffers import UNLIMITED, Body, Outbox, Outgoing
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
 from peers.ports import Answer, Buffer
@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
                 self.waits.answered(self.last_byte_at)
             elif prefix.kind is Kind.PACKED:  # what it stands for is what comes next
                 part = frames.unpack_part(bytes(header))
-                self._begin(Prefix(Kind.BODY, prefix.call, 0, len(part)))
+                self._begin(Prefix(Kind.BODY, prefix.call, len(part) // UNPACKED_BYTES, len(part)))
                 self._came = memoryview(part + bytes(self._came))
             else:
                 self._frame(prefix, bytes(header), self.last_byte_at)

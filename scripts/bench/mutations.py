@@ -2942,10 +2942,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "packed-parts-for-nothing",
-        BANDWIDTH,
-        "PACKED_BYTES if frame.kind is frames.Kind.PACKED else frame.header_bytes",
-        "frame.header_bytes * (frame.kind is not frames.Kind.PACKED)",
+        CONNECTION,
+        "Prefix(Kind.BODY, prefix.call, len(part) // UNPACKED_BYTES, len(part))",
+        "Prefix(Kind.BODY, prefix.call, 0, len(part))",
         "A stranger has a peer unpack what it sends all day, on the loop that answers all others.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "packed-parts-pay-as-headers",
+        BANDWIDTH,
+        "frame.header_bytes * (frame.kind is not frames.Kind.PACKED)",
+        "frame.header_bytes",
+        "Bodies that were packed for a slow line are read at 1 MB/s.",
         ("test_connection",),
     ),
     Mutation(
