@@ -249,10 +249,12 @@ class Connection(asyncio.Protocol):
                 self._send(frames.pack_prefix(Kind.PONG, 0))
             elif prefix.kind is Kind.PONG:
                 self.waits.answered(self.last_byte_at)
-            elif prefix.kind is Kind.PACKED:  # what it stands for is what comes next
+            elif prefix.kind is Kind.PACKED:  # what it stands for comes before the rest
                 part = frames.unpack_part(bytes(header))
                 self._begin(Prefix(Kind.BODY, prefix.call, len(part) // UNPACKED_BYTES, len(part)))
-                self._came = memoryview(part + bytes(self._came))
+                self._came, rest = memoryview(part), self._came
+                self._parse()
+                self._came = rest
             else:
                 self._frame(prefix, bytes(header), self.last_byte_at)
         elif not self._opened:
