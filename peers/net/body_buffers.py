@@ -167,6 +167,8 @@ class Outbox:
         elif self._bodies:
             # That is due first; of those, of the oldest call.
             outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
+            if outgoing.packs and limiter is not None and limiter.is_slow(self.gauge):
+                most = min(most, frames.MAX_PACKED_BYTES)
             if most := self._may_send(outgoing, limiter, most, now):
                 frame, size = self._framed(outgoing, outgoing.take(most), limiter, now)
                 self.sent_bytes += frames.PREFIX_BYTES + size
@@ -192,7 +194,7 @@ class Outbox:
         self, outgoing: Outgoing, chunk: memoryview, limiter: RateLimiter | None, now: float
     ) -> tuple[Sequence[Buffer], int]:
         """A part of a body as a frame, packed where the line is slower than that; and its bytes."""
-        may_save = outgoing.packs and chunk.nbytes >= MIN_PACKED_BYTES
+        may_save = outgoing.packs and MIN_PACKED_BYTES <= chunk.nbytes <= frames.MAX_PACKED_BYTES
         if may_save and limiter is not None and limiter.is_slow(self.gauge):
             packed = frames.pack_part(chunk)
             saved = chunk.nbytes - len(packed)

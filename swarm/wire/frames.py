@@ -40,6 +40,8 @@ MAGIC = 0x5357
 PREFIX_BYTES = 16
 CHUNK_BYTES = 256 * 1024
 """0.2 s at 10 Mbit/s; larger parts gain nothing on loopback, where a prefix costs 1 us."""
+MAX_PACKED_BYTES = 64 * 1024
+"""Of a part before it is packed. It is held until all of it is here; larger ones save no more."""
 WINDOW_BYTES = 1024 * 1024
 """Bytes that a stranger can make us hold for a call that was not accepted. Less stalls a fast long line."""
 AHEAD_BYTES = 4 * WINDOW_BYTES
@@ -97,7 +99,7 @@ _MAX_HEADER_BYTES = {
     Kind.CALL: MAX_FRAME_HEADER_BYTES,
     Kind.RESULT: MAX_FRAME_HEADER_BYTES,
     Kind.ERROR: MAX_ERROR_BYTES,
-    Kind.PACKED: CHUNK_BYTES - 1,
+    Kind.PACKED: MAX_PACKED_BYTES - 1,
 }
 """Of those kinds that have a header. Only a BODY has a body, and neither is empty."""
 
@@ -176,7 +178,7 @@ def _check_outgoing(header: bytes, body_sizes: Sequence[int]) -> None:
 
 
 def pack_part(part: memoryview) -> bytes:
-    """At most `CHUNK_BYTES` of a body in Huffman's code, which may be more: 90 MB a CPU-s, 140 to unpack it.
+    """At most `MAX_PACKED_BYTES` of a body in Huffman's code, which may be more. 90 MB a CPU-s, 140 back.
 
     To look for what repeats takes 2.4 to 10 times as long, and finds nothing in what codecs leave.
     """
@@ -185,12 +187,12 @@ def pack_part(part: memoryview) -> bytes:
 
 
 def unpack_part(packed: bytes) -> bytes:
-    """The part of a body that a PACKED frame carries: more bytes than that has, at most `CHUNK_BYTES`.
+    """The part of a body that a PACKED frame carries: more bytes than that has, at most `MAX_PACKED_BYTES`.
 
     Raises:
         FrameError: it carries another size, more than that, or nothing that was packed.
     """
-    most = min(CHUNK_BYTES, 8 * len(packed))  # in Huffman's code a byte takes a bit at least
+    most = min(MAX_PACKED_BYTES, 8 * len(packed))  # in Huffman's code a byte takes a bit at least
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
         part = unpacker.decompress(packed, most + 1)

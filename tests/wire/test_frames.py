@@ -74,7 +74,7 @@ def test_what_a_stranger_answers_looks_like_no_line_of_our_log() -> None:
     part=st.binary(min_size=1, max_size=300) | st.binary(min_size=1, max_size=9).map(lambda few: few * 29_127)
 )
 def test_a_part_of_a_body_comes_out_as_it_was_packed(part: bytes) -> None:
-    part = part[: frames.CHUNK_BYTES]
+    part = part[: frames.MAX_PACKED_BYTES]
     packed = frames.pack_part(memoryview(part))
     if len(packed) < len(part):
         assert frames.unpack_part(packed) == part
@@ -92,7 +92,7 @@ def _deflated(part: bytes) -> bytes:
         (b"\xff\xff", "PACKED with a malformed part: Error -3"),
         (frames.pack_part(memoryview(bytes(1000)))[:-9], "for a part of"),
         (frames.pack_part(memoryview(bytes(1000))) + b"more", "for a part of 1000, or of several"),
-        (frames.pack_part(memoryview(bytes(frames.CHUNK_BYTES + 1))), "for a part of 262145"),
+        (frames.pack_part(memoryview(bytes(frames.MAX_PACKED_BYTES + 1))), "for a part of 65537"),
         (_deflated(bytes(200_000)), "bytes for a part of 1"),  # what repeats is not sent again: a bomb
         (frames.pack_part(memoryview(bytes(range(256)))), "for a part of 256, or of several"),
     ],
@@ -124,7 +124,7 @@ def test_an_error_too_large_to_send_keeps_its_code() -> None:
         (frames.pack_prefix(Kind.BODY, 1, 0, 0), "BODY with 0 bytes of body"),
         (frames.pack_prefix(Kind.ERROR, 1, 5000), "ERROR with a header of 5000 bytes"),
         (frames.pack_prefix(Kind.ALIVE, 1, 4 * frames.MAX_PENDING + 4), "ALIVE with a header of 1028 bytes"),
-        (frames.pack_prefix(Kind.PACKED, 1, frames.CHUNK_BYTES), "PACKED with a header of 262144 bytes"),
+        (frames.pack_prefix(Kind.PACKED, 1, frames.MAX_PACKED_BYTES), "PACKED with a header of 65536 bytes"),
         (frames.pack_prefix(Kind.ABORT, 0), "ABORT for call 0; calls count from 1"),
     ],
 )

@@ -298,7 +298,7 @@ async def test_a_body_of_many_small_buffers_is_read_as_fast_as_if_it_were_not_pa
 @pytest.mark.virtual_time
 async def test_a_packed_part_that_comes_in_pieces_costs_no_more_than_one_that_is_not() -> None:
     """All that had come was copied with each piece, which took longer than to unpack it."""
-    part, took_s = random.Random(3).randbytes(frames.CHUNK_BYTES).translate(bytes(range(128)) * 2), []
+    part, took_s = random.Random(3).randbytes(frames.MAX_PACKED_BYTES).translate(bytes(range(128)) * 2), []
     packed = frames.pack_part(memoryview(part))
     for frame in (
         frames.pack_prefix(frames.Kind.BODY, 1, 0, len(part)) + part,
