@@ -55,9 +55,9 @@ STORED_AT_ONCE = 128.0
 """Values of its own that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is
 renewed under 4 keys each 5 s."""
 HANDED_ON_PER_S, HANDED_ON_EACH_PER_S = 200.0, 20.0
-HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 256.0
-"""Values of others that all peers together may offer, and one of them: each keeps up the manifest and the
-charter, and stores both three times in five minutes."""
+HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 3072.0
+"""Values of others that all peers together may offer, and one of them: a node that is met is given at once
+what it should hold. What is refused comes with the next renewal from its own peer."""
 LOOKED_THROUGH_PER_S = 32768.0
 LOOKED_THROUGH_AT_ONCE = 10 * LOOKED_THROUGH_PER_S
 """Entries that one peer may have a node look through, 2.6 µs each. Who works for a run asks one node at most
@@ -71,6 +71,11 @@ MAX_ENTRIES = 16384
 """That a node keeps for others: about 10 MB."""
 MAX_KEYS_PER_CALL = 64
 MAX_ANSWER_BYTES = 1 << 19
+HAND_ON_BYTES = 1 << 16
+"""To a node that we met, in one call."""
+HAND_ON_PER_S = 1024.0
+HAND_ON_AT_ONCE = 16384.0
+"""Keys that are looked through for nodes that we meet, 20 to 60 µs each: one may be met again and again."""
 PING_EVERY_S = 1.0
 """A node of a full part of the routing table, to see whether another one may have its place."""
 PINGED_PER_S = 10.0
@@ -356,6 +361,7 @@ class DhtNode:
         self._offers: dict[tuple[PeerId, float], Allowance] = {}
         """Of each peer: of its own values, of others', and of what is looked through for it."""
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
+        self._hands_on = Allowance(HAND_ON_PER_S, HAND_ON_AT_ONCE)
         self._strangers = Allowance(PINGED_PER_S, PINGED_AT_ONCE)
         self._reaching: set[PeerId] = set()
         """Peers that want to know whether we reach them."""
@@ -540,10 +546,10 @@ class DhtNode:
             self.welcomes.append((ahead_s, pong))
         return answered is not None
 
-    async def store(self, peer: PeerId, key: bytes, entry: Entry) -> bool:
-        """Have a node keep a value; whether it does."""
-        answered = await self._call(peer, Store([(key, entry)]), _stored_decoder)
-        return answered is not None and answered[0] == [True]
+    async def store(self, peer: PeerId, values: Sequence[tuple[bytes, Entry]]) -> list[bool] | None:
+        """Have a node keep some values; of each whether it does."""
+        answered = await self._call(peer, Store(list(values)), _stored_decoder)
+        return None if answered is None else answered[0]
 
     async def read(
         self, peer: PeerId, keys: Mapping[bytes, Mapping[str, float]], most_bytes: int
@@ -602,17 +608,49 @@ class DhtNode:
         table, node_id = self.table, node_id_of(peer)
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id
-        if crowded and now_s() - self._pinged_at < PING_EVERY_S:
+        now = now_s()
+        if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):
+            self._hand_on(peer)
+        elif crowded and now - self._pinged_at < PING_EVERY_S:
             return
         oldest = table.add_or_update_node(node_id, peer)
         if oldest is not None:
-            self._pinged_at = now_s()
+            self._pinged_at = now
             self._tasks.create_task(self.ping(oldest[1]))
 
     def _lost(self, peer: PeerId) -> None:
         if (node_id := node_id_of(peer)) in self.table:
             del self.table[node_id]
 
+    def _hand_on(self, peer: PeerId) -> None:
+        """Send a node that we meet what it should hold, if we are the nearest of those that do."""
+        due: list[tuple[bytes, Entry]] = []
+        for key in self._kept:
+            key_id = DHTID.from_bytes(key)
+            near = [node_id_of(one) ^ key_id for one in self.near(key_id, REPLICAS)]
+            if not near or (node_id_of(peer) ^ key_id < near[-1] and self.node_id ^ key_id < near[0]):
+                due += [(key, entry) for entry in self.entries(key)]
+        if due:
+            self._tasks.create_task(self._send(peer, due))
+
+    async def _send(self, peer: PeerId, due: Iterable[tuple[bytes, Entry]]) -> None:
+        for some in _batches(due):
+            if await self.store(peer, some) is None:
+                return
+
 
 def nearest(node_id: DHTID, peers: Iterable[PeerId], count: int = REPLICAS) -> list[PeerId]:
     return heapq.nsmallest(count, peers, key=lambda peer: node_id_of(peer) ^ node_id)
+
+
+def _batches(due: Iterable[tuple[bytes, Entry]]) -> Iterable[list[tuple[bytes, Entry]]]:
+    """Small enough for one call each."""
+    batch: list[tuple[bytes, Entry]] = []
+    size = 0
+    for one in due:
+        size += one[1].size
+        if batch and (size > HAND_ON_BYTES or len(batch) == MAX_KEYS_PER_CALL):
+            yield batch
+            batch, size = [], one[1].size
+        batch.append(one)
+    yield batch

@@ -196,7 +196,8 @@ class DhtStorage:
         if place.is_new:
             await self.search([place])
         near = {*self.nearest(place, REPLICAS), *self.some(besides)}
-        return 1 + sum(await asyncio.gather(*(self.node.store(peer, place.key, entry) for peer in near)))
+        answers = await asyncio.gather(*(self.node.store(peer, [(place.key, entry)]) for peer in near))
+        return 1 + sum(bool(answer and answer[0]) for answer in answers)
 
     def met_addresses(self) -> list[str]:
         """Direct addresses of peers whose records we saw, the latest first, each ending in `/p2p/<id>`."""

@@ -8164,6 +8164,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_status",),
     ),
     Mutation(
+        "all-is-handed-on-at-each-meeting",
+        "peers/net/dht_protocol.py",
+        "if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):",
+        "if node_id not in table:",
+        "A stranger that is met again and again stops a node of 4096 keys.",
+        ("test_directory",),
+    ),
+    Mutation(
         "one-key-64-times",
         "peers/net/dht_protocol.py",
         "if len({one.key for one in request.keys}) < len(request.keys):",

@@ -221,8 +221,8 @@ async def test_one_who_offers_too_much_is_not_listened_to_and_others_are() -> No
         for _ in range(int(dht_protocol.STORED_AT_ONCE) // 64):
             await store(at, *[own] * 64, sender=99)
         assert sum(at.check.rejected.values()) == most + dht_protocol.STORED_AT_ONCE - 1
-        for number in range(int(dht_protocol.HANDED_ON_AT_ONCE) // len(forged)):
-            await store(at, *forged, sender=100 + number % 20)
+        for _ in range(most // len(forged)):
+            await store(at, *forged, sender=98)
         all_ = dht_protocol.HANDED_ON_AT_ONCE + dht_protocol.STORED_AT_ONCE - 1
         assert sum(at.check.rejected.values()) == all_, "what is left of what all may hand on"
         await asyncio.sleep(1.0)
@@ -382,6 +382,15 @@ async def test_a_manifest_that_expires_never_or_not_at_a_number_is_not_kept() ->
         assert await store(at, Entry("", value, never), sender=1, key=key) == [False]
     assert at.check.rejected == {"a value that wants to live too long": 2}
     assert await store(at, Entry("", value, soon()), sender=1, key=key) == [True]
+
+
+def test_what_is_handed_on_goes_in_batches() -> None:
+    due = [(key_bytes("k"), entry(n)) for n in range(300)]
+    batches = list(dht_protocol._batches(due))
+    assert [one for batch in batches for one in batch] == due
+    assert all(len(batch) <= dht_protocol.MAX_KEYS_PER_CALL for batch in batches)
+    large = [(key_bytes("k"), Entry("a", bytes(16_000), 1.0))] * 9
+    assert [len(batch) for batch in dht_protocol._batches(large)] == [4, 4, 1]
 
 
 # -- believing ---------------------------------------------------------------------------------------------
