@@ -378,11 +378,10 @@ class StepProtocol:
             # What this replica is to take out is for no other.
             steps = tuple(step for step in self.directive.steps if step.plan or step.fetch)
             return replace(self.directive, steps=steps)
-        self._lead(now, answers=sender)
+        self._lead(now)
         if sender not in self._coordinator.members:
             raise NotNow("an old report of a replica that has said nothing since")
-        self._told[sender] = directive = self._directive_for(sender, now)
-        return replace(directive, number=next(self._numbers))
+        return replace(self._directive_for(sender, now), number=next(self._numbers))
 
     def _check_ahead(self, sender: PeerId, report: ReplicaReport) -> None:
         """Refuse a replica that is two versions ahead of the rest: stages step together, unless this peer
@@ -404,11 +403,8 @@ class StepProtocol:
         """Note the position of a replica of another stage."""
         self._witnessed = max(self._witnessed, position)
 
-    def _lead(self, now: float, *, answers: PeerId = "") -> None:
-        """Decide for the stage; tell the run coordinator, and the replicas whose directive changed.
-
-        The one that this `answers` gets its own by that.
-        """
+    def _lead(self, now: float) -> None:
+        """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
         stage = self._coordinator
         gone = [p for p, member in stage.members.items() if is_gone(member.seen_s, now=now)]
         for peer in gone:
@@ -445,7 +441,7 @@ class StepProtocol:
             directive = self._directive_for(peer, now)
             if peer == self._me:
                 self.directive_came(replace(directive, number=next(self._numbers)), now=now, seen=peer)
-            elif peer != answers and is_untold(directive, self._told.get(peer)):
+            elif is_untold(directive, self._told.get(peer)):
                 self._told[peer] = directive
                 self._messages.append(Message(peer, replace(directive, number=next(self._numbers))))
 

@@ -53,18 +53,6 @@ def test_a_replica_that_says_goodbye_is_a_member_no_more() -> None:
     assert members_said(protocol) == 1
 
 
-def test_a_directive_that_answers_a_report_is_not_pushed_as_well_but_the_others_are() -> None:
-    protocol = protocol_of("b", others=(record("c", 1, 3.0), record("d", 1, 4.0)))
-    report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
-    told = []
-    for sender in ("c", "d", "c"):
-        answer = protocol.report(sender, report, [], now=NOW)
-        assert answer.coordinator == "b"
-        messages = protocol.ready(now=NOW).messages
-        told.append([message.to for message in messages if isinstance(message.body, Directive)])
-    assert told == [[], ["c"], []], "to c it is news that d is here"
-
-
 def test_a_replica_that_is_silent_is_a_member_no_more() -> None:
     protocol = protocol_of("b", others=(record("c", 1, 3.0),))
     report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)

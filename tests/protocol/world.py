@@ -292,7 +292,6 @@ class World:
         if answer is not None and not giver.dead and not taker.dead:
             self._see(giver)
             if isinstance(answer, Directive):
-                self._tell(message.to, Message(sender, answer))
                 giver.protocol.directive_came(answer, now=self.now)
             else:
                 giver.protocol.run_status_came(message.to, answer, now=self.now, told=message.body)
