@@ -124,8 +124,8 @@ class Connection(asyncio.Protocol):
         """Number of the newest call."""
         self.last_byte_at = self._loop.time()
         self.waits = self.outbox.gauge = StreamDelay(self.outbox)
-        self._came, self._kept = memoryview(b""), bytearray()
-        """What is still to be looked at, and until more comes."""
+        self._came = memoryview(b"")
+        """What is still to be looked at."""
         self._opened = False
         """p2pd's message that opens the stream has arrived."""
         self._prefix: Prefix | None = None
@@ -182,19 +182,13 @@ class Connection(asyncio.Protocol):
         self.last_byte_at = self._loop.time()
         if self._opened:
             self.line.count(received=len(data), in_memory=self.in_memory)
-        if self._kept:  # in place: a header may come byte by byte
-            self._kept += data
-            if self._prefix is not None and len(self._kept) < self._prefix.header_bytes:
-                return
-            data, self._kept = self._kept, bytearray()
-        self._came = memoryview(data)
+        self._came = memoryview(bytes(self._came) + bytes(data) if self._came else data)
         try:
             while not self.over and not self._resting and self._parse():
                 pass
         except FrameError as error:
             self._broken(error)
-        self._kept += self._came
-        self._came = memoryview(b"")
+        self._came = memoryview(bytes(self._came))
         self.flush()
 
     def rest(self, rests_s: float) -> None:
@@ -389,7 +383,7 @@ class Connection(asyncio.Protocol):
         self.outbox.clear()
         if self.outbox.gauge is not None:
             self.line.limiter.gauges.discard(self.outbox.gauge)
-        self._body, self._came, self._kept = None, memoryview(b""), bytearray()
+        self._body, self._came = None, memoryview(b"")
         if self._transport is not None:
             self._transport.abort()
         else:

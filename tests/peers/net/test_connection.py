@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -293,27 +292,6 @@ async def test_a_body_of_many_small_buffers_is_read_as_fast_as_if_it_were_not_pa
     feed(server, count * (frames.pack_prefix(frames.Kind.PACKED, 1, len(packed)) + packed))
     await accepted
     assert asyncio.get_running_loop().time() < 0.1, "20 MB: a line of 100 Mbit/s takes 1.3 s"
-
-
-@pytest.mark.virtual_time
-async def test_a_packed_part_that_comes_in_pieces_costs_no_more_than_one_that_is_not() -> None:
-    """All that had come was copied with each piece, which took longer than to unpack it."""
-    part, took_s = random.Random(3).randbytes(frames.MAX_PACKED_BYTES).translate(bytes(range(128)) * 2), []
-    packed = frames.pack_part(memoryview(part))
-    for frame in (
-        frames.pack_prefix(frames.Kind.BODY, 1, 0, len(part)) + part,
-        frames.pack_prefix(frames.Kind.PACKED, 1, len(packed)) + packed,
-    ):
-        called: list[ServedCall] = []
-        server = serving(called)
-        Wire(server)
-        feed(server, OPENING + frames.pack_call(1, "m", b"", [2 * len(part)]))
-        began = time.process_time()
-        for at in range(0, len(frame), 64):
-            server.data_received(memoryview(frame)[at : at + 64])
-        took_s.append(time.process_time() - began)
-        assert called[0].passed_bytes == len(part)
-    assert took_s[1] < took_s[0]
 
 
 @pytest.mark.virtual_time
