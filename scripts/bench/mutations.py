@@ -7520,6 +7520,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_sim_device",),
     ),
     Mutation(
+        "strangers-keep-a-stage-from-being-restored",
+        PROTOCOL,
+        "        elif not self._is_with_strangers:\n",
+        "        else:\n",
+        "A stage that only strangers have, which no other stage bears out, is behind by turns for ever.",
+        ("test_stage_lost",),
+    ),
+    Mutation(
+        "restore-before-strangers-could-give-it",
+        PROTOCOL,
+        " + (LOST_S if self._is_with_strangers else 0.0)",
+        "",
+        "A run goes back while its stage gets from strangers what it lacks.",
+        ("test_stage_lost",),
+    ),
+    Mutation(
         "restore-a-stage-whose-replicas-are-there",
         ACTIONS,
         "        if behind_s < FAR_BACK_S and await self._recovery.rejoin(run):\n",

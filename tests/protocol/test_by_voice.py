@@ -16,8 +16,8 @@ from swarm.protocol.coordinator import Agreed, Member, StageCoordinator
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import signed_report
-from swarm.protocol.protocol import REFRESH_S, StepProtocol
-from swarm.protocol.replica import Local
+from swarm.protocol.protocol import LOST_S, REFRESH_S, StepProtocol
+from swarm.protocol.replica import CatchUp, Local, RestoreStage
 from swarm.protocol.rounds import (
     Commit,
     FetchResult,
@@ -459,6 +459,28 @@ def test_a_replica_tells_its_commits_until_its_coordinator_has_its_version() -> 
         this.speak(now=NOW)
         bodies = [body for _, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]
         assert bodies[-1].commits == told
+
+
+@pytest.mark.parametrize("caught_up", [False, True])
+def test_a_state_that_only_strangers_have_is_waited_for_and_then_done_without(caught_up: bool) -> None:
+    """Else a stage that no other bears out what they have was behind, and not, by turns (seed 520, with
+    directives that answer reports not pushed as well)."""
+    this = protocol_of("ann", record("ann", steps=60), record("dan"))
+    this.trained = Position(version=1)
+    local, asked, restored = Local(generation=Generation(), version=0, steps={}, commits={}), [], []
+    for after_s in range(30):
+        now = NOW + after_s
+        if caught_up and after_s >= 10:
+            local = Local(generation=Generation(), version=1, steps={}, commits={})
+        this.observe(local, this._peers, now=now)
+        this.report("dan", signed_report(report(1), SimSigner("dan"), None), [], now=now)
+        this.speak(now=now)
+        for action in this.ready(now=now).actions:
+            asked += [after_s] * isinstance(action, CatchUp)
+            restored += [after_s] * isinstance(action, RestoreStage)
+    assert asked[0] < LOST_S + 2.0
+    assert bool(restored) is not caught_up
+    assert caught_up or restored[0] > 2 * LOST_S
 
 
 # --- what counts ---
