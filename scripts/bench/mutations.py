@@ -7522,15 +7522,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-keep-a-stage-from-being-restored",
         PROTOCOL,
-        "        elif not self._is_with_strangers:\n",
-        "        else:\n",
+        "not (self.belief.voice(self._stage) and stage.goes_by_strangers(self._local.version))",
+        "True",
         "A stage that only strangers have, which no other stage bears out, is behind by turns for ever.",
         ("test_stage_lost",),
     ),
     Mutation(
         "restore-before-strangers-could-give-it",
         PROTOCOL,
-        " + (LOST_S if self._is_with_strangers else 0.0)",
+        " + (LOST_S if self._goes_by_strangers else 0.0)",
         "",
         "A run goes back while its stage gets from strangers what it lacks.",
         ("test_stage_lost",),

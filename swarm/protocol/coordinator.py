@@ -157,6 +157,12 @@ class StageCoordinator:
             } | {self._me: mine}
         return max(versions.values(), default=self._agreed.generation.start)
 
+    def goes_by_strangers(self, version: int) -> bool:
+        """Whether only strangers say that they have what this replica lacks, at `version`: perhaps no other
+        stage bears that out.
+        """
+        return not self.voice and version < self.run_version <= self.newest
+
     def holds(self, t: int) -> bool:
         """Whether a replica is prepared for step `t`."""
         return bool(rounds.held_by_word(self._believable(t, self._reported(t)), self.voice))

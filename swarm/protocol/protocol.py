@@ -108,6 +108,7 @@ class StepProtocol:
         self._told: dict[PeerId, Directive] = {}
         self._numbers = count(1)
         self._behind_since: float | None = None
+        self._goes_by_strangers = False
         self._checked_s = -math.inf
         self._witnessed = local.position
         """The furthest position that a replica of another stage reported."""
@@ -133,7 +134,7 @@ class StepProtocol:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
         if (local.version, local.generation) != (self._local.version, self._local.generation):
             self._moved_s, self._backoff.unclear_rounds = now, 0
-            if self._is_with_strangers and local.version > self._local.version:
+            if self._goes_by_strangers and local.version >= self._coordinator.run_version:
                 self._behind_since = None  # it has what they had
             self._rotation.stepped(now=now, alone=local.version == self._local.version + 1)
         self._local, self._peers = local, peers
@@ -145,7 +146,8 @@ class StepProtocol:
         voice = self.belief.voice(self._stage)
         # Before a stage is restored, strangers are asked as well: perhaps one of them has its state.
         self._coordinator.voice = {} if self.stuck_s(now=now) > LOST_S else voice
-        restore_s = LOST_S + (CHECK_S if voice else 0.0) + (LOST_S if self._is_with_strangers else 0.0)
+        self._goes_by_strangers = bool(voice) and self._coordinator.goes_by_strangers(local.version)
+        restore_s = LOST_S + (CHECK_S if voice else 0.0) + (LOST_S if self._goes_by_strangers else 0.0)
         if local.generation > self._agreed.generation:
             self._enter(local.generation, now)
         if local.busy:
@@ -426,7 +428,7 @@ class StepProtocol:
         follows = stage.holds(newest) and newest in commits
         if (stage.run_version > newest and not follows) or not stage.present():
             self._behind_since = self._behind_since or now
-        elif not self._is_with_strangers:
+        elif not (self.belief.voice(self._stage) and stage.goes_by_strangers(self._local.version)):
             self._behind_since = None
         summary = stage.summary(commits, number=next(self._numbers))
         coordinator = self._me if self._stage == 0 else self.coordinator(0, now=now)
@@ -452,12 +454,6 @@ class StepProtocol:
         return self._coordinator.directive_for(peer, commits=known, behind_s=since_s, run_status=status)
 
     # -- a stage that cannot follow the run -------------------------------------------------------
-
-    @property
-    def _is_with_strangers(self) -> bool:
-        """Only strangers say that they have what this stage lacks: perhaps no other stage bears that out."""
-        asked = not self._coordinator.voice and self.belief.voice(self._stage)
-        return bool(asked) and self._local.version < self._coordinator.run_version <= self._coordinator.newest
 
     def stuck_s(self, *, now: float) -> float:
         """For how long this stage has been unable to follow the run."""
