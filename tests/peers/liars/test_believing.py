@@ -143,6 +143,7 @@ async def test_those_with_voice_take_what_their_stage_did_without_them(with_voic
         await go_on_without(s, away, version=4)
         await s.until_finished()
         s.assert_each_counted_once()
+        assert not [name for name, peer in s.live() if peer.core.generation.number], "the run went back"
 
 
 async def test_one_with_most_voice_takes_what_all_others_did_without_it() -> None:
