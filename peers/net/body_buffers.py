@@ -167,10 +167,10 @@ class Outbox:
         elif self._bodies:
             # That is due first; of those, of the oldest call.
             outgoing = min(self._bodies, key=lambda one: (one.due, one.call))
-            if outgoing.packs and limiter is not None and limiter.is_slow(self.gauge):
-                most = min(most, frames.MAX_PACKED_BYTES)
+            packs = limiter if limiter and outgoing.packs and limiter.is_slow(self.gauge) else None
+            most = min(most, frames.MAX_PACKED_BYTES) if packs else most
             if most := self._may_send(outgoing, limiter, most, now):
-                frame, size = self._framed(outgoing, outgoing.take(most), limiter, now)
+                frame, size = _framed(outgoing, outgoing.take(most), packs, now)
                 self.sent_bytes += frames.PREFIX_BYTES + size
                 if not outgoing.left or not outgoing.credit:
                     self._bodies.remove(outgoing)
@@ -190,16 +190,16 @@ class Outbox:
         self.turn_at = None
         return self._turn_bytes
 
-    def _framed(
-        self, outgoing: Outgoing, chunk: memoryview, limiter: RateLimiter | None, now: float
-    ) -> tuple[Sequence[Buffer], int]:
-        """A part of a body as a frame, packed where the line is slower than that; and its bytes."""
-        may_save = outgoing.packs and MIN_PACKED_BYTES <= chunk.nbytes <= frames.MAX_PACKED_BYTES
-        if may_save and limiter is not None and limiter.is_slow(self.gauge):
-            packed = frames.pack_part(chunk)
-            saved = chunk.nbytes - len(packed)
-            outgoing.packs = saved > MIN_SAVED * chunk.nbytes
-            if saved > 0:
-                limiter.returned(saved, now=now)
-                return (frames.pack_prefix(Kind.PACKED, outgoing.call, len(packed)), packed), len(packed)
-        return (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk), chunk.nbytes
+
+def _framed(
+    outgoing: Outgoing, chunk: memoryview, packs: RateLimiter | None, now: float
+) -> tuple[Sequence[Buffer], int]:
+    """A part of a body as a frame, and its bytes. `packs`: of the slow line for which it is to be packed."""
+    if packs and MIN_PACKED_BYTES <= chunk.nbytes <= frames.MAX_PACKED_BYTES:
+        packed = frames.pack_part(chunk)
+        saved = chunk.nbytes - len(packed)
+        outgoing.packs = saved > MIN_SAVED * chunk.nbytes
+        if saved > 0:
+            packs.returned(saved, now=now)
+            return (frames.pack_prefix(Kind.PACKED, outgoing.call, len(packed)), packed), len(packed)
+    return (frames.pack_prefix(Kind.BODY, outgoing.call, 0, chunk.nbytes), chunk), chunk.nbytes
