@@ -38,9 +38,10 @@ from peers.transfer.client import DownloadFailed
 from peers.transfer.gradient import fetch_gradient
 from peers.waiting import TaskKeeper, report_bug
 from swarm.errors import PeerFault, PeerSilent, Refused, SetupError, SwarmError
-from swarm.ids import Position
+from swarm.ids import PeerId, Position
 from swarm.model.reductions import vectors_digest
 from swarm.protocol import replica
+from swarm.protocol.blame import Awaited, RoundWaits
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.messages import Directive
 from swarm.protocol.protocol import LOST_S
@@ -157,6 +158,12 @@ class Actions:
     async def _reduce(self, step: OpenStep, plan: Plan) -> None:
         """Freeze the sum for this round, reduce it with the others, hold the result."""
         core, m, began = self._core, self._core.run.microbatches(step.t), now_s()
+        waits = RoundWaits(core.me, step.t, core.backoff, opened_s=step.opened_s, voice=core.voice())
+
+        def wait(awaited: Awaited, waited_s: float) -> list[PeerId]:
+            directive = self._coordination.directive
+            coordinator = directive.coordinator if directive is not None else ""
+            return waits.wait(awaited, waited_s, coordinator=coordinator, now=now_s())
 
         def freeze() -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | str:
             if step.over:
@@ -183,7 +190,7 @@ class Actions:
                 held = await asyncio.to_thread(_changed, plan.round, reduced)
             else:
                 gave_all = functools.partial(step.give_all, plan.round)
-                reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all)
+                reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all, wait)
             if not step.over and step.prepared is None and step.ledger.frozen_for == plan.round:
                 step.audited = audit(plan, m)
                 core.contributed.added_up(dict(zip(plan.members, plan.ledgers, strict=True)), step.t)

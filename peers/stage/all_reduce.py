@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -27,6 +27,7 @@ from swarm.errors import Busy, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import PeerId
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.timeouts import AdaptiveTimeout, is_too_slow, most_s
+from swarm.protocol.blame import ALL_OWNERS, Awaited
 from swarm.protocol.rounds import Plan, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes, host_empty
@@ -104,6 +105,8 @@ class _Round:
     """The same when it was looked at, and when it was more than before."""
     sent_bytes: int = 0
     """To the owners of the other parts, and answered."""
+    owing: set[PeerId] = field(default_factory=set)
+    """The owners of other parts that have not answered all of it."""
 
     def moved(self) -> None:
         """A chunk of this replica is reduced."""
@@ -148,6 +151,19 @@ class _Round:
         """The start of the first chunk of this replica that is not reduced."""
         return next((start for start, chunk in self.chunks.items() if not chunk.result.done()), None)
 
+    def awaited(self) -> Awaited:
+        """The members that this round waits for now."""
+        members, first, check = self.plan.members, self.first_open, self.check
+        if first is not None:
+            there = self.chunks[first].contributions
+            return Awaited(frozenset(m for m in members if m not in there), len(members), seen=True)
+        if self.owing or check is None:
+            return Awaited(frozenset(self.owing), sum(part > 0 for part in self.plan.parts))
+        unknown = frozenset(member for member in members if member not in check.nonces)
+        if unknown:  # perhaps some lack results
+            return Awaited(unknown, len(members), seen=not self.shared and bool(self.chunks))
+        return Awaited(frozenset(check.lacking()), len(members), seen=True)
+
     @property
     def deadline_s(self) -> float:
         """For an answer of an owner: all that it may have to take and give, at a third of the least pace."""
@@ -179,16 +195,19 @@ class AllReduce:
         """How long rounds take in which several own a part."""
         self.bandwidth_bps = self.measured_s = 0.0
         """Measured upload to other replicas, with the time in which it waited for them; and for how long."""
+        self.last_bps = 0.0
+        """The same of the last round, whole or not: it may be this replica for which it was given up."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(
         self, plan: Plan, t: int, total: torch.Tensor,
         value: Callable[[torch.Tensor], torch.Tensor] = lambda answers: answers,
         gave_all: Callable[[], None] = lambda: None,
+        wait: Callable[[Awaited, float], Collection[PeerId]] = lambda awaited, waited_s: (),
     ) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
         """Reduce `total` (flat, in host memory unless this replica is alone) with the replicas of `plan`.
         Where sums are checked, `gave_all` is called before this replica gives the last of what others need to
-        have the result.
+        have the result. `wait` is told for whom, and how long, and says who is not waited for any longer.
 
         Returns:
             The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.
@@ -213,6 +232,7 @@ class AllReduce:
         self._rounds[plan.round] = this
         pulse(self._started)
         work: list[asyncio.Task[None]] = []
+        before_bytes = self._sent_bytes(plan)
         try:
             if check is not None:
                 await asyncio.to_thread(check.commit)
@@ -224,15 +244,17 @@ class AllReduce:
                 if owner == self._me:
                     work.append(asyncio.create_task(self._collect_own(this)))
                 elif part:
+                    this.owing.add(owner)
                     work.append(asyncio.create_task(self._exchange(this, owner, part)))
             began = now_s()
             exchange, watch = asyncio.gather(*work), asyncio.create_task(self._watch(this))
-            work.append(watch)
-            await unless(watch, exchange)
+            waiting = asyncio.create_task(self._wait(this, wait))
+            work += [watch, waiting]
+            await unless(waiting, unless(watch, exchange))
             self._learn(this, now_s() - began)
             if self._audits is not None and check is not None:
                 limit_s = max(self._first.limit_s, TIMES_USUAL * (now_s() - this.began_s))
-                await self._audits.verify(check, this.reduced, limit_s, gave_all)
+                await unless(waiting, self._audits.verify(check, this.reduced, limit_s, gave_all))
         except RoundAborted:
             raise
         except SwarmError as error:  # whatever a replica answered
@@ -250,6 +272,7 @@ class AllReduce:
         finally:
             for task in work:
                 task.cancel()
+            self.last_bps = 8 * (self._sent_bytes(plan) - before_bytes) / max(1e-9, now_s() - this.began_s)
             ended = self._rounds.pop(plan.round, None)
             for chunk in ended.chunks.values() if ended is not None else ():
                 text = f"round {plan.round[:8]} is void: the round ended"
@@ -274,6 +297,10 @@ class AllReduce:
     ) -> tuple[torch.Tensor, Prepared]:
         reduced = await asyncio.to_thread(value, answers)
         return reduced, await asyncio.to_thread(holds, round_name, reduced, self._sqnorm)
+
+    def _sent_bytes(self, plan: Plan) -> int:
+        lines = self._transport.lines
+        return sum(lines[member].sent_bytes for member in plan.members if member in lines)
 
     def _alone(self, total: torch.Tensor) -> torch.Tensor:
         """The result of a reduce by this replica alone, bit for bit as among several. In any thread."""
@@ -337,6 +364,21 @@ class AllReduce:
         self._whole.gave_up(limit_s)
         raise RoundAborted(f"the owners of other parts did not answer within {limit_s:.1f} s")
 
+    async def _wait(self, this: _Round, wait: Callable[[Awaited, float], Collection[PeerId]]) -> None:
+        """Tell of all time in which the round waits for few.
+
+        Raises:
+            RoundAborted: it has waited for long enough.
+        """
+        while True:
+            since_s, before = now_s(), this.awaited().peers
+            await asyncio.sleep(WATCH_S)
+            awaited = this.awaited()
+            awaited = awaited._replace(peers=awaited.peers & before)
+            if by := wait(awaited, now_s() - since_s):
+                text = f"steps have waited too long for {', '.join(map(short, sorted(awaited.peers)))}"
+                raise RoundAborted(text, [peer for peer in by if peer != ALL_OWNERS])
+
     def _learn(self, this: _Round, exchange_s: float) -> None:
         """Learn from a round that is complete."""
         if this.sent_bytes >= 1 << 16 and exchange_s > 0:
@@ -381,6 +423,7 @@ class AllReduce:
             this.answered_s = now_s()
 
         await for_each(chunks, exchange, CHUNKS_IN_FLIGHT)
+        this.owing.discard(owner)
 
     async def _call_until_ready(
         self, owner: PeerId, part: Part, body: Sequence[Buffer], limit_s: float

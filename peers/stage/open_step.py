@@ -76,6 +76,7 @@ class OpenStep(ReplicaStep):
 
     def __init__(self, t: int, ledger: Ledger) -> None:
         super().__init__(t, ledger)
+        self.opened_s = now_s()
         self.jobs: dict[int, Job] = {}
         self.kept: dict[int, KeptMicrobatch] = {}
         self.audit_kept: dict[int, KeptMicrobatch] = {}

@@ -53,9 +53,11 @@ class StageStatus:
 
     def record(self) -> PeerRecord:
         """This peer as it is now."""
-        core, settings = self._core, self._settings
-        measured = self._all_reduce.measured_s >= SURE_S
-        uploads_bps = filter(None, (self._all_reduce.bandwidth_bps * measured, settings.upload_bps))
+        core, settings, reduced = self._core, self._settings, self._all_reduce
+        measured_bps = reduced.bandwidth_bps * (reduced.measured_s >= SURE_S)
+        if core.me in self._coordination.left_out:  # what held rounds up may be its upload
+            measured_bps = measured_bps or reduced.last_bps
+        uploads_bps = filter(None, (measured_bps, settings.upload_bps))
         return PeerRecord(
             peer=core.me, run=core.run.id, stage=core.stage, state=core.life, version=core.version,
             speed=self._speed(), load=core.device.mean_queue(), state_bytes=core.compute.state.nbytes,

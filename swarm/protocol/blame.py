@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from swarm.ids import Generation, PeerId
-from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, Backoff
+from swarm.policy.backoff import AGAIN_S, BUDGET_ROUNDS, BUDGET_S, Backoff
 from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
 from swarm.protocol.ledger import everything, union_of
 from swarm.protocol.messages import Directive
@@ -22,6 +23,8 @@ from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed
 ALL_OWNERS = ""
 """Stands for rounds in which several own a part. If one of those fails and it cannot be seen why, the
 coordinator reduces everything itself for a while: then it sees which replica sends nothing."""
+UNCLEAR = "?"
+"""Before a replica's name: what it is charged with once it is seen to hold up a round."""
 PREPARED_S = 1.5
 """In 20 steps 30 s: so much later than the others a replica may have the result each time."""
 TIMES_ROUND = 3.0
@@ -30,6 +33,10 @@ REPEATED_S = 10.0
 """Two rounds that somebody holds up take so long."""
 COMPUTED_S = 60.0
 """For a microbatch, before the first one of the run is done."""
+HELD_UP_S = 0.25
+"""A round may wait so long for few of its members: in 20 steps 5 s, and the budget is 25."""
+TIMES_OF_TWO = 4.0
+"""One of two may take so many times as long as the rest of its step: `swarm.policy.spares` keeps it then."""
 
 
 class _Wait(msgspec.Struct):
@@ -80,6 +87,68 @@ class _Ledger(msgspec.Struct):
     """What it was told to retract, and has."""
     kept: int = 0
     """What others were told to retract: it has to keep that."""
+
+
+class Awaited(NamedTuple):
+    """The members that a round waits for."""
+
+    peers: frozenset[PeerId] = frozenset()
+    of: int = 1
+    """So many might be."""
+    seen: bool = False
+    """It is seen that they hold it up. Else another may keep from them what they need."""
+
+
+class RoundWaits:
+    """How long a round waited for few of its members, as `me` saw it.
+
+    A coordinator charges those, or all owners if it cannot be seen why; the others charge the coordinator, or
+    it could do what it leaves out others for. A step may wait as long again as it takes without that: what
+    makes it longer by less may be worth it (`swarm.policy.spares`).
+    """
+
+    def __init__(
+        self, me: PeerId, t: int, backoff: Backoff, *, opened_s: float, voice: Collection[PeerId]
+    ) -> None:
+        """`opened_s`: when the step began here. `voice`: the replicas that have it."""
+        self._me, self._t, self._backoff, self._opened_s, self._voice = me, t, backoff, opened_s, voice
+        self._held_s: dict[PeerId, float] = {}
+        self._unclear_s = 0.0
+        """Since an honest coordinator that was kept waiting would have reduced all itself."""
+
+    def wait(self, awaited: Awaited, waited_s: float, *, coordinator: PeerId, now: float) -> list[PeerId]:
+        """Note that the round waited so long for them until now; returns those that are left out for that."""
+        peers, of, seen = awaited
+        pair = of == 2
+        if not peers or self._me in peers or not (pair or 2 * len(peers) < of):
+            return []  # it holds itself up, or its own line does
+        if coordinator != self._me:
+            third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
+            peers = peers & {coordinator} if third else frozenset[PeerId]()
+        elif not seen:
+            peers |= {ALL_OWNERS}
+        left_out: list[PeerId] = []
+        for peer in sorted(peers):
+            held_s = self._held_s[peer] = self._held_s.get(peer, 0.0) + waited_s
+            rest_s = now - self._opened_s - held_s
+            late_s = held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
+            new_s, unclear = min(waited_s, late_s), UNCLEAR + peer
+            if late_s <= 0:
+                continue
+            if not seen and peer != ALL_OWNERS:
+                if self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now):
+                    self._unclear_s += waited_s
+                if peer == coordinator and self._unclear_s >= 2 * AGAIN_S:
+                    self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+                    left_out.append(peer)
+                continue
+            if unclear_s := self._backoff.budget_s - self._backoff.left_s(unclear, t=self._t):
+                if late_s < AGAIN_S:
+                    continue
+                new_s = late_s + unclear_s
+            if self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now):
+                left_out.append(peer)
+        return left_out
 
 
 class Blame:

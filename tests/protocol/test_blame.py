@@ -7,7 +7,16 @@ from msgspec.structs import replace
 from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, Backoff
 from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
-from swarm.protocol.blame import COMPUTED_S, PREPARED_S, Blame, Waits
+from swarm.protocol.blame import (
+    ALL_OWNERS,
+    COMPUTED_S,
+    HELD_UP_S,
+    PREPARED_S,
+    Awaited,
+    Blame,
+    RoundWaits,
+    Waits,
+)
 from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import (
@@ -313,3 +322,80 @@ def test_who_is_named_by_most_of_the_others_and_two_at_least_is_left_out() -> No
     assert named_by_most({"ann": ("liar",), "liar": ("ann",)}) == set(), "one names the other"
     assert named_by_most({"ann": ("dan",), "bob": ("dan",), "cid": (), "eve": ()}) == set()
     assert named_by_most({"liar": ("ann", "bob"), "ann": (), "bob": ()}) == set()
+
+
+# --- rounds that wait for few ---
+
+
+def waits_of(me: str = "ann", *, voice: str = "") -> tuple[RoundWaits, Backoff]:
+    """Of a step that began a second before 100."""
+    backoff = Backoff()
+    return RoundWaits(me, 7, backoff, opened_s=99.0, voice=voice.split()), backoff
+
+
+def awaited(*peers: str, of: int = 4, seen: bool = True) -> Awaited:
+    return Awaited(frozenset(peers), of, seen)
+
+
+def test_a_round_waits_for_one_as_long_as_its_step_takes_otherwise_and_then_it_is_charged() -> None:
+    waits, backoff = waits_of()
+    assert not waits.wait(awaited("bob"), 1.0, coordinator="ann", now=101.0)
+    assert not backoff.was_charged("bob", t=7), "the step took a second before"
+    assert not waits.wait(awaited("bob"), 20.0, coordinator="ann", now=121.0)
+    assert backoff.left_s("bob", t=7) == BUDGET_S - 20.0
+    assert waits.wait(awaited("bob"), 5.0, coordinator="ann", now=126.0) == ["bob"]
+    assert backoff.rests("bob", now=126.0)
+
+
+def test_of_a_moment_nobody_is_charged() -> None:
+    backoff = Backoff()
+    waits = RoundWaits("ann", 7, backoff, opened_s=100.0, voice=())
+    waits.wait(awaited("bob"), HELD_UP_S, coordinator="ann", now=100.0 + HELD_UP_S)
+    assert not backoff.was_charged("bob", t=7)
+
+
+def test_nobody_is_charged_where_most_are_waited_for_or_the_waiting_one_is() -> None:
+    waits, backoff = waits_of()
+    for peers in (("bob", "cid"), ("ann",), ("ann", "bob")):
+        assert not waits.wait(awaited(*peers), 50.0, coordinator="ann", now=150.0)
+        assert not any(backoff.was_charged(peer, t=7) for peer in peers)
+    waits.wait(awaited("bob", "cid", of=5), 50.0, coordinator="ann", now=150.0)
+    assert backoff.was_charged("bob", t=7) and backoff.was_charged("cid", t=7)
+
+
+def test_one_of_two_may_take_four_times_as_long() -> None:
+    waits, backoff = waits_of()
+    waits.wait(awaited("bob", of=2), 4.0, coordinator="ann", now=104.0)
+    assert not backoff.was_charged("bob", t=7)
+    waits.wait(awaited("bob", of=2), 1.0, coordinator="ann", now=105.0)
+    assert backoff.left_s("bob", t=7) == BUDGET_S - 1.0
+
+
+def test_others_charge_the_coordinator_only_and_not_where_no_third_has_voice() -> None:
+    waits, backoff = waits_of("bob", voice="ann bob cid")
+    assert not waits.wait(awaited("dan"), 50.0, coordinator="ann", now=150.0)
+    assert not backoff.was_charged("dan", t=7)
+    assert waits.wait(awaited("ann"), 50.0, coordinator="ann", now=150.0) == ["ann"]
+    for voice, of in (("ann bob", 4), ("", 2)):
+        waits, backoff = waits_of("bob", voice=voice)
+        assert not waits.wait(awaited("ann", of=of), 50.0, coordinator="ann", now=150.0)
+        assert not backoff.was_charged("ann", t=7)
+
+
+def test_where_it_is_not_seen_who_holds_a_round_up_one_reduces_all_and_who_still_does_pays_for_both() -> None:
+    waits, backoff = waits_of()
+    assert waits.wait(awaited("bob", seen=False), 27.0, coordinator="ann", now=127.0) == [ALL_OWNERS]
+    assert backoff.rests(ALL_OWNERS, now=127.0) and not backoff.was_charged("bob", t=7)
+    waits = RoundWaits("ann", 7, backoff, opened_s=127.0, voice=())
+    assert not waits.wait(awaited("bob"), 0.5, coordinator="ann", now=127.5)
+    assert not backoff.was_charged("bob", t=7), "a moment shows nothing"
+    assert waits.wait(awaited("bob"), 1.0, coordinator="ann", now=128.5) == ["bob"]
+
+
+def test_a_coordinator_that_is_waited_for_when_it_would_have_reduced_all_itself_is_followed_no_more() -> None:
+    waits, backoff = waits_of("bob", voice="ann bob cid")
+    assert not waits.wait(awaited("ann", seen=False), 25.0, coordinator="ann", now=125.0)
+    assert not waits.wait(awaited("ann", seen=False), 1.5, coordinator="ann", now=126.5)
+    assert not backoff.was_charged("ann", t=7), "another may have kept it waiting until now"
+    assert waits.wait(awaited("ann", seen=False), 2.0, coordinator="ann", now=128.5) == ["ann"]
+    assert backoff.rests("ann", now=128.5)

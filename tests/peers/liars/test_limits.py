@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from peers.stage.server import StagePeer
 from peers.status_query import holders
 from swarm.errors import Busy, NotReady, PeerFault, SwarmError
 from swarm.ids import Microbatch
-from swarm.manifest import audit_run
+from swarm.manifest import Run, audit_run
 from swarm.model.stage import Forward
 from swarm.policy.router import Router
 from swarm.policy.timeouts import CallLimits
@@ -34,7 +35,7 @@ from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, BeginAllReduce, Fetch
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
-from swarm.wire.messages import Located, Work, pack
+from swarm.wire.messages import Located, Part, Work, pack
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import TRAINER, admitting, give_voice
@@ -62,10 +63,12 @@ def honest_serve(s: Swarm, honest: Sequence[str]) -> bool:
 
 
 async def lasts_s(
-    attack: Attack | None, *, limit_s: float = 6_000.0, seed: int = 1, steps: int = STEPS
-) -> float:
+    attack: Attack | None, *, limit_s: float = 6_000.0, seed: int = 1, steps: int = STEPS,
+    run: Run | None = None, replicas: int = 2,
+) -> float:  # fmt: skip
     """Seconds from the first microbatch to the last step, at each honest peer."""
-    async with swarm(audit_run(stages=3, steps=steps, microbatches_per_step=8), seed=seed) as s:
+    run = run or audit_run(stages=3, steps=steps, microbatches_per_step=8)
+    async with swarm(run, seed=seed, replicas=replicas) as s:
         honest = list(s.peers)
         if attack is not None:
             under_way = attack(s)
@@ -73,7 +76,7 @@ async def lasts_s(
                 await under_way
         await s.until(lambda: honest_serve(s, honest))
         began = s.network.loop.now_s
-        s.add_trainer("trainer")
+        s.add_trainer(TRAINER)
         await s.until(lambda: all(s.peers[name].core.version >= steps for name in honest), limit_s=limit_s)
         took_s = s.network.loop.now_s - began
         counts = s.count_matrix()
@@ -452,6 +455,92 @@ async def test_one_that_opens_no_result_of_those_it_says_it_has_costs_two_rounds
             await this.actions._fetch(step, Fetch(t=step.t, round="5a", sources=("s1p1",)))  # type: ignore
         assert s.network.loop.now_s - began_s < BUDGET_S
         assert this.core.backoff.rests("s1p1", now=now_s())
+
+
+# --- a round waits for one ---------------------------------------------------------------------------------
+
+
+LATE_S = 4.5
+"""Sooner than who sends nothing is given up."""
+CHECKED = admitting(replace(audit_run(stages=2, steps=STEPS, microbatches_per_step=8), dtype="float32"))
+
+
+def begins_late(s: Swarm) -> None:
+    """It gives its contribution to each round so late."""
+    reduces, begins_s = liar(s, 1).all_reduce, dict[str, float]()
+    call = reduces._call_until_ready
+
+    async def late(owner: str, part: Part, *more: Any) -> Answer:
+        at_s = begins_s.setdefault(part.round, now_s() + LATE_S)
+        await asyncio.sleep(max(0.0, at_s - now_s()))
+        return await call(owner, part, *more)
+
+    reduces._call_until_ready = late  # type: ignore[method-assign]
+
+
+def answers_late(s: Swarm, *to: str, name: str = LIAR) -> None:
+    """As an owner; `to`: those, or all."""
+    handlers = s.network.peers[name].transport.handlers
+    answer, most = handlers["part"]
+
+    async def late(request: Request) -> Answer:
+        answered = await answer(request)
+        await asyncio.sleep(LATE_S if request.peer in to or not to else 0.0)
+        return answered
+
+    handlers["part"] = late, most
+
+
+def owns_and_answers_late(s: Swarm) -> None:
+    liar(s, 1)
+    answers_late(s)
+
+
+def checks_late(s: Swarm, **voice: Any) -> None:
+    """It keeps its nonce for so long, and with that its products."""
+    audits = liar(s, 1).all_reduce._audits
+    assert audits is not None
+    verify = audits.verify
+
+    async def late(*what: Any) -> None:
+        await asyncio.sleep(LATE_S)
+        await verify(*what)
+
+    audits.verify = late  # type: ignore[method-assign]
+    give_voice(s, *s.peers, **voice)
+
+
+@pytest.mark.parametrize("attack", some([begins_late, owns_and_answers_late], quick=[begins_late]))
+async def test_one_for_which_each_round_waits_costs_its_budget(attack: Attack) -> None:
+    """Steps of 0.2 s took 4.7, as many as there were: the last to begin taught how late one may be."""
+    assert await lasts_s(attack) <= BUDGET_S + 5.0
+
+
+@pytest.mark.slow
+async def test_one_for_which_each_check_waits_costs_its_budget() -> None:
+    """It is not seen at first whether another keeps a result from it: then one reduces all."""
+    assert await lasts_s(checks_late, run=CHECKED, replicas=3) <= BUDGET_S + 10.0
+
+
+@pytest.mark.slow
+async def test_a_coordinator_for_which_each_check_waits_is_followed_no_more() -> None:
+    """It made steps of 0.2 s last 4.7 s, for ever."""
+    run = replace(CHECKED, steps=2 * STEPS)
+    by_work = partial(checks_late, steps={LIAR: 99})
+    assert await lasts_s(by_work, run=run, replicas=4, steps=run.steps) <= 0.75 * LATE_S * run.steps
+
+
+@pytest.mark.slow
+async def test_who_is_kept_waiting_for_results_is_not_charged_with_that() -> None:
+    async with swarm(CHECKED, replicas=4) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        answers_late(s, "s0p1", name="s0p3")
+        s.add_trainer(TRAINER)
+        await s.until_finished(limit_s=BUDGET_S + 10.0)
+        now = s.network.loop.now_s
+        assert not any(peer.core.backoff.rests("s0p1", now=now) for peer in s.peers.values())
+        s.assert_each_counted_once()
 
 
 # --- two have each other rest -------------------------------------------------------------------------------

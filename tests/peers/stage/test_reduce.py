@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.ports import Answer, Request
+from peers.ports import Answer, NetworkPath, Request
 from peers.sim.dice import Dice
 from peers.sim.lines import Lines, Sent
 from peers.stage import all_reduce as reduce
@@ -269,6 +270,37 @@ async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named
     assert isinstance(void[0], RoundAborted) and void[0].by == ("b",)
     assert now_s() - began_s < 7.0
     others.cancel()
+
+
+@pytest.mark.parametrize(
+    ("parts", "owns", "seen"), [((4, 6), 0, False), ((10, 0), 0, True), ((10, 0), 1, False)]
+)
+async def test_who_keeps_its_nonce_is_seen_only_by_the_owner_of_all(
+    parts: tuple[int, int], owns: int, seen: bool
+) -> None:
+    """Another owner may keep a result from it."""
+    plan, total = group(parts).plan, torch.zeros(10)
+    chunks = {0: reduce._Chunk(parts[owns], 0)} if parts[owns] else {}
+    check: Any = SimpleNamespace(nonces={"a": b"1"}, lacking=lambda: ["b"])
+    this = reduce._Round(plan, 3, total, total, chunks, check)
+    for chunk in this.chunks.values():
+        chunk.result.set_result((PartDone(crc=0, tensors=()), ()))
+    assert this.awaited() == (frozenset("b"), 2, seen)
+    check.nonces["b"] = b"2"
+    assert this.awaited() == (frozenset("b"), 2, True), "what it has to say hangs on no other then"
+
+
+async def test_a_round_that_was_given_up_tells_its_members_what_they_sent() -> None:
+    built = group((100_000, 0, 0))
+    lines = built.network.peers["b"].transport.lines
+    lines["a"] = NetworkPath(sent_bytes=1_000)
+    reducing = asyncio.create_task(built.reduce("b"))
+    await asyncio.sleep(1.0)
+    lines["a"] = NetworkPath(sent_bytes=51_000)
+    await asyncio.sleep(1.0)
+    reducing.cancel()
+    await asyncio.sleep(0.1)
+    assert built.sides["b"].last_bps == pytest.approx(8 * 50_000 / 2.0)
 
 
 async def test_a_member_on_a_slow_line_is_waited_for() -> None:

@@ -14,6 +14,7 @@ from peers.status_query import ask_status
 from peers.transfer.spare import words_of
 from swarm.manifest import Run, audit_run
 from swarm.policy.spares import SpareDecision
+from swarm.protocol.messages import Directive
 from tests.peers.loops import Swarm, swarm
 
 pytestmark = pytest.mark.virtual_time
@@ -118,6 +119,18 @@ async def test_an_upload_that_was_measured_for_a_moment_only_makes_nobody_a_spar
         assert not s.seen(Paused) and s.network.records["s1p0"].bandwidth_bps == 0.0
         reduced.measured_s = 1.0
         await s.until(lambda: s.network.records["s1p0"].bandwidth_bps == SLOW_BPS)
+
+
+async def test_one_that_is_left_out_says_what_it_sent_in_the_round_that_was_given_up() -> None:
+    """Nothing else is known of the upload of a newcomer for which rounds waited: so it learns why."""
+    async with swarm(run_of(60), replicas=2, job_s=JOB_S) as s:
+        await s.until_serving()
+        peer = s.peers["s1p0"]
+        peer.all_reduce.last_bps = SLOW_BPS
+        assert peer.status.record().bandwidth_bps == 0.0
+        left_out = Directive(run=s.run.id, stage=1, version=0, coordinator="s1p1", left_out=("s1p0",))
+        peer.coordination.protocol.directive = left_out
+        assert peer.status.record().bandwidth_bps == SLOW_BPS
 
 
 @pytest.mark.parametrize("voice", [("home",), ("home", "s1p0", "s1p1")])
