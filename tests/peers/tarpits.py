@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from peers.clock import now_s
 from peers.ports import Answer, Buffer, Request
 from peers.sim.dice import Dice
 from peers.sim.lines import Lines, Sent
 from peers.stage.server import StagePeer
 from swarm.ids import PeerId
-from swarm.wire.messages import Work, WorkDone, pack, unpack
+from swarm.wire.messages import Part, Work, WorkDone, pack, unpack
 from tests.peers.loops import Swarm
 
 
@@ -88,6 +89,44 @@ def send_no_part(peer: StagePeer) -> None:
         return await asyncio.get_running_loop().create_future()
 
     peer.actions._all_reduce._call_until_ready = never  # type: ignore[method-assign]
+
+
+def begin_rounds_late(peer: StagePeer, by_s: float) -> None:
+    """It gives its contribution to each round so late."""
+    begins_s, call = dict[str, float](), peer.all_reduce._call_until_ready
+
+    async def late(owner: PeerId, part: Part, *more: Any) -> Answer:
+        at_s = begins_s.setdefault(part.round, now_s() + by_s)
+        await asyncio.sleep(max(0.0, at_s - now_s()))
+        return await call(owner, part, *more)
+
+    peer.all_reduce._call_until_ready = late  # type: ignore[method-assign]
+
+
+def answer_parts_late(s: Swarm, owner: PeerId, by_s: float, *, to: Collection[PeerId] = ()) -> None:
+    """It answers what it owns of each round so late; `to`: those, or all."""
+    handlers = s.network.peers[owner].transport.handlers
+    answer, most = handlers["part"]
+
+    async def late(request: Request) -> Answer:
+        answered = await answer(request)
+        await asyncio.sleep(by_s if request.peer in to or not to else 0.0)
+        return answered
+
+    handlers["part"] = late, most
+
+
+def check_late(peer: StagePeer, by_s: float) -> None:
+    """It keeps its nonce of each round for so long, and with that its products."""
+    audits = peer.all_reduce._audits
+    assert audits is not None
+    verify = audits.verify
+
+    async def late(*what: Any) -> None:
+        await asyncio.sleep(by_s)
+        await verify(*what)
+
+    audits.verify = late  # type: ignore[method-assign]
 
 
 class TrickleLines(Lines):

@@ -36,7 +36,16 @@ from swarm.manifest import audit_run
 from swarm.protocol.replica import BeginAllReduce
 from tests.peers.admitted import TRAINER, admitting
 from tests.peers.loops import Swarm, swarm
-from tests.peers.tarpits import answer_late, never_answered, send_no_part, trickle, trickle_in_all
+from tests.peers.tarpits import (
+    answer_late,
+    answer_parts_late,
+    begin_rounds_late,
+    check_late,
+    never_answered,
+    send_no_part,
+    trickle,
+    trickle_in_all,
+)
 
 STEPS, STAGES, MICROBATCHES = 20, 3, 8
 GOAL_S = 30.0
@@ -92,6 +101,26 @@ def starts_no_reduce(s: Swarm, slow: Slow) -> None:
         peer.coordination.act = some
 
 
+def each(act: Callable[[StagePeer, float], None], by_s: float) -> Way:
+    """They do so, each time so much later."""
+
+    def begin(s: Swarm, slow: Slow) -> None:
+        for peer in slow.values():
+            act(peer, by_s)
+
+    return begin
+
+
+def answers_parts(by_s: float) -> Way:
+    """They answer what they own of a round, each time so much later."""
+
+    def begin(s: Swarm, slow: Slow) -> None:
+        for name in slow:
+            answer_parts_late(s, name, by_s)
+
+    return begin
+
+
 WAYS: dict[str, Way] = {
     "never answers": silent("work"),
     "answers 1 s late": late(1.0),
@@ -108,6 +137,9 @@ WAYS: dict[str, Way] = {
     "silent in part": silent("part"),
     "sends no part": sends_no_part,
     "starts no reduce": starts_no_reduce,
+    "begins rounds 4.5 s late": each(begin_rounds_late, 4.5),
+    "answers as an owner 4.5 s late": answers_parts(4.5),
+    "checks sums 4.5 s late": each(check_late, 4.5),
 }
 
 

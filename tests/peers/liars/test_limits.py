@@ -35,11 +35,20 @@ from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, BeginAllReduce, Fetch
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
-from swarm.wire.messages import Located, Part, Work, pack
+from swarm.wire.messages import Located, Work, pack
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.peers.tarpits import answer_late, answer_one_late, never_answered, send_no_part, trickle
+from tests.peers.tarpits import (
+    answer_late,
+    answer_one_late,
+    answer_parts_late,
+    begin_rounds_late,
+    check_late,
+    never_answered,
+    send_no_part,
+    trickle,
+)
 from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -466,47 +475,16 @@ CHECKED = admitting(replace(audit_run(stages=2, steps=STEPS, microbatches_per_st
 
 
 def begins_late(s: Swarm) -> None:
-    """It gives its contribution to each round so late."""
-    reduces, begins_s = liar(s, 1).all_reduce, dict[str, float]()
-    call = reduces._call_until_ready
-
-    async def late(owner: str, part: Part, *more: Any) -> Answer:
-        at_s = begins_s.setdefault(part.round, now_s() + LATE_S)
-        await asyncio.sleep(max(0.0, at_s - now_s()))
-        return await call(owner, part, *more)
-
-    reduces._call_until_ready = late  # type: ignore[method-assign]
-
-
-def answers_late(s: Swarm, *to: str, name: str = LIAR) -> None:
-    """As an owner; `to`: those, or all."""
-    handlers = s.network.peers[name].transport.handlers
-    answer, most = handlers["part"]
-
-    async def late(request: Request) -> Answer:
-        answered = await answer(request)
-        await asyncio.sleep(LATE_S if request.peer in to or not to else 0.0)
-        return answered
-
-    handlers["part"] = late, most
+    begin_rounds_late(liar(s, 1), LATE_S)
 
 
 def owns_and_answers_late(s: Swarm) -> None:
     liar(s, 1)
-    answers_late(s)
+    answer_parts_late(s, LIAR, LATE_S)
 
 
 def checks_late(s: Swarm, **voice: Any) -> None:
-    """It keeps its nonce for so long, and with that its products."""
-    audits = liar(s, 1).all_reduce._audits
-    assert audits is not None
-    verify = audits.verify
-
-    async def late(*what: Any) -> None:
-        await asyncio.sleep(LATE_S)
-        await verify(*what)
-
-    audits.verify = late  # type: ignore[method-assign]
+    check_late(liar(s, 1), LATE_S)
     give_voice(s, *s.peers, **voice)
 
 
@@ -535,7 +513,7 @@ async def test_who_is_kept_waiting_for_results_is_not_charged_with_that() -> Non
     async with swarm(CHECKED, replicas=4) as s:
         give_voice(s, *s.peers)
         await s.until_serving()
-        answers_late(s, "s0p1", name="s0p3")
+        answer_parts_late(s, "s0p3", LATE_S, to=["s0p1"])
         s.add_trainer(TRAINER)
         await s.until_finished(limit_s=BUDGET_S + 10.0)
         now = s.network.loop.now_s
