@@ -10,14 +10,15 @@ every pair differs, each device is a region of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from swarm.errors import SetupError, did_you_mean
+from swarm.errors import MALFORMED, SetupError, did_you_mean
 from swarm.manifest import tomllib
+from swarm.manifest.rules import Rule, integer, list_of, shown
 
 BACKWARD_FORWARDS = 2.0
 """A backward pass is two products where a forward is one: for the inputs, and for the weights."""
@@ -241,8 +242,22 @@ def check_fit(network: Network, job: StepWork) -> None:
 
 # --- devices.toml -------------------------------------------------------------------------------------------
 
-_LINE = ("latency_ms", "bandwidth_mbps")
-_GROUP = ("tflops", "speed", "memory_gb", "upload_mbps", "download_mbps", "cards")
+_AMOUNT = Rule("a number that is not negative", lambda v: type(v) in (int, float) and v >= 0, float)
+"""`Device` and `Network` say what else they cannot take."""
+_NAME = Rule(
+    "a name of 1 to 80 characters", lambda v: type(v) is str and 0 < len(v) <= 80 and v.isprintable()
+)
+_ENDS = Rule(
+    'like ["Oslo", "Rome"]', lambda v: type(v) is list and len(v) == 2 and all(type(end) is str for end in v)
+)
+_TABLE = Rule("a table: [its name] on a line of its own, then its keys", lambda v: type(v) is dict)
+_TABLES = Rule("tables: [[their name]] on a line of its own before each", list_of(_TABLE.accepts, math.inf))
+_FILE = {**dict.fromkeys(("defaults", "inside", "machine"), _TABLE), "devices": _TABLES, "links": _TABLES}
+_LINE = {"latency_ms": _AMOUNT, "bandwidth_mbps": _AMOUNT}
+_LINK = {"between": _ENDS, **_LINE}
+_AMOUNTS = ("tflops", "speed", "memory_gb", "upload_mbps", "download_mbps")
+_GROUP = {**dict.fromkeys(_AMOUNTS, _AMOUNT), "cards": integer(1, MAX_CARDS)}
+_DEVICES = {"name": _NAME, "region": _NAME, "count": integer(1, MAX_DEVICES), **_GROUP}
 
 
 def read_devices(text: str) -> Network:
@@ -254,25 +269,23 @@ def read_devices(text: str) -> Network:
     """
     try:
         tables: dict[str, Any] = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+    except MALFORMED as error:
         raise SetupError(f"the devices are not TOML: {str(error)[:200]}") from None
-    _known(tables, ("defaults", "devices", "inside", "links", "machine"), "the devices' file")
-    defaults = _table(tables.get("defaults", {}), "[defaults]")
-    _known(defaults, _GROUP, "[defaults]")
-    groups = _tables(tables.get("devices", []), "devices")
-    if not groups:
+    tables = _checked(tables, _FILE, "the devices' file")
+    defaults = _checked(tables.get("defaults", {}), _GROUP, "[defaults]")
+    if not tables.get("devices"):
         raise SetupError("there are no devices: at least one [[devices]] with name, region, count is needed")
     regions: dict[str, int] = {}
     devices: list[Device] = []
     cards: list[int] = []
     """Of each of these."""
-    for number, group in enumerate(groups):
-        where = f"[[devices]] {group.get('name', number + 1)!r}"
-        _known(group, ("name", "region", "count", *_GROUP), where)
-        region = regions.setdefault(_text(group, "region", where), len(regions))
-        devices += _devices(group, {**defaults, **group}, region, where)
-        of_each = _whole({**defaults, **group}, "cards", MAX_CARDS, where)
-        cards += [of_each] * (len(devices) - len(cards))
+    for number, own in enumerate(tables["devices"]):
+        where = f"[[devices]] {own.get('name', number + 1)!r}"
+        group = defaults | _checked(own, _DEVICES, where, needed=("name", "region"))
+        if "tflops" not in group:
+            raise SetupError(f"tflops is missing in {where} (and in [defaults]): 1e12 operations a second")
+        devices += _devices(group, regions.setdefault(group["region"], len(regions)))
+        cards += [group.get("cards", 1)] * (len(devices) - len(cards))
         if sum(cards) > MAX_DEVICES:
             raise SetupError(f"more than {MAX_DEVICES} devices: look at the count of {where}")
         if sum(count > 1 for count in cards) > MAX_MACHINES:
@@ -281,13 +294,12 @@ def read_devices(text: str) -> Network:
             )
     members = np.bincount([device.region for device in devices])
     latency_s, bandwidth_bps = _lines(tables, tuple(regions), members)
-    machine = _table(tables.get("machine", {}), "[machine]")
-    _known(machine, _LINE, "[machine]")
+    machine = _checked(tables.get("machine", {}), _LINE, "[machine]")
     return _with_cards(
         Network(tuple(devices), tuple(regions), latency_s, bandwidth_bps),
         cards,
-        _number(machine, "latency_ms", "[machine]", default=1e3 * CARDS_LATENCY_S) / 1e3,
-        _number(machine, "bandwidth_mbps", "[machine]", default=CARDS_BPS / 1e6) * 1e6,
+        machine.get("latency_ms", 1e3 * CARDS_LATENCY_S) / 1e3,
+        machine.get("bandwidth_mbps", CARDS_BPS / 1e6) * 1e6,
     )
 
 
@@ -320,42 +332,34 @@ def _with_cards(network: Network, cards: Sequence[int], latency_s: float, bandwi
     return Network(tuple(devices), tuple(regions), latency_RR, bandwidth_RR, tuple(places))
 
 
-def _devices(own: dict[str, Any], group: dict[str, Any], region: int, where: str) -> list[Device]:
-    name, count = _text(own, "name", where), _whole(own, "count", MAX_DEVICES, where)
-    if "tflops" not in group:
-        raise SetupError(f"tflops is missing in {where} (and in [defaults]): 1e12 operations a second")
-    flops_per_s = _number(group, "tflops", where) * 1e12 * _number(group, "speed", where, default=1.0)
-    memory_bytes = _number(group, "memory_gb", where, default=math.inf) * 1e9
-    limits = [_number(group, key, where, default=math.inf) * 1e6 for key in ("upload_mbps", "download_mbps")]
-    names = [name] if count == 1 and "count" not in own else [f"{name}-{i}" for i in range(count)]
+def _devices(group: Mapping[str, Any], region: int) -> list[Device]:
+    flops_per_s = group["tflops"] * 1e12 * group.get("speed", 1.0)
+    memory_bytes = group.get("memory_gb", math.inf) * 1e9
+    limits = [group.get(key, math.inf) * 1e6 for key in ("upload_mbps", "download_mbps")]
+    names = [f"{group['name']}-{i}" for i in range(group.get("count", 0))] or [group["name"]]
     return [Device(each, region, flops_per_s, memory_bytes, *limits) for each in names]
 
 
 def _lines(
-    tables: dict[str, Any], regions: tuple[str, ...], members: np.ndarray
+    tables: Mapping[str, Any], regions: tuple[str, ...], members: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[R, R] one-way latencies in s and bandwidths in bit/s; `members` is [R], devices of a region."""
     size = len(regions)
     latency_s, bandwidth_bps = np.zeros((size, size)), np.full((size, size), np.nan)
 
-    def put(a: int, b: int, line: dict[str, Any], where: str) -> None:
-        latency_s[a, b] = latency_s[b, a] = _number(line, "latency_ms", where) / 1e3
-        bandwidth_bps[a, b] = bandwidth_bps[b, a] = _number(line, "bandwidth_mbps", where) * 1e6
+    def put(a: int, b: int, line: Mapping[str, Any]) -> None:
+        latency_s[a, b] = latency_s[b, a] = line["latency_ms"] / 1e3
+        bandwidth_bps[a, b] = bandwidth_bps[b, a] = line["bandwidth_mbps"] * 1e6
 
-    inside = _table(tables.get("inside", {}), "[inside]")
-    if inside:
-        _known(inside, _LINE, "[inside]")
+    if tables.get("inside"):
+        inside = _checked(tables["inside"], _LINE, "[inside]", needed=_LINE)
         for region in range(size):
-            put(region, region, inside, "[inside]")
+            put(region, region, inside)
     given: dict[tuple[int, int], str] = {}
-    for number, link in enumerate(_tables(tables.get("links", []), "links")):
+    for number, link in enumerate(tables.get("links", [])):
         ends = link.get("between")
-        if type(ends) is not list or len(ends) != 2 or not all(type(end) is str for end in ends):
-            raise SetupError(
-                f'between = {ends!r} in [[links]] {number + 1}: it must be like ["Oslo", "Rome"]'
-            )
-        where = f"[[links]] {ends[0]} - {ends[1]}"
-        _known(link, ("between", *_LINE), where)
+        where = f"[[links]] {' - '.join(ends) if _ENDS.accepts(ends) else number + 1}"
+        line = _checked(link, _LINK, where, needed=_LINK)
         for end in ends:
             if end not in regions:
                 raise SetupError(f"{where}: no device is in {end!r}{did_you_mean(end, regions)}")
@@ -363,7 +367,7 @@ def _lines(
         if (a, b) in given:
             raise SetupError(f"{where} is given twice (also as {given[a, b]}): a line is the same both ways")
         given[a, b] = where
-        put(a, b, link, where)
+        put(a, b, line)
     for a, b in np.argwhere(np.isnan(bandwidth_bps)):
         if a != b:
             raise SetupError(
@@ -379,45 +383,21 @@ def _lines(
     return latency_s, bandwidth_bps
 
 
-def _known(table: dict[str, Any], names: Sequence[str], where: str) -> None:
-    for name in table:
-        if name not in names:
-            raise SetupError(
-                f"{name[:80]} in {where}: unknown key{did_you_mean(name, names)}; it takes {', '.join(names)}"
-            )
-
-
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise SetupError(f"{where} must be a table: {where} on a line of its own, then its keys")
-    return cast(dict[str, Any], value)
-
-
-def _tables(value: Any, name: str) -> list[dict[str, Any]]:
-    if type(value) is not list or not all(type(item) is dict for item in cast(list[Any], value)):
-        raise SetupError(f"{name} must be tables: [[{name}]] on a line of its own before each")
-    return cast(list[dict[str, Any]], value)
-
-
-def _text(table: dict[str, Any], key: str, where: str) -> str:
-    value = table.get(key)
-    if type(value) is not str or not 0 < len(value) <= 80 or not value.isprintable():
-        raise SetupError(f"{key} = {value!r} in {where}: it must be a name of 1 to 80 characters")
-    return value
-
-
-def _whole(table: dict[str, Any], key: str, most: int, where: str) -> int:
-    value = table.get(key, 1)
-    if type(value) is not int or not 1 <= value <= most:
-        raise SetupError(f"{key} = {value!r} in {where}: it must be a whole number from 1 to {most}")
-    return value
-
-
-def _number(table: dict[str, Any], key: str, where: str, *, default: float | None = None) -> float:
-    """A number that is not negative; `Device` and `Network` say what else they cannot take."""
-    value = table.get(key, default)
-    if value is None:
-        raise SetupError(f"{key} is missing in {where}: it must be a number that is not negative")
-    if type(value) not in (int, float) or not value >= 0:
-        raise SetupError(f"{key} = {value!r} in {where}: it must be a number that is not negative")
-    return float(value)
+def _checked(
+    table: Mapping[str, Any], rules: Mapping[str, Rule], where: str, *, needed: Collection[str] = ()
+) -> dict[str, Any]:
+    """The values of a table in their canonical form."""
+    checked = dict[str, Any]()
+    for name, value in table.items():
+        if name not in rules:
+            hint, known = did_you_mean(name, rules), ", ".join(rules)
+            raise SetupError(f"{name[:80]} in {where}: unknown key{hint}; it takes {known}")
+        try:
+            checked[name] = rules[name].check(value)
+        except ValueError:
+            why = f"it must be {rules[name].allowed}"
+            raise SetupError(f"{name} = {shown(value)} in {where}: {why}") from None
+    for name in needed:
+        if name not in checked:
+            raise SetupError(f"{name} is missing in {where}: it must be {rules[name].allowed}")
+    return checked
