@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from peers.clock import now_s
 from peers.ports import Transport
-from swarm.errors import PeerFault, Refused, SwarmError
-from swarm.ids import Microbatch, PeerId, Position, Stage
+from swarm.errors import PeerFault, SwarmError
+from swarm.ids import PeerId, Position
 from swarm.manifest import Run
-from swarm.policy.backoff import BUDGET_ROUNDS
-from swarm.policy.router import Router
 from swarm.protocol.rollback import check_position
-from swarm.protocol.rounds import named_by_most
 from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted
-from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, pack, unpack_answer
+from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
 
 ASK_S = 3.0
 MAX_VOICES = 3
-LOCATE_S = 1.0
-"""How long to ask which peer has a microbatch before it is recomputed."""
-MAX_LOCATED = 16
-"""Peers asked where a microbatch is. Missing a holder costs an undo, not correctness."""
-MAX_REFUSALS = 3
-"""So many peers that refuse the same microbatch, or all there are, are not all wrong about it: a trainer ends
-by it, since the run diverged, or does not admit it."""
 
 T = TypeVar("T")
 
@@ -82,30 +72,6 @@ async def ask_convicted(
     )
 
 
-async def refusing(
-    run: str,
-    transport: Transport,
-    stage: Stage,
-    refusals: Mapping[PeerId, Refused],
-    counted: Collection[PeerId],
-) -> set[PeerId]:
-    """The peers of a stage that refuse a microbatch, if they are enough to end a trainer; else none.
-
-    `counted`: those of the stage whose word counts. If they seem enough they are asked where they serve: one
-    that has moved refuses what comes to it by its old record. By the charter it refuses at each stage.
-    """
-
-    def enough(by: set[PeerId]) -> bool:
-        return len(by) >= MAX_REFUSALS or by.issuperset(counted)
-
-    by = set(refusals).intersection(counted)
-    if enough(by):
-        asked = sorted(peer for peer in by if not refusals[peer].by_charter)
-        told = await ask_all(transport, asked, "status", AskStatus(run=run), PeerStatus, deadline_s=ASK_S)
-        by -= {peer for peer in asked if peer not in told or told[peer].stage != stage}
-    return by if enough(by) else set()
-
-
 async def _told_by(
     run: Run, transport: Transport, stages: Iterable[Sequence[PeerId]], draw: object
 ) -> list[list[PeerStatus]]:
@@ -133,21 +99,3 @@ async def run_position(run: Run, transport: Transport, stages: Iterable[Sequence
     """
     each = [[said.position for said in told] for told in await _told_by(run, transport, stages, now_s())]
     return min((sorted(of, reverse=True)[(len(of) - 1) // 2] for of in each if of), default=None)
-
-
-async def holders(
-    run: str, transport: Transport, router: Router, stage: Stage, microbatch: Microbatch, *,
-    heard: Callable[[Sequence[PeerId]], Sequence[PeerId]],
-) -> list[PeerId]:  # fmt: skip
-    """Those peers of a stage that have `microbatch` or compute it, without those that their stage leaves out:
-    what they compute is run again. `heard`: those of some peers of the stage whose word on that counts.
-    """
-    now, (t, m) = now_s(), microbatch
-    peers = [peer for peer in router.answering(stage) if not router.backoff.in_backoff(peer, now=now)]
-    told = await ask_all(
-        transport, peers[:MAX_LOCATED], "locate", Locate(run=run, t=t, m=m), Located, deadline_s=LOCATE_S
-    )
-    named = named_by_most({peer: told[peer].left_out for peer in heard(list(told))})
-    for peer in named:
-        router.backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)
-    return [peer for peer, answer in told.items() if answer.has and peer not in named]

@@ -26,9 +26,9 @@ from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
-from peers.overtaking import Overtaking
 from peers.ports import Directory, Transport
-from peers.status_query import holders, refusing, run_position
+from peers.stage_calls import StageCalls
+from peers.status_query import run_position
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
 from peers.vouching.tickets import check_answer, hops_shown
@@ -42,7 +42,6 @@ from swarm.model.stage_io import input_metas
 from swarm.policy.backoff import Backoff
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
-from swarm.policy.timeouts import CallLimits
 from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
@@ -155,10 +154,11 @@ class Trainer:
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
         self._voices = Voices(run, transport.signer, directory, lambda: self._version)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
-        self._limits = CallLimits(self._router, 0, run.S)
-        self._overtaking = Overtaking(
-            self._router, 0, self._limits, lambda fault: emit(events.PeerLost.at_work(fault, 0, run.S))
-        )
+        self._first = StageCalls(
+            run.id, 0, transport, directory, self._router, run.S,
+            on_fault=lambda fault: emit(events.PeerLost.at_work(fault, 0, run.S)),
+            trusted=self._verdicts.while_trusted, heard=lambda peers: heard(peers, self._voices.of(0)),
+        )  # fmt: skip
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
         self._pace = Pace()
@@ -343,13 +343,11 @@ class Trainer:
 
         try:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                voice = self._voices.of(0)
-                by_voice = partial(heard, voice=voice)
-                await holders(self._run.id, self._transport, self._router, 0, mb, heard=by_voice)
+                await self._first.holders(mb)
             route = self._route(mb)
             self._latency.began(route)
             peer = route[0]
-            ran, done, took_s = await self._overtaking.unless_late(
+            ran, done, took_s = await self._first.unless_late(
                 peer, mb.t, self._call(route, item), partial(another, peer),
                 lambda: self._step_began if mb.t <= self._version else math.inf,
             )  # fmt: skip
@@ -357,16 +355,14 @@ class Trainer:
             self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
         except PeerFault as fault:
-            self._limits.lost(fault.peer, t=mb.t, since_s=began, now=now_s())
-            self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
-            self._emit(events.PeerLost.at_work(fault, 0, self._run.S))
+            self._first.lost(fault, t=mb.t, since_s=began)
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
             self._todo.failed(mb)
         except NotNow as later:
             if isinstance(later, Busy):
                 self._window.refused()
             if peer is not None and mb.t <= self._version:  # until its step is open it is to wait
-                self._limits.put_off(peer, t=mb.t, since_s=max(began, self._step_began), now=now_s())
+                self._first.limits.put_off(peer, t=mb.t, since_s=max(began, self._step_began), now=now_s())
             await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
             self._todo.failed(mb)
         except Stale:
@@ -381,7 +377,7 @@ class Trainer:
             # The charter that holds ends this program by itself, whichever the others know.
             refusals = self._refusals.setdefault(None if refused.by_charter else mb, {})
             refusals[peer] = refused
-            if await refusing(self._run.id, self._transport, 0, refusals, self._counted(0)):
+            if await self._first.refusing(refusals):
                 failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
                 if refused.by_charter:
                     refusals.clear()
@@ -401,7 +397,7 @@ class Trainer:
             self._todo.finished(mb)
             self._pace.answered(now=now_s())
             self._tell_slow(mb.t, now_s())
-            self._limits.answered(took_s, now=now_s())
+            self._first.limits.answered(took_s, now=now_s())
             self._learn_speeds(mb, ran, done, took_s)
             self._refusals.pop(mb, None)
         finally:
@@ -504,10 +500,7 @@ class Trainer:
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
-        with self._limits.call(peer, map(self._directory.at, range(self._run.S)), t=t) as limit_s:
-            calling = self._transport.call(peer, "work", pack(work), body, deadline_s=limit_s)
-            answer = await self._verdicts.while_trusted(peer, calling)
-        done = unpack_answer(peer, answer.header, WorkDone)
+        done, answer = await self._first.ask(peer, work, body)
         if ticket is not None:
             said = (item.microbatch, ticket.inputs, done, answer.body)
             check_answer(self._transport.signer, self._run, peer, 0, *said)
@@ -525,8 +518,7 @@ class Trainer:
 
     def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
         self._verdicts.ask_soon()
-        self._router.failed(fault.peer, now=now_s(), silent=False)
-        self._emit(events.PeerLost.at_work(fault, 0, self._run.S))
+        self._first.fault(fault)
 
     # -- the run ----------------------------------------------------------------------------------
 

@@ -2357,7 +2357,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-refusal-ends-a-trainer",
         TRAINER,
-        "if await refusing(self._run.id, self._transport, 0, refusals, self._counted(0)):",
+        "if await self._first.refusing(refusals):",
         "if refusals:",
         "A record of a peer that serves nothing ends every trainer.",
         ("test_attack",),
@@ -2395,7 +2395,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refused-without-end",
         TRAINER,
-        "            if await refusing(self._run.id, self._transport, 0, refusals, self._counted(0)):\n",
+        "            if await self._first.refusing(refusals):\n",
         "            if False:\n",
         "A trainer that the run does not admit tries for ever.",
         ("test_work",),
@@ -4271,7 +4271,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- what costs the run time ---
     Mutation(
         "one-that-answers-late-is-waited-for",
-        "peers/overtaking.py",
+        "peers/stage_calls.py",
         "            if not first.done():\n                second =",
         "            if False:\n                second =",
         "One that answers a call of each step late, and none too late, costs a minute in 20 steps.",
@@ -6296,8 +6296,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "a-crowd-says-who-is-left-out",
-        STATUS_QUERY,
-        "for peer in heard(list(told))",
+        "peers/stage_calls.py",
+        "for peer in self.heard(list(told))",
         "for peer in told",
         "Strangers that answered a microbatch each have all callers leave out those that have worked.",
         ("test_limits",),
@@ -6445,9 +6445,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strangers-refuse-for-a-stage",
-        "peers/stage/next_stage.py",
-        "counted = self._heard(self._router.peers(self.stage))",
-        "counted = self._router.peers(self.stage)",
+        "peers/stage_calls.py",
+        "return self.heard(self.router.peers(self.stage))",
+        "return self.router.peers(self.stage)",
         "Two strangers at a later stage, which refuse everything, end a trainer.",
         ("test_guards",),
     ),
@@ -6902,7 +6902,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "take-a-route-that-has-failed",
         "peers/stage/next_stage.py",
-        " and not self._router.backoff.is_failing(suggested):",
+        " and not self.router.backoff.is_failing(suggested):",
         ":",
         "A trainer sends each step's share to a peer that answers none of its callers.",
         ("test_work",),
@@ -7713,7 +7713,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "two-of-a-later-stage-end-a-trainer",
-        STATUS_QUERY,
+        "peers/stage_calls.py",
         "return len(by) >= MAX_REFUSALS or by.issuperset(counted)",
         "return len(by) >= 2 or by.issuperset(counted)",
         "Two peers with voice that refuse everything end a trainer.",
@@ -7721,8 +7721,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "believe-refusals-of-those-that-moved",
-        STATUS_QUERY,
-        "peer for peer in asked if peer not in told or told[peer].stage != stage",
+        "peers/stage_calls.py",
+        "peer for peer in asked if peer not in told or told[peer].stage != self.stage",
         "peer for peer in asked if peer not in told",
         "A peer with voice that moves ends the trainer whose microbatch comes to it by its old record.",
         ("test_guards",),
@@ -8219,7 +8219,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "callers-do-not-know-how-many-they-are",
         "peers/stage/next_stage.py",
-        "        self._limits.callers = max(1, len(self._directory.at(self.stage - 1)))\n",
+        "        self.limits.callers = max(1, len(self.directory.at(self.stage - 1)))\n",
         "",
         "The same.",
         ("test_guards",),

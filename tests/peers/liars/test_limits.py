@@ -18,12 +18,11 @@ import pytest
 import torch
 
 from peers.clock import now_s
-from peers.overtaking import Overtaking
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
 from peers.stage.open_step import OpenStep
 from peers.stage.server import StagePeer
-from peers.status_query import holders
+from peers.stage_calls import StageCalls
 from swarm.errors import Busy, NotReady, PeerFault, SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
@@ -197,7 +196,7 @@ async def test_nobody_is_left_out_for_what_is_slow_or_late_behind_it() -> None:
         for fair in ("s0p0", "s0p1", "s2p0", "s2p1"):
             assert done[fair] >= 0.4 * STEPS * 16, done
         router = trainer._router
-        others = [peer.microbatches._next._router for peer in s.peers.values() if peer.microbatches._next]
+        others = [peer.microbatches._next.router for peer in s.peers.values() if peer.microbatches._next]
         assert not any(r.backoff.rests(name, now=now_s()) for r in (router, *others) for name in done)
 
 
@@ -233,7 +232,7 @@ def charged(s: Swarm) -> dict[str, dict[str, float]]:
     routers = {name: trainer._router for name, trainer in s.trainers.items()}
     for name, peer in s.peers.items():
         if peer.microbatches._next:
-            routers[name] = peer.microbatches._next._router
+            routers[name] = peer.microbatches._next.router
     return {
         name: {
             peer: sum(at[1] for at in account.charges)
@@ -292,11 +291,11 @@ async def test_no_slow_machine_is_overtaken_and_one_that_stopped_once_goes_on() 
 async def test_one_is_charged_only_if_another_one_is_quick(another_s: float) -> None:
     """Else what is behind both may be late, or the line of who asks."""
     router, faults = Router(), list[PeerFault]()
-    limits = CallLimits(router, 0, 1)
-    calls = Overtaking(router, 0, limits, faults.append)
+    me = CalmNetwork().join("me")
+    calls = StageCalls("run", 0, me.transport, me.directory, router, 1, faults.append)
     router.set_peers(0, ["a", "b"])
     for peer in ("a", "b") * 3:
-        limits.answered(0.1, now=now_s())
+        calls.limits.answered(0.1, now=now_s())
         router.answered(0, peer, 0.1, 0.1)
     began = now_s()
     answer = await calls.unless_late("a", 0, asyncio.sleep(9.0, "a"), lambda: asyncio.sleep(another_s, "b"))
@@ -560,14 +559,11 @@ async def test_a_crowd_without_voice_has_no_peer_left_out() -> None:
             return Answer(pack(Located(has=True, left_out=tuple(names))))
 
         network.join(peer).transport.serve("locate", locate)
-    found = await holders(
-        "run",
-        me.transport,
-        router,
-        1,
-        Microbatch(0, 0),
+    calls = StageCalls(
+        "run", 1, me.transport, me.directory, router, 2, on_fault=lambda fault: None,
         heard=lambda peers: [p for p in peers if p in honest],
-    )
+    )  # fmt: skip
+    found = await calls.holders(Microbatch(0, 0))
     assert [peer for peer in (*honest, *crowd) if router.backoff.rests(peer, now=now_s())] == ["x"]
     assert set(found) == {"ann", "bob", "y", "z"}
     await network.close()

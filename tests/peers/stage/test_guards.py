@@ -21,7 +21,7 @@ from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import KeptMicrobatch, OpenStep
 from peers.stage.pause import serve
-from peers.status_query import refusing
+from peers.stage_calls import StageCalls
 from peers.transfer.client import Download
 from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, Position
@@ -212,7 +212,7 @@ async def test_of_many_callers_each_has_less_patience_with_one_that_was_charged(
     for callers in (2, 5):
         records.known += [replica(run=TWO.id, stage=0, peer=f"{callers} {each}") for each in range(callers)]
         await following.call(work(), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
-        limits_s.append(following._limits.limit_s("a", [], t=0))
+        limits_s.append(following.limits.limit_s("a", [], t=0))
     assert limits_s[1] < limits_s[0] - 1.0
 
 
@@ -306,7 +306,11 @@ async def test_a_peer_that_refuses_since_it_has_moved_is_not_one_that_refuses() 
         return PeerStatus(peer=peer, stage=at[peer], state="serving", device="cpu", version=0, since=0.0)
 
     async def refuse(peers: str, *, counted: str, error: Refused = no) -> set[str]:
-        return await refusing(TWO.id, line, 1, dict.fromkeys(peers, error), counted)
+        calls = StageCalls(
+            TWO.id, 1, line, Records(), Router(), 2, on_fault=lambda _: None,  # type: ignore[arg-type]
+            heard=lambda _: counted,
+        )  # fmt: skip
+        return await calls.refusing(dict.fromkeys(peers, error))
 
     line.answers["status"] = say
     assert await refuse("ab", counted="abcd") == set() and not line.calls, "these are too few: none is asked"

@@ -372,7 +372,7 @@ async def test_no_peer_is_at_fault_for_inputs_of_which_no_gradient_can_be_used()
         why = await refusal(s.add_stranger(), "s0p0", first(RUN), [bytes(9)])
         assert why == "the gradient of the weights is beyond 1024"
         assert set(asked) == {"s0p0", "s1p0", "s1p1"}, "another one may have answered something else"
-        router = s.peers["s0p0"].microbatches._next._router  # type: ignore[union-attr]
+        router = s.peers["s0p0"].microbatches._next.router  # type: ignore[union-attr]
         assert not any(router.backoff.is_failing(peer) for peer in ("s1p0", "s1p1"))
         assert not s.seen(PeerLost)
 

@@ -1,0 +1,169 @@
+"""Calls that have the peers of a stage work: by a trainer, or by peers of the stage before."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from peers.clock import now_s
+from peers.ports import Answer, Buffer, Directory, Transport
+from peers.status_query import ASK_S, ask_all
+from peers.waiting import let_go
+from swarm.errors import PeerFault, PeerSilent, Refused
+from swarm.ids import Microbatch, PeerId, Stage
+from swarm.policy.backoff import BUDGET_ROUNDS
+from swarm.policy.router import Router
+from swarm.policy.timeouts import CallLimits
+from swarm.protocol.rounds import named_by_most
+from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, Work, WorkDone, pack, unpack_answer
+
+T = TypeVar("T")
+MOMENT_S = 0.001
+"""What is left after rounding may be too short for a clock to move."""
+LOCATE_S = 1.0
+"""How long to ask which peer has a microbatch before it is recomputed."""
+MAX_LOCATED = 16
+"""Peers asked where a microbatch is. Missing a holder costs an undo, not correctness."""
+MAX_REFUSALS = 3
+"""So many peers that refuse the same microbatch, or all there are, are not all wrong about it: a trainer ends
+by it, since the run diverged, or does not admit it."""
+
+
+@dataclass(eq=False)
+class StageCalls:
+    """The calls of one peer to those of a stage.
+
+    One that takes much longer than usual is made once more, to another peer: the first answer is taken. Both
+    may have counted a microbatch then, as when a call has ended that was answered too late: the stage undoes
+    one of them. If another one is quick, neither what is behind the late one is slow, nor this peer's line:
+    so that one alone is charged.
+    """
+
+    run: str
+    stage: Stage
+    transport: Transport
+    directory: Directory
+    router: Router
+    stages: int
+    """Of the run."""
+    on_fault: Callable[[PeerFault], None]
+    trusted: Callable[[PeerId, Coroutine[Any, Any, Answer]], Awaitable[Answer]] = lambda _, call: call
+    """Makes a call, and ends it when its peer is left out."""
+    heard: Callable[[Sequence[PeerId]], Sequence[PeerId]] = lambda peers: peers
+    """Those of some peers of the stage whose word counts."""
+    limits: CallLimits = field(init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One peer at a time is overtaken: if all become slow, that makes them little slower."""
+
+    def __post_init__(self) -> None:
+        self.limits = CallLimits(self.router, self.stage, self.stages)
+
+    def counted(self) -> Sequence[PeerId]:
+        """The peers whose word counts."""
+        return self.heard(self.router.peers(self.stage))
+
+    async def ask(
+        self, peer: PeerId, work: Work, body: Sequence[Buffer], *, max_answer_bytes: int = 0,
+        begun: bool = False,
+    ) -> tuple[WorkDone, Answer]:  # fmt: skip
+        """What a peer answers to `work`, for which it has as long as is usual. `begun`: see `CallLimits`."""
+        passes = map(self.directory.at, range(self.stage, self.stages))
+        with self.limits.call(peer, passes, t=work.t, begun=begun) as limit_s:
+            calling = self.transport.call(
+                peer, "work", pack(work), body, max_answer_bytes=max_answer_bytes, deadline_s=limit_s
+            )
+            answer = await self.trusted(peer, calling)
+        return unpack_answer(peer, answer.header, WorkDone), answer
+
+    def fault(self, fault: PeerFault) -> None:
+        """Note that a peer of the stage broke the protocol: it gets a backoff."""
+        self.router.failed(fault.peer, now=now_s(), silent=fault.silent)
+        self.on_fault(fault)
+
+    def lost(self, fault: PeerFault, *, t: int, since_s: float) -> None:
+        """The same of a call in step `t`, made at `since_s`."""
+        self.limits.lost(fault.peer, t=t, since_s=since_s, now=now_s())
+        self.fault(fault)
+
+    async def holders(self, microbatch: Microbatch) -> list[PeerId]:
+        """Those that have `microbatch` or compute it, without those that their stage leaves out: what they
+        compute is run again.
+        """
+        now, (t, m), backoff = now_s(), microbatch, self.router.backoff
+        peers = [peer for peer in self.router.answering(self.stage) if not backoff.in_backoff(peer, now=now)]
+        where = Locate(run=self.run, t=t, m=m)
+        told = await ask_all(
+            self.transport, peers[:MAX_LOCATED], "locate", where, Located, deadline_s=LOCATE_S
+        )
+        named = named_by_most({peer: told[peer].left_out for peer in self.heard(list(told))})
+        for peer in named:
+            backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)
+        return [peer for peer, answer in told.items() if answer.has and peer not in named]
+
+    async def refusing(self, refusals: Mapping[PeerId, Refused]) -> set[PeerId]:
+        """The peers that refuse a microbatch, if they are enough to end a trainer; else none.
+
+        If they seem enough they are asked where they serve: one that has moved refuses what comes to it by
+        its old record. By the charter it refuses at each stage.
+        """
+        counted = self.counted()
+
+        def enough(by: set[PeerId]) -> bool:
+            return len(by) >= MAX_REFUSALS or by.issuperset(counted)
+
+        by = set(refusals).intersection(counted)
+        if enough(by):
+            asked, question = sorted(p for p in by if not refusals[p].by_charter), AskStatus(run=self.run)
+            told = await ask_all(self.transport, asked, "status", question, PeerStatus, deadline_s=ASK_S)
+            by -= {peer for peer in asked if peer not in told or told[peer].stage != self.stage}
+        return by if enough(by) else set()
+
+    async def unless_late(
+        self, peer: PeerId, t: int, asked: Coroutine[Any, Any, T],
+        again: Callable[[], Coroutine[Any, Any, T]], opened_s: Callable[[], float] = lambda: 0.0,
+    ) -> T:  # fmt: skip
+        """What `peer` was `asked` in step `t`, or the same of another one, `again`, if that is sooner.
+
+        `opened_s`: since when there is something to answer; infinity: not yet.
+        """
+        if (limit_s := self.limits.late_after_s(peer, t=t)) == math.inf:
+            return await asked
+        began, first, second = now_s(), asyncio.ensure_future(asked), None
+
+        def late_s() -> float:
+            return now_s() - max(began, opened_s())
+
+        async def overtake() -> T:
+            since_s = now_s()
+            found = await again()
+            if not first.done() and self.limits.is_soon(now_s() - since_s):
+                self._note_overtaken(peer, t, late_s())
+            return found
+
+        async def another() -> T:
+            async with self._turn:
+                if not self.router.backoff.is_failing(peer):
+                    return await overtake()
+            return await overtake()
+
+        try:
+            while not first.done() and (late := late_s()) < limit_s:
+                await asyncio.wait({first}, timeout=max(MOMENT_S, limit_s - max(0.0, late)))
+            if not first.done():
+                second = asyncio.ensure_future(another())
+                await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            if second is None or first.done() or second.exception():
+                return await first
+            return second.result()
+        finally:
+            let_go(*(task for task in (first, second) if task))
+
+    def _note_overtaken(self, peer: PeerId, t: int, late_s: float) -> None:
+        """The second time in some steps it is taken for one that does not answer."""
+        now = now_s()
+        silent = self.limits.overtaken(peer, t=t, since_s=now - late_s, now=now)
+        self.router.failed(peer, now=now, silent=silent)
+        self.on_fault(PeerSilent(peer, f"had not answered after {late_s:.1f} s, and another one had"))
