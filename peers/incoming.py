@@ -65,9 +65,10 @@ class Incoming:
 class Places(Incoming):
     """Places for what callers have this peer compute. One that had some for long has none for a while."""
 
-    def __init__(self, most: int, *, each: int) -> None:
+    def __init__(self, most: int, *, each: int, times: float = TIMES) -> None:
+        """`times`: for how many times as long as it had one; 0: for none."""
         super().__init__()
-        self._most, self._each = most, each
+        self._most, self._each, self._times = most, each, times
         self._taken = Counter[PeerId]()
         self._paid: dict[PeerId, float] = {}
         """Until when what each caller had is paid for by time."""
@@ -89,7 +90,7 @@ class Places(Incoming):
             yield
         finally:
             self._taken -= Counter([caller])
-            self._paid[caller] = self._paid.get(caller, began) + TIMES * (now_s() - began)
+            self._paid[caller] = self._paid.get(caller, began) + self._times * (now_s() - began)
 
 
 class Given:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
-from peers.incoming import Incoming
+from peers.incoming import Places
 from peers.ports import Answer, Rank, Request
 from peers.stage.state import StageCore
-from swarm.errors import Busy, Leaving, NotReady, PeerFault, Refused, short
+from swarm.errors import Leaving, NotReady, PeerFault, Refused, short
 from swarm.evaluation import is_due, microbatches, version_of
-from swarm.ids import PeerId
 from swarm.model.stage_io import body_bytes, input_metas
 from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Ack, EvalDone, Evaluate, Evaluated, pack, unpack, unpack_answer
@@ -29,8 +26,7 @@ class EvaluationServer:
 
     def __init__(self, core: StageCore) -> None:
         self._core, self._transport = core, core.transport
-        self._incoming = Incoming()
-        self._inflight = Counter[PeerId]()
+        self._places = Places(MAX_AT_ONCE, each=MAX_EACH, times=0.0)
         self.newest: tuple[int, float] | None = None
         """Version and loss, as a trainer told."""
         if not core.run.eval.every:
@@ -58,21 +54,13 @@ class EvaluationServer:
             await core.membership.require(request.peer, core.stage - 1)
             if not core.voices.counts(request.peer, core.stage - 1):
                 raise Refused(f"peer {short(request.peer)} has no voice at stage {core.stage - 1}")
-        if self._inflight[request.peer] >= MAX_EACH:
-            raise Busy(f"{MAX_EACH} evaluations of yours are in flight")
-        if self._inflight.total() >= MAX_AT_ONCE:
-            self._incoming.others_wait()
-            raise Busy(f"{MAX_AT_ONCE} evaluations are in flight")
-        self._inflight[request.peer] += 1
-        try:
+        with self._places.one_for(request.peer):
             if wanted.t < core.run.steps:
                 await core.step(wanted.t, wait_s=OPEN_WAIT_S)
-            inputs = split(wanted.tensors, await self._incoming.receive(request))
+            inputs = split(wanted.tensors, await self._places.receive(request))
             version = version_of(core.run, wanted.t)
             made = await core.device.run(Rank.COMPUTE, wanted.t, core.compute.evaluate, version, inputs)
             loss = await self._next(wanted, made) if isinstance(made, list) else made
-        finally:
-            self._inflight -= Counter([request.peer])
         return Answer(pack(EvalDone(loss=loss)))
 
     def _check(self, wanted: Evaluate, request: Request) -> None:

@@ -2620,8 +2620,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-caller-has-all-places-for-evaluations",
         "peers/evaluation/serving.py",
-        "if self._inflight[request.peer] >= MAX_EACH:",
-        "if False:",
+        "each=MAX_EACH",
+        "each=MAX_AT_ONCE",
         "One with voice keeps a stage from evaluating anything, for half a minute each time.",
         ("test_evaluation",),
     ),
@@ -8453,8 +8453,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-body-of-an-evaluation-may-trickle",
         "peers/evaluation/serving.py",
-        "            self._incoming.others_wait()\n",
-        "",
+        "await self._places.receive(request)",
+        "await request.accept()",
         "Bodies that come a byte a second have all places for evaluations, each of which is waited for.",
         ("test_evaluation",),
     ),
