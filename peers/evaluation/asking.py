@@ -13,14 +13,15 @@ from collections.abc import Callable, Collection, Sequence
 
 from peers import events
 from peers.ports import Buffer, Transport
+from peers.status_query import ask_all
 from peers.waiting import for_each, within
 from swarm import evaluation
-from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
+from swarm.errors import NotNow, PeerFault, Refused, Stale
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.policy.router import NoPeerForStage
-from swarm.wire.messages import EvalDone, Evaluate, Evaluated, pack, unpack_answer
+from swarm.wire.messages import Ack, EvalDone, Evaluate, Evaluated, pack, unpack_answer
 
 AT_ONCE = 8
 """Microbatches of an evaluation in flight."""
@@ -129,13 +130,8 @@ class Evaluations:
         version, loss = evaluation.version_of(run, t), evaluation.mean_loss(losses, [1] * count)
         self.losses[t] = loss
         self._emit(events.Evaluated(version=version, loss=loss, samples=run.eval.samples))
-        said = pack(Evaluated(run=run.id, version=version, loss=loss))
-
-        async def say(peer: PeerId) -> None:
-            with contextlib.suppress(SwarmError):
-                await self._transport.call(peer, "evaluated", said, deadline_s=TELL_S)
-
-        await asyncio.gather(*map(say, tell))
+        said = Evaluated(run=run.id, version=version, loss=loss)
+        await ask_all(self._transport, tell, "evaluated", said, Ack, deadline_s=TELL_S)
 
     async def _loss(self, t: int, e: int, limit_s: float, refusals: list[str]) -> float | None:
         """Of one microbatch, by whichever peers; tries until as many routes as needed answer alike. None: of
