@@ -22,7 +22,7 @@ from peers.audit.sums import SumAudits
 from peers.clock import now_s
 from peers.ports import Rank, StageDevice
 from peers.stage.state import StageCore
-from peers.waiting import end_tasks, for_each
+from peers.waiting import TaskKeeper, for_each, within
 from swarm.audit import is_audited
 from swarm.audit.answers import digest
 from swarm.audit.contributions import Recount
@@ -147,7 +147,7 @@ class ContributionAudits:
         """Found to lie by another replica, or by this one before; and how many more chunks are compared."""
         self._own: dict[PeerId, WrongContribution] = {}
         """What this one found, once."""
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = TaskKeeper()
         self.audited = 0
         """Contributions that were computed again."""
         convictions.suspect = self._suspect
@@ -170,13 +170,13 @@ class ContributionAudits:
         """
         strange = self._screen.strangest(check.samples(), check.counts())
         chosen = self._choose(check, strange)
-        if chosen is None or (self._task is not None and not self._task.done()):
+        if chosen is None or self._tasks:
             return
         place = check.plan.members.index(chosen)
         self._suspects.pop(chosen, None)
         part, index = any_chunk(check.parts, self._coin(check, f"chunk {chosen}"))
         try:
-            _, body = await asyncio.wait_for(self._sums.shown(check, place, part, index), SHOW_S)
+            _, body = await within(self._sums.shown(check, place, part, index), SHOW_S)
         except (SwarmError, asyncio.TimeoutError):
             self._charge(chosen, check.t)
             return
@@ -189,8 +189,7 @@ class ContributionAudits:
             return
         claim = SignedContribution(check.plan, place, *check.product_of(place))
         recount = Recount(compute, check.t, check.parts[part][index])
-        work = self._audit(claim, check.parts, recount, chunk)
-        self._task = asyncio.get_running_loop().create_task(work)
+        self._tasks.create_task(self._audit(claim, check.parts, recount, chunk))
 
     def _choose(self, check: SumCheck, strange: PeerId | None) -> PeerId | None:
         others = [
@@ -256,5 +255,4 @@ class ContributionAudits:
         self._core.backoff.charge(peer, t=t, since_s=now_s(), now=now_s(), rounds=1)
 
     async def close(self) -> None:
-        if self._task is not None:
-            await end_tasks([self._task])
+        await self._tasks.close()

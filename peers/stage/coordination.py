@@ -21,7 +21,7 @@ from peers.ports import Answer, Request
 from peers.stage.all_reduce import AllReduce
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
-from peers.waiting import LatestValueSender, end_tasks, happens, pulse
+from peers.waiting import LatestValueSender, TaskKeeper, happens, pulse
 from swarm.audit import is_audited
 from swarm.errors import Leaving, NotNow, PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position, Stage
@@ -79,7 +79,7 @@ class StepCoordination:
             core.run, core.stage, core.me, core.compute.numel, self._local(), core.backoff,
             core.transport.signer, since_s=since_s,
         )  # fmt: skip
-        self._asking: asyncio.Task[None] | None = None
+        self._asking = TaskKeeper()
         self._shown = self.protocol.run_status
         self._revision = 0
         self._revised = asyncio.Event()
@@ -145,8 +145,7 @@ class StepCoordination:
 
     async def close(self) -> None:
         """Stop talking."""
-        if self._asking is not None:
-            await end_tasks([self._asking])
+        await self._asking.close()
         await self._messages.close()
 
     async def say_leaving(self) -> None:
@@ -229,8 +228,8 @@ class StepCoordination:
 
     def _ask(self, question: Callable[[], Coroutine[None, None, None]]) -> None:
         """Ask one thing at a time: what is still of interest comes again."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.get_running_loop().create_task(question())
+        if not self._asking:
+            self._asking.create_task(question())
 
     async def _ask_lost_stage(self, claimed: Generation) -> None:
         """Ask replicas where they are: of a stage that is called lost, and of the others; some of each."""
