@@ -57,6 +57,7 @@ MAY_IMPORT = {
         *BASE,
         *SHARED,
         "swarm.policy.backoff",
+        "peers.record_table",
         "hivemind",
         "base58",
         "cryptography",

@@ -25,7 +25,6 @@ from peers.net.identity import AddressBook, Identity
 from peers.net.lookup import DEFAULT_SCALE, Scale
 from peers.net.p2pd_control import ControlError, DaemonControl
 from peers.net.record_reader import REFRESH_LIMIT_S, RecordReader
-from peers.net.record_table import RecordTable
 from peers.net.signed_records import (
     MAX_LIFE_S,
     manifest_key,
@@ -35,6 +34,7 @@ from peers.net.signed_records import (
     seal_record,
 )
 from peers.net.timings import DEFAULT_TIMINGS, NetTimings
+from peers.record_table import RecordTable
 from swarm.errors import Refused, SetupError
 from swarm.ids import PeerId, RunName, Stage
 from swarm.manifest import Run, check_id

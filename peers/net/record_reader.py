@@ -25,8 +25,8 @@ from peers.net.dht_protocol import (
 )
 from peers.net.dht_storage import SEARCH_WAIT_S, DhtStorage, Place
 from peers.net.lookup import Scale, nodes_to_ask
-from peers.net.record_table import RecordTable
 from peers.net.signed_records import Announced, peers_key
+from peers.record_table import RecordTable
 from swarm.ids import PeerId, Stage
 from swarm.records import NO_STAGE
 

@@ -19,6 +19,7 @@ import msgspec
 
 from peers.net.identity import MAX_ADDRESSES, SIGNATURE_BYTES, Identity, Signature, verify
 from peers.net.lookup import MAX_LEVEL, StageKey, homes
+from peers.record_table import Announced
 from swarm.errors import Refused, SetupError, decoded
 from swarm.ids import PeerId, Stage
 from swarm.manifest import MAX_CELLS, Run, id_of
@@ -30,18 +31,6 @@ MAX_SIGNED_BYTES = MAX_RECORD_BYTES + SIGNATURE_BYTES + 32
 MAX_PACKED_MANIFEST_BYTES = MAX_MANIFEST_BYTES + 256
 MAX_LIFE_S = 600.0
 """Nothing may be stored for longer: what a stranger leaves behind goes away by itself."""
-
-
-class Announced(msgspec.Struct, frozen=True):
-    """A record that was opened."""
-
-    record: PeerRecord
-    level: int
-    """How far its peer thinks that its stage is spread."""
-    expires: float
-    """Unix time."""
-    credential: bytes = b""
-    """What its peer brought to be admitted; see `peers.net.charter.signed`."""
 
 
 class _Packed(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from peers.record_table import Announced, RecordTable
 from peers.sim.dice import Dice
 from peers.sim.loop import Process, VirtualLoop
 from swarm.ids import PeerId, Stage
@@ -27,12 +28,6 @@ ASK_S = (0.005, 0.1)
 """How long it takes to ask, or to tell, the DHT."""
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    record: PeerRecord
-    number: int
-    ends_s: float
-
-
 class Dht(msgspec.Struct, dict=True):
     """What was announced, and which peers are cut off from it."""
 
@@ -40,17 +35,18 @@ class Dht(msgspec.Struct, dict=True):
     dice: Dice
     lag_s: tuple[float, float] = LAG_S
     ask_s: tuple[float, float] = ASK_S
-    entries: dict[PeerId, _Entry] = {}
+    entries: dict[PeerId, Announced] = {}
     pictures: list[SimDirectory] = []
     cut_off: set[PeerId] = set()
     """Processes that reach nobody of the DHT."""
-    _number: int = 0
 
     def put(self, record: PeerRecord, life_s: float = LIFE_S) -> None:
         """Keep a record, and let each picture have it after its own lag."""
         now = self.loop.now_s
-        self._number += 1
-        entry = self.entries[record.peer] = _Entry(record, self._number, now + life_s)
+        ends_s = now + life_s
+        if (before := self.entries.get(record.peer)) is not None:  # of two the one that ends later is newer
+            ends_s = max(ends_s, math.nextafter(before.expires, math.inf))
+        entry = self.entries[record.peer] = Announced(record, 0, ends_s)
         for picture in self.pictures:
             if picture.process.alive:
                 own = picture.process.name == record.peer
@@ -70,14 +66,11 @@ class SimDirectory:
     def __init__(self, dht: Dht, process: Process, voucher: Voucher | None = None) -> None:
         """`voucher`: what the peer got in a life before this one."""
         self._dht, self.process, self._voucher = dht, process, voucher
-        self._due: list[tuple[float, _Entry]] = []
+        self._due: list[tuple[float, Announced]] = []
         """What the background will bring, and when."""
         self._due_s = math.inf
         """Nothing before that."""
-        self._known: dict[PeerId, _Entry] = {}
-        self._peers: list[PeerRecord] = []
-        self._at: dict[Stage, list[PeerRecord]] = {}
-        self._fresh_until_s = math.inf
+        self._table = RecordTable("")
         self.watched: frozenset[Stage] | None = None
         self._asked_s = -math.inf
         self._renewal: asyncio.TimerHandle | None = None
@@ -87,20 +80,13 @@ class SimDirectory:
         self.watched = None if stages is None else frozenset(stages)
 
     def peers(self) -> Sequence[PeerRecord]:
-        self._catch_up()
-        return self._peers
+        return self._table.all(now=self._catch_up())
 
     def at(self, stage: Stage) -> Sequence[PeerRecord]:
-        self._catch_up()
-        found = self._at.get(stage)
-        if found is None:
-            found = self._at[stage] = [record for record in self._peers if record.stage == stage]
-        return found
+        return self._table.at(stage, now=self._catch_up())
 
     def find(self, peer: PeerId) -> PeerRecord | None:
-        self._catch_up()
-        entry = self._known.get(peer)
-        return None if entry is None else entry.record
+        return self._table.find(peer, now=self._catch_up())
 
     @property
     def lag_s(self) -> float:
@@ -136,18 +122,17 @@ class SimDirectory:
         if entry is not None:
             await self.announce(msgspec.structs.replace(entry.record, state="left"))
 
-    def will_bring(self, at_s: float, entry: _Entry) -> None:
+    def will_bring(self, at_s: float, entry: Announced) -> None:
         self._due.append((at_s, entry))
         self._due_s = min(self._due_s, at_s)
 
     def forget(self, peer: PeerId) -> None:
         """A record ran out, or was never seen."""
         self._due = [(at_s, entry) for at_s, entry in self._due if entry.record.peer != peer]
-        if self._known.pop(peer, None) is not None:
-            self._changed()
+        self._table.drop(lambda known: known.record.peer == peer)
 
-    def _catch_up(self) -> None:
-        """Take in what is due by now, and forget what ran out."""
+    def _catch_up(self) -> float:
+        """Take in what is due by now, and say when that is."""
         now = self._dht.loop.now_s
         if now >= self._due_s and self.process.name not in self._dht.cut_off:
             came = [entry for at_s, entry in self._due if at_s <= now]
@@ -156,22 +141,8 @@ class SimDirectory:
             for entry in came:
                 self._learn(entry)
             self._asked_s = now if came else self._asked_s
-        if now >= self._fresh_until_s:
-            for peer in [peer for peer, entry in self._known.items() if entry.ends_s <= now]:
-                del self._known[peer]
-            self._changed()
+        return now
 
-    def _learn(self, entry: _Entry) -> None:
-        peer = entry.record.peer
-        known = self._known.get(peer)
-        if (known is None or known.number < entry.number) and entry.ends_s > self._dht.loop.now_s:
-            self._known[peer] = entry
-            if known is None or known.record != entry.record:
-                self._changed()
-            else:
-                self._fresh_until_s = min(e.ends_s for e in self._known.values())
-
-    def _changed(self) -> None:
-        self._peers = [self._known[peer].record for peer in sorted(self._known)]
-        self._at.clear()
-        self._fresh_until_s = min((entry.ends_s for entry in self._known.values()), default=math.inf)
+    def _learn(self, entry: Announced) -> None:
+        if entry.expires > self._dht.loop.now_s:
+            self._table.put(entry, [b"any"])

@@ -153,7 +153,7 @@ class CalmNetwork(Network):
     def records(self) -> dict[PeerId, PeerRecord]:
         """What is announced now."""
         now_s = self.loop.now_s
-        return {peer: entry.record for peer, entry in self.dht.entries.items() if entry.ends_s > now_s}
+        return {peer: entry.record for peer, entry in self.dht.entries.items() if entry.expires > now_s}
 
     def announce(self, record: PeerRecord) -> None:
         """Have its peer announce a record at once."""

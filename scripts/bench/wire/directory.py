@@ -30,8 +30,8 @@ from peers.net.dht_protocol import _encode as encode
 from peers.net.dht_protocol import _found_decoder as decoder
 from peers.net.identity import Identity
 from peers.net.lookup import DEFAULT_SCALE
-from peers.net.record_table import RecordTable
 from peers.net.timings import DEFAULT_TIMINGS
+from peers.record_table import RecordTable
 from swarm.records import PeerRecord
 
 RUN = "f" * 32

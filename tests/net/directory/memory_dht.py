@@ -24,7 +24,7 @@ from peers.net.dht_protocol import DhtNode, read_request
 from peers.net.directory import NetDirectory
 from peers.net.identity import Identity
 from peers.net.p2pd_control import CallHandler, ControlError
-from peers.net.record_table import RecordTable
+from peers.record_table import RecordTable
 from peers.sim.loop import VirtualLoop
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord

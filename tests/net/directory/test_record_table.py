@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from peers.net.record_table import RecordTable
 from peers.net.signed_records import Announced
+from peers.record_table import RecordTable
 from swarm.records import PeerRecord
 
 KEY, OTHER_KEY = b"k" * 20, b"o" * 20

@@ -10,12 +10,25 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from peers.net.signed_records import Announced
+import msgspec
+
 from swarm.ids import PeerId, Stage
 from swarm.records import PeerRecord
 
 MAX_KNOWN = 65_536
 """About 60 MB. Strangers' records beyond these are not taken."""
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """A record that was opened."""
+
+    record: PeerRecord
+    level: int
+    """How far its peer thinks that its stage is spread."""
+    expires: float
+    """Unix time."""
+    credential: bytes = b""
+    """What its peer brought to be admitted; see `peers.net.charter.signed`."""
 
 
 class RecordTable:
