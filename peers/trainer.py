@@ -20,7 +20,7 @@ import numpy as np
 
 from peers import events
 from peers.audit.asking import AuditCaller
-from peers.audit.verdicts import TrustedDirectory, Verdicts
+from peers.audit.verdicts import Verdicts
 from peers.clock import now_s, unix_s
 from peers.evaluation.asking import Evaluations
 from peers.fault_points import fault_point
@@ -146,7 +146,7 @@ class Trainer:
         directory = own_directory(run, directory)
         self._verdicts = Verdicts(run, transport, directory, emit)
         self._verdicts.serve_hearsay()
-        directory = TrustedDirectory(directory, self._verdicts.convicted)
+        directory = self._verdicts.trusted(directory)
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
         self._router = Router(Backoff(probed=True), caller=me)

@@ -17,7 +17,6 @@ from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.voice import heard
-from swarm.records import PeerRecord
 from swarm.wire.evidence import Evidence, Heard, ShowEvidence, WrongContribution
 from swarm.wire.messages import pack, unpack
 
@@ -47,6 +46,13 @@ class Verdicts:
         """Ends the calls to a peer when it is: of all that were called."""
         self.on_conviction: Callable[[PeerId], None] = lambda peer: None
         self._tasks = TaskKeeper()
+
+    def trusted(self, directory: Directory) -> Directory:
+        """A directory without them."""
+        return DirectoryView(
+            directory, lambda record: None if record.peer in self.convicted else record,
+            lambda: len(self.convicted),
+        )  # fmt: skip
 
     def leave_out(self, accused: PeerId, why: str) -> None:
         """Do without a peer from now on."""
@@ -162,17 +168,3 @@ class Verdicts:
 
     async def close(self) -> None:
         await self._tasks.close()
-
-
-class TrustedDirectory(DirectoryView):
-    """The view without the peers that were shown to lie."""
-
-    def __init__(self, directory: Directory, convicted: Collection[PeerId]) -> None:
-        super().__init__(directory)
-        self._convicted = convicted
-
-    def _seen(self, record: PeerRecord) -> PeerRecord | None:
-        return None if record.peer in self._convicted else record
-
-    def _state(self) -> object:
-        return len(self._convicted)

@@ -74,17 +74,13 @@ def split_cell(run: Run, cell: Stage) -> tuple[Run, Stage]:
 class DirectoryView:
     """A directory of which only some records are seen, perhaps changed. Fulfils `peers.ports.Directory`."""
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+    def __init__(
+        self, directory: Directory, seen: Callable[[PeerRecord], PeerRecord | None],
+        state: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`seen`: a record as it is seen; None: not at all. `state`: what that depends on."""
+        self._directory, self._seen, self._state = directory, seen, state
         self._shown: dict[Stage | None, tuple[Sequence[PeerRecord], object, Sequence[PeerRecord]]] = {}
-
-    def _seen(self, record: PeerRecord) -> PeerRecord | None:
-        """A record as it is seen; None: not at all."""
-        raise NotImplementedError
-
-    def _state(self) -> object:
-        """What `_seen` depends on."""
-        return None
 
     def _cell(self, stage: Stage) -> Stage:
         """What the whole directory calls a stage."""
@@ -138,13 +134,13 @@ class IslandDirectory(DirectoryView):
 
     def __init__(self, run: Run, directory: Directory) -> None:
         """`run`: the island's terms."""
-        super().__init__(directory)
+        super().__init__(directory, self._own)
         self._run, self._first = run, run.cell(0)
 
     def _cell(self, stage: Stage) -> Stage:
         return stage if stage == NO_STAGE else self._first + stage
 
-    def _seen(self, record: PeerRecord) -> PeerRecord | None:
+    def _own(self, record: PeerRecord) -> PeerRecord | None:
         stage = record.stage - self._first
         if record.stage == NO_STAGE:
             return record

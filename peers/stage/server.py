@@ -24,7 +24,6 @@ from peers.audit.convictions import Convictions
 from peers.audit.kept import KeptWork, serve_kept
 from peers.audit.neighbours import Neighbours
 from peers.audit.sums import SumAudits
-from peers.audit.verdicts import TrustedDirectory
 from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
 from peers.fault_points import fault_point
@@ -81,7 +80,7 @@ class StagePeer:
         emit = telling_cells(run, emit)
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
         self.convictions = Convictions(run, stage, transport, own_directory(run, directory), emit)
-        everywhere = TrustedDirectory(directory, self.convictions.convicted)
+        everywhere = self.convictions.trusted(directory)
         islands = Islands(run, transport.signer, everywhere, lambda: core.version)
         self._directory = directory = own_directory(run, everywhere)
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)

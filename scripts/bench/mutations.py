@@ -3387,8 +3387,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "convicted-and-not-left-out",
         VERDICTS,
-        "return None if record.peer in self._convicted else record",
-        "return record",
+        "None if record.peer in self.convicted else record",
+        "record",
         "A peer that was shown to lie takes part in the next round.",
         ("test_false_sums",),
     ),
