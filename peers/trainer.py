@@ -329,7 +329,7 @@ class Trainer:
 
     async def _microbatch(self, item: WorkItem) -> None:
         """Run one microbatch through one route."""
-        mb, peer = item.microbatch, None
+        mb, peer, answered = item.microbatch, None, False
         began, route = now_s(), list[PeerId]()
 
         async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
@@ -352,25 +352,21 @@ class Trainer:
                 lambda: self._step_began if mb.t <= self._version else math.inf,
             )  # fmt: skip
         except NoPeerForStage as none:
-            self._todo.failed(mb)
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
         except PeerFault as fault:
             self._first.lost(fault, t=mb.t, since_s=began)
             self._attempts[mb] = self._attempts.get(mb, 0) + 1
-            self._todo.failed(mb)
         except NotNow as later:
             if isinstance(later, Busy):
                 self._window.refused()
             if peer is not None and mb.t <= self._version:  # until its step is open it is to wait
                 self._first.limits.put_off(peer, t=mb.t, since_s=max(began, self._step_began), now=now_s())
             await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
-            self._todo.failed(mb)
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
             assert peer is not None
             self._past[peer] = max(mb.t, self._past.get(peer, 0))
             await asyncio.sleep(STALE_S)
-            self._todo.failed(mb)
         except Refused as refused:
             assert peer is not None
             self._router.failed(peer, now=now_s())
@@ -385,15 +381,10 @@ class Trainer:
                 else:
                     self._failure = failure
             await asyncio.sleep(0.2)
-            self._todo.failed(mb)
         except SetupError as wrong:
             self._failure = wrong  # the samples of this trainer cannot be sent: another try changes nothing
-            self._todo.failed(mb)
-        except asyncio.CancelledError:
-            self._todo.failed(mb)
-            raise
         else:
-            self.losses[mb] = done.loss
+            answered, self.losses[mb] = True, done.loss
             self._todo.finished(mb)
             self._pace.answered(now=now_s())
             self._tell_slow(mb.t, now_s())
@@ -402,6 +393,8 @@ class Trainer:
             self._refusals.pop(mb, None)
         finally:
             self._latency.ended(route)
+            if not answered:
+                self._todo.failed(mb)
 
     def _tell_slow(self, t: int, now: float) -> None:
         """Say how far a step is that takes long."""
