@@ -23,6 +23,8 @@ ANSWER_S = 30.0
 """A server that sends nothing for so long is taken for gone."""
 LEAST_BYTES_S = 4096
 """So is one that sends less than that, on the whole, after ANSWER_S."""
+WHOLE_S = 600.0
+"""Longer than others may take, for one that sends files from their beginning on, whatever is asked for."""
 STORES = ("https", "http", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "r2")
 """What an index from afar may name. Other kinds of fsspec's read on this machine, or by its own programs."""
 
@@ -70,7 +72,12 @@ def read(
         import fsspec.core
 
         system, path = fsspec.core.url_to_fs(address)
-        return bytearray(system.cat_file(path, start=start, end=start + count))
+        if not system.async_impl:
+            return bytearray(system.cat_file(path, start=start, end=start + count))
+        part: dict[str, Any] = {"start": start, "end": start + count}
+        limit_s = ANSWER_S + count / LEAST_BYTES_S
+        found: Any = fsspec.asyn.sync(system.loop, system._cat_file, path, timeout=limit_s, **part)
+        return bytearray(found)
     except OSError:
         raise
     except Exception as error:
@@ -127,12 +134,44 @@ class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
         def connection(*place: Any, **more: Any) -> Any:
             made = http_class(*place, **more)
             made._create_connection = connect  # before TLS, and before anything is sent
+            made.response_class = _Answer
             return made
 
         return super().do_open(connection, req, **options)
 
     def ftp_open(self, req: urllib.request.Request) -> None:
         raise FileNotFoundError(2, f"it leads to {req.full_url}, which is not HTTP")
+
+
+class _InTime(io.RawIOBase):
+    """What a server sends, but for what comes too late."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file, self.until = file, time.monotonic() + ANSWER_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, room: Any) -> int:
+        if time.monotonic() > self.until:
+            raise ConnectionError("its answer has no end")
+        return self._file.readinto1(room)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Answer(http.client.HTTPResponse):
+    """One that ends: headers, answers before it, and ends of chunks may be any number, and of any length."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.in_time = _InTime(self.fp)
+        self.fp = io.BufferedReader(self.in_time)
+
+    def read(self, amt: int | None = None) -> bytes:
+        return b""  # urllib would take all that comes with a redirect
 
 
 def _over_http(address: str, start: int, count: int, token: str = "", named_by: str = "") -> bytearray:
@@ -145,6 +184,7 @@ def _over_http(address: str, start: int, count: int, token: str = "", named_by: 
             if ours.may_be_private and not named_by:
                 _private.add(address)
             left = start if answer.status == 200 else 0  # it sends the whole file
+            answer.in_time.until += count / LEAST_BYTES_S + (WHOLE_S if left else 0.0)
             for _ in _parts(answer, left):
                 pass
             there = answer.length if answer.length is not None else 0

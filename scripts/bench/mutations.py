@@ -6844,6 +6844,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "wait-for-an-answer-without-end",
+        FETCH,
+        "if time.monotonic() > self.until:",
+        "if False:",
+        "A server sends a trainer headers without end, and no other address is asked for its data.",
+        ("test_index",),
+    ),
+    Mutation(
+        "take-what-comes-with-a-redirect",
+        FETCH,
+        'return b""  # urllib',
+        "return super().read(amt)  # urllib",
+        "A server fills the memory of a trainer that it sends elsewhere.",
+        ("test_index",),
+    ),
+    Mutation(
         "end-by-the-pattern-of-a-tokenizer",
         "peers/storage/tokenizer.py",
         'if type(error).__module__ != "pyo3_runtime":',

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import logging
 import os
 import re
@@ -30,7 +32,7 @@ from swarm.merkle import BLOCK_BYTES
 from tests.example import example_run
 from tests.peers.admitted import admitting
 from tests.seeds import some
-from tests.serving import Server
+from tests.serving import Handler, Server
 
 RUN = replace(
     example_run(),
@@ -418,6 +420,37 @@ def test_an_index_from_afar_names_no_file_of_this_machine(server: Server, tmp_pa
         with pytest.raises(ValueError, match=re.escape(other)):
             fetch.beside(f"{server.url}/index.json", other)
     assert fetch.beside("https://a/b/index.json", "s3://c/d") == "s3://c/d"
+
+
+def test_nothing_is_taken_of_what_comes_with_a_redirect(tmp_path: Path) -> None:
+    """The memory of a trainer was full of it."""
+    sent_mb = [0]
+
+    class Talkative(Handler):
+        def do_GET(self) -> None:  # noqa: N802
+            super().do_GET()
+            with contextlib.suppress(OSError):
+                for _ in range(256 * (self.path in self.server.moved)):  # type: ignore
+                    self.wfile.write(bytes(1 << 20))
+                    sent_mb[0] += 1
+
+    (tmp_path / "there").write_bytes(b"1234")
+    talkative = Server(tmp_path, Talkative)
+    talkative.moved["/here"] = f"{talkative.url}/there"
+    try:
+        assert fetch.read(f"{talkative.url}/here", 0, 4) == b"1234"
+    finally:
+        talkative.close()
+    assert sent_mb[0] < 64, "what buffers take"
+
+
+def test_nothing_is_taken_of_a_server_after_its_time() -> None:
+    """Each of its answers ends: `tests/net/test_data_server.py`."""
+    answer = fetch._InTime(io.BufferedReader(io.BytesIO(b"12")))  # type: ignore
+    assert answer.read(1) == b"1"
+    answer.until = 0.0
+    with pytest.raises(ConnectionError, match="its answer has no end"):
+        answer.read(1)
 
 
 @pytest.mark.parametrize("by", ["a redirect", "the index"])
