@@ -3955,6 +3955,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_charter",),
     ),
     Mutation(
+        "forget-what-admits-us",
+        ENTRY,
+        "now=unix_s(), carried=door.credential)",
+        "now=unix_s())",
+        "A peer ends at the next charter, once so many others have shown what admits them.",
+        ("test_charter_commands",),
+    ),
+    Mutation(
         "late-charter-not-obeyed",
         ENTRY,
         "        door.on_change.append(check)  # it may get one\n",

@@ -93,11 +93,11 @@ class Doorkeeper:
         """Whether the owner named a peer to serve a stage, or gave it a token that holds."""
         return self.terms is not None and not self.why_not(peer, "peer", now=unix_s(), closed=True)
 
-    def lacks_stamp(self, peer: PeerId, role: Role) -> bool:
-        """Whether a stamp is all that a peer needs to be admitted as a role."""
+    def lacks_stamp(self, peer: PeerId, role: Role, carried: bytes | None = None) -> bool:
+        """Whether a stamp is all that a peer needs to be admitted as a role; `carried` as for `why_not`."""
         now = unix_s()
-        enough = self.why_not(peer, role, now=now, stamped_bits=MAX_WORK_BITS)
-        return not enough and bool(self.why_not(peer, role, now=now))
+        enough = self.why_not(peer, role, now=now, carried=carried, stamped_bits=MAX_WORK_BITS)
+        return not enough and bool(self.why_not(peer, role, now=now, carried=carried))
 
     def why_not(
         self, peer: PeerId, role: Role, *, now: float, stage: Stage | None = None,

@@ -43,13 +43,12 @@ async def enter(node: Node, role: Role, token: str | None, cache: Path, note: Ca
         invited, certificate = certify(token, run_id, me)
         if invited != role:
             raise SetupError(f"--token is for a {invited}, and this is a {role}: ask for another one")
-        door.show(me, seal_credential(certificate))
-    if door.lacks_stamp(me, role):
+        door.credential = seal_credential(certificate)
+    if door.lacks_stamp(me, role, door.credential):
         bits = door.terms.charter.work_bits
         note(f"the run asks for a stamp of {bits} bits of work: about {2**bits / 1e6:.0f} s of a core, once")
         stamp = await asyncio.to_thread(_stamp, run_id, me, bits, cache)
-        door.show(me, seal_credential(certificate, stamp))
-    door.credential = door.shown(me)
+        door.credential = seal_credential(certificate, stamp)
     if why := _why_not(door, me, role):
         raise SetupError(why)
     door.on_change.append(check)
@@ -65,7 +64,7 @@ def allowed_stages(node: Node, stages: Collection[Stage]) -> list[Stage]:
 
 
 def _why_not(door: Doorkeeper, me: PeerId, role: Role, stage: Stage | None = None) -> str:
-    why = door.why_not(me, role, stage=stage, now=unix_s())
+    why = door.why_not(me, role, stage=stage, now=unix_s(), carried=door.credential)
     return why and f"the run does not admit this {role} ({me}): {why}"
 
 

@@ -544,6 +544,18 @@ async def test_a_token_admits_and_is_shown_to_all() -> None:
         await enter(FakeNode(KIM, peers=AdmissionRule("token")))
 
 
+async def test_a_program_is_admitted_whatever_others_show() -> None:
+    """Each new charter ended it, where so many came after it that the first are forgotten."""
+    node, until = FakeNode(KIM, has_charter=False), int(unix_s()) + 100
+    node.door = Doorkeeper(most_shown=1)
+    node.go_by(peers=AdmissionRule("token"))
+    await enter(node, token=signed.make_token(RUN.id, OWNER, "peer", expires=until))
+    _, other = signed.certify(signed.make_token(RUN.id, OWNER, "peer", expires=until), RUN.id, SAM.peer_id)
+    node.door.show(SAM.peer_id, signed.seal_credential(other))
+    node.go_by(sequence=2, peers=AdmissionRule("token"))
+    assert not node.ended
+
+
 async def test_a_program_ends_when_its_peer_is_banned() -> None:
     node = FakeNode(KIM)
     await enter(node)
