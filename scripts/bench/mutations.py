@@ -2957,6 +2957,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_connection",),
     ),
     Mutation(
+        "a-crowd-has-bodies-unpacked-all-day",
+        BANDWIDTH,
+        "max(calls_s, of_all_s, ",
+        "max(calls_s, ",
+        "A few callers have a peer do nothing but unpack what they send.",
+        ("test_connection",),
+    ),
+    Mutation(
         "packs-for-fast-lines",
         BANDWIDTH,
         "return 8 * self._bytes_per_s <= SLOW_BPS and self._holds(link)",

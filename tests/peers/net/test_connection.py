@@ -20,6 +20,7 @@ from peers.net.bandwidth import (
     FRAME_BYTES,
     OBSERVED_EVERY_S,
     UNPACKED_BYTES,
+    UNPACKED_OF_ALL_PER_S,
     UNREAD_BYTES_OF_ALL,
     Traffic,
 )
@@ -40,7 +41,7 @@ from peers.ports import Answer
 from peers.sim.loop import run_virtual
 from swarm.errors import BadAnswer, PeerGone, PeerSilent
 from swarm.wire import frames
-from swarm.wire.frames import Kind
+from swarm.wire.frames import Kind, Prefix
 
 OPENING = b"\x02ok"
 BODIES = st.lists(st.sampled_from([0, 1, 700, frames.CHUNK_BYTES + 1, frames.WINDOW_BYTES + 5]), max_size=3)
@@ -277,6 +278,18 @@ async def test_what_a_caller_may_have_unpacked_in_a_second_is_bounded() -> None:
     await asyncio.sleep(4.0)
     assert called[0].passed_bytes / size <= at_once + 4.1 * a_second
     accepted.cancel()
+
+
+def test_what_a_crowd_may_have_unpacked_in_a_second_is_bounded_and_each_has_as_much() -> None:
+    traffic, part = Traffic(most_peers=100), Prefix(Kind.BODY, 1, (1 << 16) // UNPACKED_BYTES, 1 << 16)
+    lines, rests, unpacked = [traffic.of(f"caller {n}") for n in range(20)], [0.0] * 20, [0] * 20
+    for now in (millisecond / 1000 for millisecond in range(10_000)):
+        for n, line in enumerate(lines):
+            if rests[n] <= now:
+                rests[n] = now + line.pays(part, now=now)
+                unpacked[n] += part.body_bytes
+    assert sum(unpacked) < UNPACKED_BYTES * (CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S)
+    assert max(unpacked) < 1.2 * min(unpacked)
 
 
 @pytest.mark.virtual_time
