@@ -128,6 +128,8 @@ class Wanted:
     """What is wrong with all of it together, though each chunk fits its hash. Called in a thread."""
     gather_s: float = GATHER_S
     """How long the first source that is open waits for others, which may say something else."""
+    share: Callable[[PeerId], float] = lambda source: 1.0
+    """Of the time that a source may take to open it, what it gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +375,7 @@ class _Downloading:
         waits_s = COPIED_S if of_state else HELD_BACK_S * shared
         answer = await self.transport.call(
             source, "state" if of_state else "held", pack(question), max_answer_bytes=most,
-            deadline_s=self.most_s(source, most) + hashed_s + waits_s,
+            deadline_s=self.wanted.share(source) * (self.most_s(source, most) + hashed_s + waits_s),
         )  # fmt: skip
         offer = self._read_offer(source, answer, question)
         self.leases[source] = offer.opened.lease

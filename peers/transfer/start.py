@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from peers.events import Emit, Note
 from peers.ports import Directory, Transport
-from peers.transfer.client import DownloadFailed, Partial, Wanted, download, shown
+from peers.transfer.client import MAX_SOURCES, DownloadFailed, Partial, Wanted, download, shown
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -19,6 +20,8 @@ from swarm.protocol.voice import voices
 from swarm.wire.messages import START, Opened, OpenState
 
 RETRY_S = 1.0
+FIRST_SHARE = 1 / 16
+"""Of the time that a source may take to open what it has: at first. Of a crowd each can take all of it."""
 
 
 class FetchedStart:
@@ -63,24 +66,30 @@ def start_of(run: Run, stage: Stage, shapes: Mapping[str, torch.Size]) -> Wanted
 async def fetch_start(
     run: Run, stage: Stage, transport: Transport, directory: Directory, emit: Emit
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a stage starts with, from peers that have them, with voice first: of a crowd each can
-    take two minutes to say something. Waits until one has them.
+    """The tensors that a stage starts with, from peers that have them, with voice first. Waits until one has
+    them: each that gives nothing is asked again after all others, and has twice as long then.
     """
+    shares = dict[PeerId, float]()
+    """Of the time that each may take; the next to be asked first."""
     wanted = start_of(run, stage, await asyncio.to_thread(start_shapes, run, stage))
-    partial, said, tried = Partial(), "", set[PeerId]()
+    wanted = replace(wanted, share=lambda peer: shares[peer])
+    partial, said = Partial(), ""
     while True:
         records = sorted(await directory.lookup_all(), key=lambda r: r.stage != stage)
-        there = [r.peer for r in records if r.peer != transport.peer_id and r.state != "feeding"]
-        tried &= tried if set(there) - tried else set()  # all of them: from the first again
-        sources = [peer for peer in there if peer not in tried]
+        others = (r.peer for r in records if r.peer != transport.peer_id and r.state != "feeding")
+        there = dict.fromkeys(others, FIRST_SHARE)
+        voice = voices(run.island(0), records, transport.signer, version=0)
+        known = {peer: share for peer, share in shares.items() if peer in there}
+        first = {peer: 1.0 for peer in there if peer in voice and peer not in known}
+        shares = first | known | there | known | first  # in this order
         try:
             found = await download(
-                transport, wanted, sources, partial=partial, progress=shown(stage, 0, emit),
-                voice=voices(run.island(0), records, transport.signer, version=0),
+                transport, wanted, list(shares)[:MAX_SOURCES], voice=voice, partial=partial,
+                progress=shown(stage, 0, emit),
             )  # fmt: skip
             return found.tensors
         except DownloadFailed as failed:
-            tried |= failed.reasons.keys()
+            shares |= {peer: min(1.0, 2 * shares.pop(peer)) for peer in failed.reasons}
             text = f"stage {stage} waits for the weights that the run starts from: {failed.text}"
             if text != said:
                 emit(Note(text=f"{text}. Or give their folder with --start"))

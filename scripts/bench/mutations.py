@@ -6894,9 +6894,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-a-crowd-for-the-start-first",
         "peers/transfer/start.py",
-        "voice=voices(run.island(0), records, transport.signer, version=0),",
-        "voice={},",
+        "for peer in there if peer in voice and",
+        "for peer in there if False and",
         "A newcomer waits for an hour for the weights that a run starts from, of a crowd that has none.",
+        ("test_fetched_start",),
+    ),
+    Mutation(
+        "wait-for-each-of-a-silent-crowd",
+        "peers/transfer/start.py",
+        "FIRST_SHARE = 1 / 16",
+        "FIRST_SHARE = 1.0",
+        "Before the first vouchers a newcomer waits for hours for the weights that a run starts from.",
+        ("test_fetched_start",),
+    ),
+    Mutation(
+        "never-wait-for-who-reads-a-slow-disk",
+        "peers/transfer/start.py",
+        "min(1.0, 2 * shares.pop(peer))",
+        "shares.pop(peer)",
+        "A newcomer never has the weights that a run starts from, where they take long to read.",
         ("test_fetched_start",),
     ),
     Mutation(

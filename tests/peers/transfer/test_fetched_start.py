@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from peers.events import Event, Note
+from peers.ports import Answer, Request
 from peers.transfer.server import StateLeases
 from peers.transfer.start import FetchedStart
 from swarm.errors import SetupError
@@ -91,6 +92,35 @@ async def test_who_has_worked_is_asked_before_a_crowd_that_says_nothing(network:
         network.peers[f"a {number}"].transport.serve("state", never_answered)
     source(network, "b honest", 1.0, stage=1, voucher=voucher(RUN, "b honest"))
     assert await asyncio.wait_for(fetched(network, 0, []), 10.0)
+
+
+async def test_a_crowd_that_says_nothing_is_not_waited_for_as_long_as_a_source_may_take(
+    network: CalmNetwork,
+) -> None:
+    for number in range(100):
+        source(network, f"a {number}", None)
+        network.peers[f"a {number}"].transport.serve("state", never_answered)
+    source(network, "b honest", 1.0, stage=1)
+    assert await asyncio.wait_for(fetched(network, 0, []), 120.0), "it took 27 minutes"
+
+
+@pytest.mark.parametrize(("crowd", "has_voice"), [(1, False), (100, True)])
+async def test_a_source_that_takes_long_is_waited_for_at_once_or_in_the_end(
+    network: CalmNetwork, crowd: int, has_voice: bool
+) -> None:
+    for number in range(crowd):
+        source(network, f"a silent {number}", None)
+        network.peers[f"a silent {number}"].transport.serve("state", never_answered)
+    source(network, "b slow", 1.0, voucher=voucher(RUN, "b slow") if has_voice else None)
+    transport = network.peers["b slow"].transport
+    at_once, _ = transport.handlers["state"]
+
+    async def slow(request: Request) -> Answer:
+        await asyncio.sleep(60.0)
+        return await at_once(request)
+
+    transport.serve("state", slow)
+    assert await asyncio.wait_for(fetched(network, 0, []), 70.0 if has_voice else 300.0)
 
 
 async def test_it_says_what_it_waits_for_until_a_peer_has_it(network: CalmNetwork) -> None:
