@@ -8,13 +8,16 @@ import hashlib
 import io
 import json
 import re
+import resource
 import struct
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -23,8 +26,12 @@ from peers.storage.index import ITEM_BYTES, Shard
 from swarm.errors import MALFORMED, SetupError
 from swarm.installed import first_line
 
+T = TypeVar("T")
+
 ROWS_AT_ONCE = 1024
 MAX_LINE_BYTES = 1 << 28
+MAX_UNPACKED_BYTES = 1 << 32
+"""Memory to read so many rows: of a kilobyte a table is made that unpacks to 64 GB."""
 
 
 def has_rows(path: Path) -> bool:
@@ -104,19 +111,39 @@ def _of_table(path: Path, field: str) -> Iterator[str]:
         names, batches = file.schema.names, partial(iter, file)
     if field not in names:
         raise _no_text(str(path), field, ", ".join(names)[:200])
-    for batch in batches():
-        yield from of_column(batch, field, str(path))
+    yield from chain.from_iterable(bounded(of_column(batch, field, str(path)) for batch in batches()))
 
 
-def of_column(table: Any, field: str, where: str) -> Iterator[str]:
+def of_column(table: Any, field: str, where: str) -> list[str]:
     """The documents of some rows. Raises SetupError: there is no such column, or no text in it."""
     if field not in table.schema.names:
         raise _no_text(where, field, ", ".join(table.schema.names)[:200])
-    for found in table.column(field).to_pylist():
-        if isinstance(found, str):
-            yield found
-        elif found is not None:
-            raise _no_text(where, field, f"{table.column(field).type} in it")
+    found = [text for text in table.column(field).to_pylist() if text is not None]
+    if not all(isinstance(text, str) for text in found):
+        raise _no_text(where, field, f"{table.column(field).type} in it")
+    return found
+
+
+def bounded(rows: Iterable[T]) -> Iterator[T]:
+    """Some rows after the other, each read in MAX_UNPACKED_BYTES, where the system counts what a process has.
+    Raises ValueError: these are not enough."""
+    each = iter(rows)
+    while True:
+        before = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if sys.platform == "linux":
+            here = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[5])
+            most = min(n for n in (soft, hard, here + MAX_UNPACKED_BYTES) if n != resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+        try:
+            some = next(each)
+        except StopIteration:
+            return
+        except MemoryError:
+            most_gib = MAX_UNPACKED_BYTES >> 30
+            raise ValueError(f"a few of its rows unpack to more than {most_gib} GiB") from None
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+        yield some
 
 
 def _arrow(path: Path) -> Any:
@@ -149,8 +176,9 @@ class HubPart(NamedTuple):
         """Its documents. Raises SetupError: it cannot be read to its end; a row has no text in this field."""
         try:
             _, number, count = self.made_of
-            for table in self.rows.shard(count, number).with_format("arrow").iter(ROWS_AT_ONCE):
-                yield from of_column(table, field, self.where)
+            tables = self.rows.shard(count, number).with_format("arrow").iter(ROWS_AT_ONCE)
+            rows = bounded(of_column(table, field, self.where) for table in tables)
+            yield from chain.from_iterable(rows)
         except SetupError:
             raise
         except Exception as error:  # what reads the format raises its own

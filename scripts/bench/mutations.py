@@ -6876,6 +6876,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "unpack-rows-to-any-size",
+        "peers/tokenize/documents.py",
+        "            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))\n",
+        "",
+        "Of a table of a kilobyte swarm tokenize fills the memory of its machine.",
+        ("test_tokenize",),
+    ),
+    Mutation(
         "end-by-the-pattern-of-a-tokenizer",
         "peers/storage/tokenizer.py",
         'if type(error).__module__ != "pyo3_runtime":',

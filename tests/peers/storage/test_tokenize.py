@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import re
+import resource
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,6 +348,33 @@ def test_a_file_that_was_cut_off_or_damaged_is_never_taken_for_a_shorter_one(
         said = made(capsys, tmp_path / f"out{number}", path, ends=cli.Exit.SETUP)
         assert f"{name} cannot be read to its end: " in said and "fetch or make it again" in said
         assert not list((tmp_path / f"out{number}").glob("*.tokens"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
+def test_rows_are_read_in_bounded_memory() -> None:
+    sizes, limit = (1, 2 * documents.MAX_UNPACKED_BYTES), resource.getrlimit(resource.RLIMIT_DATA)
+    tables = documents.bounded(np.empty(size, np.uint8) for size in sizes)
+    assert next(tables).nbytes == 1 and resource.getrlimit(resource.RLIMIT_DATA) == limit
+    with pytest.raises(ValueError, match="a few of its rows unpack to more than 4 GiB"):
+        next(tables)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limit
+    assert len(list(documents.bounded([1, 2, 3]))) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
+def test_a_table_of_a_kilobyte_that_unpacks_to_any_size_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrow, path = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
+    column = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1000, "int32"), ["x" * (8 << 20)])
+    write = pytest.importorskip("pyarrow.parquet").write_table
+    write(
+        arrow.table({"text": column}), path, compression="zstd", dictionary_pagesize_limit=1 << 30,
+        store_schema=False,
+    )  # fmt: skip
+    assert path.stat().st_size < 2000
+    said = made(capsys, tmp_path / "out", path, ends=cli.Exit.SETUP)
+    assert "a.parquet cannot be read to its end: a few of its rows unpack to more than 4 GiB" in said
 
 
 def test_a_column_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
