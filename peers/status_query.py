@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
@@ -16,12 +17,44 @@ from swarm.ids import PeerId, Position
 from swarm.manifest import Run
 from swarm.protocol.rollback import check_position
 from swarm.wire.evidence import MAX_SHOWN_BYTES, AskConvicted, Convicted
-from swarm.wire.messages import AskStatus, PeerStatus, pack, unpack_answer
+from swarm.wire.messages import AskStatus, LinkStatus, PeerStatus, pack, unpack_answer
 
 ASK_S = 3.0
 MAX_VOICES = 3
 
+MAX_LINKS_TOLD = 64
+"""In one status: 6 kB."""
+LOOKED_S = 0.5
+
 T = TypeVar("T")
+
+
+class TrafficStatus:
+    """The traffic with other peers, as a status tells it. Looked at now and then, however many ask: of 2,048
+    lines that takes 10 ms."""
+
+    links: tuple[LinkStatus, ...] = ()
+    """The busiest."""
+    bytes_in = bytes_out = 0
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self._looked_at = transport, -math.inf
+
+    def now(self) -> TrafficStatus:
+        if now_s() - self._looked_at >= LOOKED_S:
+            self._looked_at = now_s()
+            links = [
+                LinkStatus(
+                    peer=peer, bytes_in=line.received_bytes, bytes_out=line.sent_bytes,
+                    rtt_s=line.rtt_s, bandwidth_bps=line.bandwidth_bps, memory_bytes=line.memory_bytes,
+                )
+                for peer, line in self._transport.lines.items()
+            ]  # fmt: skip
+            links.sort(key=lambda link: (-link.bytes_in - link.bytes_out, link.peer))
+            self.links = tuple(links[:MAX_LINKS_TOLD])
+            self.bytes_in = sum(link.bytes_in for link in links)
+            self.bytes_out = sum(link.bytes_out for link in links)
+        return self
 
 
 async def ask_all(

@@ -22,6 +22,7 @@ from peers.ports import Answer, Directory, Request, Transport
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.stage.status import ANNOUNCE_S
+from peers.status_query import TrafficStatus
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.leases import Snapshot
 from peers.transfer.server import StateLeases
@@ -54,7 +55,7 @@ class PausedPeer:
         settings: StageSettings, owner: Owner,
     ) -> None:  # fmt: skip
         self._run, self._stage, self._settings = run, stage, settings
-        self._transport, self._owner = transport, owner
+        self._transport, self._owner, self._traffic = transport, owner, TrafficStatus(transport)
         self._directory = own_directory(run, directory)
         self._since = unix_s()
         self._store = CheckpointStore(run, stage, settings.resumed_from)
@@ -124,13 +125,13 @@ class PausedPeer:
         run = self._run
         asked = unpack(request.header, AskStatus, run.id, run.whole.id).run
         stage = self._stage if asked == run.id else run.cell(self._stage)
+        traffic = self._traffic.now()
         status = PeerStatus(
             peer=self._transport.peer_id, stage=stage, state="paused", since=self._since,
             up_s=now_s() - self._settings.started_at,
             generation=self.kept.generation if self.kept else Generation(),
             version=self.kept.version if self.kept else 0, device=self._settings.device_name,
-            bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
-            bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
+            bytes_in=traffic.bytes_in, bytes_out=traffic.bytes_out,
             rebalance=f"paused: {self.spare.why}" if self.spare is not None else "",
         )  # fmt: skip
         return Answer(pack(status))

@@ -16,8 +16,9 @@ from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
 from peers.stage.settings import StageSettings
 from peers.stage.state import TIMES_KEPT, StageCore
+from peers.status_query import TrafficStatus
 from swarm.records import PeerRecord
-from swarm.wire.messages import AskStatus, LinkStatus, PastStep, PeerStatus, pack, unpack
+from swarm.wire.messages import AskStatus, PastStep, PeerStatus, pack, unpack
 
 ANNOUNCE_S = 5.0
 """A record lives a few times longer than this in the DHT."""
@@ -29,8 +30,6 @@ MAX_WORDS = 400
 MAX_PAST = 2048
 MAX_PAST_TOLD = 128
 """In one status: 3 kB."""
-MAX_LINKS_TOLD = 64
-"""In one status: 6 kB."""
 
 
 class StageStatus:
@@ -43,6 +42,7 @@ class StageStatus:
         self._core, self._settings, transport = core, settings, core.transport
         self._coordination, self._microbatches, self._all_reduce = coordination, microbatches, all_reduce
         self._moving, self._evaluations = moving, evaluations
+        self._traffic = TrafficStatus(transport)
         self.rehearsed_s = self._rehearsals_s = 0.0
         """What a microbatch took before there was any; all of the device's time that went into that."""
         self._past: dict[int, PastStep] = {}
@@ -101,17 +101,6 @@ class StageStatus:
             return core.computed / busy_s
         return 1.0 / self.rehearsed_s if self.rehearsed_s > 0 else 0.0
 
-    def _links(self) -> list[LinkStatus]:
-        """The traffic with each other peer, the busiest first."""
-        links = [
-            LinkStatus(
-                peer=peer, bytes_in=line.received_bytes, bytes_out=line.sent_bytes,
-                rtt_s=line.rtt_s, bandwidth_bps=line.bandwidth_bps, memory_bytes=line.memory_bytes,
-            )
-            for peer, line in self._core.transport.lines.items()
-        ]  # fmt: skip
-        return sorted(links, key=lambda link: (-link.bytes_in - link.bytes_out, link.peer))
-
     def _remember(self) -> None:
         """Note what the last steps took, and what their losses were."""
         past = {version: step for version, step in self._past.items() if version <= self._core.version}
@@ -139,7 +128,7 @@ class StageStatus:
     async def _serve(self, request: Request) -> Answer:
         core, microbatches = self._core, self._microbatches
         asked = unpack(request.header, AskStatus, core.run.id, core.run.whole.id)
-        step, links = core.steps.get(core.version), self._links()
+        step, traffic = core.steps.get(core.version), self._traffic.now()
         evaluated = self._evaluations.newest
         status = PeerStatus(
             peer=core.me, stage=core.stage if asked.run == core.run.id else core.run.cell(core.stage),
@@ -152,8 +141,8 @@ class StageStatus:
             since=self._settings.joined_at, up_s=now_s() - self._settings.started_at,
             eval_loss=evaluated[1] if evaluated else None,
             eval_version=evaluated[0] if evaluated else -1,
-            bytes_in=sum(link.bytes_in for link in links), bytes_out=sum(link.bytes_out for link in links),
-            links=tuple(links[:MAX_LINKS_TOLD]), rebalance=self._moving.decided[:MAX_WORDS],
+            bytes_in=traffic.bytes_in, bytes_out=traffic.bytes_out,
+            links=traffic.links, rebalance=self._moving.decided[:MAX_WORDS],
             busy_s=core.device.busy_s, taken=microbatches.taken, answered=microbatches.answered,
             digest=core.digest, kind=core.kind, trainers=self._coordination.trainers,
             past=() if asked.after < 0 else self._past_after(asked.after),

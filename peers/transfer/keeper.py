@@ -26,6 +26,7 @@ from peers.audit.recorder import TranscriptRecorder
 from peers.clock import now_s, unix_s
 from peers.islands.directory import Islands
 from peers.ports import Answer, Directory, Request, Transport
+from peers.status_query import TrafficStatus
 from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.storage.transcript import TranscriptWriter
@@ -121,6 +122,7 @@ class CheckpointKeeper:
         # Their tensors are maps of files: a copy in memory is the system's to drop.
         most = (settings.keep + 2) * len(self._stores)
         self._leases = StateLeases(run, transport, self._stores, voices=self._voices, most_saved=most)
+        self._traffic = TrafficStatus(transport)
         transport.serve("status", self._serve_status)
         self._backoff = Backoff(first_s=FIRST_REST_S, longest_s=LONGEST_REST_S)
         self._partials: dict[Stage, Partial] = {}
@@ -366,10 +368,10 @@ class CheckpointKeeper:
 
     async def _serve_status(self, request: Request) -> Answer:
         unpack(request.header, AskStatus, self._run.id)
+        traffic = self._traffic.now()
         status = PeerStatus(
             peer=self._transport.peer_id, stage=NO_STAGE, version=self.version or 0, state="keeping",
             device="disk", since=self._settings.joined_at,
-            bytes_in=sum(line.received_bytes for line in self._transport.lines.values()),
-            bytes_out=sum(line.sent_bytes for line in self._transport.lines.values()),
+            bytes_in=traffic.bytes_in, bytes_out=traffic.bytes_out,
         )  # fmt: skip
         return Answer(pack(status))

@@ -6900,6 +6900,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_state_leases",),
     ),
     Mutation(
+        "look-at-all-lines-for-each-status",
+        STATUS_QUERY,
+        "if now_s() - self._looked_at >= LOOKED_S:",
+        "if True:",
+        "One that asks for the status without end takes all of a peer's time, once it knows 2,048 lines.",
+        ("test_status",),
+    ),
+    Mutation(
         "ask-a-crowd-for-the-start-first",
         "peers/transfer/start.py",
         "for peer in there if peer in voice and",

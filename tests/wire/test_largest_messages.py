@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from peers.stage.status import MAX_LINKS_TOLD, MAX_PAST_TOLD, MAX_WORDS
+from peers.stage.status import MAX_PAST_TOLD, MAX_WORDS
+from peers.status_query import MAX_LINKS_TOLD
 from peers.transfer.catalog import MAX_SIGNED, MAX_VERSIONS
 from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError

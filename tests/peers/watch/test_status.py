@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,9 +17,10 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from peers.net.identity import Identity
-from peers.ports import Answer, Request
+from peers.ports import Answer, NetworkPath, Request
 from peers.programs.status import join_line, picture, run_status, table, to_json
 from peers.programs.tool_options import StatusOptions
+from peers.status_query import LOOKED_S, TrafficStatus
 from peers.watch.metrics import served
 from peers.watch.monitor import Monitor, WatchPace
 from swarm.errors import Refused, SetupError
@@ -380,3 +384,23 @@ def test_who_comes_by_a_name_of_another_gets_no_numbers_of_this_machine() -> Non
             assert answered(host) == 200
     with served(("0.0.0.0", 0), CollectorRegistry()) as place:  # a scraper may have any name for it
         assert answered("peer:9090") == 200
+
+
+@pytest.mark.virtual_time
+async def test_all_lines_are_looked_at_twice_a_second_however_many_ask() -> None:
+    """One that asked without end took all of a peer's time, once that had met a crowd."""
+
+    class Lines(dict[str, NetworkPath]):
+        looked = 0
+
+        def items(self) -> Any:
+            self.looked += 1
+            return super().items()
+
+    lines = Lines({f"peer {n}": NetworkPath(received_bytes=n, sent_bytes=1) for n in range(100)})
+    traffic = TrafficStatus(SimpleNamespace(lines=lines))  # type: ignore[arg-type]
+    for looks in (1, 2):
+        told = [traffic.now() for _ in range(50)][-1]
+        assert (lines.looked, told.bytes_in, told.bytes_out) == (looks, 4950, 100)
+        assert [link.peer for link in told.links] == [f"peer {n}" for n in range(99, 35, -1)]
+        await asyncio.sleep(LOOKED_S)
