@@ -79,7 +79,7 @@ class StateLeases(Leases):
         """Until when others wait for those that come first."""
         self._there: dict[Stage, list[int]] = {}
         """Versions in the stores, when that was last looked at."""
-        self._opening, self._saying = asyncio.Lock(), asyncio.Lock()
+        self._opening, self._starting, self._saying = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._said: dict[str, tuple[float, Answer]] = {}
         """What was answered to `saved` last, and when; by the id that was asked for."""
         transport.serve("state", self._serve_state)
@@ -94,7 +94,7 @@ class StateLeases(Leases):
         if first:
             self._first[reader] = math.inf
         try:  # one at a time: two that want the same version at the same moment get the same copy
-            async with self._opening:
+            async with self._starting if wanted.version == START else self._opening:
                 self.require_no_rest(reader)
                 self._first = {peer: until for peer, until in self._first.items() if now_s() < until}
                 if self._first and not first:
@@ -128,8 +128,8 @@ class StateLeases(Leases):
     async def _lend_start(self, stage: Stage, version: int) -> Lease:
         if known := [lease for lease in self.of("start") if lease.what == stage]:
             return known[0]
-        if self._start is None:
-            raise Refused("this peer has no weights that the run starts from")
+        if self._start is None or not 0 <= stage < self._run.S:
+            raise Refused(f"this peer has no weights that stage {stage} of the run starts from")
         self.make_room("start", MAX_LEASES, version=-1)
         try:
             tensors = await asyncio.to_thread(self._start, stage)

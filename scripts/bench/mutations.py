@@ -6900,6 +6900,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_state_leases",),
     ),
     Mutation(
+        "read-the-start-of-any-stage",
+        "peers/transfer/server.py",
+        " or not 0 <= stage < self._run.S:",
+        ":",
+        "A stranger fills the log of a peer with tracebacks.",
+        ("test_fetched_start",),
+    ),
+    Mutation(
+        "one-lock-for-states-and-starts",
+        "peers/transfer/server.py",
+        "self._starting if wanted.version == START else self._opening",
+        "self._starting",
+        "Nobody joins while a stranger has a peer read what stages start with from a slow hub.",
+        ("test_fetched_start",),
+    ),
+    Mutation(
         "look-at-all-lines-for-each-status",
         STATUS_QUERY,
         "if now_s() - self._looked_at >= LOOKED_S:",

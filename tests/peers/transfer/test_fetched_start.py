@@ -14,12 +14,13 @@ from peers.events import Event, Note
 from peers.ports import Answer, Request
 from peers.transfer.server import StateLeases
 from peers.transfer.start import FetchedStart
-from swarm.errors import SetupError
+from swarm.errors import Refused, SetupError
 from swarm.ids import Stage
 from swarm.manifest import Run, StartSpec, demo_run
 from swarm.model import layout
 from swarm.model.layout import start_digest, start_from, start_shapes, start_tensors
 from swarm.records import PeerRecord, Voucher
+from swarm.wire.messages import START, OpenState, pack
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import admitting, voucher
 from tests.peers.tarpits import never_answered
@@ -50,7 +51,7 @@ async def network() -> AsyncIterator[CalmNetwork]:
 
 def source(
     network: CalmNetwork, name: str, value: float | None, stage: Stage = 0, voucher: Voucher | None = None
-) -> None:
+) -> StateLeases:
     """A peer of `stage` that gives all stages such weights; None: it has none."""
 
     def given(asked: Stage) -> Mapping[str, torch.Tensor]:
@@ -58,9 +59,10 @@ def source(
             raise SetupError("the weights are not here")
         return tensors_of(RUN, asked, value)
 
-    StateLeases(RUN, network.join(name).transport, {}, start=given)
+    leases = StateLeases(RUN, network.join(name).transport, {}, start=given)
     record = PeerRecord(run=RUN.id, peer=name, stage=stage, state="serving", version=0, addresses=("a",))
     network.announce(msgspec.structs.replace(record, voucher=voucher))
+    return leases
 
 
 async def fetched(network: CalmNetwork, stage: Stage, told: list[Event]) -> dict[str, torch.Tensor]:
@@ -121,6 +123,23 @@ async def test_a_source_that_takes_long_is_waited_for_at_once_or_in_the_end(
 
     transport.serve("state", slow)
     assert await asyncio.wait_for(fetched(network, 0, []), 70.0 if has_voice else 300.0)
+
+
+async def test_who_asks_for_the_start_of_no_stage_is_refused(network: CalmNetwork) -> None:
+    """Each such question had a traceback in the log."""
+    source(network, "honest", 1.0)
+    asker = network.join("stranger").transport
+    for stage in (-1, 2, 1 << 40):
+        question = pack(OpenState(run=RUN.id, stage=stage, version=START))
+        with pytest.raises(Refused, match=f"has no weights that stage {stage} of the run starts from"):
+            await asker.call("honest", "state", question)
+
+
+async def test_who_reads_the_start_from_a_slow_disk_gives_states_meanwhile(network: CalmNetwork) -> None:
+    leases, asker = source(network, "honest", 1.0), network.join("joiner").transport
+    async with leases._starting:
+        with pytest.raises(Refused, match="keeps no checkpoints of stage 0"):
+            await asker.call("honest", "state", pack(OpenState(run=RUN.id, stage=0)), deadline_s=10.0)
 
 
 async def test_it_says_what_it_waits_for_until_a_peer_has_it(network: CalmNetwork) -> None:
