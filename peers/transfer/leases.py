@@ -61,14 +61,16 @@ class _Reader(msgspec.Struct):
     opened_at: float
     read_at: float
     longest_pause_s: float = 0.0
-    chunks: dict[int, int] = {}
-    """Bytes of each chunk that it asked for: one that is read again is no progress."""
+    chunks: int = 0
+    """A bit for each that it asked for: one that is read again is no progress."""
+    read_bytes: int = 0
     done: bool = False
     """It said so, or went away. If it reads on nevertheless it is as slow as it was."""
 
     def reads(self, index: int, size_bytes: int, now: float) -> None:
         self.longest_pause_s = max(self.longest_pause_s, now - self.read_at)
-        self.read_at, self.chunks[index], self.done = now, size_bytes, False
+        self.read_bytes += size_bytes * (not self.chunks >> index & 1)
+        self.read_at, self.chunks, self.done = now, self.chunks | 1 << index, False
 
     def alive(self, now: float) -> bool:
         if self.done:
@@ -78,7 +80,7 @@ class _Reader(msgspec.Struct):
 
     def too_slow(self, now: float) -> bool:
         """It reads less than the slowest line carries: while others wait, it makes way."""
-        return is_too_slow(sum(self.chunks.values()), now - self.opened_at - QUIET_S / 2)
+        return is_too_slow(self.read_bytes, now - self.opened_at - QUIET_S / 2)
 
 
 class Lease(msgspec.Struct, eq=False):

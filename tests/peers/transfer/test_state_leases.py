@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
@@ -679,4 +680,16 @@ async def test_of_a_crowd_of_readers_those_that_read_last_are_known() -> None:
             leases.read_by("reader", lease)
     assert len(lease.readers) == MAX_READERS and "reader" in lease.readers
     assert "stranger 0" not in lease.readers
+    await network.close()
+
+
+async def test_what_is_known_of_a_reader_is_a_bit_for_each_chunk() -> None:
+    """Of a crowd that read a keeper's checkpoints all of its memory was full of what each had read."""
+    network = CalmNetwork()
+    leases = Leases(RUN, network.join("keeper").transport)
+    lease = await leases.add("saved", 0, Snapshot(version=0, tensors={"a": torch.zeros(4)}))
+    reader = lease.reader("stranger", 0.0)
+    for index in (*range(10_000), 5, 9_999):
+        reader.reads(index, 3, 0.0)
+    assert reader.read_bytes == 30_000 and sys.getsizeof(reader.chunks) < 2000
     await network.close()
