@@ -121,7 +121,7 @@ class Leases:
         self._leases: dict[str, Lease] = {}
         self._rests: dict[PeerId, tuple[float, str]] = {}
         """Readers that get no other place: until when, and why."""
-        self._lending = asyncio.Lock()
+        self._lending, self._packing = asyncio.Lock(), asyncio.Lock()
         self._sweeper: asyncio.TimerHandle | None = None
         transport.serve("chunk", self._serve_chunk)
         transport.serve("close", self._serve_close)
@@ -216,9 +216,10 @@ class Leases:
         lease.read_at = now = now_s()
         chunk = lease.chunks[wanted.index]
         lease.reader(request.peer, now).reads(wanted.index, chunk.nbytes, now)
-        packs = chunk.dtype == torch.int64
-        body = whole_numbers.pack(chunk) if packs else [bytes(bytes_of(chunk))]  # a slow reader keeps no more
-        return Answer(pack(Ack()), body)
+        if chunk.dtype != torch.int64:
+            return Answer(pack(Ack()), [bytes(bytes_of(chunk))])  # a slow reader keeps no more
+        async with self._packing:  # 2 ms each, and one may ask for 200 in a second
+            return Answer(pack(Ack()), await asyncio.to_thread(whole_numbers.pack, chunk))
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""

@@ -6900,6 +6900,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_state_leases",),
     ),
     Mutation(
+        "pack-chunks-on-the-loop",
+        "peers/transfer/leases.py",
+        "await asyncio.to_thread(whole_numbers.pack, chunk)",
+        "whole_numbers.pack(chunk)",
+        "Two that ask for chunks without end, and take none, keep a peer from saying that it lives.",
+        ("test_state_leases",),
+    ),
+    Mutation(
         "read-the-start-of-any-stage",
         "peers/transfer/server.py",
         " or not 0 <= stage < self._run.S:",

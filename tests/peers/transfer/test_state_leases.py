@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import pytest
 import torch
 
 from peers.clock import now_s
-from peers.ports import Answer
+from peers.ports import Answer, Handler
 from peers.sim.device import SimDevice
 from peers.sim.dice import Dice
 from peers.sim.network import SimTransport
@@ -693,3 +694,31 @@ async def test_what_is_known_of_a_reader_is_a_bit_for_each_chunk() -> None:
         reader.reads(index, 3, 0.0)
     assert reader.read_bytes == 30_000 and sys.getsizeof(reader.chunks) < 2000
     await network.close()
+
+
+def test_who_asks_for_chunks_without_end_holds_up_nothing_else() -> None:
+    """To pack those of an exact sum took half of a peer's time, for one that gives up each."""
+
+    class Alone:
+        def serve(self, method: str, handler: Handler) -> None:
+            handlers[method] = handler
+
+    handlers: dict[str, Handler] = {}
+
+    async def turns() -> int:
+        """Of all else, while 20 chunks are asked for."""
+        leases, count = Leases(RUN, Alone()), 0  # type: ignore[arg-type]
+        content = Snapshot(version=0, tensors={"sum": torch.arange(1 << 17)})
+        lease = await leases.add("held", None, content)
+        header = pack(FetchChunk(run=RUN.id, lease=lease.opened.lease, index=0))
+        asked = [asyncio.ensure_future(handlers["chunk"](Asked(header))) for _ in range(20)]  # type: ignore
+        while not all(one.done() for one in asked):
+            count += 1
+            await asyncio.sleep(0)
+        return count
+
+    class Asked(NamedTuple):
+        header: bytes
+        peer: str = "stranger"
+
+    assert asyncio.run(turns()) > 20
