@@ -185,8 +185,8 @@ UNPACKED_OF_ALL_PER_S = 1.5 * CONTROL_BYTES_PER_S
 FRAME_BYTES = 256
 """What a frame costs besides its header: so a body of single bytes is slowed down, too. 4,096 frames a second
 are 8 Gbit/s of bodies in whole chunks."""
-EARLY_BYTES = 8 * frames.WINDOW_BYTES
-"""What one caller can make us hold of bodies that we did not accept yet."""
+EARLY_BYTES = 8 * (frames.WINDOW_BYTES + frames.MAX_HEADER_BYTES)
+"""What one caller can make us hold: of bodies that we did not accept yet, and headers that are worked on."""
 EARLY_BYTES_OF_ALL = 512 << 20
 EARLY_SHARE = 8
 """A caller may hold at most this part of what is left of that: so what is left for a new one never ends, and
@@ -240,7 +240,7 @@ class Line:
         self.memory_bytes = 0
         """Of both: what did not leave this machine (`peers.net.direct.memory`)."""
         self.held_bytes = 0
-        """Of bodies that were not accepted yet."""
+        """Of bodies that were not accepted yet, and headers that are worked on."""
         self.unread_bytes = 0
         """Of answers that strangers may ask for: given to it, and not sent yet."""
         self.left_unread_at = float("-inf")
@@ -298,7 +298,7 @@ class Line:
         return max(calls_s, of_all_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
 
     def may_hold(self, more_bytes: int) -> bool:
-        """Whether so much more may be held of its bodies."""
+        """Whether so much more may be held of its bodies and headers."""
         share = (EARLY_BYTES_OF_ALL - self._traffic.held_bytes) // EARLY_SHARE
         return self.held_bytes + more_bytes <= min(EARLY_BYTES, share)
 

@@ -466,7 +466,10 @@ class NetTransport:
             raise Leaving(self._dialer.closed)
         if link.line.handling >= MAX_HANDLERS_PER_PEER:
             raise Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
+        if not link.line.may_hold(len(served.header)):
+            raise Busy("calls of yours with too long headers are being worked on")
         link.line.handling += 1
+        link.line.holds(len(served.header))
         self._tasks.create_task(self._serve(link, served, handler))
 
     async def _serve(self, link: ServerConnection, served: ServedCall, handler: Handler) -> None:
@@ -487,3 +490,4 @@ class NetTransport:
             link.answer_error(served, Refused(f"internal error: {type(bug).__name__}: {bug}"[:500]))
         finally:
             link.line.handling -= 1
+            link.line.holds(-len(served.header))

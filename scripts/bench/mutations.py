@@ -8427,6 +8427,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_charter",),
     ),
     Mutation(
+        "hold-long-headers-of-calls-that-wait",
+        "peers/net/transport.py",
+        "        if not link.line.may_hold(len(served.header)):\n",
+        "        if False:\n",
+        "A crowd whose calls wait for something fills the memory of a peer with their headers.",
+        ("test_connection",),
+    ),
+    Mutation(
         "tell-strangers-that-take-nothing",
         "peers/net/transport.py",
         "if link.waiting_bytes > MAX_WAITING_BYTES:",

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from peers.net.bandwidth import (
     CONTROL_BYTES_AT_ONCE,
     CONTROL_BYTES_PER_S,
+    EARLY_BYTES,
     FRAME_BYTES,
     OBSERVED_EVERY_S,
     UNPACKED_BYTES,
@@ -739,3 +740,25 @@ async def test_who_takes_nothing_has_few_large_headers_held() -> None:
         assert not takes or len(wire.said) > 200 * 48_000, "who takes them has them all"
         link.resume_writing()
         assert link.outbox.empty and not link.over
+
+
+@pytest.mark.virtual_time
+async def test_calls_that_wait_here_hold_few_long_headers() -> None:
+    """Each identity had 16 MiB of them held, for as long as its calls waited."""
+    source, go_on = Source(), asyncio.Event()
+
+    async def waits(request: object) -> Answer:
+        await go_on.wait()
+        return Answer(b"")
+
+    source.transport.serve("state", waits)
+    link, _ = source.opens("stranger", 1_000_000.0)
+    feed(link, b"".join(frames.pack_call(n, "state", bytes(60_000), ()) for n in range(1, 257)))
+    await asyncio.sleep(20.0)
+    assert sum(len(call.header) for call in link._calls.values()) == 60_000 * (EARLY_BYTES // 60_000)
+    other, _ = source.opens("another", 1_000_000.0)
+    feed(other, frames.pack_call(1, "state", bytes(60_000), ()))
+    assert other.busy
+    go_on.set()
+    await asyncio.sleep(1.0)
+    assert not link.busy and not other.busy and source.transport.lines.held_bytes == 0
