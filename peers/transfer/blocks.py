@@ -23,6 +23,7 @@ from peers.events import Emit, Trouble
 from peers.incoming import Given
 from peers.ports import Answer, Directory, Request, Transport
 from peers.storage.blocks import Blocks
+from peers.transfer.client import FIRST_SHARE
 from swarm.errors import BadAnswer, Busy, NotNow, PeerFault, Refused, SetupError, SwarmError, count, short
 from swarm.ids import PeerId
 from swarm.manifest import Run
@@ -143,14 +144,19 @@ class BlockExchange:
         return asked, len(asked) < len(there)
 
     async def _fetch(self, peer: PeerId, root: str, number: int, size: int) -> bytes:
-        line = self._transport.lines.get(peer)
-        limit_s = most_s(size, line_bps=0.0 if line is None else line.bandwidth_bps)
         question = pack(AskBlock(run=self._run.id, root=root, number=number))
         answer = await self._transport.call(
-            peer, "block", question, max_answer_bytes=size, deadline_s=limit_s
+            peer, "block", question, max_answer_bytes=size, deadline_s=self._limit_s(peer, size)
         )
         unpack_answer(peer, answer.header, Ack)
         return b"".join(answer.body)
+
+    def _limit_s(self, peer: PeerId, size: int) -> float:
+        """How long a block may take: of a stranger that gave nothing yet longer each time."""
+        line = self._transport.lines.get(peer)
+        if (line is None or not line.bandwidth_bps) and peer not in self._run.admission.trainers:
+            return min(1.0, FIRST_SHARE * 2 ** self._in_vain[peer]) * most_s(size)
+        return most_s(size, line_bps=line.bandwidth_bps if line else 0.0)
 
     # -- giving -------------------------------------------------------------------------------------
 

@@ -75,6 +75,8 @@ RECRUIT_TRIES = 10
 """How often one that was at another version, or not ready, is asked for the version being downloaded."""
 CLOSE_S = 1.0
 BUSY_TRIES = 20
+FIRST_SHARE = 1 / 16
+"""Of the time that a source may take, for one of which nothing is known: of a crowd each can take all."""
 SHOW_S = 2.0
 """Between two words about a download."""
 

@@ -10,7 +10,15 @@ import torch
 
 from peers.events import Emit, Note
 from peers.ports import Directory, Transport
-from peers.transfer.client import MAX_SOURCES, DownloadFailed, Partial, Wanted, download, shown
+from peers.transfer.client import (
+    FIRST_SHARE,
+    MAX_SOURCES,
+    DownloadFailed,
+    Partial,
+    Wanted,
+    download,
+    shown,
+)
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
@@ -20,8 +28,6 @@ from swarm.protocol.voice import voices
 from swarm.wire.messages import START, Opened, OpenState
 
 RETRY_S = 1.0
-FIRST_SHARE = 1 / 16
-"""Of the time that a source may take to open what it has: at first. Of a crowd each can take all of it."""
 
 
 class FetchedStart:

@@ -6932,6 +6932,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_status",),
     ),
     Mutation(
+        "wait-for-each-stranger-that-says-it-has-a-block",
+        EXCHANGE,
+        "min(1.0, FIRST_SHARE * 2 ** self._in_vain[peer]) * most_s(size)",
+        "most_s(size)",
+        "Of a crowd of keepers that say nothing a trainer waits for each for more than a minute.",
+        ("test_block_exchange",),
+    ),
+    Mutation(
         "ask-a-crowd-for-the-start-first",
         "peers/transfer/start.py",
         "for peer in there if peer in voice and",
@@ -6941,7 +6949,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "wait-for-each-of-a-silent-crowd",
-        "peers/transfer/start.py",
+        CLIENT,
         "FIRST_SHARE = 1 / 16",
         "FIRST_SHARE = 1.0",
         "Before the first vouchers a newcomer waits for hours for the weights that a run starts from.",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from peers.events import Event, Trouble
-from peers.ports import Answer, Handler
+from peers.ports import Answer, Handler, NetworkPath
 from peers.storage.dataset import Dataset
 from peers.transfer import blocks as exchange
 from peers.transfer.blocks import BlockExchange
@@ -22,6 +22,7 @@ from swarm.errors import BadAnswer, Busy, NotNow, PeerGone, Refused, SetupError,
 from swarm.ids import PeerId
 from swarm.manifest import Run
 from swarm.merkle import BLOCK_BYTES
+from swarm.policy.timeouts import most_s
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import Ack, AskBlock, pack
 from tests.peers.admitted import OTHER, TRAINER, admitting
@@ -220,6 +221,23 @@ async def test_all_of_a_crowd_are_asked_in_the_end(
             await asyncio.to_thread(hub_exchange(empty), empty.blocks, 0)
             return
     raise AssertionError("the same strangers were asked again and again")
+
+
+async def test_a_stranger_that_gave_nothing_is_waited_for_longer_each_time(
+    both: tuple[Run, Dataset, Dataset],
+) -> None:
+    """Of a crowd of keepers that say nothing each was waited for for 70 s."""
+    run, hub = admitting(both[0]), Hub()
+    asks, waited_s = shared(hub, OTHER, run, both[2]), list[float]()
+    for _ in range(6):
+        waited_s.append(asks._limit_s("keeper", BLOCK_BYTES))
+        asks._in_vain["keeper"] += 1
+    whole_s = most_s(BLOCK_BYTES)
+    assert waited_s == [whole_s / 16, whole_s / 8, whole_s / 4, whole_s / 2, whole_s, whole_s]
+    asks._in_vain.clear()
+    assert asks._limit_s(TRAINER, BLOCK_BYTES) == whole_s, "the manifest names it"
+    hub.ends[OTHER].lines["keeper"] = NetworkPath(bandwidth_bps=1e6)
+    assert asks._limit_s("keeper", BLOCK_BYTES) == most_s(BLOCK_BYTES, line_bps=1e6), "it gave one before"
 
 
 async def test_strangers_that_come_and_go_are_not_remembered_for_ever(
