@@ -16,6 +16,7 @@ import importlib
 import inspect
 import io
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -448,8 +449,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.FAILED
 
 
+class _Printable(logging.Formatter):
+    """What modules warn of: it may quote a server, or a stranger's index."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def _open_output() -> None:
     """Have both streams take everything: closed ones, and characters that a terminal's encoding has not."""
+    if logging.lastResort is not None:  # of programs whose logs are no events
+        logging.lastResort.setFormatter(_Printable())
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))

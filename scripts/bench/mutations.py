@@ -6884,6 +6884,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_tokenize",),
     ),
     Mutation(
+        "log-what-strangers-say-as-it-is",
+        "peers/cli.py",
+        "return printable(super().format(record))",
+        "return super().format(record)",
+        "The server of an index steers the terminal of who verifies a run.",
+        ("test_cli",),
+    ),
+    Mutation(
         "end-by-the-pattern-of-a-tokenizer",
         "peers/storage/tokenizer.py",
         'if type(error).__module__ != "pyo3_runtime":',

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -1029,6 +1030,14 @@ def test_the_first_signal_lets_the_work_finish() -> None:
     assert cli._with_signals(work.run, work.leave, on_leave=lambda: work.said.append("leaving")) == Exit.OK
     assert work.said == ["leaving", "finished"]
     os.kill(os.getpid(), signal.SIGTERM)  # as the process ends: -15 would look like a crash
+
+
+def test_what_a_server_has_modules_warn_of_steers_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert logging.lastResort is not None
+    said = "the data at http://a/: it cannot be had: HTTP Error 500: \x1b]0;a title\x07\x1b[31m"
+    record = logging.LogRecord("peers", logging.WARNING, "", 0, "%s", (said,), None)
+    assert logging.lastResort.format(record) == said.replace("\x1b", "?").replace("\x07", "?")
 
 
 def test_under_nohup_the_end_of_the_terminal_is_not_for_us() -> None:
