@@ -203,7 +203,8 @@ def endpoint_of(address: str) -> Endpoint | None:
     """Where a multiaddr leads that can be dialled directly by TCP; None for any other."""
     match without_peer_id(address).split("/"):
         case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6" as kind, host, "tcp", port]:
-            return Endpoint(kind, host, int(port)) if port.isascii() and port.isdigit() else None
+            is_number = port.isascii() and port.isdigit() and len(port) <= 5
+            return Endpoint(kind, host, int(port)) if is_number else None
     return None
 
 

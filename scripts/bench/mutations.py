@@ -6884,6 +6884,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_tokenize",),
     ),
     Mutation(
+        "read-ports-of-any-length",
+        "peers/net/identity.py",
+        " and len(port) <= 5",
+        "",
+        "A peer that a newcomer asks whether others can dial it ends it, by a port of 5,000 digits.",
+        ("test_reach",),
+    ),
+    Mutation(
         "log-what-strangers-say-as-it-is",
         "peers/cli.py",
         "return printable(super().format(record))",

@@ -70,6 +70,7 @@ def test_a_relayed_address_is_written_as_go_reads_it() -> None:
         (f"/ip4/192.168.1.2/tcp/4001/p2p/{A}", True, False),
         (f"/ip4/127.0.0.1/tcp/4001/p2p/{A}", True, False),
         (f"/ip4/44.1.2.3/tcp/0/p2p/{A}", False, False),
+        (f"/ip4/44.1.2.3/tcp/{'9' * 5000}/p2p/{A}", False, False),
         (f"/ip4/44.1.2.3/tcp/4001/p2p/{A[:-1]}", False, False),
         (f"/ip6/44.1.2.3/tcp/4001/p2p/{A}", False, False),
         (f"{RELAY}/p2p-circuit/p2p/{B}", False, False),

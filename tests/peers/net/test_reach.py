@@ -14,7 +14,7 @@ import pytest
 from peers.clock import now_s
 from peers.net.dht_storage import DhtStorage
 from peers.net.identity import AddressBook, Identity
-from peers.net.nat import MAX_PER_HOST, AskReach, DialBack
+from peers.net.nat import MAX_PER_HOST, AskReach, DialBack, Reached, conclude
 from peers.net.p2pd_control import ControlError, DaemonControl, NobodyListens
 from swarm.errors import Busy
 from swarm.wire.messages import pack
@@ -46,6 +46,14 @@ async def test_who_asks_without_end_has_p2pd_asked_so_often_and_no_more(
             with contextlib.suppress(Busy):
                 await server.serve(SimpleNamespace(header=question, peer=peer))  # type: ignore[arg-type]
     assert control.asked == most
+
+
+def test_no_port_that_a_stranger_tells_ends_a_newcomer() -> None:
+    """Python reads no number of 5,000 digits, and says so by an error."""
+    relay, peer = "/ip4/44.1.1.1/tcp/", Identity(bytes(32)).peer_id
+    told = tuple(f"{relay}{port}/p2p/{peer}" for port in ("9" * 5000, "65536", "4001"))
+    answer = Reached(host="44.2.2.2", port=1, reached=False, relays=told)
+    assert conclude([answer], [], [], port=1, asked_from=1).relays == told[-1:]
 
 
 @pytest.mark.parametrize(
