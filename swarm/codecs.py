@@ -21,6 +21,11 @@ ROUNDED = {"rounded16": 14, "rounded8": 6}
 """What else `codec.reduce` may be, and how many bits of a block's largest sum it keeps: a number may double
 before it takes more than 16 or 8 on its way."""
 
+PACKED = {"none": 0.924, "bf16": 0.785, "blockwise8": 0.914, "hadamard4": 0.89}
+"""Of the bytes of such numbers, what a slow line carries: real runs (docs/benchmarks/slow-lines.md)."""
+SLOW_BPS = 100e6
+"""To pack what such a line carries takes a seventh of a core, to unpack it a tenth."""
+
 PPM = 1_000_000
 KNOWN = f"{', '.join(VALUES)}, topk:R, topk:R+bf16 (or {', '.join(f'+{values}' for values in VALUES[2:])})"
 """For messages. R is the part that is kept, such as 0.05."""
@@ -42,6 +47,11 @@ class Codec(NamedTuple):
             return self.values
         part = f"topk:0.{self.keep_ppm:06d}".rstrip("0")
         return part if self.values == "none" else f"{part}+{self.values}"
+
+
+def packed_part(name: str) -> float:
+    """Of the bytes of a codec that there is, what a slow line carries; of a top-k as of its values."""
+    return PACKED.get(name.rpartition("+")[2], PACKED["none"])
 
 
 def parse_codec(name: str) -> Codec | None:

@@ -6,13 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.codecs import PPM, VALUES, Codec, parse_codec
+from swarm.codecs import PACKED, PPM, VALUES, Codec, packed_part, parse_codec
 
 
 @given(keep_ppm=st.integers(1, PPM), values=st.sampled_from(VALUES))
 def test_every_codec_has_one_name(keep_ppm: int, values: str) -> None:
     codec = Codec(keep_ppm, values)
     assert parse_codec(codec.name) == codec
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("bf16", "bf16"), ("topk:0.05", "none"), ("topk:0.05+blockwise8", "blockwise8")]
+)
+def test_what_slow_lines_carry_is_known_of_the_values_that_a_codec_sends(name: str, values: str) -> None:
+    assert packed_part(name) == PACKED[values] and set(PACKED) == set(VALUES)
 
 
 @given(st.text(alphabet="topk:0.123+bf16none", max_size=20))

@@ -12,6 +12,7 @@ import numpy as np
 
 from peers.programs.descriptions import as_now, heading, job_of, shown_bytes, shown_names
 from peers.progress import spending
+from swarm.codecs import packed_part
 from swarm.errors import SetupError, count
 from swarm.manifest import IslandsSpec, Run
 from swarm.plan.islands import (
@@ -58,6 +59,7 @@ def islands_of(run: Run) -> IslandLayout:
         local_steps=run.islands.local_steps,
         difference_bytes=tuple(float(difference_bytes(run, layout)) for layout in layouts),
         sum_bytes=tuple(float(difference_bytes(run, layout, is_sum=True)) for layout in layouts),
+        packed_part=packed_part(run.islands.codec),
     )
 
 

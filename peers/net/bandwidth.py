@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from peers.ports import NetworkPath
+from swarm.codecs import SLOW_BPS
 from swarm.ids import PeerId
 from swarm.wire import frames
 
@@ -51,8 +52,6 @@ CYCLE, PROBES = 16, 2
 """Of so many observations, in so many more is sent than arrived before, to see whether more arrives."""
 MORE, LESS = 1.25, 0.75
 """Of what the line carries, at most and at least: a queue that is not ours does not go if we send less."""
-SLOW_BPS = 100e6
-"""To pack what such a line carries takes a seventh of a core, to unpack it a tenth."""
 LEAST_BPS = 1e6
 """Seen while hardly anything was sent, a line looks as if it carried hardly anything."""
 

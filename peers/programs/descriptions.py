@@ -43,7 +43,7 @@ def job_of(run: Run) -> StepWork:
         ),
         activation_bytes=tuple(float(kept[kind]) for kind in alike),
         fixed_bytes=tuple(float(needs_of(run, s).fixed) for s in stages),
-    )
+    ).packing(run.codec)
 
 
 def _alike(run: Run) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ from peers.programs.manifest_pinning import check_code
 from peers.programs.status import observe
 from peers.programs.tool_options import PlanOptions
 from peers.progress import spending
+from swarm.codecs import PACKED, packed_part
 from swarm.errors import SetupError, count
 from swarm.ids import Stage
 from swarm.manifest import CodecSpec, IslandsSpec, Run, load_run, run_of, tomllib
@@ -246,28 +247,34 @@ def plan_codecs(
             run if same else replace(run, codec=CodecSpec.symmetric(codec)), boundary, codec
         )
 
-    bandwidths_bps = boundary_bandwidths(network, stage_of, run.S)
+    bandwidths_bps = {part: boundary_bandwidths(network, stage_of, run.S, part) for part in PACKED.values()}
 
-    def step_s(forward: Sequence[str]) -> float:
+    def carries_bps(boundary: int, codec: str) -> tuple[float, float]:
+        return bandwidths_bps[packed_part(codec)][boundary]
+
+    def spec_of(forward: tuple[str, ...]) -> CodecSpec:
+        backward = tuple(
+            run.codec.backward_at(boundary, "none")
+            if codec == base[boundary]
+            else CodecSpec.symmetric(codec).backward
+            for boundary, codec in enumerate(forward)
+        )
+        return replace(run.codec, forward=forward, backward=backward)  # type: ignore
+
+    def step_s(forward: tuple[str, ...]) -> float:
         sent = [bytes_of(boundary, codec) for boundary, codec in enumerate(forward)]
         there, back = tuple(each[0] for each in sent), tuple(each[1] for each in sent)
         sending = replace(job, forward_bytes=there, backward_bytes=back)
-        return Overlap(network, sending).predict(stage_of).total_s
+        return Overlap(network, sending.packing(spec_of(forward))).predict(stage_of).total_s
 
     tried = dict.fromkeys(
-        boundary_codecs(bandwidths_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
+        boundary_codecs(carries_bps, bytes_of, base, least=least, enough_s=part * max(compute_s))
         for part in HIDDEN
     )
     takes_s = {forward: step_s(forward) for forward in tried}
     enough_s = (1.0 + WORTH) * min(takes_s.values())
     forward, found_s = next(found for found in takes_s.items() if found[1] <= enough_s)
-    backward = tuple(
-        run.codec.backward_at(boundary, "none")
-        if codec == base[boundary]
-        else CodecSpec.symmetric(codec).backward
-        for boundary, codec in enumerate(forward)
-    )
-    codecs = replace(run.codec, forward=forward, backward=backward)  # type: ignore
+    codecs = spec_of(forward)
     if forward:
         replace(run, codec=codecs)  # it must be a manifest that can be
     return codecs, found_s

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from peers.sim.dice import Dice
+from swarm.codecs import SLOW_BPS
 from swarm.ids import PeerId
-from swarm.plan.network import Network, all_reduce_s
+from swarm.plan.network import Network, all_reduce_s, carried_s
 
 SMALL_BYTES = 4096
 """A header; a report of a run of thousands of microbatches."""
@@ -74,8 +75,11 @@ class SharedLines:
         """Seconds of a download that nothing else limits."""
         return self._down_s[i] * size_bytes
 
-    def send(self, i: int, j: int, size_bytes: float, now_s: float) -> float:
-        """The time at which the last byte arrives, if it is sent now."""
+    def send(
+        self, i: int, j: int, size_bytes: float, now_s: float, packed_bytes: float | None = None
+    ) -> float:
+        """The time at which the last byte arrives, if it is sent now. Slow lines carry `packed_bytes`."""
+        packed_bytes = size_bytes if packed_bytes is None else packed_bytes
         if i == j:
             return now_s
         a, b = self._region[i], self._region[j]
@@ -87,19 +91,24 @@ class SharedLines:
         ):
             if byte_s:
                 turn_s = free_s.get(which, 0.0)
+                lasts_s = byte_s * (packed_bytes if byte_s * SLOW_BPS >= 8.0 else size_bytes)
                 if size_bytes > SMALL_BYTES:
                     start_s = turn_s = max(start_s, turn_s)
-                free_s[which] = turn_s + size_bytes * byte_s
-                end_s = max(end_s, start_s + size_bytes * byte_s)
+                free_s[which] = turn_s + lasts_s
+                end_s = max(end_s, start_s + lasts_s)
         return end_s + self._latency_s[a][b]
 
-    def reduce_s(self, members: Sequence[int], size_bytes: float) -> float:
+    def reduce_s(self, members: Sequence[int], size_bytes: float, packed_bytes: float) -> float:
         """Seconds of the all-reduce of these devices, with nothing else on the lines."""
-        these, part_bits = np.array(members), 8.0 * size_bytes / len(members)
-        latency_nn, bandwidth_nn = self._network.between(these, these)
-        ends_n = self._network.upload_bps[these], self._network.download_bps[these]
-        up_s, down_s = ((len(these) - 1) * part_bits / each_n for each_n in ends_n)
-        return float(all_reduce_s(latency_nn, part_bits / bandwidth_nn, up_s, down_s, these >= 0))
+        these, network = np.array(members), self._network
+        parts_bits = 8.0 * size_bytes / len(members), 8.0 * packed_bytes / len(members)
+        latency_nn, bandwidth_nn = network.between(these, these)
+        part_s, up_s, down_s = (
+            carried_s(parts_bits, 1.0 / bps)
+            for bps in (bandwidth_nn, network.upload_bps[these], network.download_bps[these])
+        )
+        others = len(these) - 1
+        return float(all_reduce_s(latency_nn, part_s, others * up_s, others * down_s, these >= 0))
 
 
 def _per_byte(bps: list[list[float]]) -> list[list[float]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from swarm.errors import SetupError
 from swarm.manifest import parts_summed
-from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, carried_s
 from swarm.plan.overlapped import IDLE, Overlap, StepTime
 from swarm.plan.search import fenced_row, search_overlapped
 
@@ -35,6 +35,8 @@ class IslandLayout:
     """Per stage: what an island has changed, as it travels."""
     sum_bytes: tuple[float, ...]
     """Per stage: the sum of what all have changed."""
+    packed_part: float = 1.0
+    """Of both: what slow lines carry."""
 
     @property
     def from_each_bytes(self) -> tuple[float, ...]:
@@ -153,11 +155,14 @@ def meeting_s(network: Network, job: StepWork, islands: IslandLayout, cell_N: np
         members = np.flatnonzero((cell_N != IDLE) & (cell_N % job.stages == stage))
         island_n = cell_N[members] // job.stages
         of_island = np.bincount(island_n, minlength=islands.count)[island_n]
-        part_n = 8.0 * size_bytes / of_island
         latency_nn, bandwidth_nn = network.between(members, members)
-        up_n = part_n * (len(members) - of_island) / network.upload_bps[members]
-        down_n = 8.0 * size_bytes * (islands.count - 1) / network.download_bps[members]
-        line_nn = part_n[:, None] / bandwidth_nn
+        line_nn, up_n, down_n = (
+            carried_s((8.0 * size_bytes, 8.0 * size_bytes * islands.packed_part), 1.0 / bps)
+            for bps in (bandwidth_nn, network.upload_bps[members], network.download_bps[members])
+        )
+        line_nn /= of_island[:, None]
+        up_n *= (len(members) - of_island) / of_island
+        down_n *= islands.count - 1
         arrival_nn = latency_nn + np.maximum(np.maximum(line_nn, up_n[:, None]), down_n)
         elsewhere_nn = island_n[:, None] != island_n
         longest_s = max(longest_s, float(np.where(elsewhere_nn, arrival_nn, 0.0).max(initial=0.0)))

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from swarm.codecs import SLOW_BPS, packed_part
 from swarm.errors import MALFORMED, SetupError, did_you_mean
-from swarm.manifest import tomllib
+from swarm.manifest import CodecSpec, tomllib
 from swarm.manifest.rules import Rule, integer, list_of, shown
 
 BACKWARD_FORWARDS = 2.0
@@ -139,6 +140,12 @@ class Network:
         return self.regions[region] if self.places[region] != region else ""
 
 
+def carried_s(bits: np.ndarray | tuple[float, float], bit_s: np.ndarray) -> np.ndarray:
+    """[...] seconds of bodies on lines of so many seconds a bit. `bits`: as they are; and as slow lines carry
+    them, packed, if there are any."""
+    return bit_s * (np.where(bit_s * SLOW_BPS < 1.0, bits[0], bits[1]) if len(bits) > 1 else bits[0])
+
+
 def all_reduce_s(
     latency_s: np.ndarray, part_s: np.ndarray, up_s: np.ndarray, down_s: np.ndarray, there: np.ndarray
 ) -> np.ndarray:
@@ -179,18 +186,33 @@ class StepWork:
     fixed_bytes: tuple[float, ...] = ()
     """Per stage: what is in a device's memory before it computes anything: the state, sums, gradients. None
     given: the state."""
+    packed: StepWork | None = None
+    """The same with the bytes that slow lines carry (`packing`); None: they carry those above."""
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
             raise SetupError(f"a job of {self.stages} stages and {self.microbatches} microbatches a step")
         others = {"forward_bytes": self.stages - 1, "backward_bytes": self.stages - 1}
-        for name in [item.name for item in fields(self) if item.name not in ("stages", "microbatches")]:
+        for name in [each.name for each in fields(self) if each.name.endswith(("_flops", "_bytes"))]:
             values: tuple[float, ...] = getattr(self, name)
             wanted = others.get(name, self.stages if values or name != "fixed_bytes" else 0)
             if len(values) != wanted:
                 raise SetupError(f"{name} has {len(values)} numbers; {self.stages} stages need {wanted}")
             if not all(0 <= value < math.inf for value in values):
                 raise SetupError(f"{name} = {values}: bytes and operations cannot be negative or infinite")
+
+    def packing(self, codec: CodecSpec) -> StepWork:
+        """The same, whose bytes slow lines carry packed; of exact sums as much is left as of float32."""
+        there = [codec.forward_at(boundary) for boundary in range(self.stages - 1)]
+        back = [codec.backward_at(boundary, sent) for boundary, sent in enumerate(there)]
+        sent = {"forward_bytes": there, "backward_bytes": back, "gradient_bytes": ["none"] * self.stages}
+        packed = {
+            name: tuple(
+                size * packed_part(one) for size, one in zip(getattr(self, name), codecs, strict=True)
+            )
+            for name, codecs in sent.items()
+        }
+        return replace(self, packed=replace(self, packed=None, **packed))
 
     def least_bytes(self, stage: int) -> float:
         """What a device needs to hold the stage with one microbatch in flight, as its owner is told."""

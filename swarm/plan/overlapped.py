@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from swarm.codecs import SLOW_BPS
 from swarm.errors import SetupError
-from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, all_reduce_s, check_fit
+from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork, all_reduce_s, carried_s, check_fit
 
 SLOPE = 0.05
 """Weight of a second that delays nothing, against one that the step takes."""
@@ -105,10 +106,16 @@ class Overlap:
         stages = range(job.stages)
         self.fits_SN = np.array([[job.least_bytes(s)] for s in stages]) <= network.memory_bytes
         """[S, N] whether a device can hold a stage."""
-        out_S1, in_S1 = 8.0 * np.array([[job.bytes_out(s), job.bytes_in(s)] for s in stages]).T[:, :, None]
+        lines_bps = network.bandwidth_bps, network.upload_bps, network.download_bps
+        slow = min(float(each.min()) for each in lines_bps) <= SLOW_BPS
+        jobs = (job, job.packed) if slow and job.packed is not None else (job,)
+        sent_2SX = 8.0 * np.array([[(each.bytes_out(s), each.bytes_in(s)) for s in stages] for each in jobs])
         forward_SN = np.array(job.forward_flops)[:, None] / network.flops_per_s
         computes_SN = (1 + BACKWARD_FORWARDS) * forward_SN
-        self._each_KSN = np.stack([computes_SN, out_S1 / network.upload_bps, in_S1 / network.download_bps])
+        bit_XN = 1.0 / np.stack([network.upload_bps, network.download_bps])
+        self._each_KSN = np.stack(
+            [computes_SN, *(carried_s(sent_2SX[:, :, x, None], bit_XN[x]) for x in range(2))]
+        )
         """Seconds that a device computes, uploads and downloads for a microbatch."""
         self.slowest_SN = self._each_KSN.max(axis=0)
         """[S, N] seconds of that which takes longest."""
@@ -122,11 +129,12 @@ class Overlap:
         self._region_N = np.append(network.region_of, len(network.regions))
         self._latency_RR = np.pad(network.latency_s, (0, 1))
         self._bit_s_RR = np.pad(1.0 / network.bandwidth_bps, (0, 1), constant_values=NEVER_S)
-        ends = network.upload_bps, network.download_bps
-        self._up_N, self._down_N = (np.append(1.0 / each_N, 0.0) for each_N in ends)
+        self._up_N, self._down_N = np.pad(bit_XN, ((0, 0), (0, 1)))
         """[N + 1] seconds of a bit."""
         self._limited = bool(self._up_N.any() or self._down_N.any())
-        self._bits_2B11 = 8.0 * np.array([job.forward_bytes, job.backward_bytes])[:, :, None, None]
+        directions = [(each.forward_bytes, each.backward_bytes) for each in jobs]
+        self._bits_22B11 = 8.0 * np.array(directions)[..., None, None]
+        self._gradient_bits_2S = 8.0 * np.array([each.gradient_bytes for each in jobs])
 
     # -- the whole step ---------------------------------------------------------------------------
 
@@ -310,15 +318,15 @@ class Overlap:
         (`LinkLatency.busy_s`), and [K, B] the same of the next stage's.
         """
         latency_s, bit_s = self._lines(a_KA, b_KB)
-        forth_bits, back_bits = self._bits_2B11[:, number_K]
-        once_s, forth_s, back_s = np.maximum(forth_bits, back_bits) * bit_s, bit_s, bit_s
+        bits_22K11 = self._bits_22B11[:, :, number_K]
+        once_s, forth_s, back_s = carried_s(bits_22K11.max(axis=1), bit_s), bit_s, bit_s
         if self._limited:
             up_KA1, down_KA1 = self._up_N.take(a_KA)[:, :, None], self._down_N.take(a_KA)[:, :, None]
             up_K1B, down_K1B = self._up_N.take(b_KB)[:, None], self._down_N.take(b_KB)[:, None]
             forth_s = np.maximum(np.maximum(bit_s, up_KA1), down_K1B)
             back_s = np.maximum(np.maximum(bit_s, down_KA1), up_K1B)
-        back_s = back_bits * back_s
-        both_s = forth_bits * forth_s
+        back_s = carried_s(bits_22K11[:, 1], back_s)
+        both_s = carried_s(bits_22K11[:, 0], forth_s)
         both_s += back_s
         per_s = 2.0 / np.maximum(both_s, 1e-12)
         back_s += latency_s
@@ -349,16 +357,15 @@ class Overlap:
 
     def _exchange_s(self, stage_K: np.ndarray, member_KD: np.ndarray, count_K: np.ndarray) -> np.ndarray:
         """[K] of each stage's all-reduce."""
-        part_K = 8.0 * np.array(self.job.gradient_bytes)[stage_K] / count_K
+        part_2K1 = (self._gradient_bits_2S[:, stage_K] / count_K)[..., None]
         found_K = np.empty(len(count_K))
         for rows, (wide,) in _together(count_K[None]):
-            members, part_K1 = member_KD[rows, :wide], part_K[rows, None]
+            members, parts_2k1 = member_KD[rows, :wide], part_2K1[:, rows]
             latency_s, bit_s = self._lines(members, members)
-            bit_s *= part_K1[:, :, None]
-            others_K1 = count_K[rows, None] - 1
+            part_s, others_K1 = carried_s(parts_2k1[..., None], bit_s), count_K[rows, None] - 1
             ends_N = self._up_N, self._down_N
-            up_s, down_s = (part_K1 * (others_K1 * each_N.take(members)) for each_N in ends_N)
-            found_K[rows] = all_reduce_s(latency_s, bit_s, up_s, down_s, members < len(self.network))
+            up_s, down_s = (others_K1 * carried_s(parts_2k1, each_N.take(members)) for each_N in ends_N)
+            found_K[rows] = all_reduce_s(latency_s, part_s, up_s, down_s, members < len(self.network))
         return found_K
 
     def _lines(self, a_KA: np.ndarray, b_KB: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,14 +19,14 @@ import numpy as np
 from swarm.codecs import PPM, Codec
 from swarm.errors import SetupError
 from swarm.ids import Stage
-from swarm.plan.network import Network
+from swarm.plan.network import Network, carried_s
 
 VALUES = "blockwise8"
 """How the numbers look that a top-k keeps."""
 
 
 def boundary_codecs(
-    bandwidths_bps: Sequence[tuple[float, float]],
+    bandwidths_bps: Callable[[int, str], tuple[float, float]],
     bytes_of: Callable[[int, str], tuple[float, float]],
     base: Sequence[str],
     *,
@@ -36,7 +36,7 @@ def boundary_codecs(
     """The codec of what each boundary sends forward.
 
     Args:
-        bandwidths_bps: of each boundary, (forward, backward), as `boundary_bandwidths` has it.
+        bandwidths_bps: (boundary, codec) -> (forward, backward), as `boundary_bandwidths` has it.
         bytes_of: (boundary, codec) -> bytes of a microbatch on the wire, (activations, their gradient). A
             larger part takes no fewer.
         base: the codec of each boundary as it is.
@@ -51,7 +51,7 @@ def boundary_codecs(
         raise SetupError(f"a part of {least} cannot be kept: it must be above 0 and below 1")
 
     def seconds(boundary: int, codec: str) -> float:
-        both = zip(bytes_of(boundary, codec), bandwidths_bps[boundary], strict=True)
+        both = zip(bytes_of(boundary, codec), bandwidths_bps(boundary, codec), strict=True)
         return max(8 * nbytes / bps for nbytes, bps in both)
 
     smallest = Codec(smallest_ppm, VALUES).name
@@ -72,13 +72,14 @@ def boundary_codecs(
 
 
 def boundary_bandwidths(
-    network: Network, stage_of: Sequence[Stage] | np.ndarray, stages: int
+    network: Network, stage_of: Sequence[Stage] | np.ndarray, stages: int, packed_part: float = 1.0
 ) -> list[tuple[float, float]]:
     """Of each boundary (forward, backward): what all its lines carry together, in bits a second.
 
     A microbatch takes any pair of devices alike, so a line counts with the harmonic mean; as many are in
     use at once as the smaller stage has devices. A device between two boundaries shares its own line among
-    them: it sends activations on and gradients back. `stage_of`: of each device, as a plan has it.
+    them: it sends activations on and gradients back. `stage_of`: of each device, as a plan has it;
+    `packed_part`: of a body, what slow lines carry.
     """
     inner_N = (np.asarray(stage_of) > 0) & (np.asarray(stage_of) < stages - 1)
     up_N, down_N = network.upload_bps / (1 + inner_N), network.download_bps / (1 + inner_N)
@@ -87,7 +88,7 @@ def boundary_bandwidths(
     def mean(senders: np.ndarray, receivers: np.ndarray) -> float:
         _, line_ab = network.between(senders, receivers)
         line_ab = np.minimum(np.minimum(line_ab, up_N[senders][:, None]), down_N[receivers])
-        seconds_a_bit = float((1.0 / line_ab).mean())
+        seconds_a_bit = float(carried_s((1.0, packed_part), 1.0 / line_ab).mean())
         return min(len(senders), len(receivers)) / seconds_a_bit if seconds_a_bit else math.inf
 
     return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]

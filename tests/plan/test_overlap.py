@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.world import Settings
 from scripts.bench.plan.worldwide import job_of, random_case, read_network
+from swarm.codecs import PACKED
 from swarm.errors import SetupError
+from swarm.manifest import CodecSpec
 from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.plan.search import (
@@ -67,6 +69,9 @@ def network(
     )
 
 
+BF16 = CodecSpec.symmetric("bf16")
+
+
 def even(count: int, stages: int) -> np.ndarray:
     return np.arange(count) * stages // count
 
@@ -93,12 +98,30 @@ def test_one_device_a_stage_and_one_microbatch_is_a_walk_there_and_back() -> Non
         (network(16), job(), "stage 3's compute"),
         (network(16, upload_bps=2e8), job(), "the uplink of d8"),
         (network(16, download_bps=2e8), job(), "the downlink of d8"),
+        (
+            network(16, upload_bps=8e7),
+            job().packing(BF16),
+            "the uplink of d8",
+        ),
         (network(16, regions=4, across_bps=3e7), job(microbatches=256), "the line d0 - d4"),
+        (network(16, regions=4, across_bps=3e7), job(microbatches=256).packing(BF16), "the line d0 - d4"),
         (network(16), job(gradient=4e10), "the all-reduce of stage 0"),
+        (network(16, inside_bps=9e7), job(gradient=1e9).packing(BF16), "the all-reduce of stage 0"),
         (network(16, regions=4, across_s=2.0), job(), "the way of one microbatch through all stages"),
         (network(4, regions=4, across_s=0.2, memory_bytes=1.06e9), job(), "the memory of d0"),
     ],
-    ids=["compute", "uplink", "downlink", "line", "all-reduce", "way", "memory"],
+    ids=[
+        "compute",
+        "uplink",
+        "downlink",
+        "packed uplink",
+        "line",
+        "packed line",
+        "all-reduce",
+        "packed all-reduce",
+        "way",
+        "memory",
+    ],
 )
 @pytest.mark.slow
 def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
@@ -109,6 +132,21 @@ def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
     assert said.limit.startswith(limit)
     assert said.total_s == pytest.approx(said.first_s + said.busy_s + said.tail_s)
     assert said.total_s == pytest.approx(simulated_s(net, work, of), rel=0.10)
+
+
+@pytest.mark.parametrize(
+    "slow", [{"upload_bps": 1e8}, {"download_bps": 1e8}, {"inside_bps": 1e8}], ids=["up", "down", "line"]
+)
+def test_a_line_of_a_hundred_megabits_carries_packed_bodies_and_a_faster_one_does_not(
+    slow: dict[str, float],
+) -> None:
+    plain, of = job(), even(16, 4)
+    packing = plain.packing(BF16)
+    assert packing.packed is not None and packing.packed.forward_bytes == (PACKED["bf16"] * 1e6,) * 3
+    fast = {name: 1.01 * bps for name, bps in slow.items()}
+    for net, same in ((network(16, **slow), packing.packed), (network(16, **fast), plain)):
+        assert Overlap(net, packing).predict(of) == Overlap(net, same).predict(of)
+        assert simulated_s(net, packing, of) == simulated_s(net, same, of)
 
 
 def test_a_slow_line_in_front_holds_a_step_up_less_than_one_behind_and_is_put_there() -> None:

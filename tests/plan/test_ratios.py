@@ -31,7 +31,7 @@ def bytes_of(boundary: int, codec: str) -> tuple[float, float]:
 def planned(bandwidths_bps: list[float], base: str = "blockwise8", **options: Any) -> tuple[str, ...]:
     both = [(bps, bps) for bps in bandwidths_bps]
     given: dict[str, Any] = {"least": 0.01, **options}
-    return boundary_codecs(both, bytes_of, [base] * len(both), **given)
+    return boundary_codecs(lambda b, _: both[b], bytes_of, [base] * len(both), **given)
 
 
 def seconds(codec: str, bps: float) -> float:
@@ -88,9 +88,10 @@ def test_all_numbers_in_fewer_bits_go_before_a_part_of_them() -> None:
 
 
 def test_the_slower_direction_counts() -> None:
-    there = boundary_codecs([(8 * MBPS, 1000 * MBPS), (9e9, 9e9)], bytes_of, ["none"] * 2, least=0.02)
-    back = boundary_codecs([(1000 * MBPS, 8 * MBPS), (9e9, 9e9)], bytes_of, ["none"] * 2, least=0.02)
-    assert there == back == ("topk:0.02+blockwise8", "none")
+    for slow in ((8 * MBPS, 1000 * MBPS), (1000 * MBPS, 8 * MBPS)):
+        both = (slow, (9e9, 9e9))
+        found = boundary_codecs(lambda b, _, both=both: both[b], bytes_of, ["none"] * 2, least=0.02)
+        assert found == ("topk:0.02+blockwise8", "none")
 
 
 def test_a_manifest_takes_what_was_planned() -> None:
@@ -124,3 +125,5 @@ def test_the_bandwidth_of_a_boundary_is_the_mean_over_who_may_meet_there() -> No
     inner, last = boundary_bandwidths(network, [2, 1, 0, -1], 3)
     assert inner == pytest.approx((500 * MBPS, 5 * MBPS)), "b's own line, up and down, is that of two"
     assert last == pytest.approx((5 * MBPS, 20 * MBPS))
+    (packed,) = boundary_bandwidths(network, [0, 1, 1, -1], 2, packed_part=0.8)
+    assert packed == pytest.approx((only[0] / 0.8, only[1] / 0.8))

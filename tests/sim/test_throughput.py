@@ -149,10 +149,11 @@ def test_a_body_goes_with_its_call_unless_it_is_so_large_that_it_has_to_be_accep
 def test_a_reduce_sends_every_part_but_its_own_twice() -> None:
     """4 members, 8 MB: 2 × 3 parts of 2 MB by 16 Mb/s, and two ways of 0.1 s."""
     net = network(4, latency_s=0.1, upload_bps=16e6)
-    assert SharedLines(net).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (3 * 1.0 + 0.1))
+    assert SharedLines(net).reduce_s([0, 1, 2, 3], 8e6, 8e6) == pytest.approx(2 * (3 * 1.0 + 0.1))
+    assert SharedLines(net).reduce_s([0, 1, 2, 3], 8e6, 4e6) == pytest.approx(2 * (3 * 0.5 + 0.1)), "packed"
     between = network(4, latency_s=0.1, line_bps=16e6)  # each pair has a line of its own
-    assert SharedLines(between).reduce_s([0, 1, 2, 3], 8e6) == pytest.approx(2 * (1.0 + 0.1))
-    assert SharedLines(net).reduce_s([2], 8e6) == 0.0
+    assert SharedLines(between).reduce_s([0, 1, 2, 3], 8e6, 8e6) == pytest.approx(2 * (1.0 + 0.1))
+    assert SharedLines(net).reduce_s([2], 8e6, 8e6) == 0.0
 
 
 def test_a_step_ends_when_the_slowest_stage_has_reduced_and_the_conductor_was_heard() -> None:

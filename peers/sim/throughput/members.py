@@ -25,6 +25,7 @@ from peers.sim.throughput.trainers import Trainers
 from peers.sim.throughput.world import Moved, Peer, World
 from peers.stage.moving import BOUNDARY_S
 from peers.waiting import happens
+from swarm.codecs import SLOW_BPS
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.plan.network import BACKWARD_FORWARDS
@@ -101,7 +102,8 @@ class Members:
         backward_s = BACKWARD_FORWARDS * job.forward_flops[stage] / there.flops_per_s + settings.job_s
         open_steps = 1 + settings.delayed_updates
         room = int(min(settings.max_inflight, job.room(stage, there), open_steps * job.microbatches))
-        upload_s = 8.0 * job.bytes_out(stage) / there.upload_bps
+        carried = world.packed if there.upload_bps <= SLOW_BPS else job
+        upload_s = 8.0 * carried.bytes_out(stage) / there.upload_bps
         peer = world.peers[name] = Peer(
             self._loop, device, name, stage, (forward_s, backward_s), upload_s, room
         )

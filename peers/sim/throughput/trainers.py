@@ -63,6 +63,7 @@ class Trainers:
 
     def __init__(self, world: World) -> None:
         self._world, self._loop, self._settings, self._job = world, world.loop, world.settings, world.job
+        self._jobs = self._job, self._job.packed or self._job
         count, window = self._settings.trainers, self._settings.window
         self._work = WorkList(self._order)
         self._trainers = [
@@ -243,7 +244,7 @@ class Trainers:
         here, gone = flight.hops[stage], set[str]()
         while True:
             there = flight.hops[stage + 1]
-            took_s = await self._send(here, there, self._job.forward_bytes[stage])
+            took_s = await self._send(here, there, *(each.forward_bytes[stage] for each in self._jobs))
             try:
                 await self._visit(flight, stage + 1)
             except Gone:
@@ -253,14 +254,15 @@ class Trainers:
                 route = flight.trainer.router.route(stage + 1, now=self._loop.now_s, exclude=gone)
                 flight.hops[stage + 1] = self._world.stages[stage + 1][route.peer]
                 continue
-            took_s += await self._send(there, here, self._job.backward_bytes[stage])
+            took_s += await self._send(there, here, *(each.backward_bytes[stage] for each in self._jobs))
             flight.latency_s[stage] = took_s
             return
 
-    async def _send(self, here: Peer, there: Peer, size_bytes: float) -> float:
+    async def _send(self, here: Peer, there: Peer, size_bytes: float, packed_bytes: float) -> float:
         """Send tensors; returns the seconds that it took."""
         now_s = self._loop.now_s
-        took_s = self._world.lines.send(here.device, there.device, size_bytes, now_s) - now_s
+        lines = self._world.lines
+        took_s = lines.send(here.device, there.device, size_bytes, now_s, packed_bytes) - now_s
         self._world.report.boundary_bytes += size_bytes
         if took_s:
             await asyncio.sleep(took_s)

@@ -253,6 +253,7 @@ class World:
         self, loop: VirtualLoop, network: Network, job: StepWork, settings: Settings, seed: int
     ) -> None:
         self.network, self.job, self.settings, self.seed = network, job, settings, seed
+        self.packed = job.packed or job
         self.loop, self.lines, self.dice = loop, SharedLines(network), Dice(seed)
         self.report = ThroughputReport(
             job.microbatches, job.stages, busy_s=[0.0] * job.stages, there_s=[0.0] * job.stages,
@@ -338,7 +339,9 @@ class World:
         assert union == self._every, f"step {t} lacks a microbatch in stage {stage}"
         size_bytes = self.job.gradient_bytes[stage]
         self.report.reduce_bytes += 2 * (len(there) - 1) * size_bytes
-        reduce_s = self.lines.reduce_s([peer.device for peer in there], size_bytes)
+        reduce_s = self.lines.reduce_s(
+            [peer.device for peer in there], size_bytes, self.packed.gradient_bytes[stage]
+        )
         self._reducing[stage] = self.loop.call_later(reduce_s, self._reduced, stage)
 
     def _reduced(self, stage: Stage) -> None:

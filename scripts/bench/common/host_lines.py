@@ -12,9 +12,10 @@ from swarm.wire.frames import AHEAD_BYTES, WINDOW_BYTES
 
 
 class HostLines(Lines):
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, packed_part: float = 1.0) -> None:
+        """`packed_part`: of each body, what slow lines carry."""
         super().__init__(least_s=0.0, most_s=0.0, bytes_per_s=math.inf)
-        self._shared = SharedLines(network)
+        self._shared, self._packed_part = SharedLines(network), packed_part
         self.device_of: dict[PeerId, int] = {}
         """Where processes are."""
 
@@ -26,4 +27,5 @@ class HostLines(Lines):
         sent_s = sent.now_s if sent.since_s is None else sent.since_s
         if sent.since_s is not None and sent.size_bytes > WINDOW_BYTES + AHEAD_BYTES:
             sent_s = sent.now_s + self._shared.latency_s(j, i)  # its caller waits until it is accepted
-        return max(0.0, self._shared.send(i, j, sent.size_bytes, sent_s) - sent.now_s)
+        packed_bytes = self._packed_part * sent.size_bytes
+        return max(0.0, self._shared.send(i, j, sent.size_bytes, sent_s, packed_bytes) - sent.now_s)

@@ -61,6 +61,7 @@ from scripts.bench.common.host_lines import HostLines
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.common.unhurried import Unhurried
 from scripts.bench.recovery.chaos import ChaosSwarm
+from swarm.codecs import packed_part
 from swarm.manifest import Run, demo_run
 from swarm.plan.network import Device, Network
 from swarm.records import NO_STAGE
@@ -147,7 +148,8 @@ class Tokens(Zeros):
 def shipped(case: Case, run: Run, *, job_s: float, steps: int) -> float:
     """Tokens per second of the classes that ship, in virtual time, the median over steps."""
     run = replace(run, data=replace(run.data, tokens=1_000_000))
-    loop, lines, ends_s = VirtualLoop(lambda: 0.001), HostLines(hosts_of(case)), list[float]()
+    lines, ends_s = HostLines(hosts_of(case), packed_part(run.codec.forward_at(0))), list[float]()
+    loop = VirtualLoop(lambda: 0.001)
     network, dht = CallNetwork(loop, Dice(1), lines), Dht(loop, Dice(2))
 
     def hear(event: Event) -> None:

@@ -30,6 +30,7 @@ from peers.programs.plan import (
     with_codecs,
 )
 from peers.programs.tool_options import PlanOptions
+from swarm.codecs import PACKED
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec, CustomModelSpec, Run, demo_run, parse_run
 from swarm.monitoring.health import Observation
@@ -120,6 +121,15 @@ def test_only_what_crosses_a_slow_boundary_changes_in_either_direction() -> None
     assert (found.forward, found.backward) == (("topk:0.05+blockwise8", "none"), ("blockwise8", "none"))
     one = demo_run(stages=1)
     assert plan_codecs(one, network, job_of(one), [0, 0, 0], 0.05)[0].forward == ()
+
+
+def test_what_slow_lines_carry_follows_from_the_codecs_of_the_manifest() -> None:
+    job = job_of(replace(demo_run(stages=3), codec=CodecSpec(forward="bf16", backward="blockwise8")))
+    assert job.packed is not None
+    sent = {"forward_bytes": "bf16", "backward_bytes": "blockwise8", "gradient_bytes": "none"}
+    for what, codec in sent.items():
+        sizes = [PACKED[codec] * size for size in getattr(job, what)]
+        assert getattr(job.packed, what) == pytest.approx(sizes)
 
 
 def test_few_microbatches_wait_for_lines_that_many_hide() -> None:
