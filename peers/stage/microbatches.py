@@ -21,6 +21,7 @@ from peers.vouching.receipts import Receipts, signed_inputs
 from peers.vouching.tickets import check_answer, check_inputs, check_ticket
 from peers.waiting import TaskKeeper, fail
 from swarm.audit import is_audited
+from swarm.codecs import SLOW_BPS, packed_part
 from swarm.data import most_proof_bytes, proof_bytes
 from swarm.errors import BadAnswer, Busy, Leaving, NotReady, PeerFault, Refused, SwarmError, short
 from swarm.ids import Microbatch, PeerId, Stage
@@ -62,7 +63,7 @@ class MicrobatchServer:
         self, core: StageCore, next_stage: NextStage | None, neighbours: Neighbours | None, *,
         max_inflight: int, left_out: Callable[[], Sequence[PeerId]], upload_bps: float,
     ) -> None:  # fmt: skip
-        self._upload_s = 8.0 * _bytes_out(core.run, core.stage) / upload_bps if upload_bps else 0.0
+        self._upload_s = _upload_s(core.run, core.stage, upload_bps) if upload_bps else 0.0
         self._neighbours, self._is_audited = neighbours, is_audited(core.run)
         self._core, self._transport, self._next, self._left_out = core, core.transport, next_stage, left_out
         self.max_inflight = max_inflight
@@ -473,10 +474,15 @@ class MicrobatchServer:
         )  # fmt: skip
 
 
-def _bytes_out(run: Run, stage: Stage) -> int:
-    """What a peer sends of a microbatch, with the manifest's codecs."""
-    on = boundary_bytes(run, stage, run.codec.forward_at(stage))[0] if stage < run.S - 1 else 0
-    return on + (boundary_bytes(run, stage - 1, run.codec.forward_at(stage - 1))[1] if stage else 0)
+def _upload_s(run: Run, stage: Stage, bps: float) -> float:
+    """How long a peer's upload is busy with a microbatch, with the manifest's codecs."""
+    sent = 0.0
+    for boundary, direction in ((stage, 0), (stage - 1, 1)):
+        if 0 <= boundary < run.S - 1:
+            codec = run.codec.forward_at(boundary)
+            part = packed_part(codec) if bps <= SLOW_BPS else 1.0
+            sent += part * boundary_bytes(run, boundary, codec)[direction]
+    return 8.0 * sent / bps
 
 
 def _done(loss: float, grads_in: Sequence[Encoded], *hops: Hop) -> WorkDone:

@@ -19,6 +19,7 @@ from peers.stage.microbatches import MAX_AGAIN
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import HOLD_S
 from peers.trainer import Trainer
+from swarm.codecs import PACKED
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
 from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
 from swarm.model.gradient_sum import Gradients, SumLost
@@ -227,6 +228,18 @@ async def test_a_repeated_request_is_answered_from_memory() -> None:
         answers = [await sender.send("s1p0", "work", second(), hidden(1.0)) for _ in range(3)]
         assert len({(a.header, bytes(a.body[0])) for a in answers}) == 1
         assert s.peers["s1p0"].core.computed == 1
+
+
+@pytest.mark.parametrize(("mbps", "part"), [(100.0, PACKED["none"]), (101.0, 1.0)])
+async def test_a_peer_says_how_long_its_upload_is_busy_with_what_it_sends_packed(
+    mbps: float, part: float
+) -> None:
+    async with swarm(RUN, replicas=1) as s:
+        s.add_peer("home", 1, upload_bps=1e6 * mbps)
+        await s.until_serving()
+        answer = await announced(s, "sender", 0, "joining").send("home", "work", second(), hidden(1.0))
+        (hop,) = unpack(answer.header, WorkDone).hops
+        assert hop.upload_s == pytest.approx(part * 8 * 8 / (1e6 * mbps)), "one float64"
 
 
 async def test_two_requests_at_once_are_computed_once() -> None:
