@@ -375,7 +375,8 @@ class AllReduce:
             await asyncio.sleep(WATCH_S)
             awaited = this.awaited()
             awaited = awaited._replace(peers=awaited.peers & before)
-            if by := wait(awaited, now_s() - since_s):
+            # Of the time in which this program itself stood still nothing is known.
+            if by := wait(awaited, min(now_s() - since_s, 2 * WATCH_S)):
                 text = f"steps have waited too long for {', '.join(map(short, sorted(awaited.peers)))}"
                 raise RoundAborted(text, [peer for peer in by if peer != ALL_OWNERS])
 

@@ -4470,6 +4470,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_reduce", "test_limits"),
     ),
     Mutation(
+        "charge-others-for-its-own-sleep",
+        "peers/stage/all_reduce.py",
+        "min(now_s() - since_s, 2 * WATCH_S)",
+        "now_s() - since_s",
+        "A coordinator whose machine slept leaves those out that it was waiting for.",
+        ("test_reduce",),
+    ),
+    Mutation(
         "a-newcomer-never-learns-its-upload",
         "peers/stage/status.py",
         "measured_bps or reduced.last_bps",

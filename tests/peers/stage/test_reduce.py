@@ -26,6 +26,7 @@ from swarm.errors import BadAnswer, Busy, NotReady, Refused
 from swarm.manifest import audit_run
 from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.plan.network import Device, Network
+from swarm.protocol.blame import Awaited
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
@@ -288,6 +289,22 @@ async def test_who_keeps_its_nonce_is_seen_only_by_the_owner_of_all(
     assert this.awaited() == (frozenset("b"), 2, seen)
     check.nonces["b"] = b"2"
     assert this.awaited() == (frozenset("b"), 2, True), "what it has to say hangs on no other then"
+
+
+async def test_time_in_which_a_member_itself_stood_still_is_not_charged() -> None:
+    built, told = group((10, 0)), list[float]()
+    loop, side = built.network.loop, built.sides["a"]
+
+    def wait(awaited: Awaited, waited_s: float) -> Sequence[str]:
+        told.append(waited_s)
+        return ()
+
+    reducing = asyncio.create_task(side.run(built.plan, 3, built.totals["a"], wait=wait))
+    await asyncio.sleep(1.1)
+    loop.now_s += 20.0
+    await asyncio.sleep(1.0)
+    reducing.cancel()
+    assert told and max(told) == 2 * reduce.WATCH_S
 
 
 async def test_a_round_that_was_given_up_tells_its_members_what_they_sent() -> None:
