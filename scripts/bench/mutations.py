@@ -6879,7 +6879,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "take-what-comes-with-a-redirect",
         FETCH,
         'return b""  # urllib',
-        "return super().read(amt)  # urllib",
+        "return http.client.HTTPResponse.read(self, amt)  # urllib",
         "A server fills the memory of a trainer that it sends elsewhere.",
         ("test_index",),
     ),
