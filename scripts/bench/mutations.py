@@ -6973,9 +6973,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "wait-for-each-of-a-silent-crowd",
-        CLIENT,
-        "FIRST_SHARE = 1 / 16",
-        "FIRST_SHARE = 1.0",
+        "peers/transfer/start.py",
+        "dict.fromkeys(others, FIRST_SHARE)",
+        "dict.fromkeys(others, 1.0)",
         "Before the first vouchers a newcomer waits for hours for the weights that a run starts from.",
         ("test_fetched_start",),
     ),
