@@ -22,8 +22,8 @@ Part of what the tokens are (no token spans two parts), hence not an option. Lar
 costs one token in ten thousand, small enough that a part is tokenized in milliseconds."""
 
 _PARTS_AT_ONCE = 32
-_DOCUMENTS_AT_ONCE = 256
-"""The tokenizers library spreads the parts of one call over the cores."""
+_DOCUMENTS_AT_ONCE, _CHARS_AT_ONCE = 256, 1 << 24
+"""The tokenizers library spreads the parts of one call over the cores. Of long documents fewer are held."""
 
 
 class Tokenizer:
@@ -61,7 +61,7 @@ class Tokenizer:
     def encode_documents(self, texts: Iterable[str], end: int | None) -> Iterator[np.ndarray]:
         """The tokens of documents, each with `end` behind it, in parts of any length."""
         behind, rest = np.array([] if end is None else [end], np.uint32), iter(texts)
-        while batch := list(itertools.islice(rest, _DOCUMENTS_AT_ONCE)):
+        while batch := list(_some(rest)):
             yield np.concatenate([part for row in self._rows(batch) for part in (row, behind)])
 
     def encode(self, text: str) -> list[int]:
@@ -158,6 +158,16 @@ def load_tokenizer(path: str | Path | None) -> Tokenizer:
     library.no_truncation()
     library.no_padding()
     return Tokenizer(library, raw)
+
+
+def _some(texts: Iterable[str]) -> Iterator[str]:
+    """The next documents of many, of which one call makes tokens."""
+    chars = 0
+    for text in itertools.islice(texts, _DOCUMENTS_AT_ONCE):
+        yield text
+        chars += len(text)
+        if chars >= _CHARS_AT_ONCE:
+            return
 
 
 def _text_parts(chunks: Iterable[bytes], name: str) -> Iterator[str]:

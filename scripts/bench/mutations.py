@@ -6884,6 +6884,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "hold-any-number-of-long-documents",
+        "peers/storage/tokenizer.py",
+        "        if chars >= _CHARS_AT_ONCE:\n",
+        "        if False:\n",
+        "Of a packed file of 2 MB swarm tokenize fills the memory of its machine with documents.",
+        ("test_tokenize",),
+    ),
+    Mutation(
         "unpack-rows-to-any-size",
         "peers/tokenize/documents.py",
         "            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))\n",

@@ -10,6 +10,7 @@ import re
 import resource
 import struct
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from peers.start_line import program
 from peers.storage import shards
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
-from peers.storage.tokenizer import load_tokenizer
+from peers.storage.tokenizer import Tokenizer, load_tokenizer
 from peers.tokenize import documents
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -348,6 +349,22 @@ def test_a_file_that_was_cut_off_or_damaged_is_never_taken_for_a_shorter_one(
         said = made(capsys, tmp_path / f"out{number}", path, ends=cli.Exit.SETUP)
         assert f"{name} cannot be read to its end: " in said and "fetch or make it again" in said
         assert not list((tmp_path / f"out{number}").glob("*.tokens"))
+
+
+def test_of_long_documents_few_are_held_at_once() -> None:
+    """Of a file of 2 MB, packed, 256 of 8 MiB each took 12 GB of memory."""
+    given = 0
+
+    def documents_of(chars: int) -> Iterator[str]:
+        nonlocal given
+        for number in range(1, 1000):
+            given = number
+            yield "a" * chars
+
+    for chars, at_once in ((1 << 20, 16), (1000, 256)):
+        encoded = Tokenizer().encode_documents(documents_of(chars), None)
+        assert (len(next(encoded)), given) == (at_once * chars, at_once)
+        assert (len(next(encoded)), given) == (at_once * chars, 2 * at_once), "none is left out"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
