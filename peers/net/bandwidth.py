@@ -180,7 +180,10 @@ CONTROL_BYTES_AT_ONCE = float(4 << 20)
 UNPACKED_BYTES = 64
 """That cost as much as one of a header: 64 MiB a second, to unpack which takes half a core."""
 UNPACKED_OF_ALL_PER_S = 1.5 * CONTROL_BYTES_PER_S
-"""So many times that of one caller, of all of them: three quarters of a core, 96 MiB a second."""
+"""Of all callers but those that are wanted: three quarters of a core, 96 MiB a second."""
+WANTED_S = 60.0
+"""One is for so long after a handler took a body of more than a chunk from it, or asked it for one: a crowd
+of strangers slows down strangers only."""
 FRAME_BYTES = 256
 """What a frame costs besides its header: so a body of single bytes is slowed down, too. 4,096 frames a second
 are 8 Gbit/s of bodies in whole chunks."""
@@ -244,6 +247,8 @@ class Line:
         """Of answers that strangers may ask for: given to it, and not sent yet."""
         self.left_unread_at = float("-inf")
         """When it gave up such an answer, and took nothing of it."""
+        self.wanted_at = float("-inf")
+        """When a body of it was accepted last."""
         self.handling = 0
         """Its calls that are worked on."""
         self.logged_at = float("-inf")
@@ -292,9 +297,14 @@ class Line:
         calls_s = self._calls.take(1.0, now=now) if frame.kind is frames.Kind.CALL else 0.0
         # What a packed part unpacks to pays.
         header_bytes = frame.header_bytes * (frame.kind is not frames.Kind.PACKED)
-        unpacked = header_bytes * (frame.kind is frames.Kind.BODY)
+        unpacked = header_bytes * (frame.kind is frames.Kind.BODY and now - self.wanted_at > WANTED_S)
         of_all_s = self._traffic.unpacked.take(unpacked, now=now) if unpacked else 0.0
         return max(calls_s, of_all_s, self._control.take(FRAME_BYTES + header_bytes, now=now))
+
+    def wants(self, body_bytes: int, *, now: float) -> None:
+        """Note that a body of it is accepted."""
+        if body_bytes > frames.CHUNK_BYTES:
+            self.wanted_at = now
 
     def may_hold(self, more_bytes: int) -> bool:
         """Whether so much more may be held of its bodies and headers."""
@@ -335,7 +345,7 @@ class Traffic(Mapping[PeerId, NetworkPath]):
         self.lines: dict[PeerId, Line] = {}
         self.held_bytes = self.unread_bytes = 0
         self.unpacked = Allowance(UNPACKED_OF_ALL_PER_S, CONTROL_BYTES_AT_ONCE)
-        """That all peers together may have unpacked."""
+        """That all peers together may have unpacked, but those that are wanted."""
         self._most_peers = most_peers
 
     def of(self, peer: PeerId) -> Line:

@@ -539,6 +539,7 @@ class ClientConnection(Connection):
         pending.header = result.header
         pending.body = Body(call, result.body_sizes, now, self.line.received_bytes - len(self._came))
         pending.body.accept()
+        self.line.wants(total, now=now)
         if not total:
             self._body_came(call)
 
@@ -726,6 +727,7 @@ class ServerConnection(Connection):
     def accepted(self, call: ServedCall) -> None:
         """A handler wants the body of a call: ask for what is not sent before."""
         call.accepted_at = self._loop.time()
+        self.line.wants(sum(call.body_sizes), now=call.accepted_at)
         if sum(call.body_sizes) > frames.WINDOW_BYTES:
             self._send(frames.pack_prefix(Kind.ACCEPT, call.number))
             self.flush()

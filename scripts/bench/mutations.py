@@ -2957,6 +2957,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_connection",),
     ),
     Mutation(
+        "a-crowd-slows-down-those-that-work",
+        BANDWIDTH,
+        " and now - self.wanted_at > WANTED_S",
+        "",
+        "Strangers that send what is packed have the bodies of replicas on slow lines hardly read.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "a-body-of-any-size-makes-wanted",
+        BANDWIDTH,
+        "if body_bytes > frames.CHUNK_BYTES:",
+        "if True:",
+        "A crowd of names at a stage, whose reports are taken, has a peer do nothing but unpack.",
+        ("test_connection",),
+    ),
+    Mutation(
         "a-crowd-has-bodies-unpacked-all-day",
         BANDWIDTH,
         "max(calls_s, of_all_s, ",

@@ -283,14 +283,35 @@ async def test_what_a_caller_may_have_unpacked_in_a_second_is_bounded() -> None:
 
 def test_what_a_crowd_may_have_unpacked_in_a_second_is_bounded_and_each_has_as_much() -> None:
     traffic, part = Traffic(most_peers=100), Prefix(Kind.BODY, 1, (1 << 16) // UNPACKED_BYTES, 1 << 16)
-    lines, rests, unpacked = [traffic.of(f"caller {n}") for n in range(20)], [0.0] * 20, [0] * 20
+    lines, rests, unpacked = [traffic.of(f"caller {n}") for n in range(21)], [0.0] * 21, [0] * 21
+    lines[20].wants(frames.CHUNK_BYTES + 1, now=0.0)
     for now in (millisecond / 1000 for millisecond in range(10_000)):
         for n, line in enumerate(lines):
             if rests[n] <= now:
                 rests[n] = now + line.pays(part, now=now)
                 unpacked[n] += part.body_bytes
-    assert sum(unpacked) < UNPACKED_BYTES * (CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S)
-    assert max(unpacked) < 1.2 * min(unpacked)
+    *crowd, wanted = unpacked
+    assert sum(crowd) < UNPACKED_BYTES * (CONTROL_BYTES_AT_ONCE + 10.1 * UNPACKED_OF_ALL_PER_S)
+    assert max(crowd) < 1.2 * min(crowd)
+    assert wanted > 60e6 * 10, "of which a handler took a body lately has as much as before"
+
+
+@pytest.mark.virtual_time
+async def test_only_whose_large_bodies_are_taken_or_asked_for_is_wanted() -> None:
+    pair, size = Pair(), frames.CHUNK_BYTES
+    for size, wanted in ((frames.CHUNK_BYTES, False), (frames.CHUNK_BYTES + 1, True)):
+        call = pair.call([size])
+        await asyncio.sleep(0)
+        pair.carry(1 << 20)
+        served = pair.called[-1]
+        assert pair.server.line.wanted_at == -math.inf, "nobody has taken it yet"
+        pair.accept(served)
+        await asyncio.sleep(0)
+        assert (pair.server.line.wanted_at > -math.inf) == wanted
+        pair.server.answer(served, b"", [memoryview(bytes(size))])
+        pair.carry(1 << 20)
+        assert (pair.client.line.wanted_at > -math.inf) == wanted
+        call.cancel()
 
 
 @pytest.mark.virtual_time
