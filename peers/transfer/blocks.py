@@ -155,7 +155,7 @@ class BlockExchange:
         """How long a block may take: of a stranger that gave nothing yet longer each time."""
         line = self._transport.lines.get(peer)
         if (line is None or not line.bandwidth_bps) and peer not in self._run.admission.trainers:
-            return min(1.0, FIRST_SHARE * 2 ** self._in_vain[peer]) * most_s(size)
+            return min(1.0, FIRST_SHARE * 2 ** min(self._in_vain[peer], 9)) * most_s(size)
         return most_s(size, line_bps=line.bandwidth_bps if line else 0.0)
 
     # -- giving -------------------------------------------------------------------------------------

@@ -6982,7 +6982,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-each-stranger-that-says-it-has-a-block",
         EXCHANGE,
-        "min(1.0, FIRST_SHARE * 2 ** self._in_vain[peer]) * most_s(size)",
+        "min(1.0, FIRST_SHARE * 2 ** min(self._in_vain[peer], 9)) * most_s(size)",
         "most_s(size)",
         "Of a crowd of keepers that say nothing a trainer waits for each for more than a minute.",
         ("test_block_exchange",),

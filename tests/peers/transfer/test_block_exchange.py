@@ -234,6 +234,8 @@ async def test_a_stranger_that_gave_nothing_is_waited_for_longer_each_time(
         asks._in_vain["keeper"] += 1
     whole_s = most_s(BLOCK_BYTES)
     assert waited_s == [whole_s / 16, whole_s / 8, whole_s / 4, whole_s / 2, whole_s, whole_s]
+    asks._in_vain["keeper"] = 2000  # it lacks what is asked for, or is busy, all along
+    assert asks._limit_s("keeper", BLOCK_BYTES) == whole_s
     asks._in_vain.clear()
     assert asks._limit_s(TRAINER, BLOCK_BYTES) == whole_s, "the manifest names it"
     hub.ends[OTHER].lines["keeper"] = NetworkPath(bandwidth_bps=1e6)
