@@ -4448,9 +4448,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "forget-whom-it-was-unclear-about",
         "swarm/protocol/blame.py",
-        "new_s = late_s + unclear_s",
+        "new_s = late_s + self._backoff.settled_s(unclear, t=self._t)",
         "new_s = late_s",
         "Who holds checks up costs its budget twice.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "pay-each-time-for-what-was-unclear",
+        "swarm/policy/backoff.py",
+        "        self._accounts.pop(peer, None)\n        return lost_s\n",
+        "        return lost_s\n",
+        "Who was kept waiting by an owner for seconds is left out for a second's delay in a few steps.",
         ("test_limits",),
     ),
     Mutation(

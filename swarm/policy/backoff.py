@@ -186,6 +186,12 @@ class Backoff:
         charges = self._accounts.get(peer, _NO_ACCOUNT).charges
         return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
 
+    def settled_s(self, peer: PeerId, *, t: int) -> float:
+        """What `peer` was charged with in those steps, and is no more: another account pays for it."""
+        lost_s = self.budget_s - self.left_s(peer, t=t)
+        self._accounts.pop(peer, None)
+        return lost_s
+
     def was_charged(self, peer: PeerId, *, t: int, before_s: float = math.inf) -> bool:
         """Whether `peer` was charged in the last `STEPS` before step `t` is over, be it with no time: others
         may have lost more by it. `before_s`: with no time after that.

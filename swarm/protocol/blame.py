@@ -142,10 +142,10 @@ class RoundWaits:
                     self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
                     left_out.append(peer)
                 continue
-            if unclear_s := self._backoff.budget_s - self._backoff.left_s(unclear, t=self._t):
+            if self._backoff.was_charged(unclear, t=self._t):
                 if late_s < AGAIN_S:
                     continue
-                new_s = late_s + unclear_s
+                new_s = late_s + self._backoff.settled_s(unclear, t=self._t)
             if self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now):
                 left_out.append(peer)
         return left_out

@@ -27,8 +27,10 @@ from swarm.errors import Busy, NotReady, PeerFault, SwarmError
 from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.model.stage import Forward
+from swarm.policy.backoff import Backoff
 from swarm.policy.router import Router
 from swarm.policy.timeouts import CallLimits
+from swarm.protocol.blame import Awaited, RoundWaits
 from swarm.protocol.ledger import Bitmap, everything
 from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, BeginAllReduce, Fetch
@@ -518,6 +520,18 @@ async def test_who_is_kept_waiting_for_results_is_not_charged_with_that() -> Non
         now = s.network.loop.now_s
         assert not any(peer.core.backoff.rests("s0p1", now=now) for peer in s.peers.values())
         s.assert_each_counted_once()
+
+
+def test_what_was_unclear_is_paid_for_once() -> None:
+    """It was charged anew at each step in which a replica was a second late."""
+    backoff = Backoff()
+    unclear = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=())
+    unclear.wait(Awaited(frozenset({"bob"}), 4), 6.0, coordinator="ann", now=106.0)
+    for t in range(8, 13):
+        began_s = 100.0 + 10.0 * (t - 7)
+        waits = RoundWaits("ann", t, backoff, opened_s=began_s, voice=())
+        waits.wait(Awaited(frozenset({"bob"}), 4, seen=True), 5.0, coordinator="ann", now=began_s + 9.0)
+    assert backoff.left_s("bob", t=12) == backoff.budget_s - 5.0 - 5 * 1.0
 
 
 # --- two have each other rest -------------------------------------------------------------------------------
