@@ -311,6 +311,10 @@ class Line:
         share = (EARLY_BYTES_OF_ALL - self._traffic.held_bytes) // EARLY_SHARE
         return self.held_bytes + more_bytes <= min(EARLY_BYTES, share)
 
+    def may_have_done(self, header_bytes: int) -> bool:
+        """Whether a call may be worked on: short ones of each caller, whatever all others hold."""
+        return self.held_bytes + header_bytes <= frames.CHUNK_BYTES or self.may_hold(header_bytes)
+
     def holds(self, more_bytes: int) -> None:
         """Note that so much more is held, or less."""
         self.held_bytes += more_bytes

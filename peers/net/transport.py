@@ -466,7 +466,7 @@ class NetTransport:
             raise Leaving(self._dialer.closed)
         if link.line.handling >= MAX_HANDLERS_PER_PEER:
             raise Busy(f"{MAX_HANDLERS_PER_PEER} calls of yours are being worked on")
-        if not link.line.may_hold(len(served.header)):
+        if not link.line.may_have_done(len(served.header)):
             raise Busy("calls of yours with too long headers are being worked on")
         link.line.handling += 1
         link.line.holds(len(served.header))

@@ -8493,9 +8493,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "hold-long-headers-of-calls-that-wait",
         "peers/net/transport.py",
-        "        if not link.line.may_hold(len(served.header)):\n",
+        "        if not link.line.may_have_done(len(served.header)):\n",
         "        if False:\n",
         "A crowd whose calls wait for something fills the memory of a peer with their headers.",
+        ("test_connection",),
+    ),
+    Mutation(
+        "refuse-all-calls-where-a-crowd-has-all-room",
+        "peers/net/bandwidth.py",
+        "self.held_bytes + header_bytes <= frames.CHUNK_BYTES or self.may_hold(header_bytes)",
+        "self.may_hold(header_bytes)",
+        "Two hundred identities whose calls wait have a peer refuse the reports of all others.",
         ("test_connection",),
     ),
     Mutation(

@@ -18,6 +18,7 @@ from peers.net.bandwidth import (
     CONTROL_BYTES_AT_ONCE,
     CONTROL_BYTES_PER_S,
     EARLY_BYTES,
+    EARLY_BYTES_OF_ALL,
     FRAME_BYTES,
     OBSERVED_EVERY_S,
     UNPACKED_BYTES,
@@ -783,3 +784,20 @@ async def test_calls_that_wait_here_hold_few_long_headers() -> None:
     go_on.set()
     await asyncio.sleep(1.0)
     assert not link.busy and not other.busy and source.transport.lines.held_bytes == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_call_is_answered_where_a_crowd_has_all_room_for_bodies_and_headers() -> None:
+    """Two hundred whose calls waited had those of all others refused."""
+    source, heard = Source(), list[object]()
+
+    async def answers(request: object) -> Answer:
+        heard.append(request)
+        return Answer(b"")
+
+    source.transport.serve("report", answers)
+    source.transport.lines.of("crowd").holds(EARLY_BYTES_OF_ALL)
+    link, _ = source.opens("replica", 1_000_000.0)
+    feed(link, frames.pack_call(1, "report", bytes(300), ()))
+    await asyncio.sleep(1.0)
+    assert heard and not link.busy
