@@ -50,6 +50,8 @@ replica's part of this round took, are given up. Its own part tells what the lin
 NEARLY = 0.8
 """Of a limit: of replicas that give up together, one is the first."""
 WATCH_S = 0.25
+REPORTS_BYTES_S = 8192
+"""Less than this goes to other replicas besides a round."""
 NOT_READY_RETRIES = 20
 
 
@@ -196,7 +198,8 @@ class AllReduce:
         self.bandwidth_bps = self.measured_s = 0.0
         """Measured upload to other replicas, with the time in which it waited for them; and for how long."""
         self.last_bps = 0.0
-        """The same of the last round, whole or not: it may be this replica for which it was given up."""
+        """The same of the last round, whole or not: it may be this replica for which it was given up. Until
+        it sent last: what it waits for then is another's."""
         transport.serve("part", self._serve_part, max_body_bytes=CHUNK_ELEMENTS * 8 + CHUNK_ELEMENTS // 8)
 
     async def run(
@@ -232,7 +235,6 @@ class AllReduce:
         self._rounds[plan.round] = this
         pulse(self._started)
         work: list[asyncio.Task[None]] = []
-        before_bytes = self._sent_bytes(plan)
         try:
             if check is not None:
                 await asyncio.to_thread(check.commit)
@@ -272,7 +274,6 @@ class AllReduce:
         finally:
             for task in work:
                 task.cancel()
-            self.last_bps = 8 * (self._sent_bytes(plan) - before_bytes) / max(1e-9, now_s() - this.began_s)
             ended = self._rounds.pop(plan.round, None)
             for chunk in ended.chunks.values() if ended is not None else ():
                 text = f"round {plan.round[:8]} is void: the round ended"
@@ -370,9 +371,15 @@ class AllReduce:
         Raises:
             RoundAborted: it has waited for long enough.
         """
+        began_bytes = sent_bytes = self._sent_bytes(this.plan)
+        self.last_bps, sent_s = 0.0, this.began_s
         while True:
             since_s, before = now_s(), this.awaited().peers
             await asyncio.sleep(WATCH_S)
+            more_bytes = self._sent_bytes(this.plan) - sent_bytes
+            if more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):
+                sent_bytes, sent_s = sent_bytes + more_bytes, now_s()
+                self.last_bps = 8 * (sent_bytes - began_bytes) / (sent_s - this.began_s)
             awaited = this.awaited()
             awaited = awaited._replace(peers=awaited.peers & before)
             # Of the time in which this program itself stood still nothing is known.

@@ -4512,9 +4512,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-was-sent-in-void-rounds-is-not-known",
         "peers/stage/all_reduce.py",
-        "8 * (self._sent_bytes(plan) - before_bytes)",
-        "0 * (self._sent_bytes(plan) - before_bytes)",
+        "8 * (sent_bytes - began_bytes)",
+        "0 * (sent_bytes - began_bytes)",
         "Who is left out for its slow line is not told why.",
+        ("test_reduce",),
+    ),
+    Mutation(
+        "take-what-others-take-for-its-upload",
+        "peers/stage/all_reduce.py",
+        "if more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):",
+        "if more_bytes > 0:",
+        "A newcomer that a round waited for, and then for another, is a spare for good.",
         ("test_reduce",),
     ),
     Mutation(
