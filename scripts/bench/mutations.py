@@ -4416,9 +4416,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-most-of-a-round",
         "swarm/protocol/blame.py",
-        "not (pair or 2 * len(peers) < of)",
+        "not 2 * len(peers) < of + pair",
         "False",
         "An owner on a slow line leaves all others out.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "charge-both-of-two-owners",
+        "swarm/protocol/blame.py",
+        "2 * len(peers) < of + pair",
+        "2 * len(peers) < of + 4 * pair",
+        "A coordinator on a slow line that owns no part takes both owners for what holds it up.",
         ("test_limits",),
     ),
     Mutation(

@@ -120,7 +120,7 @@ class RoundWaits:
         """Note that the round waited so long for them until now; returns those that are left out for that."""
         peers, of, seen = awaited
         pair = of == 2
-        if not peers or self._me in peers or not (pair or 2 * len(peers) < of):
+        if not peers or self._me in peers or not 2 * len(peers) < of + pair:
             return []  # it holds itself up, or its own line does
         if coordinator != self._me:
             third = set(self._voice) - {coordinator, self._me} if self._voice else not pair

@@ -534,6 +534,14 @@ def test_what_was_unclear_is_paid_for_once() -> None:
     assert backoff.left_s("bob", t=12) == backoff.budget_s - 5.0 - 5 * 1.0
 
 
+def test_both_of_two_owners_are_not_charged_by_one_that_owns_no_part() -> None:
+    """What it waits for may be its own line."""
+    backoff = Backoff()
+    waits = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=())
+    assert not waits.wait(Awaited(frozenset({"bob", "cid"}), 2), 50.0, coordinator="ann", now=150.0)
+    assert waits.wait(Awaited(frozenset({"bob"}), 2), 50.0, coordinator="ann", now=150.0)
+
+
 # --- two have each other rest -------------------------------------------------------------------------------
 
 
