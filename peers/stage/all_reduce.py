@@ -52,6 +52,8 @@ NEARLY = 0.8
 WATCH_S = 0.25
 REPORTS_BYTES_S = 8192
 """Less than this goes to other replicas besides a round."""
+SURE_S = 1.0
+"""An upload is told once it was measured for so long: first exchanges of a small model are mostly waits."""
 NOT_READY_RETRIES = 20
 
 
@@ -379,7 +381,8 @@ class AllReduce:
             more_bytes = self._sent_bytes(this.plan) - sent_bytes
             if more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):
                 sent_bytes, sent_s = sent_bytes + more_bytes, now_s()
-                self.last_bps = 8 * (sent_bytes - began_bytes) / (sent_s - this.began_s)
+                lasted_s = sent_s - this.began_s
+                self.last_bps = 8 * (sent_bytes - began_bytes) / lasted_s * (lasted_s >= SURE_S)
             awaited = this.awaited()
             awaited = awaited._replace(peers=awaited.peers & before)
             # Of the time in which this program itself stood still nothing is known.

@@ -10,7 +10,7 @@ import msgspec
 from peers.clock import now_s
 from peers.evaluation.serving import EvaluationServer
 from peers.ports import Answer, Rank, Request
-from peers.stage.all_reduce import AllReduce
+from peers.stage.all_reduce import SURE_S, AllReduce
 from peers.stage.coordination import StepCoordination
 from peers.stage.microbatches import MicrobatchServer
 from peers.stage.moving import Moving
@@ -22,8 +22,6 @@ from swarm.wire.messages import AskStatus, PastStep, PeerStatus, pack, unpack
 
 ANNOUNCE_S = 5.0
 """A record lives a few times longer than this in the DHT."""
-SURE_S = 1.0
-"""An upload is told once it was measured for so long: first exchanges of a small model are mostly waits."""
 WARMING_S = 1.0
 """The first microbatch of a device pays for warming up; of one that takes longer than this that is little."""
 MAX_WORDS = 400

@@ -4526,6 +4526,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_reduce",),
     ),
     Mutation(
+        "judge-an-upload-by-a-moment-of-a-round",
+        "peers/stage/all_reduce.py",
+        "lasted_s * (lasted_s >= SURE_S)",
+        "lasted_s",
+        "A newcomer that is left out for something else says that its line is slow.",
+        ("test_reduce",),
+    ),
+    Mutation(
         "take-what-others-take-for-its-upload",
         "peers/stage/all_reduce.py",
         "if more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):",

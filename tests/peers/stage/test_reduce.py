@@ -312,7 +312,11 @@ async def test_a_round_that_was_given_up_tells_its_members_what_they_sent() -> N
     lines = built.network.peers["b"].transport.lines
     lines["a"] = NetworkPath(sent_bytes=1_000)
     reducing = asyncio.create_task(built.reduce("b"))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.4)
+    lines["a"] = NetworkPath(sent_bytes=31_000)
+    await asyncio.sleep(0.4)
+    assert not built.sides["b"].last_bps, "what took a moment was no slow line"
+    await asyncio.sleep(0.2)
     lines["a"] = NetworkPath(sent_bytes=51_000)
     for sent_bytes in (51_400, 51_800, 52_200):  # its reports
         await asyncio.sleep(1.0)
