@@ -75,8 +75,8 @@ class StateLeases(Leases):
         super().__init__(run, transport)
         self._stores, self._most_saved, self._start = stores, most_saved, start
         self._transport, self._voices = transport, voices
-        self._first: dict[PeerId, float] = {}
-        """Until when others wait for those that come first."""
+        self._first: dict[bool, dict[PeerId, float]] = {False: {}, True: {}}
+        """Until when others wait for those that come first: with states, and with what stages start with."""
         self._there: dict[Stage, list[int]] = {}
         """Versions in the stores, when that was last looked at."""
         self._opening, self._starting, self._saying = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
@@ -90,14 +90,15 @@ class StateLeases(Leases):
         common = wanted.version == START or (wanted.version >= 0 and self._run.is_common(wanted.version))
         check_run(wanted.run, *self._runs[: None if common else 1])
         self.require_no_rest(reader := request.peer)
-        first, waits_s = self._comes_first(reader), 0.0
+        first, waits_s, starts = self._comes_first(reader), 0.0, wanted.version == START
         if first:
-            self._first[reader] = math.inf
+            self._first[starts][reader] = math.inf
         try:  # one at a time: two that want the same version at the same moment get the same copy
-            async with self._starting if wanted.version == START else self._opening:
+            async with self._starting if starts else self._opening:
                 self.require_no_rest(reader)
-                self._first = {peer: until for peer, until in self._first.items() if now_s() < until}
-                if self._first and not first:
+                waiting = {peer: until for peer, until in self._first[starts].items() if now_s() < until}
+                self._first[starts] = waiting
+                if waiting and not first:
                     text = "peers that have worked for the run, or were invited, wait for a place"
                     raise NotReady(text, version=-1, retry_after_s=1.0)
                 return await self._open(reader, wanted)
@@ -106,7 +107,7 @@ class StateLeases(Leases):
             raise
         finally:
             if first:
-                self._first[reader] = now_s() + waits_s
+                self._first[starts][reader] = now_s() + waits_s
 
     def _comes_first(self, peer: PeerId) -> bool:
         return self._transport.invited(peer) or (self._voices is not None and self._voices.has(peer))

@@ -2466,9 +2466,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_sync", "test_loops"),
     ),
     Mutation(
+        "keep-states-from-others-while-a-start-is-read",
+        "peers/transfer/server.py",
+        "{False: {}, True: {}}",
+        "dict.fromkeys((False, True), {})",
+        "Who was invited and asks for what a stage starts with keeps newcomers waiting for states.",
+        ("test_fetched_start",),
+    ),
+    Mutation(
         "a-crowd-before-those-who-worked",
         LEASES,
-        "if self._first and not first:",
+        "if waiting and not first:",
         "if False:",
         "Peers that worked for the run wait behind a crowd for the state of the stage that they move to.",
         ("test_state_leases",),
@@ -2508,8 +2516,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-place-is-kept-for-ever",
         LEASES,
-        "self._first.items() if now_s() < until}",
-        "self._first.items()}",
+        "self._first[starts].items() if now_s() < until}",
+        "self._first[starts].items()}",
         "A peer that worked asks once for a state and never comes again: nobody else joins there.",
         ("test_state_leases",),
     ),
@@ -6998,7 +7006,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-lock-for-states-and-starts",
         "peers/transfer/server.py",
-        "self._starting if wanted.version == START else self._opening",
+        "self._starting if starts else self._opening",
         "self._starting",
         "Nobody joins while a stranger has a peer read what stages start with from a slow hub.",
         ("test_fetched_start",),

@@ -142,6 +142,20 @@ async def test_who_reads_the_start_from_a_slow_disk_gives_states_meanwhile(netwo
             await asker.call("honest", "state", pack(OpenState(run=RUN.id, stage=0)), deadline_s=10.0)
 
 
+async def test_an_invited_peer_that_waits_for_the_start_keeps_no_others_from_states(
+    network: CalmNetwork,
+) -> None:
+    leases, asker = source(network, "honest", 1.0), network.join("joiner").transport
+    network.invited, invited = frozenset({"first"}), network.join("first").transport
+    async with leases._starting:
+        question = pack(OpenState(run=RUN.id, stage=0, version=START))
+        waiting = asyncio.create_task(invited.call("honest", "state", question, max_answer_bytes=1 << 20))
+        await asyncio.sleep(1.0)
+        with pytest.raises(Refused, match="keeps no checkpoints of stage 0"):
+            await asker.call("honest", "state", pack(OpenState(run=RUN.id, stage=0)), deadline_s=10.0)
+    await waiting
+
+
 async def test_it_says_what_it_waits_for_until_a_peer_has_it(network: CalmNetwork) -> None:
     source(network, "empty", None)
     told: list[Event] = []
