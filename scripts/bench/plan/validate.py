@@ -208,7 +208,8 @@ def simulated(case: Case, run: Run, *, job_s: float, steps: int, virtual: bool =
         window=case.window, rebalance_every_s=0.0, max_inflight=case.max_inflight,
         step_s=STEP_JOBS * job_s / 3 if virtual else 0.0,
     )  # fmt: skip
-    layout = [*(i // case.replicas for i in range(case.stages * case.replicas)), NO_STAGE]
+    # Trainers are next to the first devices.
+    layout = [NO_STAGE, *(i // case.replicas for i in range(case.stages * case.replicas))]
     found = simulate(hosts_of(case), job, layout, end_s=1e9, steps=steps + 2, settings=settings)
     return run.tokens_per_step / found.step_s(skip=2)
 
