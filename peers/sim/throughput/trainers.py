@@ -12,16 +12,13 @@ from functools import partial
 from itertools import pairwise
 
 from peers.sim.dice import Dice
-from peers.sim.throughput.world import Gone, Peer, World
+from peers.sim.throughput.world import RETRY_S, Gone, Peer, World
 from swarm.ids import Stage
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import Claim
 from swarm.protocol.worklist import WorkItem, WorkList
-
-RETRY_S = 0.05
-"""From a failed call to the next try."""
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +218,8 @@ class Trainers:
         peer, loop, last = flight.hops[stage], self._loop, stage == self._job.stages - 1
         began_s, behind_s = loop.now_s, 0.0
         forward_s, backward_s = peer.job_s
-        await peer.take_room()
+        caller = flight.hops[stage - 1].device if stage else flight.trainer.device
+        await peer.take_room(2 * self._world.lines.latency_s(caller, peer.device))
         try:
             await peer.compute(flight.t, forward_s + backward_s if last else forward_s)
             if not last:

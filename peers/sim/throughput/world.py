@@ -6,7 +6,6 @@ import asyncio
 import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,6 +19,9 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.plan.network import Network, StepWork
 from swarm.plan.overlapped import StepTime
 from swarm.protocol.ledger import Ledger, everything
+
+RETRY_S = 0.05
+"""From a failed call, or one that a full peer refused, to the next try."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,8 +170,8 @@ class Peer:
         self._order = itertools.count()
         self._jobs: list[tuple[int, int, asyncio.Future[None], float]] = []
         """(step, number, done, seconds) of those that wait."""
-        self._waiting = deque[asyncio.Future[None]]()
         self._length = MeanLength()
+        self._freed = asyncio.Event()
 
     def ledger(self, t: int, microbatches: int) -> Ledger:
         if t not in self.ledgers:
@@ -186,32 +188,24 @@ class Peer:
 
     @property
     def _queued(self) -> int:
-        return len(self._jobs) + len(self._waiting) + (self._running is not None)
+        return len(self._jobs) + (self._running is not None)
 
-    async def take_room(self) -> None:
-        """Wait until another microbatch fits into the memory."""
-        if self._held < self.room:
-            self._held += 1
-            return
-        self._length.count(self._queued)
-        place = self._loop.create_future()
-        self._waiting.append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if not place.cancelled():
-                self.give_room()  # it had got it
-            raise
+    async def take_room(self, trip_s: float) -> None:
+        """Have a caller, a round trip of so many seconds away, ask until another microbatch fits in."""
+        began_s, every_s = self._loop.now_s, trip_s + RETRY_S
+        while self._held >= self.room:
+            await self._freed.wait()
+            waited_s = self._loop.now_s - began_s
+            await asyncio.sleep(math.ceil(waited_s / every_s) * every_s - waited_s)
+            if not self.alive:
+                raise Gone
+        self._held += 1
 
     def give_room(self) -> None:
         """A microbatch left the memory."""
-        while self._waiting:
-            self._length.count(self._queued)
-            place = self._waiting.popleft()
-            if not place.done():
-                place.set_result(None)
-                return
         self._held -= 1
+        self._freed.set()  # whose turn it is to ask does
+        self._freed.clear()
 
     def compute(self, t: int, lasts_s: float) -> asyncio.Future[None]:
         """Have the device work so long for a microbatch of step `t`; done when it has."""
@@ -241,7 +235,8 @@ class Peer:
 
     def fail_all(self) -> None:
         """Let its callers know that it is gone."""
-        for future in (*(done for _, _, done, _ in self._jobs), *self._waiting, self._running):
+        self._freed.set()
+        for future in (*(done for _, _, done, _ in self._jobs), self._running):
             if future is not None and not future.done():
                 future.set_exception(Gone())
 
