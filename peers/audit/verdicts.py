@@ -49,10 +49,10 @@ class Verdicts:
 
     def trusted(self, directory: Directory) -> Directory:
         """A directory without them."""
+        convicted = self.convicted  # who has the view for longer has nothing else of a server that ended
         return DirectoryView(
-            directory, lambda record: None if record.peer in self.convicted else record,
-            lambda: len(self.convicted),
-        )  # fmt: skip
+            directory, lambda record: None if record.peer in convicted else record, lambda: len(convicted)
+        )
 
     def leave_out(self, accused: PeerId, why: str) -> None:
         """Do without a peer from now on."""
