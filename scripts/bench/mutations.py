@@ -4454,7 +4454,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
-        "share-parts-whoever-is-late",
+        "share-parts-when-one-is-late",
         "swarm/protocol/blame.py",
         "            peers |= {ALL_OWNERS}\n",
         "            peers |= {self._me}\n",

@@ -302,7 +302,7 @@ bandwidth_mbps = 100
         ("trace", "0,1,Olso\n9,0,Olso\n", "names 'Olso', where no device is (did you mean Oslo?)"),
         ("devices", DEVICES.format(count=1), "1 devices cannot serve 2 stages: each stage needs at least"),
         ("devices", DEVICES.format(count=4).replace("8", "0.001"), "no device can hold stage 0: it needs"),
-        ("devices", "[[devices]]\n", "devices.txt: region = None in [[devices]] 1"),
+        ("devices", "[[devices]]\n", "devices.txt: name is missing in [[devices]] 1"),
         ("manifest", "no toml at all", "run"),
     ],
 )
