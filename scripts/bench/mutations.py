@@ -3419,7 +3419,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "convicted-and-not-left-out",
         VERDICTS,
-        "None if record.peer in self.convicted else record",
+        "None if record.peer in convicted else record",
         "record",
         "A peer that was shown to lie takes part in the next round.",
         ("test_false_sums",),
