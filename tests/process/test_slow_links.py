@@ -241,7 +241,7 @@ def test_what_crosses_the_lines_is_what_the_formula_says_with_a_codec_for_each_b
     with fork_server.fork_children():
         assert slow_links.main() == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert (row["codec"], row["planned"]) == ("adatopk", "topk:0.0621+blockwise8, none")
+    assert (row["codec"], row["planned"]) == ("adatopk", "topk:0.05+blockwise8, none")
     assert row["tokens_per_s"] > 0 and 0.0 < row["busy"] <= 1.0
     assert 1.0 < row["wire"] < 1.1, "headers and heartbeats are in it"
 
