@@ -118,24 +118,13 @@ class RoundWaits:
 
     def wait(self, awaited: Awaited, waited_s: float, *, coordinator: PeerId, now: float) -> list[PeerId]:
         """Note that the round waited so long for them until now; returns those that are left out for that."""
-        peers, of, seen = awaited
-        pair = of == 2
-        if not peers or self._me in peers or not 2 * len(peers) < of + pair:
-            return []  # it holds itself up, or its own line does
-        if coordinator != self._me:
-            third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
-            peers = peers & {coordinator} if third else frozenset[PeerId]()
-        elif not seen:
-            peers |= {ALL_OWNERS}
         left_out: list[PeerId] = []
-        for peer in sorted(peers):
-            held_s = self._held_s[peer] = self._held_s.get(peer, 0.0) + waited_s
-            rest_s = now - self._opened_s - held_s
-            late_s = held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
-            new_s, unclear = min(waited_s, late_s), UNCLEAR + peer
+        for peer in sorted(self._blamed(awaited, coordinator)):
+            late_s = self._late_s(peer, waited_s, now, pair=awaited.of == 2)
             if late_s <= 0:
                 continue
-            if not seen and peer != ALL_OWNERS:
+            new_s, unclear = min(waited_s, late_s), UNCLEAR + peer
+            if not awaited.seen and peer != ALL_OWNERS:
                 if self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now):
                     self._unclear_s += waited_s
                 if peer == coordinator and self._unclear_s >= 2 * AGAIN_S:
@@ -144,11 +133,28 @@ class RoundWaits:
                 continue
             if self._backoff.was_charged(unclear, t=self._t):
                 if late_s < AGAIN_S:
-                    continue
+                    continue  # a moment shows nothing
                 new_s = late_s + self._backoff.settled_s(unclear, t=self._t)
             if self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now):
                 left_out.append(peer)
         return left_out
+
+    def _blamed(self, awaited: Awaited, coordinator: PeerId) -> frozenset[PeerId]:
+        """Of those that a round waits for, the ones that this replica may charge."""
+        peers, of, seen = awaited
+        pair = of == 2
+        if self._me in peers or not 2 * len(peers) < of + pair:
+            return frozenset()  # it holds itself up, or its own line does
+        if coordinator != self._me:
+            third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
+            return peers & {coordinator} if third else frozenset()
+        return peers if seen or not peers else peers | {ALL_OWNERS}
+
+    def _late_s(self, peer: PeerId, waited_s: float, now: float, *, pair: bool) -> float:
+        """By how much longer than it may the round has waited for a peer."""
+        held_s = self._held_s[peer] = self._held_s.get(peer, 0.0) + waited_s
+        rest_s = now - self._opened_s - held_s
+        return held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
 
 
 class Blame:
