@@ -86,9 +86,17 @@ def busy(after_s: float) -> Way:
     return begin
 
 
-def sends_no_part(s: Swarm, slow: Slow) -> None:
-    for peer in slow.values():
-        send_no_part(peer)
+def each(act: Callable[..., None], *how: float) -> Way:
+    """Each of them acts so."""
+
+    def begin(s: Swarm, slow: Slow) -> None:
+        for peer in slow.values():
+            act(peer, *how)
+
+    return begin
+
+
+sends_no_part = each(send_no_part)
 
 
 def starts_no_reduce(s: Swarm, slow: Slow) -> None:
@@ -99,16 +107,6 @@ def starts_no_reduce(s: Swarm, slow: Slow) -> None:
                 act(action)
 
         peer.coordination.act = some
-
-
-def each(act: Callable[[StagePeer, float], None], by_s: float) -> Way:
-    """They do so, each time so much later."""
-
-    def begin(s: Swarm, slow: Slow) -> None:
-        for peer in slow.values():
-            act(peer, by_s)
-
-    return begin
 
 
 def answers_parts(by_s: float) -> Way:
