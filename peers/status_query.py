@@ -21,7 +21,6 @@ from swarm.wire.messages import AskStatus, LinkStatus, PeerStatus, pack, unpack_
 
 ASK_S = 3.0
 MAX_VOICES = 3
-
 MAX_LINKS_TOLD = 64
 """In one status: 6 kB."""
 LOOKED_S = 0.5

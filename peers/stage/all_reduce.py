@@ -375,8 +375,8 @@ class AllReduce:
         """
         began_bytes = sent_bytes = self._sent_bytes(this.plan)
         self.last_bps, sent_s = 0.0, this.began_s
+        since_s, before = now_s(), this.awaited()
         while True:
-            since_s, before = now_s(), this.awaited().peers
             await asyncio.sleep(WATCH_S)
             more_bytes = self._sent_bytes(this.plan) - sent_bytes
             if more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):
@@ -384,11 +384,12 @@ class AllReduce:
                 lasted_s = sent_s - this.began_s
                 self.last_bps = 8 * (sent_bytes - began_bytes) / lasted_s * (lasted_s >= SURE_S)
             awaited = this.awaited()
-            awaited = awaited._replace(peers=awaited.peers & before)
+            still = awaited._replace(peers=awaited.peers & before.peers)
             # Of the time in which this program itself stood still nothing is known.
-            if by := wait(awaited, min(now_s() - since_s, 2 * WATCH_S)):
-                text = f"steps have waited too long for {', '.join(map(short, sorted(awaited.peers)))}"
+            if by := wait(still, min(now_s() - since_s, 2 * WATCH_S)):
+                text = f"steps have waited too long for {', '.join(map(short, sorted(still.peers)))}"
                 raise RoundAborted(text, [peer for peer in by if peer != ALL_OWNERS])
+            since_s, before = now_s(), awaited
 
     def _learn(self, this: _Round, exchange_s: float) -> None:
         """Learn from a round that is complete."""
