@@ -206,6 +206,7 @@ class Actions:
             step.end_round(plan.round, failed=True)
             raise
         finally:
+            step.opened_s = waits.opened_s
             step.end_round(plan.round, failed=False)
 
     async def _thaw(self, step: OpenStep) -> None:

@@ -1,19 +1,28 @@
-"""Which peers coordinate while steps are late. Pure: times are given by the caller.
+"""Which peers coordinate: each in its turn. Pure: times are given by the caller.
 
 Nobody can tell a coordinator that holds a step up from one that others hold up. So replicas of a stage take
-turns, by how long late steps have lasted, which all see alike: docs/design.md, *What one peer may cost*.
+turns: by the number of the step, since only under others it shows how long steps need not take, and by how
+long late steps have lasted, which all see alike: docs/design.md, *What one peer may cost*.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import BUDGET_S, STEPS
 from swarm.policy.timeouts import AdaptiveTimeout
 
+TURN_STEPS = 64
+"""Steps of a turn; of the first turns fewer, since nothing is known yet."""
+COMPARED = 3
+"""Turns: whoever has two of them, in steps that are in time another has one (`_drawn`)."""
+LEAST_STEPS = 3
+"""A turn of fewer is counted with the next one."""
 LATE_S = 10.0
 """A step that is not late costs its coordinators nothing: it takes twice what one silent peer costs it. Of
 the last `STEPS` those that are slow are late together: else each may take as long."""
@@ -40,12 +49,35 @@ TOGETHER_S = 0.5
 step and so much longer, since they began to at moments that are so near."""
 
 
+def turn_of(version: int) -> int:
+    """In which turn the step is taken that leads on from a version, if none is late."""
+    return min(version.bit_length(), TURN_STEPS.bit_length() - 1) + version // TURN_STEPS
+
+
+@lru_cache(maxsize=256)
+def _drawn(peers: tuple[PeerId, ...], turn: int) -> list[PeerId]:
+    """Who coordinates in a turn, and if that one does not, who else, in order: in both turns of a pair
+    another one. Drawn, so that of those that come and go only the coordinator itself is missed.
+    """
+    pair, second = divmod(turn, 2)
+    order = list(peers)
+    if pair:
+        order.sort(key=lambda peer: hashlib.sha256(f"{pair}|{peer}".encode()).digest())
+    return order[::-1] if second else order
+
+
 class Rotation:
     """Whose turn it is to coordinate, as one peer sees it."""
 
     def __init__(self) -> None:
-        self._usual = AdaptiveTimeout(min_s=LATE_S)
-        self._usual.expected_s = FIRST_LATE_S / 3
+        self._by_steps = 0
+        """The turn by the number of the step; the last one before steps were late."""
+        first = AdaptiveTimeout(min_s=LATE_S)
+        first.expected_s = FIRST_LATE_S / 3
+        self._turns = deque([first], maxlen=COMPARED)
+        """How long steps took in the last turns."""
+        self._turn, self._turn_steps = (0, 0), 0
+        """Of the last of them: which it is, and how many steps it had."""
         self._stepped_s = self._seen_s = self._counted_s = -math.inf
         self._used = self._used_before = 0.0
         """How many turns of the first length late steps have used up; the same at the last step."""
@@ -59,9 +91,15 @@ class Rotation:
         """Whether a step is late, or one was since the last `STEPS` in time: turns may differ."""
         return self._used > 0.0
 
+    def at(self, version: int) -> None:
+        """This peer is at a version: while steps are in time its number says whose turn it is."""
+        if not self.late:
+            self._by_steps = turn_of(version)
+
     def stepped(self, *, now: float, alone: bool = True) -> None:
         """This peer has taken a step, `alone`, or got other weights: that tells not how long steps take."""
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
+        self._new_turn()
         saw = alone and now - self._seen_s <= SLEPT_S
         if saw and self._is_late(took_s):
             self._count(now)
@@ -70,10 +108,12 @@ class Rotation:
         in_time = len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s
         if in_time:
             self._used = 0.0
-        if alone and took_s <= limit_s:
-            self._usual.answered(took_s if self._usual.known else FIRST_SHARE * took_s)
-        elif alone and took_s < math.inf:
-            self._usual.gave_up(limit_s)
+        if alone and took_s < math.inf:
+            self._turn_steps += 1
+            if took_s <= limit_s:
+                self._turns[-1].answered(took_s if self._turns[-1].known else FIRST_SHARE * took_s)
+            else:
+                self._turns[-1].gave_up(limit_s)
         self._stepped_s = self._counted_s = now
         self._used_before, self._taken_back = self._used, False
 
@@ -100,6 +140,22 @@ class Rotation:
         self._counted_s = now
         return None if was_late and int(self._used) == turn else turn
 
+    @property
+    def _usual(self) -> AdaptiveTimeout:
+        """How long steps take in the one of the last turns in which they took least."""
+        *before, _ = self._turns
+        known = before if before and self._turn_steps < LEAST_STEPS else self._turns
+        return min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
+
+    def _new_turn(self) -> None:
+        """Begin to note how long steps take in another turn, if it is one."""
+        turn = self._by_steps, int(self._used_before)
+        if turn != self._turn and self._turn_steps >= LEAST_STEPS:
+            self._turns.append(AdaptiveTimeout(min_s=LATE_S))
+            self._turns[-1].known = True
+            self._turn_steps = 0
+        self._turn = turn
+
     def _is_slow(self, took_s: float) -> bool:
         """Whether a step that takes so long counts, if others did so too."""
         known = len(self._slow_s) >= KNOWN_STEPS
@@ -121,6 +177,7 @@ class Rotation:
 
     def in_turn(self, peers: Sequence[PeerId], turn: int | None = None) -> list[PeerId]:
         """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on."""
+        peers = _drawn(tuple(peers), self._by_steps)
         turn, doubled = int(self._used) if turn is None else turn, 0
         while peers and doubled < MAX_DOUBLED and turn >= len(peers) << doubled:
             turn, doubled = turn - (len(peers) << doubled), doubled + 1

@@ -102,15 +102,18 @@ class Awaited(NamedTuple):
 class RoundWaits:
     """How long a round waited for few of its members, as `me` saw it.
 
-    A coordinator charges those, or all owners if it cannot be seen why; the others charge the coordinator, or
-    it could do what it leaves out others for. A step may wait as long again as it takes without that: what
-    makes it longer by less may be worth it (`swarm.policy.spares`).
+    All charge those, or all owners if it cannot be seen why, since each coordinates in its turn. The round of
+    one that is to be left out ends at its coordinator, or if it coordinates itself at the others. A step may
+    wait as long again as it takes without that: what makes it longer by less may be worth it
+    (`swarm.policy.spares`).
     """
 
     def __init__(
         self, me: PeerId, t: int, backoff: Backoff, *, opened_s: float, voice: Collection[PeerId]
     ) -> None:
-        """`opened_s`: when the step began here. `voice`: the replicas that have it."""
+        """`opened_s`: when the step began, if it had waited for none. `voice`: the replicas that have it."""
+        self.opened_s = opened_s
+        """Of the next round of the step."""
         self._me, self._t, self._backoff, self._opened_s, self._voice = me, t, backoff, opened_s, voice
         self._held_s: dict[PeerId, float] = {}
         self._unclear_s = 0.0
@@ -119,23 +122,29 @@ class RoundWaits:
     def wait(self, awaited: Awaited, waited_s: float, *, coordinator: PeerId, now: float) -> list[PeerId]:
         """Note that the round waited so long for them until now; returns those that are left out for that."""
         left_out: list[PeerId] = []
+        self.opened_s += waited_s if awaited.peers else 0.0
         for peer in sorted(self._blamed(awaited, coordinator)):
             late_s = self._late_s(peer, waited_s, now, pair=awaited.of == 2)
             if late_s <= 0:
                 continue
-            new_s, unclear = min(waited_s, late_s), UNCLEAR + peer
+            # What a coordinator might have done to find out counts only while it coordinates.
+            of_member, of_coordinator = UNCLEAR + peer, 2 * UNCLEAR + peer
+            new_s, leads = min(waited_s, late_s), self._me != coordinator == peer
             if not awaited.seen and peer != ALL_OWNERS:
-                if self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now):
+                unclear = of_coordinator if leads else of_member
+                if self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now) and leads:
                     self._unclear_s += waited_s
-                if peer == coordinator and self._unclear_s >= 2 * AGAIN_S:
+                if leads and self._unclear_s >= 2 * AGAIN_S:
                     self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
                     left_out.append(peer)
                 continue
-            if self._backoff.was_charged(unclear, t=self._t):
+            if any(self._backoff.was_charged(one, t=self._t) for one in (of_member, of_coordinator)):
                 if late_s < AGAIN_S:
                     continue  # a moment shows nothing
-                new_s = late_s + self._backoff.settled_s(unclear, t=self._t)
-            if self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now):
+                settled_s = (self._backoff.settled_s(one, t=self._t) for one in (of_member, of_coordinator))
+                new_s = late_s + sum(settled_s)
+            rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
+            if rests and coordinator in (self._me, peer):
                 left_out.append(peer)
         return left_out
 
@@ -145,9 +154,9 @@ class RoundWaits:
         pair = of == 2
         if self._me in peers or not 2 * len(peers) < of + pair:
             return frozenset()  # it holds itself up, or its own line does
-        if coordinator != self._me:
-            third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
-            return peers & {coordinator} if third else frozenset()
+        third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
+        if coordinator != self._me and not third:
+            peers -= {coordinator}
         return peers if seen or not peers else peers | {ALL_OWNERS}
 
     def _late_s(self, peer: PeerId, waited_s: float, now: float, *, pair: bool) -> float:

@@ -138,6 +138,8 @@ class StepProtocol:
                 self._behind_since = None  # it has what they had
             self._rotation.stepped(now=now, alone=local.version == self._local.version + 1)
         self._local, self._peers = local, peers
+        if self.belief.needs_proof:
+            self._rotation.at(local.version)
         self.belief.observe(peers, max(local.version, self.run_status.version))
         if self.belief.needs_proof:
             # A commit that was believed before this replica had a result is compared with that.
@@ -180,7 +182,8 @@ class StepProtocol:
         lately: set[PeerId] = set()
         if stage == self._stage:
             if members:
-                lately = {p for p, m in members.items() if now - m.seen_s <= LATELY * REFRESH_S}
+                told = {p: m for p, m in members.items() if m.report.version >= self._local.version}
+                lately = {p for p, m in told.items() if now - m.seen_s <= LATELY * REFRESH_S}
                 serving |= {p for p, m in members.items() if not is_gone(m.seen_s, now=now)}
                 serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}
             serving.discard(self._me)
@@ -500,6 +503,9 @@ class StepProtocol:
         for summary in present.values():
             self._learn(summary.commits, summary.generation)
         losses = self._coordinator.losses
+        for t, loss in self.run_status.losses:  # as another coordinated the run
+            if t < self._local.version:
+                losses.setdefault(t, loss)
         believes = partial(self.believes, generation=self._agreed.generation, is_told=False)
         status = run.decide(losses, self._local, believes)
         if status == self.run_status or not self.coordinates(0, now=now):

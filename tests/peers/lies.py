@@ -12,6 +12,7 @@ from swarm.ids import PeerId
 from swarm.protocol.messages import Directive
 from swarm.protocol.protocol import StepProtocol
 from swarm.wire.messages import Opened, pack, unpack
+from tests.peers.loops import Swarm
 
 
 def flip_a_bit(answer: Answer) -> Answer:
@@ -26,6 +27,12 @@ def offered(**changes: Any) -> Callable[[Answer], Answer]:
         return Answer(pack(msgspec.structs.replace(opened, **changes)), answer.body)
 
     return change
+
+
+def coordinate_all(s: Swarm) -> None:
+    """In the eyes of all that are here the one with most voice coordinates its stage in each step."""
+    for peer in s.peers.values():
+        peer.coordination.protocol._rotation.at = lambda version: None  # type: ignore[method-assign]
 
 
 def direct_falsely(liar: StepProtocol, change: Callable[[PeerId, Directive], Directive]) -> None:

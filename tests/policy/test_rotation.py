@@ -6,7 +6,16 @@ from itertools import pairwise
 
 from swarm.ids import PeerId
 from swarm.policy.backoff import STEPS
-from swarm.policy.rotation import FIRST_LATE_S, FIRST_TURN_S, LATE_S, SLEPT_S, SLOW_S, Rotation
+from swarm.policy.rotation import (
+    FIRST_LATE_S,
+    FIRST_TURN_S,
+    LATE_S,
+    SLEPT_S,
+    SLOW_S,
+    TURN_STEPS,
+    Rotation,
+    turn_of,
+)
 
 PEERS = ["ann", "bob", "cid"]
 
@@ -15,13 +24,29 @@ class Watched:
     """A peer's turns, with a clock. `ann` coordinates before `bob`, and `bob` before `cid`."""
 
     def __init__(self) -> None:
-        self.rotation, self.now = Rotation(), 100.0
+        self.rotation, self.now, self.version = Rotation(), 100.0, 0
         self.rotation.stepped(now=self.now)
 
     def steps(self, number: int, *, each_s: float = 0.5) -> None:
         for _ in range(number):
             self.waits(each_s)
             self.rotation.stepped(now=self.now)
+
+    def takes(self, version: int, slow: PeerId, *, slow_s: float, least_s: float = 0.2) -> list[PeerId]:
+        """Who began to coordinate each step up to a version, where turns go by steps: one under `slow` ends
+        after `slow_s`, or soon after another one's turn began.
+        """
+        seen = list[PeerId]()
+        while self.version < version:
+            self.rotation.at(self.version)
+            seen.append(self.first)
+            late_s = slow_s if self.first == slow else 0.0
+            while late_s > 0.0 and self.first == slow:
+                self.waits(min(1.0, late_s))
+                late_s -= 1.0
+            self.steps(1, each_s=least_s)
+            self.version += 1
+        return seen
 
     def waits(self, seconds: float) -> list[PeerId]:
         """Whose turn it was, second by second."""
@@ -229,3 +254,75 @@ def test_where_there_is_nobody_it_is_nobodys_turn() -> None:
     this = Watched()
     this.waits(200.0)
     assert this.rotation.in_turn([]) == [] and this.rotation.in_turn(["ann"]) == ["ann"]
+
+
+# --- turns by the number of the step ---
+
+
+def test_turns_are_short_at_first_and_then_of_64_steps() -> None:
+    began = [version for version in range(300) if not version or turn_of(version) != turn_of(version - 1)]
+    assert began == [0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+    assert [turn_of(version) for version in began] == [*range(len(began))]
+
+
+def test_of_two_turns_in_a_row_each_pair_has_two_coordinators_and_all_have_turns() -> None:
+    for peers in (PEERS[:2], PEERS, [f"peer {number}" for number in range(9)]):
+        rotation, first = Rotation(), list[PeerId]()
+        for turn in range(400):
+            rotation.at(turn * TURN_STEPS)
+            first.append(rotation.in_turn(peers)[0])
+            assert sorted(rotation.in_turn(peers)) == sorted(peers)
+        assert not any(first[turn] == first[turn + 1] for turn in range(0, 400, 2))
+        counts = [first.count(peer) for peer in peers]
+        assert min(counts) > 0.5 * 400 / len(peers) and max(counts) < 1.5 * 400 / len(peers)
+
+
+def test_who_leaves_changes_no_turn_but_its_own() -> None:
+    peers, rotation = [f"peer {number}" for number in range(9)], Rotation()
+    for turn in range(100):
+        rotation.at(turn * TURN_STEPS)
+        first = rotation.in_turn(peers)[0]
+        for gone in peers:
+            left = rotation.in_turn([peer for peer in peers if peer != gone])[0]
+            assert (left != first) == (gone == first)
+
+
+def test_one_that_is_slow_from_the_first_step_on_is_found_by_what_steps_take_under_others() -> None:
+    """Run coordinators that answered each summary 2 s late made steps of 0.2 s take 4 s, for ever."""
+    for slow in PEERS:
+        this = Watched()
+        this.takes(8, slow, slow_s=4.0)
+        began_s = this.now
+        seen = this.takes(600, slow, slow_s=4.0)
+        assert this.now - began_s < len(seen) * 0.2 + 30.0 * len(seen) / STEPS
+        assert seen.count(slow) < len(seen) / 6
+
+
+def test_one_under_which_steps_take_longer_and_longer_teaches_nobody_that_this_is_usual() -> None:
+    """Each time less than three times as long as before: 97 s in 20 steps, and more to come."""
+    this, slow_s = Watched(), 0.9
+    this.takes(25, "", slow_s=0.0)
+    began_s = this.now
+    for version in range(45, 600, 20):
+        this.takes(version, "cid", slow_s=slow_s)
+        slow_s *= 2.5
+    assert this.now - began_s < 575 * 0.2 + 30.0 * 575 / STEPS
+
+
+def test_where_steps_take_longer_under_all_that_becomes_usual() -> None:
+    this = Watched()
+    this.takes(100, "", slow_s=0.0)
+    this.takes(200, "", slow_s=0.0, least_s=4.0)
+    assert not this.rotation.late
+    assert this.takes(201, "", slow_s=0.0, least_s=12.0) and not this.rotation.late
+
+
+def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:
+    this = Watched()
+    this.takes(TURN_STEPS - 1, "", slow_s=0.0)
+    this.waits(20.0)
+    assert this.rotation.late
+    first = this.first
+    this.rotation.stepped(now=this.now)
+    this.rotation.at(TURN_STEPS)
+    assert this.first == first

@@ -371,10 +371,11 @@ def test_one_of_two_may_take_four_times_as_long() -> None:
     assert backoff.left_s("bob", t=7) == BUDGET_S - 1.0
 
 
-def test_others_charge_the_coordinator_only_and_not_where_no_third_has_voice() -> None:
+def test_others_charge_members_for_their_own_turn_and_the_coordinator_where_a_third_has_voice() -> None:
     waits, backoff = waits_of("bob", voice="ann bob cid")
-    assert not waits.wait(awaited("dan"), 50.0, coordinator="ann", now=150.0)
-    assert not backoff.was_charged("dan", t=7)
+    assert not waits.wait(awaited("dan"), 50.0, coordinator="ann", now=150.0), "the round is not bob's to end"
+    assert backoff.rests("dan", now=150.0)
+    waits, backoff = waits_of("bob", voice="ann bob cid")
     assert waits.wait(awaited("ann"), 50.0, coordinator="ann", now=150.0) == ["ann"]
     for voice, of in (("ann bob", 4), ("", 2)):
         waits, backoff = waits_of("bob", voice=voice)
@@ -390,6 +391,23 @@ def test_where_it_is_not_seen_who_holds_a_round_up_one_reduces_all_and_who_still
     assert not waits.wait(awaited("bob"), 0.5, coordinator="ann", now=127.5)
     assert not backoff.was_charged("bob", t=7), "a moment shows nothing"
     assert waits.wait(awaited("bob"), 1.0, coordinator="ann", now=128.5) == ["bob"]
+
+
+def test_what_was_unclear_before_it_coordinates_says_nothing_of_a_coordinator() -> None:
+    waits, backoff = waits_of("bob", voice="ann bob cid")
+    waits.wait(awaited("ann", seen=False), 30.0, coordinator="cid", now=130.0)
+    assert not waits.wait(awaited("ann", seen=False), 4.0, coordinator="ann", now=134.0)
+    assert not backoff.was_charged("ann", t=7), "it may have been kept waiting, and reduces all from now on"
+    waits = RoundWaits("bob", 7, backoff, opened_s=134.0, voice=("ann", "bob", "cid"))
+    assert waits.wait(awaited("ann"), 3.0, coordinator="ann", now=137.0) == ["ann"], "that is seen"
+
+
+def test_the_next_round_of_a_step_may_wait_no_longer_for_what_the_last_one_waited() -> None:
+    waits, _ = waits_of()
+    waits.wait(awaited("bob"), 20.0, coordinator="ann", now=120.0)
+    assert waits.opened_s == 119.0
+    waits.wait(awaited(), 5.0, coordinator="ann", now=125.0)
+    assert waits.opened_s == 119.0
 
 
 def test_a_coordinator_that_is_waited_for_when_it_would_have_reduced_all_itself_is_followed_no_more() -> None:

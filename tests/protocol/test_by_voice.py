@@ -174,9 +174,10 @@ def test_what_proves_a_step_that_is_taken_gives_nobody_the_word() -> None:
     this = run_coordinator()
     this.observe(Local(generation=Generation(), version=1, steps={}, commits={}), this._peers, now=NOW)
     nothing = StageSummary(run=RUN.id, stage=1, version=1, members=1)
-    for sender, said in (("cid", ready("bob", "cid")), ("ann", nothing), ("cid", ready("bob", "cid"))):
+    assert this.coordinator(1, now=NOW) == "cid"
+    for sender, said in (("ann", ready("bob", "ann")), ("cid", nothing), ("ann", ready("bob", "ann"))):
         this.summary(sender, said, now=NOW)
-    assert this._run_coordinator.stages[1].coordinator == "ann"
+    assert this._run_coordinator.stages[1].coordinator == "cid"
 
 
 def test_while_steps_are_late_the_last_one_with_voice_speaks_for_its_stage() -> None:
@@ -449,12 +450,12 @@ def test_who_has_voice_and_only_joins_its_stage_keeps_no_stranger_from_speaking_
 def test_a_replica_tells_its_commits_until_its_coordinator_has_its_version() -> None:
     """The coordinator may believe one only once it has asked around: told once, it was lost (seed 900336)."""
     others = (record("ann", steps=20), record("bob", steps=60))
-    this, commit = protocol_of("ann", *others), Commit(0, 1.0)
+    this, commit = protocol_of("bob", *others), Commit(0, 1.0)
     local = Local(generation=Generation(), version=1, steps={}, commits={0: commit})
     this.observe(local, {1: others}, now=NOW)
-    for sources, told in ((("ann",), (commit,)), (("ann", "bob"), ())):
+    for sources, told in ((("bob",), (commit,)), (("ann", "bob"), ())):
         this.directive_came(
-            Directive(run=RUN.id, stage=1, coordinator="bob", version=1, sources=sources), now=NOW
+            Directive(run=RUN.id, stage=1, coordinator="ann", version=1, sources=sources), now=NOW
         )
         this.speak(now=NOW)
         bodies = [body for _, body, _ in this.ready(now=NOW).messages if isinstance(body, ReplicaReport)]

@@ -41,6 +41,7 @@ from tests.peers.tarpits import (
     answer_parts_late,
     begin_rounds_late,
     check_late,
+    coordinate_late,
     never_answered,
     send_no_part,
     trickle,
@@ -119,6 +120,16 @@ def answers_parts(by_s: float) -> Way:
     return begin
 
 
+def coordinates_late(by_s: float) -> Way:
+    """What they say as coordinators comes so late."""
+
+    def begin(s: Swarm, slow: Slow) -> None:
+        for name in slow:
+            coordinate_late(s, name, lambda: by_s)
+
+    return begin
+
+
 WAYS: dict[str, Way] = {
     "never answers": silent("work"),
     "answers 1 s late": late(1.0),
@@ -138,6 +149,7 @@ WAYS: dict[str, Way] = {
     "begins rounds 4.5 s late": each(begin_rounds_late, 4.5),
     "answers as an owner 4.5 s late": answers_parts(4.5),
     "checks sums 4.5 s late": each(check_late, 4.5),
+    "coordinates 2 s late": coordinates_late(2.0),
 }
 
 

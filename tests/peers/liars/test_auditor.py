@@ -33,7 +33,7 @@ from tests.peers.admitted import admitting
 from tests.peers.liars.test_false_answers import LIES as ANSWERS
 from tests.peers.liars.test_false_answers import TRAINER, accused, audited_run, lie
 from tests.peers.liars.test_false_contributions import LIES, add_falsely
-from tests.peers.lies import direct_falsely
+from tests.peers.lies import coordinate_all, direct_falsely
 from tests.peers.loops import JOB_S, Swarm, swarm
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(240)]
@@ -410,6 +410,7 @@ async def play_alone(
         take_steps_alone(s, "s1p0", "s1p1")
         add_falsely(s.peers["s1p0"], factor)
         also(s)
+        coordinate_all(s)
         s.add_trainer(sybils.TRAINER, window=1)
         auditor = add_auditor(s, 1)
         await s.until_finished(limit_s=200.0)

@@ -32,7 +32,7 @@ from swarm.protocol.rounds import StepReport
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import PeerStatus, Watched, pack, unpack
 from swarm.wire.trails import Word
-from tests.peers.lies import direct_falsely, offered
+from tests.peers.lies import coordinate_all, direct_falsely, offered
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import FIRST, TRAINER, MadeUp, add_liar, admitting, give_voice
 from tests.peers.transfer.test_keeping import add_keeper
@@ -654,20 +654,22 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights(ahead: int) ->
 async def test_a_coordinator_with_voice_alone_replaces_no_weights_of_a_newcomer() -> None:
     """Which then computed falsely what others audit, and added that to the sums of its stage."""
     async with swarm(RUN, replicas=3) as s:
-        give_voice(s, *s.peers, steps={"s0p0": 45})
+        give_voice(s, *s.peers)
         await s.until_serving()
         s.add_trainer(TRAINER, steps=2)
         await s.until_version(2)
+        liar = s.peers["s0p0"].coordination.coordinator(0)
+        assert liar is not None
 
         def directive(peer: str, said: Directive) -> Directive:
-            made_up = msgspec.structs.replace(said, version=3, digest="ab" * 16, sources=("s0p0",))
+            made_up = msgspec.structs.replace(said, version=3, digest="ab" * 16, sources=(liar,))
             return made_up if peer == "newcomer" else said
 
-        direct_falsely(s.peers["s0p0"].coordination.protocol, directive)
-        StateLeases(RUN, s.network.peers["s0p0"].transport, {0: MadeUp(RUN, 0, (3,))})  # type: ignore[dict-item]
+        direct_falsely(s.peers[liar].coordination.protocol, directive)
+        StateLeases(RUN, s.network.peers[liar].transport, {0: MadeUp(RUN, 0, (3,))})  # type: ignore[dict-item]
         await joined(s, 0)
         await asyncio.sleep(5.0)
-        assert "s0p0, who coordinates, wants version 3 of it taken; others do not" in s.seen(Note)[-1].text
+        assert f"{liar}, who coordinates, wants version 3 of it taken; others do not" in s.seen(Note)[-1].text
         assert_honest(s)
 
 
@@ -676,6 +678,7 @@ async def test_a_coordinator_with_voice_alone_replaces_no_weights_when_a_run_goe
     """Another stage was lost. All of its own stage took what it made up, and went on with that."""
     async with swarm(RUN, replicas=3) as s:
         give_voice(s, *s.peers, steps={"s0p0": 45})
+        coordinate_all(s)
         await s.until_serving()
         s.add_trainer(TRAINER, steps=3)
         await s.until_version(3)

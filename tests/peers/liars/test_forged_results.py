@@ -34,6 +34,7 @@ from swarm.protocol.statements import sign
 from swarm.records import PeerRecord
 from swarm.wire.evidence import Projecting, Reveal, Revealed
 from swarm.wire.messages import AskStatus, OpenHeld, PeerStatus, pack, unpack
+from tests.peers.lies import coordinate_all
 from tests.peers.loops import Stranger, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice, voucher
 from tests.seeds import some
@@ -328,6 +329,7 @@ async def test_one_that_withholds_what_a_check_needs_costs_its_budget(
     async with swarm(run_of(), replicas=2, seed=1 + one) as s:
         this = s.add_peer(liar, 1 - one)
         give_voice(s, *s.peers, steps={} if voice else {liar: 0})
+        coordinate_all(s)
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(2)
@@ -376,6 +378,7 @@ async def test_one_that_says_another_norm_of_the_round_is_not_waited_for(liar: s
     async with swarm(run_of(), replicas=2) as s:
         s.add_peer(liar, 1)
         give_voice(s, *s.peers, steps={liar: 90} if liar == LIAR else {})
+        coordinate_all(s)
         await s.until_serving()
         s.add_trainer(TRAINER)
         await s.until_version(2)

@@ -59,6 +59,7 @@ async def begun(s: Swarm) -> None:
     await s.until_serving()
     s.add_trainer(TRAINER, steps=2)
     await s.until_version(2)
+    await s.until(lambda: all(2 in peer.core.steps for peer in s.peers.values()))
 
 
 async def crowd(s: Swarm, stage: int, count: int = MAX_TOLD + 6) -> list[str]:

@@ -23,10 +23,10 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import Directive, RunStatus, StageSummary, StepDirective
 from swarm.protocol.protocol import StepProtocol
 from swarm.wire.messages import Watch, Watched, say, unpack
-from tests.peers.lies import direct_falsely
+from tests.peers.lies import coordinate_all, direct_falsely
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.peers.tarpits import answer_one_late, answer_some, never_answered, send_no_part
+from tests.peers.tarpits import answer_one_late, answer_some, coordinate_late, never_answered, send_no_part
 from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -50,6 +50,7 @@ async def lasts_s(
     async with swarm(admitting(run), replicas=replicas, seed=seed, job_s=job_s) as s:
         liar = f"s{stage}p0"
         give_voice(s, *s.peers, steps={liar: 80})
+        coordinate_all(s)
         await s.until_serving()
         began = s.network.loop.now_s
         s.add_trainer(TRAINER)
@@ -269,6 +270,26 @@ async def test_a_coordinator_that_has_no_step_late_but_each_slow_costs_its_budge
 
     lied_s = await lasts_s(1, says_late, dtype="float32", steps=STEPS * 3)
     assert lied_s - await clean_s(STEPS * 3) <= BUDGET_S
+
+
+@pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
+async def test_one_that_coordinates_late_from_the_first_step_on_is_found_by_what_steps_take_under_others(
+    stage: int,
+) -> None:
+    """Steps of 0.2 s took 14, for ever, since none was known that took less."""
+    run = replace(audit_run(stages=2, steps=40, microbatches_per_step=4), dtype="float32")
+    async with swarm(admitting(run), replicas=4) as s:
+        liar = f"s{stage}p0"
+        give_voice(s, *s.peers)
+        coordinate_late(s, liar, lambda: 2.0)
+        await s.until_serving()
+        began_s = s.network.loop.now_s
+        trainer = s.add_trainer(TRAINER)
+        honest = [peer for name, peer in s.peers.items() if name != liar]
+        await s.until(lambda: all(peer.core.version >= run.steps for peer in honest), limit_s=300.0)
+        assert s.network.loop.now_s - began_s < 0.3 * run.steps + BUDGET_S * run.steps / 20
+        s.assert_each_counted_once()
+        await s.until(lambda: len(trainer.step_losses) == run.steps, limit_s=5.0)
 
 
 @pytest.mark.slow
