@@ -4569,8 +4569,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-turn-of-one-step-says-how-long-steps-take",
         "swarm/policy/rotation.py",
-        "if turn != self._turn and self._turn_steps >= LEAST_STEPS:",
-        "if turn != self._turn:",
+        "if turn != self._noted and self._noted_steps >= LEAST_STEPS:",
+        "if turn != self._noted:",
         "Short turns push out what is known of those before.",
         ("test_lying_coordinators",),
     ),

@@ -56,8 +56,8 @@ def turn_of(version: int) -> int:
 
 @lru_cache(maxsize=256)
 def _drawn(peers: tuple[PeerId, ...], turn: int) -> list[PeerId]:
-    """Who coordinates in a turn, and if that one does not, who else, in order: in both turns of a pair
-    another one. Drawn, so that of those that come and go only the coordinator itself is missed.
+    """The order in which peers may coordinate in a turn: in both turns of a pair it begins with another one.
+    Drawn, so that of those that come and go only the coordinator itself is missed.
     """
     pair, second = divmod(turn, 2)
     order = list(peers)
@@ -74,10 +74,10 @@ class Rotation:
         """The turn by the number of the step; the last one before steps were late."""
         first = AdaptiveTimeout(min_s=LATE_S)
         first.expected_s = FIRST_LATE_S / 3
-        self._turns = deque([first], maxlen=COMPARED)
-        """How long steps took in the last turns."""
-        self._turn, self._turn_steps = (0, 0), 0
-        """Of the last of them: which it is, and how many steps it had."""
+        self._lasted = deque([first], maxlen=COMPARED)
+        """How long steps took in each of the last turns."""
+        self._noted, self._noted_steps = (0, 0), 0
+        """The last of these turns, and how many steps it had."""
         self._stepped_s = self._seen_s = self._counted_s = -math.inf
         self._used = self._used_before = 0.0
         """How many turns of the first length late steps have used up; the same at the last step."""
@@ -109,11 +109,11 @@ class Rotation:
         if in_time:
             self._used = 0.0
         if alone and took_s < math.inf:
-            self._turn_steps += 1
+            self._noted_steps += 1
             if took_s <= limit_s:
-                self._turns[-1].answered(took_s if self._turns[-1].known else FIRST_SHARE * took_s)
+                self._lasted[-1].answered(took_s if self._lasted[-1].known else FIRST_SHARE * took_s)
             else:
-                self._turns[-1].gave_up(limit_s)
+                self._lasted[-1].gave_up(limit_s)
         self._stepped_s = self._counted_s = now
         self._used_before, self._taken_back = self._used, False
 
@@ -143,18 +143,18 @@ class Rotation:
     @property
     def _usual(self) -> AdaptiveTimeout:
         """How long steps take in the one of the last turns in which they took least."""
-        *before, _ = self._turns
-        known = before if before and self._turn_steps < LEAST_STEPS else self._turns
+        *before, _ = self._lasted
+        known = before if before and self._noted_steps < LEAST_STEPS else self._lasted
         return min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
 
     def _new_turn(self) -> None:
         """Begin to note how long steps take in another turn, if it is one."""
         turn = self._by_steps, int(self._used_before)
-        if turn != self._turn and self._turn_steps >= LEAST_STEPS:
-            self._turns.append(AdaptiveTimeout(min_s=LATE_S))
-            self._turns[-1].known = True
-            self._turn_steps = 0
-        self._turn = turn
+        if turn != self._noted and self._noted_steps >= LEAST_STEPS:
+            self._lasted.append(AdaptiveTimeout(min_s=LATE_S))
+            self._lasted[-1].known = True
+            self._noted_steps = 0
+        self._noted = turn
 
     def _is_slow(self, took_s: float) -> bool:
         """Whether a step that takes so long counts, if others did so too."""

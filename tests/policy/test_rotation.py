@@ -322,7 +322,9 @@ def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:
     this.takes(TURN_STEPS - 1, "", slow_s=0.0)
     this.waits(20.0)
     assert this.rotation.late
-    first = this.first
+    both = this.rotation.in_turn(PEERS[:2])
     this.rotation.stepped(now=this.now)
     this.rotation.at(TURN_STEPS)
-    assert this.first == first
+    assert this.rotation.in_turn(PEERS[:2]) == both
+    this.takes(TURN_STEPS + 2 * STEPS, "", slow_s=0.0)
+    assert not this.rotation.late and this.rotation.in_turn(PEERS[:2]) == both, "two turns further"
