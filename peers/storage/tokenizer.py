@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import hashlib
 import itertools
 import re
@@ -62,7 +63,12 @@ class Tokenizer:
         """The tokens of documents, each with `end` behind it, in parts of any length."""
         behind, rest = np.array([] if end is None else [end], np.uint32), iter(texts)
         while batch := list(_some(rest)):
-            yield np.concatenate([part for row in self._rows(batch) for part in (row, behind)])
+            long = batch.pop() if len(batch[-1]) > _CHARS_AT_ONCE else None
+            parts = [part for row in self._rows(batch) for part in (row, behind)]
+            yield np.concatenate([behind[:0], *parts])
+            if long is not None:  # a file in one line: the library takes 250 bytes for each character
+                yield from self.encode_file([long.encode("utf-8", "replace")], "")
+                yield behind
 
     def encode(self, text: str) -> list[int]:
         return self._rows([text])[0].tolist()
@@ -71,23 +77,24 @@ class Tokenizer:
         """The tokens of each of some texts; the library spreads them over the cores.
 
         Raises:
-            SetupError: its pattern, which is from a file, cannot split one of them: it would take for ever.
+            SetupError: it cannot: its pattern, which is from a file, would split one of them for ever.
         """
         if self._library is None:
             return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8) for text in texts]
-        try:
+        with _in_library("the tokenizer fails on a text"):
             encoded = self._library.encode_batch(texts, add_special_tokens=False)
-        except BaseException as error:
-            if type(error).__module__ != "pyo3_runtime":  # the library's panic, which is no Exception
-                raise
-            raise SetupError(f"the tokenizer fails on a text: {str(error)[:200]}; take another one") from None
         return [np.asarray(one.ids, np.uint32) for one in encoded]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; what is no text shows as U+FFFD, what is no token is left out."""
+        """The text of tokens; what is no text shows as U+FFFD, what is no token is left out.
+
+        Raises:
+            SetupError: the decoder, which is from a file, cannot say it.
+        """
         if self._library is None:
             return bytes(token for token in tokens if 0 <= token < 256).decode("utf-8", "replace")
-        return str(self._library.decode(list(tokens), skip_special_tokens=False))
+        with _in_library("the tokenizer makes no text of some tokens"):
+            return str(self._library.decode(list(tokens), skip_special_tokens=False))
 
     def encode_file(self, chunks: Iterable[bytes], name: str) -> Iterator[np.ndarray]:
         """The tokens of a file that is read in chunks, in parts of any length.
@@ -143,21 +150,26 @@ def load_tokenizer(path: str | Path | None) -> Tokenizer:
     except OSError as error:
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) or str(path).endswith(".json"):
             raise SetupError(f"cannot read the tokenizer {path}: {error.strerror or error}") from None
-        try:
+        none = "there is no such file, and none of that name can be had from Hugging Face's hub"
+        with _in_library(f"--tokenizer {path}: {none}"):
             raw = tokenizers.Tokenizer.from_pretrained(str(path)).to_str().encode()
-        except Exception as missing:  # noqa: BLE001 - the library raises no narrower type than Exception
-            raise SetupError(
-                f"--tokenizer {path}: there is no such file, and none of that name can be had from Hugging "
-                f"Face's hub ({str(missing)[:200]})"
-            ) from None
-    try:
+    with _in_library(f"{path} is not a `tokenizers` JSON file"):
         library = tokenizers.Tokenizer.from_str(raw.decode("utf-8"))
-    except Exception as error:  # noqa: BLE001 - the library raises no narrower type than Exception
-        raise SetupError(f"{path} is not a `tokenizers` JSON file: {str(error)[:200]}") from None
     # A JSON may ask for these; they would cut or fill every part.
     library.no_truncation()
     library.no_padding()
     return Tokenizer(library, raw)
+
+
+@contextlib.contextmanager
+def _in_library(what: str) -> Iterator[None]:
+    """Raises SetupError: what the library was given, which may be a stranger's, has it fail."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise  # its panic is no Exception
+        raise SetupError(f"{what}: {str(error)[:200]}; take another one") from None
 
 
 def _some(texts: Iterable[str]) -> Iterator[str]:

@@ -23,9 +23,10 @@ import tokenizers
 from peers import cli
 from peers.start_line import program
 from peers.storage import shards
+from peers.storage import tokenizer as tokenizer_file
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
-from peers.storage.tokenizer import Tokenizer, load_tokenizer
+from peers.storage.tokenizer import PART_CHARS, Tokenizer, load_tokenizer
 from peers.tokenize import documents
 from swarm.errors import SetupError
 from swarm.manifest import Run
@@ -292,6 +293,33 @@ def test_a_pattern_that_would_take_for_ever_is_an_error(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "strange.json").encode("a" * 40 + "b")
 
 
+@pytest.mark.parametrize(
+    ("strange", "said"),
+    [
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+            r"is not a .tokenizers. JSON file",
+        ),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "x"}}, "fails on a text: WordLevel"),
+        (
+            {"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 5}},
+            "makes no text of some tokens",
+        ),
+    ],
+    ids=["load", "encode", "decode"],
+)
+def test_what_the_library_cannot_do_for_a_strangers_file_is_said(
+    tmp_path: Path, strange: dict[str, Any], said: str
+) -> None:
+    """Its panics are no Exceptions: `swarm generate` and others ended with a traceback."""
+    plain = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str())
+    (tmp_path / "strange.json").write_text(json.dumps(plain | strange))
+    with pytest.raises(SetupError, match=said):
+        found = load_tokenizer(tmp_path / "strange.json")
+        found.encode("b")
+        found.decode([0])
+
+
 def test_a_run_with_a_document_mask_learns_the_end_of_documents_from_the_index(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -365,6 +393,26 @@ def test_of_long_documents_few_are_held_at_once() -> None:
         encoded = Tokenizer().encode_documents(documents_of(chars), None)
         assert (len(next(encoded)), given) == (at_once * chars, at_once)
         assert (len(next(encoded)), given) == (at_once * chars, 2 * at_once), "none is left out"
+
+
+def test_a_document_as_long_as_a_file_is_cut_as_files_are(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library takes 250 bytes for each character: for a document of 256 MiB 64 GB."""
+    tokenizer, sizes, rows_of = load_tokenizer(words), list[int](), Tokenizer._rows
+
+    def seen(self: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+        sizes.extend(map(len, texts))
+        return rows_of(self, texts)
+
+    monkeypatch.setattr(tokenizer_file, "_CHARS_AT_ONCE", 4 * PART_CHARS)
+    monkeypatch.setattr(Tokenizer, "_rows", seen)
+    long = "the cat sat\n" * PART_CHARS
+    found = np.concatenate([*tokenizer.encode_documents(["cat", long, "hat"], 7)])
+    assert max(sizes) <= PART_CHARS, "no call has more of a document"
+    as_file = [token for part in tokenizer.encode_file([long.encode()], "") for token in part]
+    expected = [*tokenizer.encode("cat"), 7, *as_file, 7, *tokenizer.encode("hat"), 7]
+    assert found.tolist() == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
