@@ -30,8 +30,10 @@ T = TypeVar("T")
 
 ROWS_AT_ONCE = 1024
 MAX_LINE_BYTES = 1 << 28
+LONG_LINE_BYTES = 1 << 24
 MAX_UNPACKED_BYTES = 1 << 32
-"""Memory to read so many rows: of a kilobyte a table is made that unpacks to 64 GB."""
+"""Memory to read so many rows, or a long line: of a kilobyte a table is made that unpacks to 64 GB, and of a
+byte of JSON 25."""
 
 
 def has_rows(path: Path) -> bool:
@@ -78,7 +80,8 @@ def texts(path: Path, field: str, *, most_bytes: int = MAX_LINE_BYTES) -> Iterat
                 if len(line) == most_bytes:
                     raise SetupError(f"{where} is longer than {most_bytes >> 20} MiB: is it JSON Lines?")
                 if line.strip():
-                    yield _of_line(line, field, where)
+                    made = (_of_line(each, field, where) for each in (line,))
+                    yield from made if len(line) < LONG_LINE_BYTES else bounded(made)
 
 
 @contextmanager

@@ -427,6 +427,20 @@ def test_rows_are_read_in_bounded_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
+def test_a_line_of_json_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 256 MiB, packed in 300 kB, took 6.5 GB."""
+    path = tmp_path / "a.jsonl"
+    for megabytes, much in ((20, 1 << 27), (20, 1 << 30)):
+        monkeypatch.setattr(documents, "MAX_UNPACKED_BYTES", much)
+        path.write_text('{"text": "a", "more": [' + "{}," * (megabytes * 10**6 // 3) + "0]}\n")
+        if much == 1 << 30:
+            assert list(documents.texts(path, "text")) == ["a"]
+            continue
+        with pytest.raises(SetupError, match=r"a\.jsonl cannot be read to its end: a few of its rows unpack"):
+            list(documents.texts(path, "text"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
 def test_a_table_of_a_kilobyte_that_unpacks_to_any_size_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
