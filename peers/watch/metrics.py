@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import socket
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import UnionType
 from typing import Any, TypeAlias
@@ -31,6 +33,9 @@ from peers import events
 from peers.events import Emit, Event, kind, version_of
 from peers.storage.atomic_file import as_setup_error
 from swarm.monitoring.health import LEVELS, PeerHealth, SwarmHealth
+
+MAX_AT_ONCE = 16
+"""Connections, each a thread: the oldest makes way. Who reaches the port may open any number, silently."""
 
 
 @contextlib.contextmanager
@@ -56,6 +61,17 @@ def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str
             return [b"these numbers answer to no such name: ask by an address, or serve them on another one"]
 
         server.set_app(by_address)
+    newest, begin = deque[socket.socket](), server.process_request
+
+    def begin_one(request: Any, address: Any) -> None:
+        newest.append(request)
+        if len(newest) > MAX_AT_ONCE:
+            with contextlib.suppress(OSError):  # it has ended
+                newest.popleft().shutdown(socket.SHUT_RDWR)
+        begin(request, address)
+
+    server.process_request = begin_one
+    server.handle_error = lambda request, address: None  # the connection broke: not a page in the log
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
+import struct
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from peers import events
-from peers.watch.metrics import RoleMetrics, registry_of, served
+from peers.watch.metrics import MAX_AT_ONCE, RoleMetrics, registry_of, served
 from swarm.errors import SetupError
 from swarm.monitoring.aggregator import Aggregator
 from tests.watch.pictures import RUN, START, crowd, troubled
@@ -137,6 +142,29 @@ def test_they_are_served_on_this_machine_only_and_no_longer_than_wanted() -> Non
                 pass
     with pytest.raises(OSError):
         urllib.request.urlopen(place, timeout=10)
+
+
+def test_who_opens_connections_and_says_nothing_takes_few_threads_and_has_nothing_logged(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A process may have 1,024 files: with all of them taken a peer connects to nobody."""
+    before, reset = threading.active_count(), struct.pack("ii", 1, 0)
+    with served(("127.0.0.1", 0), run_registry()) as place, contextlib.ExitStack() as on_end:
+        port = int(place.removeprefix("http://127.0.0.1:").removesuffix("/metrics"))
+        for _ in range(2 * MAX_AT_ONCE):
+            one = on_end.enter_context(socket.create_connection(("127.0.0.1", port)))
+            time.sleep(0.01)  # few may wait to be taken
+        with urllib.request.urlopen(place, timeout=10) as answer:
+            assert "swarm_run_version 12.0" in answer.read().decode()
+        until = time.monotonic() + 10
+        while threading.active_count() > before + 1 + MAX_AT_ONCE:
+            assert time.monotonic() < until, threading.active_count()
+            time.sleep(0.01)
+        one.sendall(b"GET /metr")
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        one.close()
+        time.sleep(0.2)
+    assert capfd.readouterr().err == ""
 
 
 def test_500_peers_are_told_in_one_answer() -> None:
