@@ -269,6 +269,8 @@ class NetTransport:
         if direct is not None:
             self._dialer.direct = DirectPaths(signer, direct, timings, self._make_callee)
         self._methods: dict[str, tuple[Handler, int]] = {SHOW_METHOD: (self.door.serve_show, 0)}
+        self._logs_from = defaultdict[str, float](float)
+        """When a failure of each method's handler may be logged: a stranger may have one fail without end."""
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
         self._incoming: dict[ServerConnection, None] = {}
         self._server: asyncio.AbstractServer | None = None
@@ -486,7 +488,9 @@ class NetTransport:
         except SwarmError as refusal:
             link.answer_error(served, refusal)
         except Exception as bug:
-            logger.exception("the handler of %r failed for peer %s", served.method, short(served.peer))
+            if now_s() >= self._logs_from[served.method]:
+                self._logs_from[served.method] = now_s() + _LOG_EVERY_S
+                logger.exception("the handler of %r failed for peer %s", served.method, short(served.peer))
             link.answer_error(served, Refused(f"internal error: {type(bug).__name__}: {bug}"[:500]))
         finally:
             link.line.handling -= 1
