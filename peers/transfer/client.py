@@ -175,9 +175,6 @@ class Partial:
         self.chunks[index].copy_(chunk)
         self._have[index] = sha256
 
-    def forget(self) -> None:
-        self._have.clear()
-
     def of(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors themselves, in the shapes and the order of `like`."""
         return {name: self._tensors[name].reshape(t.shape) for name, t in like.items()}
@@ -327,8 +324,7 @@ class _Downloading:
                     voiced=self._has_voice(members),
                     sources=tuple(peer for peer, _ in self.given_bytes.most_common()),
                 )  # fmt: skip
-            self.partial.forget()
-            for offer in group:
+            for offer in group:  # each chunk is what its digest says, and need not come again
                 self._failed(offer.source, BadAnswer(offer.source, wrong))
 
     def _has_voice(self, sources: Iterable[PeerId]) -> bool:

@@ -620,6 +620,26 @@ async def test_a_whole_that_does_not_fit_is_not_believed_though_each_chunk_does(
     assert net.blamed() == [(name, f"peer {name}: it is another") for name in ("l1", "l2")]
 
 
+async def test_of_what_does_not_fit_only_what_is_another_comes_again(net: Net) -> None:
+    """Any number of identities could give what the first one gave, each for the price of all of it."""
+    crowd = [f"l{number}" for number in range(5)]
+    for name in crowd:
+        net.give(name, Saved(4, changed=1))
+    net.give("true", Saved(4))
+
+    def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        return None if torch.equal(tensors["weights"], state(4)["weights"]) else "it is another"
+
+    wanted, partial = replace(state_of(RUN, 0), fits=fits), Partial()
+    for name in crowd:
+        with pytest.raises(DownloadFailed, match="it is another"):
+            await download(net.me.transport, wanted, [name], partial=partial)
+    got = await download(net.me.transport, wanted, ["true"], partial=partial)
+    assert is_of(got, 4)
+    assert [net.chunks[name] for name in crowd] == [CHUNKS, 0, 0, 0, 0]
+    assert net.chunks["true"] == 1
+
+
 async def test_the_order_of_the_tensors_does_not_matter() -> None:
     like = {"weights": torch.zeros(4), "momentum": torch.zeros(5)}
     values = {"weights": torch.arange(4.0), "momentum": torch.arange(5.0)}
