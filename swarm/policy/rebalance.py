@@ -198,7 +198,7 @@ def _newest(records: Iterable[PeerRecord], *, stages: int, now_s: float) -> list
 
 
 def _replicas(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) -> list[_Replica]:
-    speeds = [_between(r.speed, MIN_SPEED, MAX_SPEED) for r in newest]
+    speeds = [between(r.speed, MIN_SPEED, MAX_SPEED) for r in newest]
     typical = median_low([speed for speed in speeds if speed] or [1.0])
     serving_versions = [r.version for r in newest if r.state == "serving"] or [0]
     # Records are seconds old, and steps may be short: others may lag as far behind as the newest are ahead.
@@ -216,8 +216,8 @@ def _replicas(newest: Sequence[PeerRecord], *, period_s: float, now_s: float) ->
             _Replica(
                 peer=record.peer, stage=record.stage, serving=serving, movable=record.movable,
                 speed=min(speed or typical, MAX_TIMES_MEDIAN * typical),
-                load=_between(record.load, 0.0, MAX_LOAD) if serving else 0.0,
-                bandwidth_bps=_between(record.bandwidth_bps, MIN_BPS, MAX_BPS),
+                load=between(record.load, 0.0, MAX_LOAD) if serving else 0.0,
+                bandwidth_bps=between(record.bandwidth_bps, MIN_BPS, MAX_BPS),
                 cooled_down=here_s >= COOLDOWN_PERIODS * period_s,
                 sits_out=_sits_out(record.peer, int(now_s // period_s)),
             )
@@ -235,7 +235,7 @@ def _min_gain(peers: int) -> float:
     return 1.0 + (MIN_GAIN - 1.0) * min(1.0, math.sqrt(NOISY / max(1, peers)))
 
 
-def _between(value: float, low: float, high: float) -> float:
+def between(value: float, low: float, high: float) -> float:
     """`value` inside its bounds; 0 if it is no positive number."""
     if not 0.0 < value < math.inf:
         return 0.0
@@ -259,7 +259,7 @@ def _downloads_s(newest: Sequence[PeerRecord], by_stage: Sequence[Sequence[_Repl
     """Per stage, how long a newcomer downloads its state from all replicas at once."""
     sizes: list[list[float]] = [[] for _ in by_stage]
     for record in newest:
-        if size := _between(record.state_bytes, 1.0, MAX_BYTES):
+        if size := between(record.state_bytes, 1.0, MAX_BYTES):
             sizes[record.stage].append(size)
     typical_bytes = median_low([size for here in sizes for size in here] or [0.0])
     found: list[float] = []

@@ -14,7 +14,7 @@ from statistics import median_low
 from typing import NamedTuple
 
 from swarm.ids import PeerId
-from swarm.policy.rebalance import MAX_TIMES_MEDIAN
+from swarm.policy.rebalance import MAX_BPS, MAX_SPEED, MAX_TIMES_MEDIAN, MIN_BPS, MIN_SPEED, between
 from swarm.records import PeerRecord
 
 GAIN = 1.25
@@ -90,7 +90,7 @@ def judge(me: PeerRecord, records: Iterable[PeerRecord], exchange: Exchange) -> 
     if {record.stage for record in pool} != set(range(exchange.stages)):
         return None
     sizes = [r.state_bytes for r in pool if r.state_bytes > 0]
-    speeds = [r.speed for r in pool if 0.0 < r.speed < math.inf]
+    speeds = [speed for r in pool if (speed := between(r.speed, MIN_SPEED, MAX_SPEED))]
     if not sizes or not speeds:
         return None
     stages = [_stage_of(pool, number, speeds, sizes, exchange) for number in range(exchange.stages)]
@@ -112,8 +112,8 @@ def _stage_of(
     replicas = [
         _Replica(
             record.peer,
-            min(record.speed if 0.0 < record.speed < math.inf else typical, MAX_TIMES_MEDIAN * typical),
-            record.bandwidth_bps if 0.0 < record.bandwidth_bps < math.inf else math.inf,
+            min(between(record.speed, MIN_SPEED, MAX_SPEED) or typical, MAX_TIMES_MEDIAN * typical),
+            between(record.bandwidth_bps, MIN_BPS, MAX_BPS) or math.inf,
             not record.spare,
         )
         for record in here

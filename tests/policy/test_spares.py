@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swarm.plan.network import Device, Network, StepWork
@@ -118,6 +118,25 @@ def test_a_spare_comes_in_when_the_fast_ones_have_become_too_few() -> None:
 def test_who_has_not_measured_its_upload_is_not_judged(upload: float) -> None:
     home = peer("home", bandwidth_bps=upload)
     assert judge(home, [*FAST, home], EXCHANGE) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(), st.floats(), st.integers(0, 2**63)), min_size=1, max_size=8),
+    st.booleans(),
+)
+@example([(1.7e308, 1e10, STATE_BYTES)] * 5, False)
+def test_whatever_strangers_say_a_peer_is_judged(
+    said: list[tuple[float, float, int]], delayed_updates: bool
+) -> None:
+    """It ends by an error in that: five that said they were as fast as can be ended all peers of a run."""
+    home = peer("home", bandwidth_bps=MBIT)
+    crowd = [
+        peer(f"x{i}", speed=speed, bandwidth_bps=bps, state_bytes=size)
+        for i, (speed, bps, size) in enumerate(said)
+    ]
+    exchange = EXCHANGE._replace(delayed_updates=delayed_updates)
+    found = judge(home, [FAST[0], home, *crowd], exchange)
+    assert found is None or not math.isnan(found.with_s + found.without_s + found.upload_bps)
 
 
 @given(

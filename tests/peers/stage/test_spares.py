@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from peers.events import Note, Paused, RolledBack, Serving
 from peers.stage.pause import ABSENT
@@ -143,6 +144,21 @@ async def test_nobody_with_voice_stands_by_for_two_or_for_those_without(voice: t
         s.add_trainer("trainer")
         await s.until_finished()
         assert not s.network.records["home"].spare
+
+
+async def test_a_crowd_that_says_it_is_as_fast_as_can_be_ends_no_peer() -> None:
+    """What follows from their speeds was too large a number to add up, in a loop that has to go on."""
+    async with swarm(run_of(12), replicas=2, job_s=JOB_S) as s:
+        await s.until_serving()
+        s.add_trainer("trainer")
+        s.add_peer("home", 1, upload_bps=SLOW_BPS)
+        like = s.network.records["s1p0"]
+        for number in range(8):
+            said = structs.replace(
+                like, peer=f"x{number}", stage=number % 2, speed=1.7e308, bandwidth_bps=1e10
+            )
+            s.network.dht.put(said)
+        await s.until_finished()
 
 
 async def test_where_no_upload_is_known_nobody_stands_by() -> None:
