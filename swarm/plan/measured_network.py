@@ -23,7 +23,8 @@ DEFAULT_BPS = 100e6
 """Assumed where no peer has measured any bandwidth."""
 MAX_RTT_S = 60.0
 MAX_BPS = 1e12
-"""Numbers beyond these were not measured but made up."""
+LEAST = 1e-9
+"""Numbers beyond these were not measured but made up, and a search cannot reckon with all of them."""
 
 
 class Machine(NamedTuple):
@@ -101,7 +102,7 @@ def estimate(machines: Sequence[Machine], pairs: Iterable[Pair]) -> Estimate:
 
 
 def _real(value: float, most: float) -> bool:
-    return math.isfinite(value) and 0.0 < value <= most
+    return math.isfinite(value) and LEAST <= value <= most
 
 
 def _merged(

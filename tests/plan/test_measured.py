@@ -103,7 +103,7 @@ def test_of_two_that_disagree_the_better_line_is_taken_and_order_does_not_matter
         assert between(estimate(machines(2), said).network, 0, 1) == (pytest.approx(0.05), 1e7)
 
 
-LIES = [math.nan, math.inf, -1.0, 1e30, 0.0]
+LIES = [math.nan, math.inf, -1.0, 1e30, 0.0, 1e-300, 5e-324]
 
 
 @pytest.mark.parametrize("lie", LIES)
