@@ -13,7 +13,7 @@ import os
 import weakref
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -23,7 +23,8 @@ from swarm.merkle import NODE_BYTES, tree_bytes
 
 NAME, TREE = "index.json", "index.tree"
 MAX_BYTES = 1 << 26
-"""Of some hundred thousand shards."""
+MAX_ADDRESSES = 1 << 19
+"""Of all shards: to read them takes some seconds."""
 MAX_TOKENS = 1 << 48
 """More no manifest can pin."""
 TREE_SHARE = 8
@@ -36,7 +37,7 @@ Narrow = Literal["uint8", "uint16", "uint32"]
 class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that lie one behind the other in one file."""
 
-    at: tuple[str, ...]
+    at: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=2048)], ...], msgspec.Meta(max_length=16)]
     """Where it can be had: addresses, or paths relative to the index. The first that answers is taken."""
     tokens: int
     dtype: str = ""
@@ -61,7 +62,7 @@ class Source(msgspec.Struct, frozen=True, omit_defaults=True):
 class Index(msgspec.Struct, frozen=True):
     swarm_index: Literal[2]
     dtype: Narrow
-    root: str
+    root: Annotated[str, msgspec.Meta(pattern=rf"\A[0-9a-f]{{{2 * NODE_BYTES}}}\Z")]
     """Of the Merkle tree over all tokens."""
     tokenizer: str
     """SHA-256 of the tokenizer's JSON file; empty: unknown, or one token for each byte."""
@@ -110,14 +111,15 @@ def open_index(address: str) -> Index:
         text = fetch.read(address, most=MAX_BYTES)
     try:
         index = msgspec.json.decode(text, type=Index)
+        if (addresses := sum(len(shard.at) for shard in index.shards)) > MAX_ADDRESSES:
+            raise ValueError(f"its shards have {addresses} addresses, and at most {MAX_ADDRESSES} may be")
         sources = tuple(resolved(address, source) for source in index.sources)
         tree = fetch.beside(address, index.tree)
-        if len(bytes.fromhex(index.root)) != NODE_BYTES:
-            raise ValueError(f"its root is {index.root!r}")
         if index.tokens > MAX_TOKENS:
             raise ValueError(f"it has {index.tokens} tokens, and a run at most {MAX_TOKENS}")
     except MALFORMED as error:
-        raise SetupError(f"{address} is not an index of data: {error}; swarm tokenize makes one") from None
+        why = str(error)[:200]
+        raise SetupError(f"{address} is not an index of data: {why}; swarm tokenize makes one") from None
     return msgspec.structs.replace(index, sources=sources, tree=tree)
 
 
