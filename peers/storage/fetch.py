@@ -21,6 +21,8 @@ HUB = "https://huggingface.co"
 _HUB_FILE = re.compile(r"hf://(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")
 ANSWER_S = 30.0
 """A server that sends nothing for so long is taken for gone."""
+LEAST_S = 0.1
+"""For each of its addresses."""
 LEAST_BYTES_S = 4096
 """So is one that sends less than that, on the whole, after ANSWER_S."""
 WHOLE_S = 600.0
@@ -118,7 +120,7 @@ class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
         by_proxy = urllib.request.Request(req.full_url).host != req.host  # then it is the proxy that connects
 
         def connect(place: tuple[str, int], *more: Any) -> socket.socket:
-            found = socket.create_connection(place, *more)
+            found = _connected(*place)
             ip = found.getpeername()[0]  # a name can lead elsewhere each time that it is looked up
             is_private = not by_proxy and not ipaddress.ip_address(ip).is_global
             if is_private and not self.may_be_private:
@@ -141,6 +143,23 @@ class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 
     def ftp_open(self, req: urllib.request.Request) -> None:
         raise FileNotFoundError(2, f"it leads to {req.full_url}, which is not HTTP")
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """As `socket.create_connection`, but all addresses of a name share ANSWER_S: hundreds may be dead."""
+    until, why = time.monotonic() + ANSWER_S, OSError("its name has no address")
+    for *_, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        left_s = until - time.monotonic()
+        try:
+            found = socket.create_connection(at[:2], max(LEAST_S, left_s / 2))
+        except OSError as error:
+            why = error
+            if left_s < LEAST_S:
+                break
+        else:
+            found.settimeout(ANSWER_S)
+            return found
+    raise why
 
 
 class _InTime(io.RawIOBase):

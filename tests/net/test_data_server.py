@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.net
 PART, WHOLE = (f"HTTP/1.1 {status}\r\nContent-Length: 1000000\r\n\r\n".encode() for status in (206, 200))
 CHUNKS = b"HTTP/1.1 206 Part\r\nTransfer-Encoding: chunked\r\n\r\n"
 SENT: dict[str, Sequence[bytes]] = {
+    "fast": (PART, bytes(1_000_000).replace(b"\0", b"x")),
     "part": (PART, *100 * [b"x"]),
     "whole": (WHOLE, *100 * [b"x"]),
     "status": (b"H", *100 * [b"T"]),
@@ -52,6 +54,33 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     http.shutdown()
     http.server_close()
     thread.join()
+
+
+def test_a_name_with_many_dead_addresses_is_given_up_in_the_time_for_one(
+    server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.ExitStack() as on_end:
+        dead = on_end.enter_context(socket.socket())
+        dead.bind(("127.0.0.1", 0))
+        dead.listen(0)
+        for _ in range(3):  # those that wait to be taken: of further ones nothing is heard
+            waiting = on_end.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(dead.getsockname())
+        places, looked_up = [dead.getsockname()] * 300, socket.getaddrinfo
+
+        def resolved(host: str, port: int, *more: Any, **options: Any) -> list[Any]:
+            if host != "many.example":
+                return looked_up(host, port, *more, **options)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolved)
+        began = time.monotonic()
+        with pytest.raises(OSError, match="timed out"):
+            fetch.read("http://many.example/part", 0, 1)
+        assert time.monotonic() - began < 2.0
+        places[2:] = [server.server_address[:2]]
+        assert fetch.read("http://many.example/fast", 0, 1) == b"x", "one of a few that is not dead is found"
 
 
 @pytest.mark.parametrize("path", ["part", "whole"])
