@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as remade
 
@@ -225,6 +225,15 @@ def test_parts_are_sized_by_their_owners_upload() -> None:
     plan = planned(replace(A, bandwidth_bps=3e6), replace(B, bandwidth_bps=1e6), C)
     assert plan.parts == (429, 142, 429), "c is not measured and counts as the median of the others"
     assert planned(A, B, C).parts == (333, 334, 333)
+
+
+@given(st.tuples(*[st.floats(0.0, allow_infinity=False)] * 3))
+@example((1e8, 1e8, 1.7e308))
+@example((1e8, 1.7e308, 1.7e308))
+def test_of_whatever_uploads_are_told_all_is_shared_out(uploads_bps: tuple[float, ...]) -> None:
+    members = zip((A, B, C), uploads_bps, strict=True)
+    parts = planned(*(replace(member, bandwidth_bps=bps) for member, bps in members)).parts
+    assert sum(parts) == NUMEL and min(parts) >= 0
 
 
 def test_uploads_that_differ_by_the_noise_of_measuring_make_equal_parts() -> None:

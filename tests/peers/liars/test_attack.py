@@ -125,6 +125,16 @@ async def test_an_impossible_bandwidth_does_not_end_the_coordinator(bad: float) 
         await finishes(s)
 
 
+async def test_a_member_with_an_endless_upload_does_not_end_the_coordinator() -> None:
+    """The part of all that is its own was no number, nor was that of the next one's coordinator."""
+    async with swarm(stages=2, replicas=3) as s:
+        await s.until_serving()
+        for peer in s.peers.values():
+            peer.all_reduce.bandwidth_bps = 1.7e308 if peer.core.me == "s1p2" else 1e8
+        s.add_trainer("trainer")
+        await finishes(s)
+
+
 @pytest.mark.parametrize(
     "lie",
     [
