@@ -35,7 +35,7 @@ from swarm.protocol.messages import (
 )
 from swarm.protocol.proofs import Belief, check_signed_report, signed_report
 from swarm.protocol.replica import Local
-from swarm.protocol.rollback import is_alone_ahead, is_disproved, is_followed
+from swarm.protocol.rollback import check_generation, is_alone_ahead, is_disproved, is_followed
 from swarm.protocol.rounds import Commit, elect
 from swarm.protocol.statements import Signer
 from swarm.protocol.sums import are_checked
@@ -555,6 +555,10 @@ class StepProtocol:
         A later one is a claim that a stage is lost: while this replica takes steps, it is not. After this
         replica has entered its own, the others get time to do so as well.
         """
+        try:
+            check_generation(generation, self._run)
+        except Refused:
+            return False  # a stage that there is not tells nobody that it is not lost
         mine = self._agreed.generation
         later = generation > mine
         due = now - self._moved_s >= LOST_S if later else now - self._entered_s >= 2 * LOST_S

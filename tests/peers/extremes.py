@@ -16,7 +16,9 @@ from swarm.ids import PeerId
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 
 WHOLE = (0, -1, 1, 2, 3, 7, 2**31, 2**53 + 1, 2**63 - 1, -(2**63), 2**64 - 1)
-REAL = (0.0, -0.0, -1.0, 1.0, 1e-300, 1e300, 5e-324, math.inf, -math.inf, math.nan)
+REAL = (
+    0.0, -0.0, -1.0, 1.0, 1e-300, 1e300, 1.7e308, -1.7e308, 5e-324, math.inf, -math.inf, math.nan,
+)  # fmt: skip
 BITMAPS = (0, 1, 0b10110, (1 << 8) - 1, 1 << 8, 1 << (MAX_MICROBATCHES - 1), (1 << MAX_MICROBATCHES) - 1)
 LONG = 20_000
 """Letters of a text, or bytes: three of them fit into a header."""

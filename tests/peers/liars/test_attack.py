@@ -207,6 +207,29 @@ async def test_a_generation_that_calls_a_served_stage_lost_is_entered_by_no_peer
         assert {peer.core.generation for peer in s.peers.values()} == {Generation()}
 
 
+async def test_a_generation_of_a_stage_that_there_is_not_is_entered_by_no_peer() -> None:
+    """Nobody can disprove it: all of a stage were in it by one answer of the run's coordinator, refused what
+    the others of it said then, and no step was taken any more.
+    """
+    run = admitting(audit_run(stages=2, steps=3, microbatches_per_step=4))
+    async with swarm(run, replicas=3) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        handlers = s.network.transports["s0p0"].handlers
+        honest, most_bytes = handlers["summary"]
+
+        async def lie(request: Request) -> Answer:
+            said = unpack((await honest(request)).header, RunStatus)
+            made_up = Generation(said.generation.number, 0, lost_stage=run.S)
+            return Answer(pack(msgspec.structs.replace(said, generation=made_up)))
+
+        handlers["summary"] = lie, most_bytes
+        await asyncio.sleep(20.0)
+        s.add_trainer(TRAINER)
+        await finishes(s)
+        assert {peer.core.generation for peer in s.peers.values()} == {Generation()}
+
+
 async def test_a_stage_that_claims_to_be_far_ahead_does_not_stop_the_conductor() -> None:
     """It looks at the steps that are open, not at all between its own and the one that is claimed."""
     run = audit_run(stages=2, steps=10**9, microbatches_per_step=8)
