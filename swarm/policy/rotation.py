@@ -83,6 +83,9 @@ class Rotation:
         """How many turns of the first length late steps have used up; the same at the last step."""
         self._taken_back = False
         """Since the last step."""
+        self.left_behind = False
+        """Others took this step so long ago that it is late a second time for this peer only: who coordinates
+        tells it nothing."""
         self._slow_s = deque[float](maxlen=STEPS)
         """How long the slow ones of the last steps took; 0 for each of the others."""
 
@@ -126,7 +129,7 @@ class Rotation:
         the turn is its own. `passed`: whether others have taken that step, so that it was late for this peer
         only. Returns the turn in which the step became late just now, or after which another one began.
         """
-        limit_s, turn = self._usual.limit_s, int(self._used)
+        limit_s, turn, self.left_behind = self._usual.limit_s, int(self._used), False
         was_late = self.late and not self._seen_s - self._stepped_s <= limit_s < now - self._stepped_s
         if now - self._seen_s > SLEPT_S or not counts:
             self._stepped_s = self._counted_s = now
@@ -134,6 +137,7 @@ class Rotation:
         if not self._is_late(now - self._stepped_s):
             return None
         if passed() and not (leads and self._taken_back):  # in its own turn they do not follow it
+            self.left_behind = self._taken_back
             self._used, self._stepped_s, self._taken_back = self._used_before, now, True
         else:
             self._count(now)

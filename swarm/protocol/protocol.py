@@ -231,6 +231,9 @@ class StepProtocol:
             passed = partial(self.belief.is_passed, following)
             leads = coordinator == self._me
             held_up = self._rotation.waits(now=now, counts=not away, leads=leads, passed=passed)
+            if self._rotation.left_behind and coordinator is not None and not leads:
+                self._backoff.failed(coordinator, now=now)
+                self.directive = None  # its number may be such that nothing is newer
             if held_up is not None:
                 self._followed_s = now
                 for peer in first(self._stage + 1, held_up):  # from now on it has less time to answer in

@@ -304,6 +304,38 @@ async def test_a_coordinator_that_hides_that_its_stage_is_ready_has_one_turn() -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 2**53], ids=["old-news", "with-a-number-beyond-all"])
+async def test_a_replica_that_is_told_nothing_any_more_goes_by_another_one(number: int) -> None:
+    """Its stage takes steps without it, so no turn ends: it sat out the rest of the run."""
+    run = replace(audit_run(stages=2, steps=24, microbatches_per_step=4), dtype="float32")
+    async with swarm(admitting(run), replicas=3, job_s=0.3) as s:
+        give_voice(s, *s.peers)
+        await s.until_serving()
+        liar, told = s.network.transports["s0p0"], list[Answer]()
+        call, (report, most_bytes) = liar.call, liar.handlers["report"]
+
+        async def push(peer: str, method: str, *said: Any, **options: Any) -> Answer:
+            is_told = method != "directive" or peer != "s0p2" or s.peers[peer].core.version < 5
+            return await call(peer, method, *said, **options) if is_told else Answer(b"")
+
+        async def answer(request: Request) -> Answer:
+            honest = await report(request)
+            if request.peer != "s0p2":
+                return honest
+            if s.peers["s0p2"].core.version < 5:
+                said = unpack(honest.header, Directive)
+                told[:] = [Answer(*say(msgspec.structs.replace(said, number=number or said.number)))]
+                return honest
+            return told[0]
+
+        liar.call = push  # type: ignore[method-assign]
+        liar.handlers["report"] = answer, most_bytes
+        s.add_trainer(TRAINER)
+        await s.until(lambda: s.peers["s0p1"].core.version == run.steps)
+        await s.until(lambda: s.peers["s0p2"].core.version == run.steps, limit_s=30.0)
+        assert (s.count_matrix()["s0p1"] == run.steps).all()
+
+
 async def test_a_peer_that_tells_a_trainer_old_news_costs_its_budget(honest_s: float) -> None:
     """The one with voice that it watches: no trainer hears of a new step, or of what is lacking."""
 
