@@ -148,7 +148,8 @@ class _Http(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
 def _connected(host: str, port: int) -> socket.socket:
     """As `socket.create_connection`, but all addresses of a name share ANSWER_S: hundreds may be dead."""
     until, why = time.monotonic() + ANSWER_S, OSError("its name has no address")
-    for *_, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    there: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for *_, at in there:
         left_s = until - time.monotonic()
         try:
             found = socket.create_connection(at[:2], max(LEAST_S, left_s / 2))

@@ -63,15 +63,15 @@ def served(listen: tuple[str, int], registry: CollectorRegistry) -> Iterator[str
         server.set_app(by_address)
     newest, begin = deque[socket.socket](), server.process_request
 
-    def begin_one(request: Any, address: Any) -> None:
+    def begin_one(request: Any, client_address: Any) -> None:
         newest.append(request)
         if len(newest) > MAX_AT_ONCE:
             with contextlib.suppress(OSError):  # it has ended
                 newest.popleft().shutdown(socket.SHUT_RDWR)
-        begin(request, address)
+        begin(request, client_address)
 
     server.process_request = begin_one
-    server.handle_error = lambda request, address: None  # the connection broke: not a page in the log
+    server.handle_error = lambda request, client_address: None  # it broke: no page in the log
     try:
         yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
     finally:
