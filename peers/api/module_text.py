@@ -19,12 +19,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
 from peers.events import unlogged
-from swarm.errors import SetupError
-from swarm.model.graph.capture import Captured, WithLoss, capture
+from swarm.model.graph.capture import Captured, Held
 from swarm.model.graph.functionalize import is_check
 from swarm.model.graph.functions import OPERATOR, TracedFunction, constants
 from swarm.model.graph.model_source import CustomModel
-from swarm.model.graph.trace import check_traceable, input_names
+from swarm.model.graph.trace import captured
 from swarm.model.graph.untraceable import Untraceable
 
 INDENT = "    "
@@ -38,40 +37,27 @@ def module_text(sample: CustomModel) -> tuple[list[str], dict[str, torch.Tensor]
     Raises:
         SetupError: it cannot be traced, or does not take the sample; names the user's line.
     """
-    whole = WithLoss(sample.module.train(), sample.loss)
     if isinstance(sample.loss, torch.nn.Module):
         sample.loss.train()
-    check_traceable(whole)
     example = (tuple(sample.args), dict(sample.kwargs), tuple(sample.targets))
-    names = input_names(sample.module, example)
-    try:
-        return _Writer(whole, capture(whole, example), example, names).written()
-    except Untraceable as error:
-        name = type(sample.module).__name__
-        raise SetupError(f"{name} cannot be traced as one graph of operators: {error}") from error
+    sizes = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
+    with captured(sample.module.train(), sample.loss, example) as found:
+        return _Writer(found, sizes).written()
 
 
 class _Writer:
-    def __init__(self, whole: WithLoss, captured: Captured, example: Any, inputs: Sequence[str]) -> None:
-        self._captured, self._inputs = captured, inputs
-        leaves = pytree.tree_leaves(example)
-        self._sizes = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self._holders = [name for name, is_one in zip(captured.inputs, tensors, strict=True) if is_one]
-        self._weights, self._buffers = whole.weights(), whole.tensors()
-        self._first: dict[int, str] = {}
-        """By the identity of a parameter the first of its names."""
-        for name, parameter in self._weights.items():
-            self._first.setdefault(id(parameter), name)
+    def __init__(self, captured: Captured, sizes: Sequence[torch.Tensor]) -> None:
+        """`sizes`: the tensors of the sample."""
+        self._captured, self._sizes, self._inputs = captured, sizes, captured.inputs.values()
         self._read: dict[str, tuple[str, torch.Tensor]] = {}
         """Full name -> (its kind, the tensor), of what the text reads."""
 
     def written(self) -> tuple[list[str], dict[str, torch.Tensor]]:
         module = self._captured.module
-        body = [f"{', '.join(self._holders)} = {', '.join(self._inputs)}"]
+        body = [f"{', '.join(self._captured.inputs)} = {', '.join(self._inputs)}"]
         for node in module.graph.find_nodes(op="placeholder"):
-            if node.users and node.name not in self._holders:
-                body += self._placeholder(node)
+            if node.users and (held := self._captured.held.get(node.name)):  # else its number is in the trace
+                body.append(f"{node.name} = {self._reading(held)}")
         body += self._body(module)
         body.append(f"return {self._captured.output.name}")
         kinds = {
@@ -93,23 +79,11 @@ class _Writer:
         ]
         return lines, {name: one.detach().clone().contiguous() for name, (_, one) in self._read.items()}
 
-    def _placeholder(self, node: fx.Node) -> Iterator[str]:
-        captured = self._captured
-        if node.name in captured.parameters:
-            tensor = self._weights[captured.parameters[node.name]]
-            name = self._first[id(tensor)]
-            self._read[name] = ("TRAINED" if tensor.requires_grad else "FROZEN", tensor)
-            yield f"{node.name} = self.get_parameter({name!r})"
-            return
-        if node.name in captured.buffers:
-            name = captured.buffers[node.name]
-            self._read[name] = ("BUFFERS", self._buffers[name])
-        elif node.name in captured.constants:
-            name = node.name
-            self._read[name] = ("BUFFERS", captured.constants[node.name])
-        else:
-            return  # a number of the sample: it is in the trace
-        yield f"{node.name} = self.get_buffer({name!r})"
+    def _reading(self, held: Held) -> str:
+        is_parameter = held.kind == "parameter"
+        kind = "BUFFERS" if not is_parameter else "TRAINED" if held.tensor.requires_grad else "FROZEN"
+        self._read[held.name] = kind, held.tensor
+        return f"self.get_{'parameter' if is_parameter else 'buffer'}({held.name!r})"
 
     def _body(self, module: fx.GraphModule) -> Iterator[str]:
         for node in module.graph.nodes:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import compress
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,19 +24,28 @@ from swarm.model.graph.functions import Functions, TracedFunction
 from swarm.model.graph.untraceable import Untraceable, reason
 
 
+class Held(NamedTuple):
+    """A tensor that the model has."""
+
+    kind: Literal["parameter", "buffer", "tensor"]
+    """The last: one without a name, which is called as its placeholder."""
+    name: str
+    """Full; of a tied parameter the first."""
+    tensor: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The result of tracing, its inputs by the names of their placeholders."""
+    """The result of tracing."""
 
+    whole: WithLoss
     module: torch.fx.GraphModule
-    parameters: Mapping[str, str]
-    """Placeholder -> full name."""
-    buffers: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
+    held: Mapping[str, Held]
+    """By the names of their placeholders."""
     functions: Mapping[str, TracedFunction]
     """By the first argument of a `functions.OPERATOR`."""
-    inputs: tuple[Any, ...]
-    """Numbers of the sample are as they are."""
+    inputs: Mapping[str, str]
+    """Placeholder -> the name of a tensor of the sample; its numbers are in the trace."""
     output: torch.fx.Node
     """The loss."""
 
@@ -74,6 +84,10 @@ class WithLoss(nn.Module):
             for name, parameter in self.named_parameters(remove_duplicate=False)
         }
 
+    def first_names(self) -> dict[int, str]:
+        """By the identity of a parameter the first of its names."""
+        return {id(one): name.removeprefix("model.") for name, one in self.named_parameters()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All buffers, likewise."""
         return {
@@ -102,8 +116,9 @@ def find_loss(out: Any) -> torch.Tensor:
     )
 
 
-def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
-    """
+def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]) -> Captured:
+    """`names`: of the tensors in the sample, in the order of its leaves.
+
     Raises:
         Untraceable: says why.
         SetupError: the model does what no tracing keeps.
@@ -128,21 +143,22 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any]) -> Captured:
     if strange := sorted((*signature.lifted_custom_objs, *signature.input_tokens)):
         raise Untraceable(f"it reads {strange[0]}, which is no tensor")
     (output,) = program.graph_module.graph.find_nodes(op="output")
-    # By the names that `WithLoss` has.
-    parameters, buffers = (
-        {holder: name.removeprefix("model.") for holder, name in names.items()}
-        for names in (signature.inputs_to_parameters, signature.inputs_to_buffers)
-    )
+    weights, buffers, first = model.weights(), model.tensors(), model.first_names()
+    held = dict[str, Held]()
+    for holder, name in signature.inputs_to_parameters.items():
+        parameter = weights[name.removeprefix("model.")]
+        held[holder] = Held("parameter", first[id(parameter)], parameter)
+    for holder, name in signature.inputs_to_buffers.items():
+        held[holder] = Held("buffer", own := name.removeprefix("model."), buffers[own])
+    for holder, name in signature.inputs_to_lifted_tensor_constants.items():
+        held[holder] = Held("tensor", holder, cast(torch.Tensor, program.constants[name]))
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(example)]
     return Captured(
+        whole=model,
         module=program.graph_module,
-        parameters=parameters,
-        buffers=buffers,
-        constants={
-            name: cast(torch.Tensor, program.constants[target])
-            for name, target in signature.inputs_to_lifted_tensor_constants.items()
-        },
+        held=held,
         functions=functions.found,
-        inputs=tuple(signature.user_inputs),
+        inputs=dict(zip(compress(signature.user_inputs, tensors), names, strict=True)),
         output=output.args[0][-1],
     )
 

@@ -142,11 +142,7 @@ class _Functional:
 
     def __init__(self, captured: Captured) -> None:
         self.graph = fx.Graph()
-        self._owners = {
-            **{holder: ("parameter", name) for holder, name in captured.parameters.items()},
-            **{holder: ("buffer", name) for holder, name in captured.buffers.items()},
-            **{holder: ("tensor", holder) for holder in captured.constants},
-        }
+        self._held = captured.held
         self._env: dict[fx.Node, fx.Node] = {}
         self._source: dict[fx.Node, fx.Node] = {}
         """View -> what it is a view of."""
@@ -214,8 +210,8 @@ class _Functional:
         while base in self._same:
             base = self._source[base]
         fresh = all(user.target is aten.lift_fresh_copy.default for user in base.users)
-        if base.op == "placeholder" and base.name in self._owners and not fresh:
-            kind, name = self._owners[base.name]
+        if base.op == "placeholder" and base.name in self._held and not fresh:
+            kind, name, _ = self._held[base.name]
             if name.rpartition(".")[2] == "num_batches_tracked":
                 self._env[node] = self._env[base]
                 return  # counted by steps, not by microbatches

@@ -7,6 +7,7 @@ The graph is made for the sizes of the sample.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import operator
@@ -68,16 +69,24 @@ def trace(
         SetupError: the model cannot be traced, or does what a stage may not do; the text names the operator
             or the line, and what to change.
     """
+    with captured(model, loss, (tuple(args), dict(kwargs or {}), tuple(loss_args))) as found:
+        return Builder(found).build(*lower(found))
+
+
+@contextlib.contextmanager
+def captured(
+    model: nn.Module, loss: Callable[..., torch.Tensor] | None, example: tuple[Any, Any, Any]
+) -> Iterator[Captured]:
+    """A model with its loss, captured with a sample: arguments, those by name, and those of the loss.
+
+    Raises:
+        SetupError: it cannot be captured; or the block says so (`Untraceable`).
+    """
     whole = WithLoss(model, loss)
     check_traceable(whole)
-    example = (tuple(args), dict(kwargs or {}), tuple(loss_args))
     names = input_names(model, example)
-    tensors = [isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(example)]
     try:
-        captured = capture(whole, example)
-        graph, end = lower(captured)
-        inputs = dict(zip(itertools.compress(captured.inputs, tensors), names, strict=True))
-        return Builder(whole, captured, inputs).build(graph, end)
+        yield capture(whole, example, names)
     except Untraceable as error:
         name = type(model).__name__
         raise SetupError(f"{name} cannot be traced as one graph of operators: {error}") from error
@@ -130,24 +139,19 @@ def input_names(model: nn.Module, example: tuple[Any, Any, Any]) -> list[str]:
 class Builder:
     """Builder of calls and their graph from a functional fx graph."""
 
-    def __init__(self, model: WithLoss, captured: Captured, inputs: Mapping[str, str]) -> None:
-        """`inputs`: placeholder -> name."""
-        self._captured, self._inputs = captured, inputs
+    def __init__(self, captured: Captured) -> None:
+        self._held, self._inputs = captured.held, captured.inputs
         self._env: dict[fx.Node, Any] = {}
         self._values: dict[str, Value] = {}
         self._buffers: dict[str, torch.Tensor] = {}
-        self._trained: dict[str, nn.Parameter] = {}
+        self._trained: set[str] = set()
         self._calls: dict[str, tuple[fx.Node, str, str, Call]] = {}
         """Node's name -> (node, target, module, call)."""
         self._sites: Counter[str] = Counter()
         self._told: dict[str, list[tuple[str, str, float]]] = {}
         """Node's name -> [(buffer, output, momentum)]."""
-        self._all, self._all_buffers = model.weights(), model.tensors()
-        self._names: dict[int, str] = {}
-        """By the identity of a parameter the first of its names."""
-        for name, parameter in self._all.items():
-            self._names.setdefault(id(parameter), name)
-        self._taken = {*inputs.values(), *self._all, *self._all_buffers}
+        self._all, self._names = captured.whole.weights(), captured.whole.first_names()
+        self._taken = {*self._inputs.values(), *self._all, *captured.whole.tensors()}
         """Names that no operator's output may have."""
 
     def build(self, lowered: fx.Graph, loss_node: fx.Node) -> Traced:
@@ -176,24 +180,18 @@ class Builder:
     # --- nodes ------------------------------------------------------------------------------------------
 
     def _placeholder(self, node: fx.Node) -> None:
-        captured = self._captured
         if node.name in self._inputs:
             name, differentiable = self._inputs[node.name], False
-        elif node.name in captured.parameters:
-            tensor = self._all[captured.parameters[node.name]]
-            name, differentiable = self._names[id(tensor)], tensor.requires_grad
+        elif node.name in self._held:
+            kind, name, tensor = self._held[node.name]
+            name = f"{CONSTANT}{name}" if kind == "tensor" else name
+            differentiable = kind == "parameter" and tensor.requires_grad
             if differentiable and tensor.is_complex():
                 raise SetupError(f"{name} is complex: train its parts as floats, see torch.view_as_complex")
             if differentiable:
-                self._trained[name] = tensor
+                self._trained.add(name)
             else:
                 self._buffers[name] = tensor.detach()
-        elif node.name in captured.buffers:
-            name, differentiable = captured.buffers[node.name], False
-            self._buffers[name] = self._all_buffers[name]
-        elif node.name in captured.constants:
-            name, differentiable = f"{CONSTANT}{node.name}", False
-            self._buffers[name] = captured.constants[node.name].detach()
         else:
             return  # a number of the sample: it is in the trace
         if name not in self._values:
