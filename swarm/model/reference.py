@@ -350,12 +350,11 @@ def add_up(
     squares, seen = list[float](), set[str]()
     for stage, layout in enumerate(layouts):
         # As a stage adds them: at their places in its vector.
-        own = sum_of(stage)
+        terms = layout.terms_of(own := sum_of(stage))
         flat = torch.zeros_like(own[: layout.numel])
         for name, view in layout.views(flat).items():
             if name not in seen:
-                start, end, shape = layout.spans[name]
-                view.copy_(shared[name] if name in shared else own[start:end].view(shape))
+                view.copy_(shared.get(name, terms[name]))
         seen |= layout.spans.keys()
         squares.append(sqnorm(flat))
     return shared, total_of(squares)

@@ -158,10 +158,8 @@ class StageCompute:
 
         Raises: as `forward`.
         """
-        if not self.version - self.state.versions < version <= self.version:
-            cls, text = (NotReady, "not here yet") if version > self.version else (Stale, "gone")
-            raise cls(f"weights {version} of stage {self.stage} are {text}", version=self.version)
         mb = Microbatch(version, 0)  # as errors call it
+        self._check_held(version, "an evaluation")
         with torch.no_grad():
             entered = self._boundary.enter(inputs)
             computed = self._compute(mb, version, entered, drops=False)
@@ -349,12 +347,13 @@ class StageCompute:
         if not (0 <= mb.t < self.run.steps and 0 <= mb.m < self.run.microbatches(mb.t)):
             raise Refused(f"no microbatch {mb} in a run of {self.run.steps} steps of {self.run.M}")
         wanted = self.run.weight_version(mb.t)
-        if self.version - self.state.versions < wanted <= self.version:
-            return wanted
-        cls = NotReady if wanted > self.version else Stale
-        raise cls(
-            f"{mb} needs weights {wanted}; stage {self.stage} is at {self.version}", version=self.version
-        )
+        self._check_held(wanted, str(mb))
+        return wanted
+
+    def _check_held(self, version: int, what: str) -> None:
+        if not self.version - self.state.versions < version <= self.version:
+            cls, at = NotReady if version > self.version else Stale, self.version
+            raise cls(f"{what} needs weights {version}; stage {self.stage} is at {at}", version=at)
 
     def _gone(self, mb: Microbatch) -> Stale:
         return Stale(f"{mb} was computed with weights that are gone", version=self.version)
@@ -418,15 +417,10 @@ class StageCompute:
         if not roots or not wanted:
             return [None] * len(computed.leaves), {}
         use_threads_of(self.run)
-        found: list[torch.Tensor | None] = list(
-            torch.autograd.grad([y for y, _ in roots], wanted, [g for _, g in roots], allow_unused=True)
-        )
-        terms: dict[str, torch.Tensor] = {}
-        for name in reversed(parameters):
-            term = found.pop()
-            if term is not None:
-                terms[name] = term
-        return found, dict(reversed(terms.items()))
+        outputs, grads = zip(*roots, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        leaves: list[torch.Tensor | None] = [next(found) for _ in computed.leaves]
+        return leaves, {name: term for name, term in zip(parameters, found, strict=True) if term is not None}
 
 
 # --- bytes that a microbatch keeps --------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
         module=program.graph_module,
         held=held,
         functions=functions.found,
-        inputs=dict(zip(compress(signature.user_inputs, tensors), names, strict=True)),
+        inputs=dict(zip(compress(map(str, signature.user_inputs), tensors), names, strict=True)),
         output=output.args[0][-1],
     )
 

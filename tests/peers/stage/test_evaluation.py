@@ -250,10 +250,10 @@ def test_a_stage_evaluates_with_weights_that_it_holds() -> None:
     run = eval_run()
     chain = Chain(run)
     tokens = [encode(torch.from_numpy(batch_of(run)(eval_offsets(run, 0))), "none")]
-    with pytest.raises(NotReady, match="weights 1 of stage 0 are not here yet"):
+    with pytest.raises(NotReady, match="an evaluation needs weights 1; stage 0 is at 0"):
         chain.stages[0].evaluate(1, tokens)
     chain.step(0)
-    with pytest.raises(Stale, match="weights 0 of stage 0 are gone"):
+    with pytest.raises(Stale, match="an evaluation needs weights 0; stage 0 is at"):
         chain.stages[0].evaluate(0, tokens)
     passed: Any = tokens
     for stage in chain.stages:
