@@ -96,7 +96,8 @@ def _with_start(run: Run, folder: Path | None) -> Run:
     if read is None:
         raise SetupError('start.weights = "folder" in the run\'s manifest: give the folder with --start')
     start_from(run, read)
-    digests = tuple(start_digest(start_tensors(run, stage)) for stage in range(run.S))
+    starts = (start_tensors(run, stage) for stage in range(run.S))
+    digests = tuple(start_digest(start, start.__getitem__) for start in starts)
     run = replace(run, start=replace(run.start, digests=digests))
     start_from(run, read)
     return run

@@ -58,7 +58,7 @@ def start_of(run: Run, stage: Stage, shapes: Mapping[str, torch.Size]) -> Wanted
     dtype = weights_dtype(run)
 
     def fits(opened: Opened, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        right = start_digest(tensors) == run.start.digests[stage]
+        right = start_digest(tensors, tensors.__getitem__) == run.start.digests[stage]
         return None if right else f"gives other weights for stage {stage} than the run starts from"
 
     return Wanted(

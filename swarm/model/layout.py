@@ -9,7 +9,7 @@ numbers between two parameters are 0.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, TypeAlias
@@ -211,7 +211,7 @@ def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
         name: finite(name, read(aliases.get(name, (name,)), shape).to(dtype))
         for name, shape in start_shapes(run, stage).items()
     }
-    if run.start.digests and start_digest(found) != run.start.digests[stage]:
+    if run.start.digests and start_digest(found, found.__getitem__) != run.start.digests[stage]:
         raise SetupError(
             f"the weights that stage {stage} starts with are others here than in the run "
             f"({run.start.digests[stage][:12]}…): take those that the run's owner has"
@@ -226,11 +226,11 @@ def finite(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def start_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of what a stage starts with."""
+def start_digest(names: Iterable[str], value: Callable[[str], torch.Tensor]) -> str:
+    """SHA-256 of what a stage starts with: each asked for when it is its turn."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        add_tensor(digest, name, tensors[name])
+    for name in sorted(names):
+        add_tensor(digest, name, value(name))
     return digest.hexdigest()
 
 

@@ -34,7 +34,7 @@ from swarm.model.graph.model_source import CustomModel, from_code, from_hf, tran
 from swarm.model.graph.partition import StagePlan, find_cut, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import CONSTANT, Traced
-from swarm.model.layout import finite, stage_layout, start_shapes, start_tensors
+from swarm.model.layout import finite, stage_layout, start_digest, start_shapes, start_tensors
 from swarm.model.reductions import add_tensor
 from swarm.model.same_bits import use_threads_of
 from swarm.model.stage_io import StageInput
@@ -165,13 +165,7 @@ def drawn(run: Run, stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _digests(run: Run, value: Callable[[str], torch.Tensor]) -> tuple[str, ...]:
     """Of what `drawn` gives for each stage."""
-    found = []
-    for stage in range(run.S):
-        digest = hashlib.sha256()
-        for name in _drawn_names(run, stage):
-            add_tensor(digest, name, value(name))
-        found.append(digest.hexdigest())
-    return tuple(found)
+    return tuple(start_digest(_drawn_names(run, stage), value) for stage in range(run.S))
 
 
 def _drawn_names(run: Run, stage: Stage) -> list[str]:

@@ -288,8 +288,8 @@ def test_a_digest_of_what_a_stage_starts_with_sees_names_shapes_and_numbers() ->
         {"a": torch.arange(4.0) + 1, "b": torch.zeros(2)},
         {"a": torch.arange(4.0), "b": torch.zeros(2).double()},
     ]
-    assert start_digest(dict(reversed(one.items()))) == start_digest(one)
-    assert len({start_digest(tensors) for tensors in (one, *others)}) == 5
+    assert start_digest(reversed(one), one.__getitem__) == start_digest(one, one.__getitem__)
+    assert len({start_digest(tensors, tensors.__getitem__) for tensors in (one, *others)}) == 5
 
 
 def test_load_file_agrees(saved: tuple[Path, torch.nn.Module]) -> None:

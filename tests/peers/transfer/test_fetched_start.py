@@ -34,7 +34,8 @@ def tensors_of(run: Run, stage: Stage, value: float = 1.0) -> dict[str, torch.Te
 
 def started_run() -> Run:
     run = replace(demo_run(stages=2, steps=4), start=StartSpec(weights="folder"))
-    digests = tuple(start_digest(tensors_of(run, stage)) for stage in range(2))
+    starts = (tensors_of(run, stage) for stage in range(2))
+    digests = tuple(start_digest(start, start.__getitem__) for start in starts)
     return replace(run, start=replace(run.start, digests=digests))
 
 
