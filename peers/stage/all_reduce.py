@@ -245,13 +245,12 @@ class AllReduce:
                 self._contribute(this, start, self._me, own)
                 await asyncio.sleep(0)  # gigabytes must not keep heartbeats waiting
             for owner, part in zip(plan.members, parts, strict=True):
-                if owner == self._me:
-                    work.append(asyncio.create_task(self._collect_own(this)))
-                elif part:
+                if part and owner != self._me:
                     this.owing.add(owner)
                     work.append(asyncio.create_task(self._exchange(this, owner, part)))
             began = now_s()
-            exchange, watch = asyncio.gather(*work), asyncio.create_task(self._watch(this))
+            own_results = (asyncio.shield(chunk.result) for chunk in chunks.values())
+            exchange, watch = asyncio.gather(*work, *own_results), asyncio.create_task(self._watch(this))
             waiting = asyncio.create_task(self._wait(this, wait))
             work += [watch, waiting]
             await unless(waiting, unless(watch, exchange))
@@ -400,10 +399,6 @@ class AllReduce:
             self._first.answered(max(0.0, max(this.came_s.values()) - this.began_s))
         if this.shared:
             self._whole.answered(now_s() - this.began_s)
-
-    async def _collect_own(self, this: _Round) -> None:
-        for chunk in this.chunks.values():
-            await asyncio.shield(chunk.result)
 
     async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:
         """Send this replica's contribution to each chunk that `owner` owns, and take the reduced chunk."""

@@ -21,7 +21,7 @@ import torch
 from peers.clock import now_s
 from peers.events import Downloading, Emit
 from peers.fault_points import fault_point
-from peers.ports import Answer, Transport
+from peers.ports import Answer, NetworkPath, Transport
 from peers.transfer.leases import chunks_of, flat, forms_of
 from peers.waiting import TaskKeeper, end_tasks, for_each, happens, pulse
 from swarm.digest import DIGEST_BYTES
@@ -396,8 +396,7 @@ class _Downloading:
 
     def most_s(self, source: PeerId, size_bytes: int) -> float:
         """How long a source may take for so many bytes."""
-        line = self.transport.lines.get(source)
-        return most_s(size_bytes, line_bps=line.bandwidth_bps if line is not None else 0.0)
+        return most_s(size_bytes, line_bps=self.transport.lines.get(source, NetworkPath()).bandwidth_bps)
 
     def _close(self, sources: Sequence[PeerId]) -> None:
         """End leases, so that the next reader need not wait. A courtesy that nothing waits for."""

@@ -170,8 +170,11 @@ class Aggregator:
             if status.peer in self._peers:
                 self._take_status(self._peers[status.peer], status, observation.at)
         for peer, why in observation.silent.items():
-            if peer in self._peers:
-                self._take_silence(self._peers[peer], why, observation.at)
+            if (seen := self._peers.get(peer)) is not None:
+                if why and not seen.why:
+                    text = f"{self._who(seen)} does not answer: {why}"
+                    self._happened(observation.at, "silent", text, seen)
+                seen.why = why
         self._unheard.update(observation.silent)
         if observation.statuses or self._heard_at is None:
             self._heard_at = observation.at
@@ -260,11 +263,6 @@ class Aggregator:
             ranked = sorted(self._work, key=lambda peer: (peer in self._peers, self._work[peer].total))
             for peer in ranked[: MAX_WORKERS // 10]:
                 del self._work[peer]
-
-    def _take_silence(self, seen: _Seen, why: str, now: float) -> None:
-        if not seen.why and why:
-            self._happened(now, "silent", f"{self._who(seen)} does not answer: {why}", seen)
-        seen.why = why
 
     # -- the run ----------------------------------------------------------------------------------
 
