@@ -317,6 +317,19 @@ def test_where_steps_take_longer_under_all_that_becomes_usual() -> None:
     assert this.takes(201, "", slow_s=0.0, least_s=12.0) and not this.rotation.late
 
 
+def test_a_turn_of_one_step_says_not_how_long_steps_take() -> None:
+    """Of one whose result was there already it would be next to nothing."""
+    this = Watched()
+    this.steps(40, each_s=20.0)
+    this.steps(1, each_s=210.0)
+    this.steps(1, each_s=0.1)
+    this.steps(1, each_s=430.0)
+    first = this.first
+    for _ in range(6):
+        this.steps(1, each_s=20.0)
+        assert this.first == first
+
+
 def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:
     this = Watched()
     this.takes(TURN_STEPS - 1, "", slow_s=0.0)
