@@ -32,7 +32,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -70,7 +70,7 @@ class Process:
         self.slow_s = 0.0
         """Its worker threads take up to so much longer."""
         self.main: asyncio.Task[None] | None = None
-        self.held: list[_Handle] = []
+        self.held: list[_Due] = []
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -120,7 +120,10 @@ WORLD = contextvars.Context()
 """What no process does."""
 
 
-class _Handle:
+_Due: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], contextvars.Context]
+
+
+class _Timer:
     """As asyncio's handles, which ask the loop at each step whether it is being debugged."""
 
     __slots__ = ("args", "callback", "cancelled", "context")
@@ -131,6 +134,9 @@ class _Handle:
 
     def cancel(self) -> None:
         self.callback, self.args, self.cancelled = bool, (), True
+
+    def run(self) -> None:
+        self.callback(*self.args)
 
 
 class _Numbered:
@@ -159,8 +165,8 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def __init__(self, thread_s: Callable[[], float] = float) -> None:
         super().__init__()
         self._thread_s = thread_s
-        self._due: deque[_Handle] = deque()
-        self._timers: list[tuple[float, int, _Handle]] = []
+        self._due: deque[_Due] = deque()
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._order = itertools.count()
         self._tasks, self._futures = itertools.count(1), itertools.count(1 << 30)
         self._owner = threading.get_ident()
@@ -207,30 +213,26 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
         while not due:
             if not timers or timers[0][0] > limit_s:
                 return False
-            due_s, _, handle = heapq.heappop(timers)
-            if not handle.cancelled:
+            due_s, _, timer = heapq.heappop(timers)
+            if not timer.cancelled:
                 if due_s > self.now_s:
                     self.now_s, self._callbacks_before = due_s, self.callbacks
-                due.append(handle)
+                due.append((timer.run, (), timer.context))  # it may be cancelled while its process is stopped
         while due and not self._stopping:  # type: ignore[attr-defined]
             if self.callbacks - self._callbacks_before > MAX_AT_ONCE:
                 self.bugs.append(f"time stands still at {self.now_s:.3f} s")
                 return False
             for _ in range(len(due)):
-                handle = due.popleft()
-                if handle.cancelled:
-                    continue
-                process = handle.context.get(PROCESS)
+                callback, args, context = due.popleft()
+                process = context.get(PROCESS)
                 if process is not None and process.halted:
                     if process.alive:
-                        process.held.append(handle)
+                        process.held.append((callback, args, context))
                     continue
                 self.callbacks += 1
                 try:
-                    handle.context.run(handle.callback, *handle.args)
-                except Killed:
-                    pass
-                except Exception as error:  # noqa: BLE001  a bug, which is told
+                    context.run(callback, *args)
+                except (Killed, Exception) as error:  # noqa: BLE001  a bug is told
                     self.bug("a callback failed", error)
         return True
 
@@ -265,9 +267,7 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     ) -> Any:
         if context is AT_ONCE:
             return callback(*args)
-        handle = _Handle(callback, args, context)
-        self._due.append(handle)
-        return handle
+        return self._due.append((callback, args, contextvars.copy_context() if context is None else context))
 
     def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:
         """As `call_soon`. Another thread may not: when it came would differ from run to run."""
@@ -278,17 +278,16 @@ class VirtualLoop(VirtualTime, asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Any:
-        handle = _Handle(callback, args, context)
-        heapq.heappush(self._timers, (when, next(self._order), handle))
-        return handle
+        heapq.heappush(self._timers, (when, next(self._order), timer := _Timer(callback, args, context)))
+        return timer
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Any:
         when = self.now_s + delay if delay > 0.0 else self.now_s
-        handle = _Handle(callback, args, context)
-        heapq.heappush(self._timers, (when, next(self._order), handle))  # as `call_at`, of which few are made
-        return handle
+        # As `call_at`, of which few are made.
+        heapq.heappush(self._timers, (when, next(self._order), timer := _Timer(callback, args, context)))
+        return timer
 
     def create_future(self) -> asyncio.Future[Any]:
         future = _Future(loop=self)
