@@ -81,11 +81,13 @@ async def unless(watch: asyncio.Future[Any], awaitable: Awaitable[T]) -> T:
         let_go(task)
 
 
-def let_go(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks, whatever became of them, and wait for none."""
-    for task in tasks:
+def let_go(*tasks: asyncio.Future[Any]) -> list[asyncio.Future[Any]]:
+    """Cancel tasks, whatever became of them, and wait for none. Returns those that still run."""
+    running = [task for task in tasks if not (task.done() and (task.cancelled() or [task.exception()]))]
+    for task in running:
         task.cancel()
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it was looked at
+    return running
 
 
 async def for_each(items: Iterable[I], work: Callable[[I], Awaitable[T]], most: int) -> list[T]:
@@ -116,10 +118,8 @@ async def until_one_ends(*work: Coroutine[Any, Any, object]) -> None:
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel all of them, and return when none runs any more, whatever became of it."""
-    ended = list(tasks)
-    for task in ended:
-        task.cancel()
-    await asyncio.gather(*ended, return_exceptions=True)
+    if running := let_go(*tasks):
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 class TaskKeeper:
@@ -158,6 +158,7 @@ class TaskKeeper:
         """Cancel the tasks, and those that they start meanwhile, until none is left."""
         while self._tasks:
             await end_tasks(self._tasks)
+            await asyncio.sleep(0)  # those that had just ended are forgotten
 
 
 def _tell_bug(error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ from peers.ports import Answer, Request
 from peers.sim.dice import Dice
 from peers.sim.directory import LAG_S, LIFE_S, Dht, SimDirectory
 from peers.sim.lines import Lines
-from peers.sim.loop import MAX_AT_ONCE, Process, VirtualLoop
+from peers.sim.loop import MAX_AT_ONCE, Process, VirtualLoop, run_virtual
 from peers.sim.network import SILENCE_S, Network
 from peers.status_query import ask_all
 from peers.waiting import TaskKeeper
@@ -241,6 +241,24 @@ def test_a_bug_in_a_background_task_is_told(pair: Pair) -> None:
     pair.a.process.spawn(pair.loop, begin())
     pair.run(1.0)
     assert pair.loop.bugs == ["bug in a task: AssertionError: p2pd dials no peer from itself"]
+
+
+def test_background_tasks_are_closed_of_which_one_ended_at_that_instant() -> None:
+    """It waited for no task, and so nobody could forget that one: it would look again for ever."""
+
+    async def close() -> int:
+        tasks, told = TaskKeeper(), asyncio.get_running_loop().create_future()
+
+        async def tell() -> None:
+            told.set_result(None)
+
+        tasks.create_task(tell())
+        await told
+        assert len(tasks) == 1
+        await tasks.close()
+        return len(tasks)
+
+    assert run_virtual(close()) == 0
 
 
 def test_a_peer_that_asks_several_does_not_call_itself(pair: Pair) -> None:
