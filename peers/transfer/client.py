@@ -487,8 +487,9 @@ class _Pull:
             SwarmError: it does not give them; those that it had are in the queue again.
         """
         self.active.add(source)
+        at_once = min(IN_FLIGHT, len(self._missing))
         try:
-            await for_each(range(IN_FLIGHT), lambda turn: self._work(source, lease, turn), IN_FLIGHT)
+            await for_each(range(at_once), lambda turn: self._work(source, lease, turn), IN_FLIGHT)
         finally:
             self.active.discard(source)
 
