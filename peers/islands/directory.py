@@ -76,9 +76,9 @@ class DirectoryView:
 
     def __init__(
         self, directory: Directory, seen: Callable[[PeerRecord], PeerRecord | None],
-        state: Callable[[], object] = lambda: None,
+        state: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
-        """`seen`: a record as it is seen; None: not at all. `state`: what that depends on."""
+        """`seen`: a record as it is seen; None: not at all. `state`: what that depends on, if anything."""
         self._directory, self._seen, self._state = directory, seen, state
         self._shown: dict[Stage | None, tuple[Sequence[PeerRecord], object, Sequence[PeerRecord]]] = {}
 
@@ -94,7 +94,7 @@ class DirectoryView:
 
     def _same(self, key: Stage | None, records: Sequence[PeerRecord]) -> Sequence[PeerRecord]:
         """The same object as long as nothing has changed."""
-        known, state = self._shown.get(key), self._state()
+        known, state = self._shown.get(key), self._state and self._state()
         if known is None or known[0] is not records or known[1] != state:
             known = self._shown[key] = (records, state, self._all_seen(records))
         return known[2]

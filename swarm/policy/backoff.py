@@ -141,7 +141,7 @@ class Backoff:
 
     def in_backoff(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` should not be called now."""
-        return self.is_away(peer, now=now) or self.rests(peer, now=now)
+        return peer in self._silent or now < max(self._until.get(peer, now), self.rests_until_s(peer))
 
     def is_away(self, peer: PeerId, *, now: float) -> bool:
         """Whether `peer` could not be reached just now. One that only rests may be there for others."""

@@ -189,6 +189,8 @@ class StepProtocol:
             serving.discard(self._me)
             if self._local.joined and not (self._local.leaving and serving):
                 serving.add(self._me)
+        if serving <= {self._me}:
+            return next(iter(serving), None)
         there = [p for p in serving if p == self._me or not self._backoff.in_backoff(p, now=now)]
         voice = self.belief.voice(stage)
         # Others with voice see another one, which rests for this one: none has reported in this turn.

@@ -144,11 +144,10 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> list[
     while older peers live. It would know of no plan, and a running reduce would start again. A wrong clock
     costs just that.
     """
-
-    def rank(peer: PeerId) -> tuple[float, PeerId]:
-        return (-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer]), peer
-
-    return sorted(heard(since_s, voice), key=rank)
+    ranked = []
+    for peer in heard(since_s, voice):
+        ranked.append(((-(voice[peer] // RANK_STEPS) if voice.get(peer) else since_s[peer]), peer))
+    return [peer for _, peer in sorted(ranked)]
 
 
 def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:

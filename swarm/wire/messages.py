@@ -425,10 +425,7 @@ class PeerStatus(Positioned, frozen=True, kw_only=True):
     eval_version: int = -1
 
 
-def _encode(value: object) -> bytes:
-    if isinstance(value, Bitmap):
-        return value.packed()
-    raise NotImplementedError(f"a {type(value).__name__} does not travel")
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=Bitmap.packed)
 
 
 def _decoder(most_unfolded: int) -> Callable[[type, object], Bitmap]:
@@ -450,7 +447,7 @@ def _decoder(most_unfolded: int) -> Callable[[type, object], Bitmap]:
 
 def pack(message: msgspec.Struct) -> bytes:
     """The wire form of a header."""
-    return msgspec.msgpack.encode(message, enc_hook=_encode)
+    return _ENCODER.encode(message)
 
 
 def say(message: msgspec.Struct) -> tuple[bytes, tuple[bytes, ...]]:
