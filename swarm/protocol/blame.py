@@ -25,6 +25,10 @@ ALL_OWNERS = ""
 coordinator reduces everything itself for a while: then it sees which replica sends nothing."""
 UNCLEAR = "?"
 """Before a replica's name: what it is charged with once it is seen to hold up a round."""
+LEADING = "!"
+"""The same: so much of that as it coordinated."""
+LED_S = 10.0
+"""By then an honest coordinator that was kept waiting before its turn reduces all itself."""
 PREPARED_S = 1.5
 """In 20 steps 30 s: so much later than the others a replica may have the result each time."""
 TIMES_ROUND = 3.0
@@ -127,22 +131,22 @@ class RoundWaits:
             late_s = self._late_s(peer, waited_s, now, pair=awaited.of == 2)
             if late_s <= 0:
                 continue
-            # What a coordinator might have done to find out counts only while it coordinates.
-            of_member, of_coordinator = UNCLEAR + peer, 2 * UNCLEAR + peer
-            new_s, leads = min(waited_s, late_s), self._me != coordinator == peer
+            unclear, leading = UNCLEAR + peer, LEADING + peer
+            new_s = min(waited_s, late_s)
             if not awaited.seen and peer != ALL_OWNERS:
-                unclear = of_coordinator if leads else of_member
-                if self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now) and leads:
-                    self._unclear_s += waited_s
-                if leads and self._unclear_s >= 2 * AGAIN_S:
-                    self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
-                    left_out.append(peer)
+                rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now)
+                if self._me != coordinator == peer:
+                    self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
+                    self._unclear_s += waited_s if rests else 0.0
+                    led_s = self._backoff.budget_s - self._backoff.left_s(leading, t=self._t)
+                    if self._unclear_s >= 2 * AGAIN_S and led_s >= LED_S:
+                        self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
+                        left_out.append(peer)
                 continue
-            if any(self._backoff.was_charged(one, t=self._t) for one in (of_member, of_coordinator)):
+            if self._backoff.was_charged(unclear, t=self._t):
                 if late_s < AGAIN_S:
                     continue  # a moment shows nothing
-                settled_s = (self._backoff.settled_s(one, t=self._t) for one in (of_member, of_coordinator))
-                new_s = late_s + sum(settled_s)
+                new_s = late_s + self._backoff.settled_s(unclear, t=self._t)
             rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
             if rests and coordinator in (self._me, peer):
                 left_out.append(peer)
@@ -152,7 +156,7 @@ class RoundWaits:
         """Of those that a round waits for, the ones that this replica may charge."""
         peers, of, seen = awaited
         pair = of == 2
-        if self._me in peers or not 2 * len(peers) < of + pair:
+        if self._me in peers or (of > 1 and not 2 * len(peers) < of + pair):
             return frozenset()  # it holds itself up, or its own line does
         third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
         if coordinator != self._me and not third:

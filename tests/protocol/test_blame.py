@@ -402,6 +402,13 @@ def test_what_was_unclear_before_it_coordinates_says_nothing_of_a_coordinator() 
     assert waits.wait(awaited("ann"), 3.0, coordinator="ann", now=137.0) == ["ann"], "that is seen"
 
 
+def test_a_coordinator_that_owns_all_is_waited_for_as_any_other() -> None:
+    waits, backoff = waits_of("bob", voice="ann bob cid")
+    assert not waits.wait(awaited("ann", of=1, seen=False), 25.0, coordinator="ann", now=125.0)
+    assert waits.wait(awaited("ann", of=1, seen=False), 2.0, coordinator="ann", now=127.0) == ["ann"]
+    assert backoff.rests("ann", now=127.0)
+
+
 def test_the_next_round_of_a_step_may_wait_no_longer_for_what_the_last_one_waited() -> None:
     waits, _ = waits_of()
     waits.wait(awaited("bob"), 20.0, coordinator="ann", now=120.0)
