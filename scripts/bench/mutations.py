@@ -4535,6 +4535,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_lying_coordinators",),
     ),
     Mutation(
+        "strangers-coordinate-in-turn",
+        PROTOCOL,
+        "        by_steps = any(map(voice.get, ranked))",
+        "        by_steps = True",
+        "Before anybody has voice a crowd of identities coordinates most steps.",
+        ("test_by_voice",),
+    ),
+    Mutation(
         "turns-begin-by-steps-while-steps-are-late",
         "swarm/policy/rotation.py",
         "        if not self.late:\n            self._by_steps",
@@ -6187,7 +6195,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "coordinate-for-ever",
         PROTOCOL,
-        "for peer in self._rotation.in_turn(ranked) if",
+        "for peer in self._rotation.in_turn(ranked, by_steps=by_steps) if",
         "for peer in ranked if",
         "A coordinator that lies holds the run up until it is banned.",
         ("test_lying_coordinators",),

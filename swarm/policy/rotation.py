@@ -179,9 +179,14 @@ class Rotation:
         before_s = 0.0 if self.late else sum(self._slow_s)
         self._used += (before_s + now - self._counted_s) / self._turn_s
 
-    def in_turn(self, peers: Sequence[PeerId], turn: int | None = None) -> list[PeerId]:
-        """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on."""
-        peers = _drawn(tuple(peers), self._by_steps)
+    def in_turn(
+        self, peers: Sequence[PeerId], turn: int | None = None, *, by_steps: bool = True
+    ) -> list[PeerId]:
+        """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on.
+
+        `by_steps`: not of strangers, of which there may be any number.
+        """
+        peers = _drawn(tuple(peers), self._by_steps if by_steps else 0)
         turn, doubled = int(self._used) if turn is None else turn, 0
         while peers and doubled < MAX_DOUBLED and turn >= len(peers) << doubled:
             turn, doubled = turn - (len(peers) << doubled), doubled + 1

@@ -115,6 +115,26 @@ def test_strangers_go_on_alone_when_all_with_voice_are_gone() -> None:
     assert this.coordinator(1, now=NOW) == "dan"
 
 
+def test_where_nobody_has_voice_the_first_one_coordinates_each_step() -> None:
+    """In turn a crowd of identities would coordinate most."""
+    records = [record("cid", since=2.0), record("dan", since=1.0)]
+    this = protocol_of("cid", *records)
+    for version in range(200):
+        local = Local(generation=Generation(), version=version, steps={}, commits={}, joined=True)
+        this.observe(local, {1: records}, now=NOW)
+        assert this.coordinator(1, now=NOW) == "dan"
+
+
+def test_those_with_voice_coordinate_in_turn() -> None:
+    records = [record(name, steps=40) for name in ("ann", "bob", "cid")]
+    this, seen = protocol_of("ann", *records), set[PeerId | None]()
+    for version in range(0, 900, 60):
+        local = Local(generation=Generation(), version=version, steps={}, commits={}, joined=True)
+        this.observe(local, {1: records}, now=NOW)
+        seen.add(this.coordinator(1, now=NOW))
+    assert seen == {"ann", "bob", "cid"}
+
+
 def test_a_stranger_does_not_speak_for_a_stage_nor_over_its_coordinator() -> None:
     this = protocol_of(
         "zoe", record("zoe", 0, steps=40), record("ann", steps=60), record("bob", steps=20), record("liar"),
