@@ -4615,14 +4615,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_attack", "test_extremes"),
     ),
     Mutation(
-        "believe-speeds-that-cannot-be",
-        "swarm/policy/spares.py",
-        "    speeds = [speed for r in pool if (speed := between(r.speed, MIN_SPEED, MAX_SPEED))]",
-        "    speeds = [r.speed for r in pool if r.speed > 0.0]",
-        "Strangers that say that they are very fast end those who judge whether to stand by.",
-        ("test_spares",),
-    ),
-    Mutation(
         "stay-with-a-coordinator-that-tells-nothing",
         "swarm/protocol/protocol.py",
         "if self._rotation.left_behind and coordinator",

@@ -310,6 +310,7 @@ async def test_a_replica_that_is_told_nothing_any_more_goes_by_another_one(numbe
     run = replace(audit_run(stages=2, steps=24, microbatches_per_step=4), dtype="float32")
     async with swarm(admitting(run), replicas=3, job_s=0.3) as s:
         give_voice(s, *s.peers)
+        coordinate_all(s)
         await s.until_serving()
         liar, told = s.network.transports["s0p0"], list[Answer]()
         call, (report, most_bytes) = liar.call, liar.handlers["report"]
