@@ -1709,8 +1709,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "steps-without-end-in-a-report",
         CHECKS,
-        "len(steps) > MAX_STEPS\n        or ",
-        "",
+        "if len(steps) > MAX_STEPS or not in_order or",
+        "if not in_order or",
         "A report makes the coordinator decide about thousands of steps.",
         ("test_council", "test_attack"),
     ),
@@ -4585,8 +4585,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "forget-losses-with-who-coordinated",
         PROTOCOL,
-        "            if t < self._local.version:\n                losses.setdefault(t, loss)",
-        "            pass",
+        "        losses.update(told | losses)",
+        "        del told",
         "Trainers hear no loss of a step after which another one coordinates.",
         ("test_lying_coordinators",),
     ),

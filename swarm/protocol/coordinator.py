@@ -20,6 +20,7 @@ from swarm.protocol import rounds
 from swarm.protocol.blame import Blame
 from swarm.protocol.ledger import Bitmap, members_of
 from swarm.protocol.messages import (
+    LOSSES_KEPT,
     MAX_LEFT_OUT,
     Directive,
     ReplicaReport,
@@ -36,7 +37,6 @@ from swarm.protocol.voice import heard, weight
 REALIGN_STEPS = 100
 """Steps between realignments where the manifest has no checkpoints: replicas on different kinds of device
 then take the same bits."""
-LOSSES_KEPT = 64
 MAX_SOURCES = 64
 """Replicas that are named as the source of something."""
 MAX_TOLD = 16

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -21,6 +22,8 @@ from swarm.protocol.ledger import Bitmap, check_bitmap
 from swarm.protocol.rollback import check_position
 from swarm.protocol.rounds import NOTHING, Commit, FetchResult, Plan, StepReport, StepSummary
 
+LOSSES_KEPT = 64
+"""Of the last steps. Who is told more refuses it: each coordinator keeps what the one before it said."""
 MAX_LEFT_OUT = 8
 """Replicas that are said to be left out; there is no need to say it of all."""
 
@@ -96,7 +99,7 @@ class RunStatus(Positioned, frozen=True, kw_only=True):
     lacking: tuple[StepLacking, ...] = ()
     commits: tuple[Commit, ...] = ()
     """The newest, ascending. More than one: with delayed updates a stage may have to take two steps."""
-    losses: tuple[tuple[int, float], ...] = ()
+    losses: Annotated[tuple[tuple[int, float], ...], msgspec.Meta(max_length=LOSSES_KEPT)] = ()
     """Mean loss of each of the last steps, each over exactly M microbatches."""
     run_coordinator: PeerId = ""
 
@@ -165,11 +168,8 @@ def check_summary(summary: StageSummary, run: Run) -> None:
 
 
 def _check_steps(steps: Sequence[int], run: Run) -> None:
-    if (
-        len(steps) > MAX_STEPS
-        or list(steps) != sorted(set(steps))
-        or not all(0 <= t < run.steps for t in steps)
-    ):
+    in_order = list(steps) == sorted(set(steps))
+    if len(steps) > MAX_STEPS or not in_order or not all(0 <= t < run.steps for t in steps):
         raise Refused(f"{list(steps)[:8]} are not open steps of a run of {run.steps}")
 
 

@@ -513,9 +513,8 @@ class StepProtocol:
         for summary in present.values():
             self._learn(summary.commits, summary.generation)
         losses = self._coordinator.losses
-        for t, loss in self.run_status.losses:  # as another coordinated the run
-            if t < self._local.version:
-                losses.setdefault(t, loss)
+        told = {t: loss for t, loss in self.run_status.losses if t < self._local.version}
+        losses.update(told | losses)  # of steps in which another coordinated the run
         believes = partial(self.believes, generation=self._agreed.generation, is_told=False)
         status = run.decide(losses, self._local, believes)
         if status == self.run_status or not self.coordinates(0, now=now):

@@ -20,9 +20,10 @@ from swarm.digest import DIGEST_BYTES
 from swarm.errors import Refused, SetupError
 from swarm.ids import SIGNATURE_BYTES, Generation, PeerId
 from swarm.protocol import messages as protocol_messages
-from swarm.protocol.coordinator import LOSSES_KEPT, MAX_SOURCES
+from swarm.protocol.coordinator import MAX_SOURCES
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import (
+    LOSSES_KEPT,
     MAX_LEFT_OUT,
     MAX_NAME,
     MAX_STEPS,
@@ -308,3 +309,11 @@ def test_a_run_whose_stages_cannot_say_what_they_lack_is_no_run() -> None:
         SetupError, match=r"batch\.microbatches_per_step = 4097 .* at most 4096 with 512 stages"
     ):
         replace(run, model=model, batch=replace(batch, microbatches_per_step=4097))
+
+
+def test_more_losses_than_are_kept_are_refused_before_another_coordinator_keeps_them() -> None:
+    said = RunStatus(losses=tuple((-t, 1.5) for t in range(LOSSES_KEPT + 1)))
+    with pytest.raises(
+        Refused, match=f"malformed RunStatus header: .* length <= {LOSSES_KEPT} - at `\\$.losses`"
+    ):
+        unpack(pack(said), RunStatus)
