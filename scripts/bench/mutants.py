@@ -75,7 +75,7 @@ IDLE_S = 40.0
 """A test that uses no CPU time for so long waits for ever."""
 SCHEDULES = 200
 ALL_PEERS = ("tests/peers",)
-WINGS = ("peers", "net/directory")
+WINGS = ("peers", "net/directory", "watch")
 NOT_HERE = "not process and not net and not slow"
 """Tests that start processes are no part of what is measured here."""
 FOR_EVER = "waits for ever"
@@ -319,7 +319,7 @@ class Rings:
 
 @functools.cache
 def path_of(name: str) -> str:
-    """The file of tests/peers, or of those of the DHT's nodes, with that name."""
+    """The file of tests/peers, or of another wing, with that name."""
     (path,) = (path for wing in WINGS for path in (ROOT / "tests" / wing).rglob(f"{name}.py"))
     return path.relative_to(ROOT).as_posix()
 

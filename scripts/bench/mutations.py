@@ -16,7 +16,7 @@ class Mutation(NamedTuple):
     goes_wrong: str
     """What a reader would see."""
     tests: tuple[str, ...] = ()
-    """Modules of tests/peers or tests/net/directory that are about it; none: all of tests/peers."""
+    """Modules of tests/peers, net/directory or watch that are about it; none: all of tests/peers."""
 
     def applied(self, source: str) -> str:
         """The file with the rule broken.
