@@ -71,11 +71,11 @@ class Rotation:
 
     def __init__(self) -> None:
         self._by_steps = 0
-        """The turn by the number of the step; the last one before steps were late."""
+        """The turn by the number of the step; the last one before late steps used a turn up."""
         first = AdaptiveTimeout(min_s=LATE_S)
         first.expected_s = FIRST_LATE_S / 3
-        self._lasted = deque([first], maxlen=COMPARED)
-        """How long steps took in each of the last turns."""
+        self._lasted, self._usual = deque([first], maxlen=COMPARED), first
+        """How long steps took in each of the last turns; and in the one in which they took least."""
         self._noted, self._noted_steps = (0, 0), 0
         """The last of these turns, and how many steps it had."""
         self._stepped_s = self._seen_s = self._counted_s = -math.inf
@@ -95,12 +95,14 @@ class Rotation:
         return self._used > 0.0
 
     def at(self, version: int) -> None:
-        """This peer is at a version: while steps are in time its number says whose turn it is."""
-        if not self.late:
+        """This peer is at a version, which says whose turn it is unless late steps have used a turn up."""
+        if self._used < 1.0:  # others may have seen less, or nothing, of a step that was late for this peer
             self._by_steps = turn_of(version)
 
     def stepped(self, *, now: float, alone: bool = True) -> None:
-        """This peer has taken a step, `alone`, or got other weights: that tells not how long steps take."""
+        """This peer has taken a step, `alone`, or got other weights, or caught up with others: that tells not
+        how long steps take.
+        """
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
         self._new_turn()
         saw = alone and now - self._seen_s <= SLEPT_S
@@ -117,6 +119,9 @@ class Rotation:
                 self._lasted[-1].answered(took_s if self._lasted[-1].known else FIRST_SHARE * took_s)
             else:
                 self._lasted[-1].gave_up(limit_s)
+        *before, _ = self._lasted
+        known = before if before and self._noted_steps < LEAST_STEPS else self._lasted
+        self._usual = min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
         self._stepped_s = self._counted_s = now
         self._used_before, self._taken_back = self._used, False
 
@@ -143,13 +148,6 @@ class Rotation:
             self._count(now)
         self._counted_s = now
         return None if was_late and int(self._used) == turn else turn
-
-    @property
-    def _usual(self) -> AdaptiveTimeout:
-        """How long steps take in the one of the last turns in which they took least."""
-        *before, _ = self._lasted
-        known = before if before and self._noted_steps < LEAST_STEPS else self._lasted
-        return min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
 
     def _new_turn(self) -> None:
         """Begin to note how long steps take in another turn, if it is one."""

@@ -136,7 +136,8 @@ class StepProtocol:
             self._moved_s, self._backoff.unclear_rounds = now, 0
             if self._goes_by_strangers and local.version >= self._coordinator.run_version:
                 self._behind_since = None  # it has what they had
-            self._rotation.stepped(now=now, alone=local.version == self._local.version + 1)
+            alone = local.version == self._local.version + 1 and not self.belief.is_passed(local.version)
+            self._rotation.stepped(now=now, alone=alone)
         self._local, self._peers = local, peers
         if self.belief.needs_proof:
             self._rotation.at(local.version)

@@ -330,6 +330,18 @@ def test_a_turn_of_one_step_says_not_how_long_steps_take() -> None:
         assert this.first == first
 
 
+def test_those_for_whom_a_step_was_late_and_others_see_the_same_turns() -> None:
+    """Over the end of a turn two coordinated their stage, one of them itself alone."""
+    one, other = Watched(), Watched()
+    for this in (one, other):
+        this.takes(TURN_STEPS - 1, "", slow_s=0.0)
+    one.steps(1, each_s=LATE_S + 1.0)
+    assert one.rotation.late and not other.rotation.late
+    for this in (one, other):
+        this.rotation.at(2 * TURN_STEPS)
+    assert one.rotation.in_turn(PEERS) == other.rotation.in_turn(PEERS)
+
+
 def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:
     this = Watched()
     this.takes(TURN_STEPS - 1, "", slow_s=0.0)

@@ -125,6 +125,22 @@ def test_where_nobody_has_voice_the_first_one_coordinates_each_step() -> None:
         assert this.coordinator(1, now=NOW) == "dan"
 
 
+def test_one_that_catches_up_does_not_take_that_for_how_long_steps_take() -> None:
+    """It passed over one coordinator after the other, where steps take 20 s."""
+    records = [record(name, steps=40) for name in ("ann", "bob", "cid")]
+    this, now = protocol_of("ann", *records), NOW
+    for version in range(1, 31):
+        catches_up = 10 <= version < 20
+        others = [msgspec.structs.replace(one, version=25 if catches_up else version) for one in records]
+        for _ in range(1 if catches_up else 20):
+            now += 0.1 if catches_up else 1.0
+            this._rotation.waits(now=now)
+        for at in (version - 1, version):  # it hears of the others' step before it has taken its own
+            local = Local(generation=Generation(), version=at, steps={}, commits={}, joined=True)
+            this.observe(local, {1: others}, now=now)
+    assert not this._rotation.late
+
+
 def test_those_with_voice_coordinate_in_turn() -> None:
     records = [record(name, steps=40) for name in ("ann", "bob", "cid")]
     this, seen = protocol_of("ann", *records), set[PeerId | None]()
