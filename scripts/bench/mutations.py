@@ -4540,7 +4540,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        by_steps = any(map(voice.get, ranked))",
         "        by_steps = True",
         "Before anybody has voice a crowd of identities coordinates most steps.",
-        ("test_by_voice",),
+        ("test_lying_coordinators",),
     ),
     Mutation(
         "turns-end-by-steps-only-where-none-was-late",
@@ -4556,7 +4556,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         " and not self.belief.is_passed(local.version)",
         "",
         "One that has caught up passes over one coordinator after the other.",
-        ("test_by_voice",),
+        ("test_lying_coordinators",),
     ),
     Mutation(
         "turns-begin-by-steps-while-steps-are-late",
