@@ -4607,14 +4607,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_lying_coordinators",),
     ),
     Mutation(
-        "old-reports-say-who-does-not-coordinate",
-        PROTOCOL,
-        "if m.report.version >= self._local.version}",
-        "if True}",
-        "For a second after each turn nobody coordinates.",
-        ("test_lying_coordinators",),
-    ),
-    Mutation(
         "follow-into-a-generation-that-cannot-be",
         "swarm/protocol/protocol.py",
         "            return False  # a stage that there is not tells",
