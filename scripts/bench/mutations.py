@@ -4623,14 +4623,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_attack", "test_extremes"),
     ),
     Mutation(
-        "stay-with-a-coordinator-that-tells-nothing",
-        "swarm/protocol/protocol.py",
-        "if self._rotation.left_behind and coordinator",
-        "if False and coordinator",
-        "A replica that its coordinator tells nothing is out for the rest of the run.",
-        ("test_lying_coordinators",),
-    ),
-    Mutation(
         "fetch-a-lie-once-for-each-name",
         "peers/transfer/client.py",
         "            for offer in group:  # each chunk",
