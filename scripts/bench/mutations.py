@@ -4639,6 +4639,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_index",),
     ),
     Mutation(
+        "old-reports-say-who-does-not-coordinate",
+        PROTOCOL,
+        "if m.report.version >= self._local.version}",
+        "if True}",
+        "After a turn two coordinate for a second, and a crowd of strangers has one of them undo what it has.",
+        ("test_believing",),
+    ),
+    Mutation(
         "leave-a-coordinator-that-was-kept-waiting",
         "swarm/protocol/blame.py",
         "self._unclear_s >= 2 * AGAIN_S",

@@ -23,7 +23,6 @@ import tokenizers
 from peers import cli
 from peers.start_line import program
 from peers.storage import shards
-from peers.storage import tokenizer as tokenizer_file
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
 from peers.storage.tokenizer import PART_CHARS, Tokenizer, load_tokenizer
@@ -395,24 +394,19 @@ def test_of_long_documents_few_are_held_at_once() -> None:
         assert (len(next(encoded)), given) == (at_once * chars, 2 * at_once), "none is left out"
 
 
-def test_a_document_as_long_as_a_file_is_cut_as_files_are(
-    words: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_as_long_as_a_file_is_cut_as_files_are() -> None:
     """The library takes 250 bytes for each character: for a document of 256 MiB 64 GB."""
-    tokenizer, sizes, rows_of = load_tokenizer(words), list[int](), Tokenizer._rows
 
-    def seen(self: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-        sizes.extend(map(len, texts))
-        return rows_of(self, texts)
+    class Seen(Tokenizer):
+        def _rows(self, texts: list[str]) -> list[np.ndarray]:
+            sizes.extend(map(len, texts))
+            return super()._rows(texts)
 
-    monkeypatch.setattr(tokenizer_file, "_CHARS_AT_ONCE", 4 * PART_CHARS)
-    monkeypatch.setattr(Tokenizer, "_rows", seen)
-    long = "the cat sat\n" * PART_CHARS
+    tokenizer, sizes, long = Seen(), list[int](), "the cat sat\n" * (24 * PART_CHARS)
+    assert len(long) > 1 << 24
     found = np.concatenate([*tokenizer.encode_documents(["cat", long, "hat"], 7)])
     assert max(sizes) <= PART_CHARS, "no call has more of a document"
-    as_file = [token for part in tokenizer.encode_file([long.encode()], "") for token in part]
-    expected = [*tokenizer.encode("cat"), 7, *as_file, 7, *tokenizer.encode("hat"), 7]
-    assert found.tolist() == expected
+    assert found.astype(np.uint8).tobytes() == b"cat\x07" + long.encode() + b"\x07hat\x07"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
@@ -427,17 +421,18 @@ def test_rows_are_read_in_bounded_memory() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
-def test_a_line_of_json_is_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_json_is_read_in_bounded_memory(tmp_path: Path) -> None:
     """One of 256 MiB, packed in 300 kB, took 6.5 GB."""
-    path = tmp_path / "a.jsonl"
-    for megabytes, much in ((20, 1 << 27), (20, 1 << 30)):
-        monkeypatch.setattr(documents, "MAX_UNPACKED_BYTES", much)
-        path.write_text('{"text": "a", "more": [' + "{}," * (megabytes * 10**6 // 3) + "0]}\n")
-        if much == 1 << 30:
-            assert list(documents.texts(path, "text")) == ["a"]
-            continue
+    path, (soft, hard) = tmp_path / "a.jsonl", resource.getrlimit(resource.RLIMIT_DATA)
+    path.write_text('{"text": "a", "more": [' + "{}," * (20 * 10**6 // 3) + "0]}\n")
+    assert list(documents.texts(path, "text")) == ["a"]
+    here = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[5])
+    resource.setrlimit(resource.RLIMIT_DATA, (here + (1 << 27), hard))
+    try:
         with pytest.raises(SetupError, match=r"a\.jsonl cannot be read to its end: a few of its rows unpack"):
             list(documents.texts(path, "text"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not count what a process has")
