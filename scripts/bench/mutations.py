@@ -4643,7 +4643,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         PROTOCOL,
         "if m.report.version >= self._local.version}",
         "if True}",
-        "After a turn two coordinate for a second, and a crowd of strangers has one of them undo what it has.",
+        "After a turn two coordinate for a second, and strangers have one of them undo what it has.",
         ("test_believing",),
     ),
     Mutation(
