@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -140,7 +141,8 @@ async def test_all_with_voice_of_a_stage_are_banned_and_newcomers_go_on(
     stage: int, obeys: bool, within_s: float, come_later: bool
 ) -> None:
     """The word of each of those counts alike. Where none was there the run begins again, without a keeper."""
-    async with swarm(RUN, replicas=3, job_s=JOB_S) as s:
+    steps = 24 if come_later else RUN.steps  # more than those take that have not heard of the bans yet
+    async with swarm(replace(RUN, steps=steps), replicas=3, job_s=JOB_S) as s:
         if not come_later:
             add_newcomers(s, stage)
         await begun(s)
