@@ -116,21 +116,21 @@ def answer_parts_late(s: Swarm, owner: PeerId, by_s: float, *, to: Collection[Pe
     handlers["part"] = late, most
 
 
-def coordinate_late(s: Swarm, name: PeerId, by_s: Callable[[], float]) -> None:
+def coordinate_late(s: Swarm, name: PeerId, by_s: float) -> None:
     """It answers all that it is told as a coordinator so late, and so late it tells what it finds."""
     handlers, messages = s.network.peers[name].transport.handlers, s.peers[name].coordination._messages
     send = messages._send
 
     async def tell_late(key: tuple[PeerId, str], message: Any) -> None:
         if key[1] in ("directive", "run"):
-            await asyncio.sleep(by_s())
+            await asyncio.sleep(by_s)
         await send(key, message)
 
     for method in ("report", "summary"):
 
         async def answer_late(request: Request, answer: Any = handlers[method][0]) -> Answer:
             answered = await answer(request)
-            await asyncio.sleep(by_s())
+            await asyncio.sleep(by_s)
             return answered
 
         handlers[method] = answer_late, handlers[method][1]

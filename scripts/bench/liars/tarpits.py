@@ -110,22 +110,12 @@ def starts_no_reduce(s: Swarm, slow: Slow) -> None:
         peer.coordination.act = some
 
 
-def answers_parts(by_s: float) -> Way:
-    """They answer what they own of a round, each time so much later."""
+def by_name(act: Callable[..., None], *how: float) -> Way:
+    """The same, of an act that needs the swarm."""
 
     def begin(s: Swarm, slow: Slow) -> None:
         for name in slow:
-            answer_parts_late(s, name, by_s)
-
-    return begin
-
-
-def coordinates_late(by_s: float) -> Way:
-    """What they say as coordinators comes so late."""
-
-    def begin(s: Swarm, slow: Slow) -> None:
-        for name in slow:
-            coordinate_late(s, name, lambda: by_s)
+            act(s, name, *how)
 
     return begin
 
@@ -147,9 +137,9 @@ WAYS: dict[str, Way] = {
     "sends no part": sends_no_part,
     "starts no reduce": starts_no_reduce,
     "begins rounds 4.5 s late": each(begin_rounds_late, 4.5),
-    "answers as an owner 4.5 s late": answers_parts(4.5),
+    "answers as an owner 4.5 s late": by_name(answer_parts_late, 4.5),
     "checks sums 4.5 s late": each(check_late, 4.5),
-    "coordinates 2 s late": coordinates_late(2.0),
+    "coordinates 2 s late": by_name(coordinate_late, 2.0),
 }
 
 

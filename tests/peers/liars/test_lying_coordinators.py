@@ -281,7 +281,7 @@ async def test_one_that_coordinates_late_from_the_first_step_on_is_found_by_what
     async with swarm(admitting(run), replicas=4) as s:
         liar = f"s{stage}p0"
         give_voice(s, *s.peers)
-        coordinate_late(s, liar, lambda: 2.0)
+        coordinate_late(s, liar, 2.0)
         await s.until_serving()
         began_s = s.network.loop.now_s
         trainer = s.add_trainer(TRAINER)
