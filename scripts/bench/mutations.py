@@ -4488,7 +4488,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "follow-who-is-waited-for",
         "swarm/protocol/blame.py",
-        "self._unclear_s >= 2 * AGAIN_S and led_s >= LED_S",
+        "self._unclear_s >= 2 * AGAIN_S and led_s >= KEPT_WAITING_S",
         "False",
         "A coordinator that holds checks up makes steps longer for ever.",
         ("test_limits",),
@@ -4505,7 +4505,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "blame-a-coordinator-for-what-was-unclear-before",
         "swarm/protocol/blame.py",
-        " and led_s >= LED_S:",
+        " and led_s >= KEPT_WAITING_S:",
         ":",
         "Who was kept waiting by an owner is left by all when its turn begins.",
         ("test_limits",),

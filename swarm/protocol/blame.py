@@ -27,7 +27,7 @@ UNCLEAR = "?"
 """Before a replica's name: what it is charged with once it is seen to hold up a round."""
 LEADING = "!"
 """The same: so much of that as it coordinated."""
-LED_S = 10.0
+KEPT_WAITING_S = 10.0
 """By then an honest coordinator that was kept waiting before its turn reduces all itself."""
 PREPARED_S = 1.5
 """In 20 steps 30 s: so much later than the others a replica may have the result each time."""
@@ -139,7 +139,7 @@ class RoundWaits:
                     self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
                     self._unclear_s += waited_s if rests else 0.0
                     led_s = self._backoff.budget_s - self._backoff.left_s(leading, t=self._t)
-                    if self._unclear_s >= 2 * AGAIN_S and led_s >= LED_S:
+                    if self._unclear_s >= 2 * AGAIN_S and led_s >= KEPT_WAITING_S:
                         self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
                         left_out.append(peer)
                 continue

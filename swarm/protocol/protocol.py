@@ -271,11 +271,8 @@ class StepProtocol:
 
     def _by_turn(self, stage: Stage, records: Sequence[PeerRecord], turn: int | None = None) -> list[PeerId]:
         """Those of a stage that may coordinate it, from the one whose turn that is, or was."""
-        since_s, voice = (
-            {record.peer: record.since or math.inf for record in records},
-            self.belief.voice(stage),
-        )
-        ranked = elect(since_s, voice)
+        voice = self.belief.voice(stage)
+        ranked = elect({record.peer: record.since or math.inf for record in records}, voice)
         return self._rotation.in_turn(ranked, turn, by_steps=any(map(voice.get, ranked)))
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
