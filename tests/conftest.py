@@ -60,7 +60,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("every") and not any("::" in word for word in config.args):
+        further = {item for item in items if item.get_closest_marker("further")}
+        config.hook.pytest_deselected(items=list(further))
+        items[:] = [item for item in items if item not in further]
+
     def place(item: pytest.Item) -> int:
         return LONGEST_FIRST.index(item.path.name) if item.path.name in LONGEST_FIRST else len(LONGEST_FIRST)
 
@@ -68,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", action="store_true", help="also the further cases of what some cases show")
     parser.addoption(
         "--rewrite", action="store_true", help="write the transcripts of tests/protocol/scenarios anew"
     )

@@ -16,7 +16,7 @@ import pytest
 
 from tests.fuzz.targets import TARGETS, Target, corpus_of, mutated
 
-EACH, MANY = 1_000, 15_000
+EACH, MANY = 1_000, 8_000
 """Mutated inputs of a target, in the quick part and where there is time; of those of files a tenth."""
 MEASURED = 60
 SLOW_S = 1.0

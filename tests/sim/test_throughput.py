@@ -23,7 +23,7 @@ from swarm.errors import SetupError
 from swarm.plan.network import Device, Network, StepWork
 from swarm.plan.overlapped import Overlap
 from swarm.records import NO_STAGE
-from tests.seeds import some
+from tests.seeds import seeds, some
 
 FORWARD_S = 0.1
 """Of one microbatch at a device of 1 flop/s; the backward takes 0.2 s."""
@@ -183,7 +183,9 @@ def test_delayed_updates_hide_the_reduce() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "within"), [(0, 0.03), (2, 0.1), (3, 0.18), (4, 0.03)])
+@pytest.mark.parametrize(
+    ("number", "within"), some([(0, 0.03), (2, 0.1), (3, 0.18), (4, 0.03)], quick=[(0, 0.03), (2, 0.1)])
+)
 def test_the_shipped_classes_over_the_same_lines_are_about_as_fast(number: int, within: float) -> None:
     """In virtual time, with devices that take as long; on the slowest lines their control messages count."""
     case = CASES[number]
@@ -240,7 +242,7 @@ def random_case(seed: int, *, calm_s: float = 300.0) -> tuple[ThroughputReport, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ten", range(3))
+@pytest.mark.parametrize("ten", seeds(3, quick=1))
 def test_each_microbatch_counts_once_in_each_stage_of_each_step_and_the_run_goes_on(ten: int) -> None:
     """The simulation itself fails where two ledgers of a stage hold the same one, or a reduce misses one."""
     for seed in range(10 * ten, 10 * ten + 10):
@@ -299,7 +301,7 @@ def test_a_stage_that_lost_all_members_brings_the_run_back_to_its_checkpoint() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [5, 9, 21])
+@pytest.mark.parametrize("seed", some([5, 9, 21], quick=[5]))
 def test_who_is_leaving_when_the_run_goes_back_arrives_elsewhere(seed: int) -> None:
     """Its last microbatches end with the run that went back, so it leaves in the middle of that."""
     trace = Trace((0.0, 30.0, 60.0, 90.0, 120.0, 150.0), (12, 7, 14, 9, 5, 14), 250.0)

@@ -132,7 +132,9 @@ async def test_four_islands_end_with_the_bits_of_a_single_process() -> None:
     "terms",
     [
         pytest.param({"codec": {"reduce": "rounded16"}}, id="rounded sums"),
-        pytest.param({"optimizer": {"moments": "bfloat16"}}, id="bfloat16 moments", marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": {"moments": "bfloat16"}}, id="bfloat16 moments", marks=pytest.mark.further
+        ),
     ],
 )
 async def test_an_island_that_rounds_and_is_lost_ends_with_the_bits_of_a_single_process(terms: Any) -> None:

@@ -138,10 +138,10 @@ async def test_a_member_with_an_endless_upload_does_not_end_the_coordinator() ->
 @pytest.mark.parametrize(
     "lie",
     [
-        pytest.param({"version": -(10**9)}, marks=pytest.mark.slow),
+        pytest.param({"version": -(10**9)}, marks=pytest.mark.further),
         {"version": 10**9},
         {"steps": (StepSummary(t=0, unclaimed=Bitmap(1 << 70), ready=False, sqnorm=0.0),)},
-        pytest.param({"steps": (StepSummary(t=0, ready=True, sqnorm=math.nan),)}, marks=pytest.mark.slow),
+        pytest.param({"steps": (StepSummary(t=0, ready=True, sqnorm=math.nan),)}, marks=pytest.mark.further),
         {"commits": (Commit(t=10**9, total_sqnorm=1.0),)},
     ],
 )

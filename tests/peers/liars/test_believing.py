@@ -250,7 +250,7 @@ def kept(folder: Path) -> tuple[int | None, list[bool]]:
     return version, [bool((state["weights"] * RUN.M == -version).all()) for state in states]
 
 
-@pytest.mark.parametrize("saved", [pytest.param((11,), marks=pytest.mark.slow), (3, 5)])
+@pytest.mark.parametrize("saved", [pytest.param((11,), marks=pytest.mark.further), (3, 5)])
 async def test_a_keeper_keeps_what_those_with_voice_saved(saved: tuple[int, ...], tmp_path: Path) -> None:
     """Two strangers of each stage offer versions that nobody computed, newer ones and ones in between."""
     async with swarm(RUN, replicas=2) as s:
@@ -484,7 +484,8 @@ def add_lying_keeper(
 
 
 @pytest.mark.parametrize(
-    "saved", [pytest.param((4,), marks=pytest.mark.slow), (5,), pytest.param((4, 5), marks=pytest.mark.slow)]
+    "saved",
+    [pytest.param((4,), marks=pytest.mark.further), (5,), pytest.param((4, 5), marks=pytest.mark.further)],
 )
 async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others_there_are(
     saved: tuple[int, ...], tmp_path: Path
@@ -504,7 +505,7 @@ async def test_of_a_lost_stage_a_founders_keeper_is_believed_however_many_others
 
 @pytest.mark.parametrize(
     "saved",
-    [pytest.param((4,), marks=pytest.mark.slow), (5,), pytest.param((2, 4, 5), marks=pytest.mark.slow)],
+    [pytest.param((4,), marks=pytest.mark.further), (5,), pytest.param((2, 4, 5), marks=pytest.mark.further)],
 )
 async def test_of_a_lost_stage_most_keepers_say_which_versions_there_are(
     saved: tuple[int, ...], tmp_path: Path
@@ -557,7 +558,7 @@ async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_othe
 def diagonal(every_lost: Sequence[str], every_saved: Sequence[tuple[int, ...]]) -> list[Any]:
     """All pairs, of which only those of the same place are not `slow`."""
     return [
-        pytest.param(lost, saved, id=f"{lost}-saved{n}", marks=[] if n == at else pytest.mark.slow)
+        pytest.param(lost, saved, id=f"{lost}-saved{n}", marks=[] if n == at else pytest.mark.further)
         for at, lost in enumerate(every_lost)
         for n, saved in enumerate(every_saved)
     ]

@@ -278,7 +278,7 @@ async def test_a_judge_that_lies_convicts_nobody_for_others(monkeypatch: pytest.
         None,
         Refused("no"),
         *(
-            pytest.param(why, marks=pytest.mark.slow)
+            pytest.param(why, marks=pytest.mark.further)
             for why in (Busy("later"), Stale("that step is over", version=99))
         ),
     ],

@@ -210,7 +210,7 @@ async def test_a_change_of_ordinary_length_is_taken_and_among_friends_any(
 @pytest.mark.usefixtures("summed_by_parts")
 @pytest.mark.parametrize(
     "lie",
-    [torch.neg, pytest.param(lambda changed: 5.0 * changed, marks=pytest.mark.slow)],
+    [torch.neg, pytest.param(lambda changed: 5.0 * changed, marks=pytest.mark.further)],
     ids=["turned", "longer"],
 )
 async def test_a_part_is_compared_with_all_that_the_own_island_has_changed(lie: Lie) -> None:

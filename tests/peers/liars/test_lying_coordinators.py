@@ -134,13 +134,16 @@ def commits_nothing(liar: StepProtocol) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "lie"),
-    [
-        (1, says_nothing),
-        (1, retracts_in_each_round),
-        (1, hides_that_its_stage_is_ready),
-        (1, says_that_its_stage_is_further),
-        (0, commits_nothing),
-    ],
+    some(
+        [
+            (1, says_nothing),
+            (1, retracts_in_each_round),
+            (1, hides_that_its_stage_is_ready),
+            (1, says_that_its_stage_is_further),
+            (0, commits_nothing),
+        ],
+        quick=[(1, retracts_in_each_round), (0, commits_nothing)],
+    ),
 )
 async def test_a_coordinator_that_ends_no_step_costs_its_budget(
     stage: int, lie: Callable[[StepProtocol], None], honest_s: float
@@ -161,7 +164,10 @@ async def test_a_coordinator_that_has_all_retract_and_sends_no_part_costs_no_tur
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "lie"), [(3, says_nothing), (2, retracts_in_each_round)])
+@pytest.mark.parametrize(
+    ("replicas", "lie"),
+    some([(3, says_nothing), (2, retracts_in_each_round)], quick=[(2, retracts_in_each_round)]),
+)
 async def test_a_coordinator_that_lies_for_its_turn_and_then_sends_no_part_costs_one_budget(
     replicas: int, lie: Callable[[StepProtocol], None]
 ) -> None:
@@ -176,7 +182,10 @@ async def test_a_coordinator_that_lies_for_its_turn_and_then_sends_no_part_costs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lie", [retracts_in_each_round, says_nothing, hides_that_its_stage_is_ready])
+@pytest.mark.parametrize(
+    "lie",
+    some([retracts_in_each_round, says_nothing, hides_that_its_stage_is_ready], quick=[says_nothing]),
+)
 async def test_a_coordinator_that_lies_for_its_turn_and_answers_no_work_costs_one_budget(
     lie: Callable[[StepProtocol], None],
 ) -> None:
@@ -204,11 +213,14 @@ def answers_every_other_call(s: Swarm) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "seed", "replicas"),
-    [
-        (answers_until_its_turn_is_over, 1, 3),
-        (answers_until_its_turn_is_over, 2, 5),
-        (answers_every_other_call, 1, 3),
-    ],
+    some(
+        [
+            (answers_until_its_turn_is_over, 1, 3),
+            (answers_until_its_turn_is_over, 2, 5),
+            (answers_every_other_call, 1, 3),
+        ],
+        quick=[(answers_until_its_turn_is_over, 1, 3)],
+    ),
 )
 async def test_one_that_answers_some_calls_costs_one_budget_whatever_else_it_does(
     lie: Lie, seed: int, replicas: int
@@ -224,7 +236,10 @@ async def test_one_that_answers_some_calls_costs_one_budget_whatever_else_it_doe
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "replica", "by_s", "first"),
-    [(1, 2, 9.0, False), (1, 0, 9.0, False), (1, 2, 2.5, False), (0, 2, 14.0, True), (2, 2, 4.5, False)],
+    some(
+        [(1, 2, 9.0, False), (1, 0, 9.0, False), (1, 2, 2.5, False), (0, 2, 14.0, True), (2, 2, 4.5, False)],
+        quick=[(1, 0, 9.0, False), (0, 2, 14.0, True)],
+    ),
 )
 async def test_one_that_answers_one_call_of_each_step_late_costs_one_budget(
     stage: int, replica: int, by_s: float, first: bool

@@ -76,8 +76,8 @@ async def repeat(s: Swarm, said: list[Said], liar: PeerId, dice: random.Random, 
     ("liar", "exact"),
     [
         ("s1p1", True),
-        *(pytest.param(liar, True, marks=pytest.mark.slow) for liar in ("z", "s0p0", TRAINER)),
-        *(pytest.param(liar, False, marks=pytest.mark.slow) for liar in ("s0p1", "s1p0")),
+        *(pytest.param(liar, True, marks=pytest.mark.further) for liar in ("z", "s0p0", TRAINER)),
+        *(pytest.param(liar, False, marks=pytest.mark.further) for liar in ("s0p1", "s1p0")),
     ],
 )
 async def test_what_was_said_before_changes_nothing_when_it_is_said_again(liar: str, exact: bool) -> None:

@@ -801,7 +801,7 @@ async def test_with_quantized_boundaries_every_loss_stays_within_a_thousandth() 
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.further),
         {
             "optimizer": {
                 "name": "muon", "muon": ("layers.*",), "schedule": "wsd", "decay_steps": 2, "warmup_steps": 0,

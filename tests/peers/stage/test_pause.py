@@ -24,7 +24,7 @@ from swarm.model.stage import StageCompute
 from swarm.wire.messages import AskSaved, Saved, unpack
 from tests.peers import loops
 from tests.peers.loops import Swarm, swarm
-from tests.seeds import cases, some
+from tests.seeds import cases, seeds, some
 
 pytestmark = pytest.mark.virtual_time
 
@@ -487,7 +487,7 @@ async def test_a_peer_that_dies_in_its_pause_is_missed_by_nobody(while_: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", seeds(2, quick=1))
 async def test_pauses_and_deaths_at_random_moments_leave_each_counted_once(seed: int) -> None:
     rng = random.Random(seed)
     run = replace(audit_run(stages=2, steps=12, microbatches_per_step=16), delayed_updates=seed % 3 == 2)
