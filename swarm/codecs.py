@@ -23,8 +23,8 @@ before it takes more than 16 or 8 on its way."""
 
 PACKED = {"none": 0.924, "bf16": 0.785, "blockwise8": 0.914, "hadamard4": 0.89}
 """Of the bytes of such numbers, what a slow line carries: real runs (docs/benchmarks/slow-lines.md)."""
-SLOW_BPS = 100e6
-"""To pack what such a line carries takes a seventh of a core, to unpack it a tenth."""
+SLOW_BPS = 200e6
+"""To pack what such a line carries takes 0.27 of a core, to unpack it 0.18."""
 
 PPM = 1_000_000
 KNOWN = f"{', '.join(VALUES)}, topk:R, topk:R+bf16 (or {', '.join(f'+{values}' for values in VALUES[2:])})"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peers.sim.throughput.engine import simulate
 from peers.sim.throughput.world import Settings
 from scripts.bench.plan.worldwide import job_of, random_case, read_network
-from swarm.codecs import PACKED
+from swarm.codecs import PACKED, SLOW_BPS
 from swarm.errors import SetupError
 from swarm.manifest import CodecSpec
 from swarm.plan.network import Device, Network, StepWork
@@ -135,9 +135,10 @@ def test_what_limits_a_step_is_named_and_agrees_with_the_simulation(
 
 
 @pytest.mark.parametrize(
-    "slow", [{"upload_bps": 1e8}, {"download_bps": 1e8}, {"inside_bps": 1e8}], ids=["up", "down", "line"]
-)
-def test_a_line_of_a_hundred_megabits_carries_packed_bodies_and_a_faster_one_does_not(
+    "slow", [{name: SLOW_BPS} for name in ("upload_bps", "download_bps", "inside_bps")],
+    ids=["up", "down", "line"],
+)  # fmt: skip
+def test_a_line_of_two_hundred_megabits_carries_packed_bodies_and_a_faster_one_does_not(
     slow: dict[str, float],
 ) -> None:
     plain, of = job(), even(16, 4)

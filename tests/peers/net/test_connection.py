@@ -224,7 +224,8 @@ NORMAL, NOISE = quantized(300_000), random.Random(2).randbytes(300_000)
         (20e6, NORMAL, 0.7, 0.82),
         (20e6, bytes(1_000_000), 0.125, 0.15),
         (20e6, NOISE, 1.0, 1.001),
-        (200e6, NORMAL, 1.0, 1.001),
+        (200e6, NORMAL, 0.7, 0.82),
+        (220e6, NORMAL, 1.0, 1.001),
         (math.inf, NORMAL, 1.0, 1.001),
     ],
 )
