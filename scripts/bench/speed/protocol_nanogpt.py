@@ -12,8 +12,8 @@ the schedule is fixed (one forward, one backward).
 Here the same model (gelu, no biases, rotary on all channels) goes through the simulation of a swarm: one
 device a stage, with a line of 200 Mbit/s in each direction that all of its transfers share, the live router
 and window, and no all-reduce. Devices are as fast as makes a step without lines take 0.54 s; the last stage,
-with the head, needs nearly all of that. `bound_s` is what the busiest line needs for its bytes. Latency is
-one way, and passes beside other messages, as on real lines.
+with the head, needs nearly all of that. `bound_s` is what the busiest line needs for its bytes, packed.
+Latency is one way, and passes beside other messages, as on real lines.
 
 With `--real` beside it are a bootstrap, eight peers and a trainer, each a process on a host of its own with
 such a line (`netlab.py`). Their devices are played: they send real boundary tensors, take the time of the
@@ -49,6 +49,7 @@ from scripts.bench.common.model_sizes import parameter_count
 from scripts.bench.common.netlab import Lab, Link, why_not
 from scripts.bench.loss.codecs_loss import codec_spec
 from scripts.bench.loss.narrow import with_bottleneck
+from swarm.codecs import packed_part
 from swarm.manifest import BatchSpec, DataSpec, ModelSpec, OptimizerSpec, Run
 from swarm.plan.network import BACKWARD_FORWARDS, Device, Network
 from tests.process.forkserver import ForkServer
@@ -102,7 +103,7 @@ def device_speed() -> float:
     return (run.M * last + sum(first)) * (1 + BACKWARD_FORWARDS) / WITHOUT_LINES_S
 
 
-def measure(run: Run, latency_s: float, steps: int) -> dict[str, Any]:
+def measure(run: Run, codec: str, latency_s: float, steps: int) -> dict[str, Any]:
     job, speed = replace(job_of(run), gradient_bytes=(0.0,) * STAGES), device_speed()
     busiest = max(job.forward_flops) * (1 + BACKWARD_FORWARDS)
     devices = tuple(
@@ -120,7 +121,7 @@ def measure(run: Run, latency_s: float, steps: int) -> dict[str, Any]:
         "latency_ms": 1e3 * latency_s,
         "bytes_a_token": round(both_bytes * run.M / (SEQUENCES * LENGTH), 1),
         "step_s": round(step_s, 2),
-        "bound_s": round(8 * run.M * both_bytes / LINE_BPS, 2),
+        "bound_s": round(8 * run.M * both_bytes * packed_part(codec) / LINE_BPS, 2),
         "utilisation": round(run.M * busiest / speed / step_s, 4),
         "weights": parameter_count(run.built_in),
     }
@@ -171,7 +172,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         for number in options.ways:
             codec, channels, microbatches = REAL[number]
-            found = measure(yardstick(codec, channels, microbatches), 0.025, options.steps)
+            found = measure(yardstick(codec, channels, microbatches), codec, 0.025, options.steps)
             row = real(codec, channels, microbatches, 0.025, options.steps, options.slower)
             ratio = round(found["step_s"] / row["real_step_s"], 3)
             print(row, file=sys.stderr, flush=True)
@@ -198,7 +199,7 @@ def main() -> None:
         report(compare(options), (*COLUMNS, "real_step_s", "ratio", "cores"), "seconds of a step")
         return
     rows = [
-        {"codec": codec, "channels": bottleneck or 1024, **measure(run, latency_s, options.steps)}
+        {"codec": codec, "channels": bottleneck or 1024, **measure(run, codec, latency_s, options.steps)}
         for codec, bottleneck, microbatches in WAYS
         for run in [yardstick(codec, bottleneck, microbatches)]
         for latency_s in (0.025, 0.05)
