@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +61,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+LONG = frozenset(Path(__file__).with_name("long_tests.txt").read_text().split())
+"""Made by `scripts/bench/test_times.py --long`: the quick part has nothing that takes long."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.partition("[")[0] in LONG:
+            item.add_marker("long")
     if not config.getoption("every") and not any("::" in word for word in config.args):
         further = {item for item in items if item.get_closest_marker("further")}
         config.hook.pytest_deselected(items=list(further))

@@ -2,6 +2,7 @@
 
     python scripts/bench/test_times.py tests/process/test_*.py   # those files: their rows are made anew
     python scripts/bench/test_times.py --quick                   # all of scripts/test --quick, as a row
+    python scripts/bench/test_times.py --long                    # which tests take long: tests/long_tests.txt
 
 CPU time (user and system, of all processes that the tests start) says more than the clock where other
 programs run: on two idle cores a part takes half of it, if both are busy all the time.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "tests.json"
-QUICK = "not process and not net and not slow"
+LONG, LONG_S = ROOT / "tests" / "long_tests.txt", 0.3
+SHORT = "not process and not net and not slow"
+QUICK = f"{SHORT} and not long"
 
 
 def used_s() -> float:
@@ -51,11 +55,23 @@ def measured(what: str, arguments: list[str], profile: str = "swarm") -> dict[st
     }
 
 
+def long_tests() -> set[str]:
+    """Functions of which a case takes more than `LONG_S` by the clock, in one process."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", SHORT, "--durations=0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "quick"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    took = re.findall(r"^([\d.]+)s (?:call|setup) +([^\s\[]+)", done.stdout, re.MULTILINE)
+    return {test for seconds, test in took if float(seconds) > LONG_S}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--long", action="store_true")
     parser.add_argument("files", nargs="*")
     args = parser.parse_args()
+    if args.long:
+        LONG.write_text("".join(f"{test}\n" for test in sorted(long_tests())))
     topic = json.loads(TABLE.read_text())
     (table,) = (table for table in topic["tables"] if "clock_s" in table["columns"])
     rows = {row["what"]: row for row in table["rows"]}

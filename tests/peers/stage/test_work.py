@@ -230,7 +230,7 @@ async def test_a_repeated_request_is_answered_from_memory() -> None:
         assert s.peers["s1p0"].core.computed == 1
 
 
-@pytest.mark.parametrize(("mbps", "part"), [(100.0, PACKED["none"]), (101.0, 1.0)])
+@pytest.mark.parametrize(("mbps", "part"), [(200.0, PACKED["none"]), (201.0, 1.0)])
 async def test_a_peer_says_how_long_its_upload_is_busy_with_what_it_sends_packed(
     mbps: float, part: float
 ) -> None:

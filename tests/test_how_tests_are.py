@@ -1,6 +1,7 @@
 """Tests without processes wait in virtual time, and pass waiting times in instead of patching constants.
 
-Both lists may only become shorter. The files are read, not run.
+Both lists may only become shorter. The files are read, not run. Of many cases some stand for the others, and
+what takes long is not in the quick part.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+
+from tests.conftest import LONG, pytest_collection_modifyitems
+from tests.seeds import cases, some
 
 TESTS = Path(__file__).resolve().parent
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
@@ -126,3 +132,49 @@ def test_a_test_without_processes_is_ended_by_its_cpu_time_and_later_by_the_cloc
     assert 0.0 < left_s < 121.0 < clock_s  # the kernel adds a tick
     with pytest.raises(pytest.fail.Exception, match="no end after 120 CPU-s"):
         signal.raise_signal(signal.SIGPROF)
+
+
+# --- what is played --------------------------------------------------------------------------------------
+
+
+def marks_of(parameters: list[Any]) -> list[str]:
+    return ["".join(mark.name for mark in getattr(one, "marks", ())) for one in parameters]
+
+
+def test_every_fourth_case_that_is_not_quick_stands_for_the_others() -> None:
+    others = ["further", "further", "further", "slow", "further"]
+    assert marks_of(some(range(6), quick=[2])) == [*others[:2], "", *others[2:]]
+    assert marks_of(cases([(n,) for n in range(6)], name="{0}", quick=lambda n: n == 2)) == marks_of(
+        some(range(6), quick=[2])
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "args", "played"), [(False, ["tests"], 1), (True, ["tests"], 2), (False, ["a.py::b[1]"], 2)]
+)
+def test_further_cases_are_played_if_they_are_asked_for(every: bool, args: list[str], played: int) -> None:
+    left_out: list[Any] = []
+    config = SimpleNamespace(
+        args=args,
+        getoption={"every": every}.__getitem__,
+        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+    )
+    items = [Item(set()), Item({"further"})]
+    pytest_collection_modifyitems(cast(Any, config), cast(Any, items))
+    assert (len(items), len(left_out)) == (played, 2 - played)
+
+
+class Item(SimpleNamespace):
+    def __init__(self, marks: set[str]) -> None:
+        super().__init__(path=Path("test_some.py"), nodeid="", get_closest_marker=marks.__contains__)
+
+    __hash__ = object.__hash__
+
+
+def test_each_test_that_takes_long_is_there() -> None:
+    for line in sorted(LONG):
+        path, name, *_ = line.split("::")
+        file = TESTS.parent / path
+        assert file.exists() and name in file.read_text(encoding="utf-8"), (
+            f"{line}: run scripts/bench/test_times.py --long"
+        )
