@@ -155,6 +155,7 @@ async def play(name: str | None, seed: int, steps: int, liars: list[str], decode
 
         await s.until(over, limit_s=600.0)
         told.took_s = s.network.loop.now_s - began
+        await s.until(lambda: len(trainer.step_losses) == steps, limit_s=30.0)
         told.found_microbatches = [answered for answered, _ in found.values()]
         told.found_steps = [step for _, step in found.values()]
         told.not_found = len(liars) - len(found)
