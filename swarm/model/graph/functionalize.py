@@ -233,7 +233,8 @@ class _Functional:
         else:
             steps = [self._step(view) for view in chain]
             new = self.graph.call_function(write_through, (whole, steps, op, rest, kwargs))
-        new.meta = {**node.meta, "val": base.meta["val"]}
+        hidden = node.meta["no_grad"] and not base.meta.get("no_grad")
+        new.meta = {**node.meta, "val": base.meta["val"], "hidden": plain is not None and hidden}
         storage = _storage(node)
         assert storage is not None
         self._source[node] = target

@@ -301,8 +301,10 @@ class Builder:
             free = name not in self._told and all(read in cheap or read in constant for read in reads)
             outputs = tuple(output for output in call.outputs if output in self._values)
             cheap.update(outputs if free else ())
-            hidden = node.meta.get("no_grad") and call.function in (write_through, draw_through)
-            if hidden and self._values[outputs[0]].differentiable:
+            changed = outputs[:1] if call.function in (write_through, draw_through) else ()
+            if node.meta.get("hidden"):  # what the whole is then only looks like a new value
+                changed = (self._env[node.args[0]].name,)
+            if node.meta.get("no_grad") and any(self._values[name].differentiable for name in changed):
                 raise SetupError(
                     f"{where(node)}operator {target} writes to a tensor that needs a gradient, under "
                     "no_grad: make a new tensor instead"

@@ -202,7 +202,8 @@ def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = y.abs().max()
         shift = y.mean()
-    return (y / scale - shift).square().sum() + (y * y.detach()).sum()
+        shift.mul_(0.5).neg_()
+    return (y / scale + shift).square().sum() + (y * y.detach()).sum()
 
 
 def constants(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -302,6 +303,13 @@ def hidden_write(net: Net, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def hidden_write_of_all(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    with torch.no_grad():
+        y.mul_(2.0)
+    return (y.tanh() + net.linear(x)).sum()
+
+
 def weight_changed(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         net.linear.weight.mul_(0.9)
@@ -329,6 +337,7 @@ LINE = r"test_graph_trace.py:\d+: "
         (mapped, "Net cannot be traced as one graph of operators: .* which is no operator"),
         (autocast, "the model switches autocast on; leave that to the run's dtype"),
         (hidden_write, "operator aten.mul_.* writes to a tensor that needs a gradient, under no_grad"),
+        (hidden_write_of_all, LINE + "operator aten.mul.Tensor writes to a tensor that needs a gradient"),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
         (
             hooked,
