@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from swarm.errors import SetupError
 from swarm.model.graph.functions import Functions, TracedFunction
 from swarm.model.graph.untraceable import Untraceable, reason
+from swarm.model.same_bits import storage_of
 
 
 class Held(NamedTuple):
@@ -127,7 +128,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
     functions, before = Functions(), str(np.random.get_state())
     try:
-        with warnings.catch_warnings(), _no_hooks(), functions.traced():
+        with warnings.catch_warnings(), _nothing_lost(), functions.traced():
             warnings.simplefilter("ignore")  # about torch's own code
             program = torch.export.export(model, example, strict=False)
     except (SetupError, Untraceable):
@@ -164,8 +165,8 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
 
 
 @contextlib.contextmanager
-def _no_hooks() -> Iterator[None]:
-    """Refuse hooks of tensors: a trace silently loses what they do backward."""
+def _nothing_lost() -> Iterator[None]:
+    """Refuse what a trace silently loses: hooks of tensors, and buffers that the model gives other values."""
 
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise SetupError(
@@ -173,11 +174,25 @@ def _no_hooks() -> Iterator[None]:
             "cannot be traced; write what it does with torch's own operators"
         )
 
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        old = vars(self).get("_buffers", {}).get(name)
+        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+            form, new = (old.dtype, old.shape), (value.dtype, value.shape)  # a cast is what it was
+            if form == new and storage_of(old) != storage_of(value):
+                raise SetupError(
+                    f"a {type(self).__name__} gives its buffer {name} another value while it computes; what "
+                    "it is would depend on which peer computed what: only the statistics of batch norm may "
+                    "change"
+                )
+        set_before(self, name, value)
+
     register_hook, torch.Tensor.register_hook = torch.Tensor.register_hook, refuse_hook
+    set_before, nn.Module.__setattr__ = nn.Module.__setattr__, set_attribute  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.Tensor.register_hook = register_hook
+        nn.Module.__setattr__ = set_before  # type: ignore[method-assign]
 
 
 class _NoOtherWeights(TorchFunctionMode):

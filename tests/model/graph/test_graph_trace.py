@@ -399,6 +399,28 @@ def test_a_hook_on_the_gradient_of_a_weight_is_refused_by_its_name(method: str) 
     trace(model, (X,), loss=torch.sum)
 
 
+class Running(nn.Module):
+    """Keeps a mean of what it saw, as a buffer that it sets anew."""
+
+    def __init__(self, after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.after, self.mean = nn.Linear(4, 4), after, nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean = self.after(self.mean, y)
+        return (y - self.mean).square().sum()
+
+
+def test_a_buffer_that_is_set_anew_is_refused_by_its_name_and_one_that_is_cast_is_none() -> None:
+    with pytest.raises(SetupError, match="a Running gives its buffer mean another value while it computes"):
+        trace(Running(lambda mean, y: 0.9 * mean + 0.1 * y.detach().mean(0)), (X,))
+    for cast in (lambda mean, y: mean.to(y), lambda mean, y: mean.bfloat16(), lambda mean, y: mean.detach()):
+        model = Running(cast)
+        before = model.mean
+        assert trace(model, (X,)).graph.buffers == ("mean",) and model.mean is before
+
+
 def test_a_scripted_part_is_refused_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(SetupError, match=r"1 is compiled by torch\.jit, which cannot be traced: take the"):
