@@ -70,7 +70,7 @@ def sample_of(
         return array.to(dtype if leaf.is_floating_point() else leaf.dtype)
 
     try:
-        model, loss = copy.deepcopy((model, loss))
+        model, loss = copied(model, loss)
         for part in (model, loss):
             if isinstance(part, nn.Module):
                 # `to(dtype)` drops the imaginary part of complex numbers.
@@ -85,6 +85,15 @@ def sample_of(
         loss=loss,
         targets=pytree.tree_map(sized, as_tuple(targets)),
     )
+
+
+def copied(model: nn.Module, loss: Any) -> tuple[nn.Module, Any]:
+    """Copies of both, with what their parts keep of a call before, such as attention's weights: torch copies
+    no tensor that was computed of weights."""
+    parts = [part for whole in (model, loss) if isinstance(whole, nn.Module) for part in whole.modules()]
+    kept = pytree.tree_leaves([vars(part) for part in parts])
+    computed = [leaf for leaf in kept if isinstance(leaf, torch.Tensor) and not leaf.is_leaf]
+    return copy.deepcopy((model, loss), {id(one): one.detach().clone().requires_grad_() for one in computed})
 
 
 def _count_tensors(tree: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import re
 import tempfile
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from peers.api.example import columns_of, largest_of, rows_of, sample_of
+from peers.api.example import columns_of, copied, largest_of, rows_of, sample_of
 from peers.api.module_text import module_text
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
@@ -174,7 +173,7 @@ class Run:
             SetupError: the run has the audit model, which computes nothing.
         """
         if self.module is not None:
-            model, loss = copy.deepcopy((self.module, self.loss))
+            model, loss = copied(self.module, self.loss)
             fill(WithLoss(model, loss), weights, steps)
             return model.eval()
         if self.terms.brings_model:

@@ -61,6 +61,31 @@ def test_a_module_and_its_samples_become_a_run_that_others_can_have() -> None:
         assert torch.equal(value, before[name]), f"{name} of the caller's module was changed"
 
 
+class Keeping(nn.Module):
+    """Keeps what it computed in a list and as an attribute, as some do to look at later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.kept = nn.utils.weight_norm(nn.Linear(5, 3)), [torch.zeros(())]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.kept[0] = self.net(x)
+        return self.last
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_module_that_keeps_what_it_computed_before_is_copied_before_and_after_the_run() -> None:
+    tokens, classes = samples()
+    model = Keeping()
+    model(tokens.float())
+    made = run(model=model, data=(tokens.float(), classes), stages=1, steps=1)
+    assert made.terms.pinned
+    loss = model(tokens.float()).sum()  # between them too
+    trained = made.trained(swarm.reference(made).weights(), 1)
+    assert trained(tokens.float()).shape == (24, 3) and model.last.grad_fn is not None and loss.requires_grad
+    assert not torch.equal(trained.net.weight_v, model.net.weight_v)
+
+
 def test_the_same_is_the_same_run_and_other_weights_or_samples_are_another() -> None:
     first = run()
     assert (run().id, run().code) == (first.id, first.code)

@@ -303,7 +303,7 @@ class Builder:
             cheap.update(outputs if free else ())
             changed = outputs[:1] if call.function in (write_through, draw_through) else ()
             if node.meta.get("hidden"):  # what the whole is then only looks like a new value
-                changed = (self._env[node.args[0]].name,)
+                changed = (self._env[node.all_input_nodes[0]].name,)
             if node.meta.get("no_grad") and any(self._values[name].differentiable for name in changed):
                 raise SetupError(
                     f"{where(node)}operator {target} writes to a tensor that needs a gradient, under "
