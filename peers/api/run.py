@@ -105,14 +105,19 @@ class Run:
             table = {"stages": 2, **model}
         given = {"stages": stages, "vocab_size": vocab_size}
         values["model"] = table | {key: value for key, value in given.items() if value is not None}
-        found, code = run_of(values), None
-        if self.module is not None or columns is not None:
-            module = self.module
-            example = None if module is None else sample_of(found, module, inputs, loss, targets, columns)
-            code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
-            import_file(code)
-            found = _written(found, code)
-        self._complete(found, files, tokenizer, start, eval_data, code)
+        found, example, code = run_of(values), None, None
+        if self.module is not None:
+            example = sample_of(found, self.module, inputs, loss, targets, columns)
+        try:
+            if self.module is not None or columns is not None:
+                code = _write(name, example, columns, Path(folder or cache_folder() / "written"))
+                import_file(code)
+                found = _written(found, code)
+            self._complete(found, files, tokenizer, start, eval_data, code)
+        except SetupError:
+            if example is not None:
+                example.trace()  # what is wrong with it is told by its own lines, not by those of the text
+            raise
 
     @classmethod
     def from_toml(

@@ -296,6 +296,25 @@ class Complex(Sums):
         return (self.linear(x) * self.turned).imag
 
 
+class Hidden(Sums):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            y.mul_(2.0)
+        return self.linear(x) * y
+
+
+class Planned(Sums):
+    """A part of it is called as a stage's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plan(self.linear(x))
+
+
 TOKENS, CLASSES = samples()
 TOO_LARGE = TOKENS % 9
 TOO_LARGE[23, 0] = 9
@@ -309,6 +328,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda out, target: None}, "or the loss that is given, has to return a scalar loss .* nothing"),
     ({"loss": lambda out, target: 1.0}, "has to return a scalar loss .*, not nothing of the kind"),
     ({"model": Complex(), "data": (TOKENS.float(), CLASSES)}, "turned is complex: train its parts as floats"),
+    ({"model": Hidden(), "data": (TOKENS.float(), CLASSES)},
+     r"^test_run.py:\d+: operator aten.mul.Tensor writes to a tensor that needs a gradient, under no_grad"),
+    ({"model": Planned(), "data": (TOKENS.float(), CLASSES)}, "a part called 'plan', as a stage has: rename"),
     ({"model": net().to("meta")}, "the module cannot be copied: Cannot copy out of meta tensor"),
     ({"data": "corpus.txt"}, r"data is a str: give samples"),
     ({"data": [{"tokens": 1}, {"tokens": 2}]}, "data holds dict: integers, booleans and floats can be"),

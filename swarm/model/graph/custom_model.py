@@ -127,6 +127,8 @@ def pin_model(run: Run) -> Run:
         SetupError: as `custom_model`; or the code draws its weights by something else than torch's generator.
     """
     spec, model = _spec(run), custom_model(run)
+    for plan in model.plans:
+        StageModule(model.traced, plan, seed=run.seed)  # it has room for parts of such names
     digests, (made, lazy) = _digests(run, model.value), _made(run)
     again = WithLoss(made.module, made.loss)
     tensors = {**again.weights(), **again.tensors()}
