@@ -132,7 +132,7 @@ def generate(
         for _ in range(n):
             seen = torch.tensor([tokens[-run.data.sequence_length :]], device=device)
             logits = module(seen)[0, -1].float().cpu()
-            if temperature:
+            if temperature > 1e-30:  # less divides by nothing: it is the likeliest too
                 chances = torch.softmax(logits / temperature, 0)
                 tokens.append(int(torch.multinomial(chances, 1, generator=generator).item()))
             else:

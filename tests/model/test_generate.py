@@ -51,6 +51,8 @@ def test_a_model_with_bottlenecks_says_what_it_knows_by_heart() -> None:
 
 def test_the_same_seed_says_the_same_and_the_weights_may_come_from_stages() -> None:
     weights = Chain(RUN).named_weights()
+    cold = [generate(RUN, weights, [1, 2, 3], 30, temperature=t) for t in (0.0, 5e-324, 1e-300, 1e-29)]
+    assert cold == cold[:1] * 4
     a, b, c = (generate(RUN, weights, [1, 2, 3], 30, temperature=1.0, seed=s) for s in (5, 5, 6))
     assert a == b != c
     assert len(a) == 30 and all(0 <= token < 256 for token in a), "longer than the 16 tokens it sees"
