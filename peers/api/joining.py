@@ -18,7 +18,7 @@ from peers.events import Emit, Emitter
 from peers.options import MEMORY, RATE, PeerOptions, options_from
 from peers.programs.roles import Peer
 from swarm.errors import SetupError, did_you_mean
-from swarm.model.same_bits import threads_as_before
+from swarm.model.same_bits import as_in_peers
 
 
 def join(
@@ -66,7 +66,7 @@ async def join_async(
 def _thread() -> Iterator[Background]:
     """Of a peer alone; what runs in it ends with the block."""
     background = Background()
-    with threads_as_before():  # a peer computes with its run's
+    with as_in_peers():
         try:
             yield background
         finally:

@@ -31,6 +31,7 @@ from swarm.manifest import CustomModelSpec, load_run, run_of
 from swarm.model.evaluate import FullModel, fill, given_decoder
 from swarm.model.graph.capture import WithLoss
 from swarm.model.graph.model_source import CustomModel
+from swarm.model.same_bits import as_in_peers
 from swarm.wire.codec import bytes_of
 
 MICROBATCHES = 8
@@ -46,6 +47,7 @@ class Run:
     to hand over.
     """
 
+    @as_in_peers()
     def __init__(
         self, *, model: nn.Module | Mapping[str, Any], data: Any, inputs: Any = None,
         loss: Callable[..., torch.Tensor] | None = None, targets: Any = None, stages: int | None = None,
@@ -168,6 +170,7 @@ class Run:
         """What the run trains on. Raises SetupError: it cannot be read."""
         return open_data(self.terms, self.files, self.tokenizer)
 
+    @as_in_peers()
     def trained(self, weights: Mapping[str, torch.Tensor], steps: int) -> nn.Module:
         """The model with weights by full name, after so many steps, in evaluation mode.
 

@@ -18,7 +18,7 @@ from peers.progress import Bar
 from swarm.floats import mean_of
 from swarm.ids import PeerId
 from swarm.model.reference import SingleProcess
-from swarm.model.same_bits import threads_as_before
+from swarm.model.same_bits import as_in_peers
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +79,7 @@ def _notebook_display() -> Any:
 class Reference:
     """A run in one process, step by step; iterating it takes the steps that are left."""
 
+    @as_in_peers()
     def __init__(self, run: Run) -> None:
         self.run = run
         self._single = SingleProcess(run.terms, run.open_data().batch)
@@ -87,7 +88,7 @@ class Reference:
         terms, single = self.run.terms, self._single
         while single.version < terms.steps:
             t, began = single.version, time.monotonic()
-            with threads_as_before():
+            with as_in_peers():
                 losses = single.step(t)
             tokens = len(losses) * terms.tokens_per_step / terms.M
             yield Step(

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -210,6 +210,54 @@ class Weighted(nn.Module):
 
     def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(logits * self.scale, target)
+
+
+def told_by_the_program() -> tuple[object, ...]:
+    kinds: Any = (torch.backends.mkldnn, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(), torch.is_anomaly_enabled(),
+        *(kind.fp32_precision for kind in kinds),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("told", ["no_grad", "inference", "autocast", "float64", "medium", "bf16", "anomaly"])
+def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told: str) -> None:
+    model, kind = net(), cast(Any, torch.backends.mkldnn.matmul)
+    first = run(model=model)
+    expected, usual = swarm.reference(first).weights(), told_by_the_program()
+    heard: list[object] = []
+
+    def listening(*given: torch.Tensor) -> torch.Tensor:
+        heard.append(told_by_the_program())
+        return functional.cross_entropy(*given)
+
+    with contextlib.ExitStack() as stack:
+        if told in ("no_grad", "inference"):
+            stack.enter_context(torch.no_grad() if told == "no_grad" else torch.inference_mode())
+        elif told == "autocast":
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif told == "anomaly":
+            stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        elif told == "float64":
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        else:
+            stack.callback(setattr, kind, "fp32_precision", "none")
+            stack.callback(torch.set_float32_matmul_precision, "highest")
+            if told == "medium":
+                torch.set_float32_matmul_precision("medium")
+            else:
+                kind.fp32_precision = "bf16"
+        before = told_by_the_program()
+        assert before != usual
+        again = run(model=model, loss=listening)
+        found = swarm.reference(again)
+        weights = found.weights()
+        assert again.id == first.id and isinstance(found.model(), Net) and {*heard} == {usual}
+        assert told_by_the_program() == before
+    assert weights.keys() == expected.keys() and told_by_the_program() == usual
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_a_loss_that_is_no_number_ends_the_reference_as_it_ends_a_swarm() -> None:
