@@ -88,10 +88,9 @@ def sample_of(
 
 
 def copied(model: nn.Module, loss: Any) -> tuple[nn.Module, Any]:
-    """Copies of both, with what their parts keep of a call before, such as attention's weights: torch copies
-    no tensor that was computed of weights."""
-    parts = [part for whole in (model, loss) if isinstance(whole, nn.Module) for part in whole.modules()]
-    kept = pytree.tree_leaves([vars(part) for part in parts])
+    """Copies of both; also of what they keep of a call before, which was computed and torch does not copy."""
+    wholes = [whole for whole in (model, loss) if isinstance(whole, nn.Module)]
+    kept = pytree.tree_leaves([vars(part) for whole in wholes for part in whole.modules()])
     computed = [leaf for leaf in kept if isinstance(leaf, torch.Tensor) and not leaf.is_leaf]
     return copy.deepcopy((model, loss), {id(one): one.detach().clone().requires_grad_() for one in computed})
 

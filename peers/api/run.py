@@ -117,8 +117,7 @@ class Run:
                 found = _written(found, code)
             self._complete(found, files, tokenizer, start, eval_data, code)
         except SetupError:
-            if example is not None:
-                example.trace()  # what is wrong with it is told by its own lines, not by those of the text
+            _ = example and example.trace()  # to tell what is wrong by its own lines, not those of the text
             raise
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,28 +65,27 @@ def as_in_peers() -> Iterator[None]:
     """Compute as a process of a peer does, whatever this program has told torch (no gradients, autocast,
     products in less than float32); it has all that back afterwards."""
     backends: Any = torch.backends
-    mkldnn = backends.mkldnn
-    kinds = (backends, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    before, products = {kind: kind.fp32_precision for kind in kinds}, "highest"
+    kinds = (backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+
+    def tell(dtype: torch.dtype, products: str, precisions: Sequence[str]) -> None:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(products)
+        for kind, precision in zip(kinds, precisions, strict=True):
+            kind.fp32_precision = precision
+
+    dtype, products, before = torch.get_default_dtype(), "highest", [kind.fp32_precision for kind in kinds]
     with contextlib.suppress(RuntimeError):  # torch has two ways to set it, and one does not read the other's
         products = torch.get_float32_matmul_precision()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(threads_as_before())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(mkldnn.flags(enabled=True, allow_tf32=None))
-        stack.callback(_set_precisions, torch.get_default_dtype(), products, before)
-        _set_precisions(torch.float32, "highest", dict.fromkeys(kinds, "none"))
-        yield
-
-
-def _set_precisions(dtype: torch.dtype, products: str, kinds: Mapping[Any, str]) -> None:
-    torch.set_default_dtype(dtype)
-    torch.set_float32_matmul_precision(products)
-    for kind, precision in kinds.items():
-        kind.fp32_precision = precision
+    tell(torch.float32, "highest", ["none"] * len(kinds))
+    try:
+        with (
+            threads_as_before(), torch.inference_mode(False), torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False), torch.autocast("cpu", enabled=False),
+            backends.mkldnn.flags(enabled=True, allow_tf32=None),
+        ):  # fmt: skip
+            yield
+    finally:
+        tell(dtype, products, before)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

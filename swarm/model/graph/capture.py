@@ -176,14 +176,12 @@ def _nothing_lost() -> Iterator[None]:
 
     def set_attribute(self: nn.Module, name: str, value: Any) -> None:
         old = vars(self).get("_buffers", {}).get(name)
-        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-            form, new = (old.dtype, old.shape), (value.dtype, value.shape)  # a cast is what it was
-            if form == new and storage_of(old) != storage_of(value):
-                raise SetupError(
-                    f"a {type(self).__name__} gives its buffer {name} another value while it computes; what "
-                    "it is would depend on which peer computed what: only the statistics of batch norm may "
-                    "change"
-                )
+        same = old is not None and value is not None and old.dtype == value.dtype and old.shape == value.shape
+        if same and storage_of(old) != storage_of(value):  # else it is what it was, or that cast
+            raise SetupError(
+                f"a {type(self).__name__} gives its buffer {name} another value while it computes; which one "
+                "would depend on which peer computed what: only the statistics of batch norm may change"
+            )
         set_before(self, name, value)
 
     register_hook, torch.Tensor.register_hook = torch.Tensor.register_hook, refuse_hook
