@@ -572,6 +572,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
         words = [command, *NEEDED[command][:4], flag]
         assert main([*words, "model.safetensors/ckpt"]) == Exit.SETUP
         assert f"{flag} {tmp_path}/model.safetensors is a file: give a folder" in capsys.readouterr().err
+        (tmp_path / "disk").unlink(missing_ok=True)
+        (tmp_path / "disk").symlink_to(tmp_path / "unmounted")
+        assert main([*words, "disk/ckpt"]) == Exit.SETUP
+        assert f"{flag} {tmp_path}/disk leads to nothing (is a disk to be mo" in capsys.readouterr().err
         with monkeypatch.context() as patch:
             patch.setattr(options.os, "access", lambda path, mode: mode == os.F_OK)  # of root all is writable
             assert main([*words, "ckpt"]) == Exit.SETUP
