@@ -16,7 +16,9 @@ from swarm.errors import SetupError
 from swarm.installed import first_line
 from swarm.manifest import Run
 from swarm.model.gpt import weights_dtype
+from swarm.model.graph.capture import WithLoss
 from swarm.model.graph.model_source import CustomModel, as_tuple
+from swarm.model.graph.untraceable import reason
 
 ROWS = 8
 """Samples of a microbatch, where neither the example nor the caller says how many."""
@@ -95,6 +97,26 @@ def copied(model: nn.Module, loss: Any) -> tuple[nn.Module, Any]:
     return copy.deepcopy((model, loss), {id(one): one.detach().clone().requires_grad_() for one in computed})
 
 
+def rehearse(made: CustomModel, *, halves: bool) -> None:
+    """Compute the microbatch of a copy: operators look at what a trace lets pass. `halves`: by autocast.
+
+    Raises:
+        SetupError: one refuses what it is given; says in which line.
+    """
+    try:
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng([]),
+            torch.autocast("cpu", torch.bfloat16, enabled=halves),
+        ):
+            WithLoss(made.module, made.loss)(tuple(made.args), dict(made.kwargs), tuple(made.targets))
+    except NotImplementedError:
+        pass  # not on a CPU
+    except (RuntimeError, IndexError, TypeError) as error:
+        how = " in bfloat16" if halves else ""
+        raise SetupError(f"{type(made.module).__name__} cannot be computed{how}: {reason(error)}") from error
+
+
 def _count_tensors(tree: Any) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
 
@@ -144,7 +166,10 @@ def columns_of(data: Any) -> Columns:
 
 def _array(part: Any) -> np.ndarray:
     if isinstance(part, torch.Tensor):  # numpy has no bfloat16
-        part = (part.float() if part.dtype == torch.bfloat16 else part).detach().cpu().numpy()
+        try:
+            part = (part.float() if part.dtype == torch.bfloat16 else part).detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:  # sparse, or without numbers
+            raise SetupError(f"data holds a tensor that is no array: {first_line(error)}") from None
     array = np.asarray(part)
     if array.dtype.kind not in "biuf":
         kind = type(part).__name__ if array.dtype.kind == "O" else array.dtype

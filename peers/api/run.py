@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from peers.api.example import columns_of, copied, largest_of, rows_of, sample_of
+from peers.api.example import columns_of, copied, largest_of, rehearse, rows_of, sample_of
 from peers.api.module_text import module_text
 from peers.options import data_file
 from peers.programs.manifest_pinning import pinned
@@ -119,6 +119,8 @@ class Run:
         except SetupError:
             _ = example and example.trace()  # to tell what is wrong by its own lines, not those of the text
             raise
+        if example is not None:
+            rehearse(example, halves=self.terms.dtype == "bfloat16")
 
     @classmethod
     def from_toml(

@@ -208,6 +208,6 @@ class _NoOtherWeights(TorchFunctionMode):
                 raise SetupError(
                     f"the model or its loss reads a tensor {list(tensor.shape)} that needs a gradient and is "
                     "no parameter of either, so it would not be trained: hold tensors as nn.Parameter, and "
-                    "several modules in nn.ModuleList"
+                    "several modules in nn.ModuleList; return what a loss reads of the model from the model"
                 )
         return func(*args, **(kwargs or {}))

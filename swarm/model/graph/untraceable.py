@@ -34,12 +34,10 @@ def _meaning(error: BaseException) -> str:
 
 def _line_of(error: BaseException) -> str:
     """The last line outside of torch and of this package that led to the error, or that its text names."""
-    ours, torchs = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-    found = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((ours, torchs, "<"))
-    ]
+    root, torchs = Path(__file__).parents[3], str(Path(torch.__file__).parent)
+    not_theirs = (f"{root}/swarm/", f"{root}/peers/", torchs, "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if not frame.filename.startswith(not_theirs)]
     if not found:
         return ""
     frame = found[-1]
