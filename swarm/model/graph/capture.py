@@ -155,13 +155,10 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
         held[holder] = Held("tensor", holder, cast(torch.Tensor, program.constants[name]))
     tensors = [isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(example)]
     return Captured(
-        whole=model,
-        module=program.graph_module,
-        held=held,
-        functions=functions.found,
+        whole=model, module=program.graph_module, held=held, functions=functions.found,
         inputs=dict(zip(compress(map(str, signature.user_inputs), tensors), names, strict=True)),
         output=output.args[0][-1],
-    )
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

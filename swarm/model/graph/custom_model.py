@@ -138,12 +138,9 @@ def pin_model(run: Run) -> Run:
             "torch's own generator, which the run seeds"
         )
     pinned = replace(
-        spec,
-        version=_version(spec),
-        graph=_built(_open(run)).graph,
-        digests=digests,
+        spec, version=_version(spec), graph=_built(_open(run)).graph, digests=digests,
         cut=write_cut(model.assignment),
-    )
+    )  # fmt: skip
     return replace(run, model=pinned)
 
 
@@ -295,16 +292,12 @@ def _spec(run: Run) -> CustomModelSpec:
 def _open(run: Run) -> Run:
     """A run with what makes its weights and operators, and nothing else."""
     return Run(
-        name="open",
-        seed=run.seed,
-        steps=1,
+        name="open", seed=run.seed, steps=1,
         dtype="float64" if weights_dtype(run) == torch.float64 else "float32",
-        model=replace(_spec(run), version="", graph="", digests=(), cut="", stages=1),
-        data=run.data,
+        model=replace(_spec(run), version="", graph="", digests=(), cut="", stages=1), data=run.data,
         batch=BatchSpec(microbatch_size=run.batch.microbatch_size, microbatches_per_step=1),
-        optimizer=OptimizerSpec(lr=1.0),
-        lora=run.lora,
-    )
+        optimizer=OptimizerSpec(lr=1.0), lora=run.lora,
+    )  # fmt: skip
 
 
 _ROUNDS = " or a kind of processor that rounds differently;"

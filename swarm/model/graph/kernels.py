@@ -48,18 +48,10 @@ def feature_dropout(chance: SeededRandom, x: torch.Tensor, p: float, *, site: st
 
 
 def attention(
-    chance: SeededRandom,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    p: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    site: str,
-) -> torch.Tensor:
+    chance: SeededRandom, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    mask: torch.Tensor | None = None, p: float = 0.0, causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False, site: str,
+) -> torch.Tensor:  # fmt: skip
     """aten.scaled_dot_product_attention with dropout, [.., L, E], [.., S, E], [.., S, D] -> [.., L, D].
 
     Written out, since fused kernels draw their dropout from generators of their own.
@@ -76,14 +68,9 @@ def attention(
 
 
 def batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    eps: float,
-    cudnn: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor,
+    running_var: torch.Tensor, eps: float, cudnn: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """aten.batch_norm in training: (output, mean, unbiased variance of the microbatch).
 
     The buffers lend their form only. With a momentum of 1 torch's own update gives its statistics.
@@ -151,14 +138,9 @@ def _open(words: torch.Tensor) -> torch.Tensor:
 
 
 def draw(
-    chance: SeededRandom,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    kind: str,
-    *others: Any,
-    site: str,
-) -> torch.Tensor:
+    chance: SeededRandom, shape: Sequence[int], dtype: torch.dtype, device: torch.device, kind: str,
+    *others: Any, site: str,
+) -> torch.Tensor:  # fmt: skip
     """A new tensor of such numbers."""
     return KINDS[kind](chance, torch.empty(shape, dtype=dtype, device=device), *others, site=site)
 

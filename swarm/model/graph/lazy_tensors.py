@@ -159,16 +159,9 @@ class LazyTensors:
         return made
 
     def _note(
-        self,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        given: list[torch.Tensor],
-        written: list[torch.Tensor],
-        new: list[torch.Tensor],
-        *,
-        is_random: bool = False,
-    ) -> None:
+        self, function: Any, args: Any, kwargs: Any, given: list[torch.Tensor], written: list[torch.Tensor],
+        new: list[torch.Tensor], *, is_random: bool = False,
+    ) -> None:  # fmt: skip
         if len(self._steps) == self._most:
             raise SetupError(f"its code makes tensors by more than {self._most} calls: take fewer layers")
         arguments = pytree.tree_map_only(torch.Tensor, self._remembered, (args, kwargs))
@@ -243,12 +236,9 @@ class LazyTensors:
 
     def _place(self, tensor: torch.Tensor) -> _Place:
         return _Place(
-            storage_of(tensor),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
+            storage_of(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(),
             int(tensor.storage_offset()),
-        )
+        )  # fmt: skip
 
 
 class _Calls(TorchDispatchMode):

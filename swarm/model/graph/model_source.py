@@ -59,12 +59,9 @@ def from_code(spec: str) -> CustomModel:
     inputs = made[1]
     loss, targets = made[2:] if len(made) == 4 else (None, ())
     return CustomModel(
-        module=made[0],
-        args=() if isinstance(inputs, Mapping) else as_tuple(inputs),
-        kwargs=inputs if isinstance(inputs, Mapping) else {},
-        loss=loss,
-        targets=as_tuple(targets),
-    )
+        module=made[0], args=() if isinstance(inputs, Mapping) else as_tuple(inputs),
+        kwargs=inputs if isinstance(inputs, Mapping) else {}, loss=loss, targets=as_tuple(targets),
+    )  # fmt: skip
 
 
 def transformers() -> Any:

@@ -51,14 +51,9 @@ def does_nothing(name: str, given: Mapping[str, Any]) -> bool:
 
 
 def ruled(
-    node: fx.Node,
-    call: Call,
-    given: Mapping[str, Any],
-    *,
-    module: str,
-    shape: Sequence[int],
+    node: fx.Node, call: Call, given: Mapping[str, Any], *, module: str, shape: Sequence[int],
     site: Callable[[], str],
-) -> Call:
+) -> Call:  # fmt: skip
     """The call as a stage may make it. `site()` names a place of dropout.
 
     Raises:
@@ -78,13 +73,9 @@ def ruled(
     if is_batch_norm(name, given):
         keys = ("input", "weight", "bias", "running_mean", "running_var", "eps", "cudnn_enabled")
         return replace(
-            call,
-            function=kernels.batch_norm,
-            args=tuple(given[key] for key in keys),
-            kwargs={},
-            outputs=(*call.outputs, *told_by(node)),
-            several=True,
-        )
+            call, function=kernels.batch_norm, args=tuple(given[key] for key in keys), kwargs={},
+            outputs=(*call.outputs, *told_by(node)), several=True,
+        )  # fmt: skip
     if (constant := _constant(name, given)) is not None:
         # What takes only its form from another tensor needs no tensor.
         extra = {"dtype": node.meta["val"].dtype, "device": DEVICE}

@@ -51,13 +51,9 @@ class Traced:
 
 
 def trace(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    loss: Callable[..., torch.Tensor] | None = None,
-    loss_args: Sequence[Any] = (),
-) -> Traced:
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+    loss: Callable[..., torch.Tensor] | None = None, loss_args: Sequence[Any] = (),
+) -> Traced:  # fmt: skip
     """Trace `model(*args, **kwargs)` in the mode (training or not) and dtype it is in.
 
     The loss is what the model returns (a scalar, `.loss`, or the first of a tuple), or
@@ -233,13 +229,9 @@ class Builder:
                     for buffer, output in zip(buffers, operators.told_by(node), strict=True)
                 ]
             call = operators.ruled(
-                node,
-                call,
-                given,
-                module=module,
-                shape=() if several else _shape(results[0], node),
+                node, call, given, module=module, shape=() if several else _shape(results[0], node),
                 site=lambda: self._site(module),
-            )
+            )  # fmt: skip
         elif node.target is write_through:
             # It is named by what writes.
             target, call = operators.ruled_write(node, call, module=module, site=lambda: self._site(module))
@@ -329,13 +321,10 @@ class Builder:
             groups.setdefault(self._names[id(tensor)], []).append(name)
         return OpGraph(
             operators=tuple(operators),
-            values={n: v for n, v in self._values.items() if n in used or n in inputs},
-            inputs=inputs,
-            loss=loss,
-            parameters=parameters,
-            buffers=tuple(name for name in self._buffers if name in used),
+            values={n: v for n, v in self._values.items() if n in used or n in inputs}, inputs=inputs,
+            loss=loss, parameters=parameters, buffers=tuple(name for name in self._buffers if name in used),
             tied=tuple(tuple(groups[name]) for name in parameters if len(groups[name]) > 1),
-        )
+        )  # fmt: skip
 
     def _statistics(self, graph: OpGraph) -> dict[int, tuple[NormStatistic, ...]]:
         told = {op.index: self._told[op.name] for op in graph.operators if op.name in self._told}
