@@ -198,12 +198,10 @@ def is_there(flag: str, path: Path | str) -> None:
 
 def can_be_folder(flag: str, path: Path) -> None:
     """What is saved hours later must not be lost for want of a place."""
-    whole = path.absolute()
-    there = next(one for one in (whole, *whole.parents) if os.path.lexists(one))
-    leads = os.access(there, os.F_OK)
-    if not leads or not there.is_dir():
+    there = next(one for one in (path.absolute(), *path.absolute().parents) if os.path.lexists(one))
+    if not (leads := os.access(there, os.F_OK)) or not there.is_dir():
         what = "is a file" if leads else "leads to nothing (is a disk to be mounted?)"
-        raise SetupError(f"{flag} {path if there == whole else there} {what}: give a folder")
+        raise SetupError(f"{flag} {there} {what}: give a folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise SetupError(f"{flag} {path} cannot be written: make {there} yours, or give another folder")
 

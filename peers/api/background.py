@@ -1,14 +1,19 @@
-"""An event loop in a thread of its own, so that a notebook, whose own loop runs already, can wait for it."""
+"""What a program is kept out of: an event loop in a thread of its own, since that of a notebook runs already,
+and how peers compute."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+
+import torch
+
+from swarm.model.same_bits import threads_as_before
 
 T = TypeVar("T")
 
@@ -72,3 +77,31 @@ class Background:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join()
+
+
+@contextlib.contextmanager
+def as_in_peers() -> Iterator[None]:
+    """Compute as a process of a peer does, whatever this program has told torch (no gradients, autocast,
+    products in less than float32); it has all that back afterwards."""
+    backends: Any = torch.backends
+    kinds = (backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+
+    def tell(dtype: torch.dtype, products: str, precisions: Sequence[str]) -> None:
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(products)
+        for kind, precision in zip(kinds, precisions, strict=True):
+            kind.fp32_precision = precision
+
+    dtype, products, before = torch.get_default_dtype(), "highest", [kind.fp32_precision for kind in kinds]
+    with contextlib.suppress(RuntimeError):  # torch has two ways to set it, and one does not read the other's
+        products = torch.get_float32_matmul_precision()
+    tell(torch.float32, "highest", ["none"] * len(kinds))
+    try:
+        with (
+            threads_as_before(), torch.inference_mode(False), torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False), torch.autocast("cpu", enabled=False),
+            backends.mkldnn.flags(enabled=True, allow_tf32=None),
+        ):  # fmt: skip
+            yield
+    finally:
+        tell(dtype, products, before)

@@ -13,12 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from peers.api.background import Background
+from peers.api.background import Background, as_in_peers
 from peers.events import Emit, Emitter
 from peers.options import MEMORY, RATE, PeerOptions, options_from
 from peers.programs.roles import Peer
 from swarm.errors import SetupError, did_you_mean
-from swarm.model.same_bits import as_in_peers
 
 
 def join(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from peers.api.background import as_in_peers
 from peers.api.example import columns_of, copied, largest_of, rehearse, rows_of, sample_of
 from peers.api.module_text import module_text
 from peers.options import data_file
@@ -31,7 +32,6 @@ from swarm.manifest import CustomModelSpec, load_run, run_of
 from swarm.model.evaluate import FullModel, fill, given_decoder
 from swarm.model.graph.capture import WithLoss
 from swarm.model.graph.model_source import CustomModel
-from swarm.model.same_bits import as_in_peers
 from swarm.wire.codec import bytes_of
 
 MICROBATCHES = 8

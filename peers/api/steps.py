@@ -13,12 +13,12 @@ import msgspec
 import torch
 from torch import nn
 
+from peers.api.background import as_in_peers
 from peers.api.run import Run, check_run
 from peers.progress import Bar
 from swarm.floats import mean_of
 from swarm.ids import PeerId
 from swarm.model.reference import SingleProcess
-from swarm.model.same_bits import as_in_peers
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -58,34 +57,6 @@ def threads_as_before() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def as_in_peers() -> Iterator[None]:
-    """Compute as a process of a peer does, whatever this program has told torch (no gradients, autocast,
-    products in less than float32); it has all that back afterwards."""
-    backends: Any = torch.backends
-    kinds = (backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
-
-    def tell(dtype: torch.dtype, products: str, precisions: Sequence[str]) -> None:
-        torch.set_default_dtype(dtype)
-        torch.set_float32_matmul_precision(products)
-        for kind, precision in zip(kinds, precisions, strict=True):
-            kind.fp32_precision = precision
-
-    dtype, products, before = torch.get_default_dtype(), "highest", [kind.fp32_precision for kind in kinds]
-    with contextlib.suppress(RuntimeError):  # torch has two ways to set it, and one does not read the other's
-        products = torch.get_float32_matmul_precision()
-    tell(torch.float32, "highest", ["none"] * len(kinds))
-    try:
-        with (
-            threads_as_before(), torch.inference_mode(False), torch.enable_grad(),
-            torch.autograd.set_detect_anomaly(False), torch.autocast("cpu", enabled=False),
-            backends.mkldnn.flags(enabled=True, allow_tf32=None),
-        ):  # fmt: skip
-            yield
-    finally:
-        tell(dtype, products, before)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
