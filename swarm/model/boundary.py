@@ -116,12 +116,9 @@ class Boundary:
         ]
 
     def encode_gradients(
-        self,
-        mb: Microbatch,
-        leaves: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor | None],
+        self, mb: Microbatch, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None],
         inputs: Sequence[Encoded],
-    ) -> tuple[Encoded, ...]:
+    ) -> tuple[Encoded, ...]:  # fmt: skip
         """The gradients of the inputs that have one, `inputs` being all that came, for the stage before.
 
         Raises:

@@ -153,13 +153,9 @@ class FullModel:
     """
 
     def __init__(
-        self,
-        run: Run,
-        weights: Mapping[str, torch.Tensor],
-        *,
-        steps: int = 0,
+        self, run: Run, weights: Mapping[str, torch.Tensor], *, steps: int = 0,
         device: str | torch.device = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`weights`: trained parameters and batch norms' statistics, by full name, after so many `steps`.
 
         What no stage trains is as the run started with it, or as the model's code initialises it.

@@ -89,12 +89,9 @@ class Block(nn.Module):
         self.down = nn.Linear(model.ffn_hidden, H, bias=False)
 
     def forward(
-        self,
-        x_BTH: torch.Tensor,
-        turn_TD: torch.Tensor | None,
-        mask_B1TT: torch.Tensor | None,
+        self, x_BTH: torch.Tensor, turn_TD: torch.Tensor | None, mask_B1TT: torch.Tensor | None,
         dropout: Callable[[torch.Tensor, str], torch.Tensor],
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         B, T, H = x_BTH.shape
         N, K = self.heads, self.kv_heads
         heads = self.qkv(self.norm1(x_BTH)).view(B, T, N + 2 * K, H // N).transpose(1, 2)
@@ -195,13 +192,9 @@ class GptStage(nn.Module):
         self.register_buffer("turn", turn, persistent=False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        *,
-        ids_BT: torch.Tensor | None = None,
+        self, x: torch.Tensor, labels_BT: torch.Tensor | None = None, *, ids_BT: torch.Tensor | None = None,
         mb: Microbatch | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Tokens [B, T] int64 (first stage) or what crosses the cut before it -> what crosses that behind it,
         or the mean loss (last stage).
 
@@ -272,13 +265,9 @@ class AuditStage(nn.Module):
         self.count = nn.ParameterDict({name: nn.Parameter(torch.zeros(microbatches))})
 
     def forward(
-        self,
-        x: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        *,
-        ids_BT: torch.Tensor | None = None,
+        self, x: torch.Tensor, labels_BT: torch.Tensor | None = None, *, ids_BT: torch.Tensor | None = None,
         mb: Microbatch | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """Add this microbatch's weight to the tokens (first stage; any will do) or to the number so far."""
         if mb is None:
             raise ValueError("the audit model needs to know which microbatch it computes")

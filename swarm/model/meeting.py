@@ -93,14 +93,9 @@ def part_of(run: Run, layout: Layout, difference: torch.Tensor, part: int) -> to
 
 
 def added_up(
-    run: Run,
-    layout: Layout,
-    told: Sequence[torch.Tensor],
-    part: int | None = None,
-    *,
-    are_sums: bool = False,
-    total: torch.Tensor | None = None,
-) -> torch.Tensor:
+    run: Run, layout: Layout, told: Sequence[torch.Tensor], part: int | None = None, *,
+    are_sums: bool = False, total: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The sum of what all islands have changed, or of a part of it, each as bytes, in the islands' order; or
     `are_sums`: of such sums, as they travel. `total`: what it is added to.
 

@@ -193,12 +193,9 @@ class PlainStage:
         return passed
 
     def backward(
-        self,
-        passed: Passed,
-        gradients: Sequence[torch.Tensor],
-        places: Sequence[torch.Tensor | None],
+        self, passed: Passed, gradients: Sequence[torch.Tensor], places: Sequence[torch.Tensor | None],
         mb: Microbatch,
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Add to the sums; return the gradients of the inputs as the stage before gets them.
 
         `places`: of the inputs that have a gradient.

@@ -81,14 +81,10 @@ def _built_in(run: Run, stage: Stage) -> StageFunction:
         return Output((module(*hidden or (ids,), labels, ids_BT=ids, mb=mb),), {})
 
     return StageFunction(
-        takes=stage_inputs(run, stage),
-        gives=() if last else stage_inputs(run, stage + 1),
-        dtypes=(*hidden, torch.int64 if reads else None),
-        passes={} if last else {1: len(hidden)},
-        module=lambda: stage_skeleton(run, stage),
-        compute=compute,
-        halves=run.dtype == "bfloat16",
-    )
+        takes=stage_inputs(run, stage), gives=() if last else stage_inputs(run, stage + 1),
+        dtypes=(*hidden, torch.int64 if reads else None), passes={} if last else {1: len(hidden)},
+        module=lambda: stage_skeleton(run, stage), compute=compute, halves=run.dtype == "bfloat16",
+    )  # fmt: skip
 
 
 def _custom(run: Run, stage: Stage) -> StageFunction:
@@ -108,11 +104,7 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
     }
 
     return StageFunction(
-        takes=stage_inputs(run, stage),
-        gives=() if last else stage_inputs(run, stage + 1),
-        dtypes=tuple(dtypes),
-        passes=passes,
-        module=lambda: stage_module(run, stage),
-        compute=lambda module, values, mb: module(*values, mb=mb),
-        halves=run.dtype == "bfloat16",
-    )
+        takes=stage_inputs(run, stage), gives=() if last else stage_inputs(run, stage + 1),
+        dtypes=tuple(dtypes), passes=passes, module=lambda: stage_module(run, stage),
+        compute=lambda module, values, mb: module(*values, mb=mb), halves=run.dtype == "bfloat16",
+    )  # fmt: skip
