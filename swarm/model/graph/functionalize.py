@@ -35,6 +35,8 @@ OUT_OF_PLACE = frozenset(
     )
 )
 """Operators whose version with `_` does the same in place. Others write to a copy."""
+TURNED = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_"))
+"""Operators that write nothing: their tensor is another view of its memory from then on."""
 
 
 def lower(captured: Captured) -> tuple[fx.Graph, fx.Node]:
@@ -159,6 +161,9 @@ class _Functional:
     def run(self, flat: fx.Graph, loss: fx.Node) -> fx.Node:
         """Copy all; the loss in the new graph."""
         for node in flat.nodes:
+            if isinstance(node.target, OpOverload) and (name := name_of(node.target)) in TURNED:
+                overload = "int" if name == "transpose_" else node.target._overloadname
+                node.target = getattr(getattr(aten, name[:-1]), overload)
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 self._write(node)
                 continue
@@ -233,7 +238,7 @@ class _Functional:
         else:
             steps = [self._step(view) for view in chain]
             new = self.graph.call_function(write_through, (whole, steps, op, rest, kwargs))
-        hidden = node.meta["no_grad"] and not base.meta.get("no_grad")
+        hidden = node.meta["no_grad"] and not whole.meta.get("no_grad")
         new.meta = {**node.meta, "val": base.meta["val"], "hidden": plain is not None and hidden}
         storage = _storage(node)
         assert storage is not None

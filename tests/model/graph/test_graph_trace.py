@@ -206,6 +206,18 @@ def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
     return (y / scale + shift).square().sum() + (y * y.detach()).sum()
 
 
+def turned(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    part = y[1:]
+    y.t_()
+    y.add_(torch.arange(4)[:, None])
+    y.unsqueeze_(0).squeeze_().transpose_(0, 1).swapaxes_(0, 1).swapdims_(0, 1).unsqueeze_(1).squeeze_(1)
+    with torch.no_grad():
+        new = torch.zeros_like(y)
+        new.add_(net.linear(x).mean()).clamp_(min=-1.0)
+    return (part * part.detach().exp()).sum() + (net.linear(y) * new).sum()
+
+
 def constants(net: Net, x: torch.Tensor) -> torch.Tensor:
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
     weights[1] = 5.0
@@ -224,7 +236,7 @@ def in_place_of_an_input(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "body", [through_views, many_outputs, without_gradient, constants, in_place_of_an_input]
+    "body", [through_views, many_outputs, without_gradient, turned, constants, in_place_of_an_input]
 )
 def test_what_operators_share_survives_every_cut(body: Callable[[Net, torch.Tensor], object]) -> None:
     every_operator_a_stage(Net(body))
