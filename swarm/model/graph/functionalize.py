@@ -164,6 +164,7 @@ class _Functional:
             if isinstance(node.target, OpOverload) and (name := name_of(node.target)) in TURNED:
                 overload = "int" if name == "transpose_" else node.target._overloadname
                 node.target = getattr(getattr(aten, name[:-1]), overload)
+                node.meta["hidden"] = node.meta["no_grad"] and not node.all_input_nodes[0].meta.get("no_grad")
             if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
                 self._write(node)
                 continue

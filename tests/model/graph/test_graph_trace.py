@@ -211,11 +211,11 @@ def turned(net: Net, x: torch.Tensor) -> torch.Tensor:
     part = y[1:]
     y.t_()
     y.add_(torch.arange(4)[:, None])
-    y.unsqueeze_(0).squeeze_().transpose_(0, 1).swapaxes_(0, 1).swapdims_(0, 1).unsqueeze_(1).squeeze_(1)
+    y.unsqueeze_(0).squeeze_().transpose_(0, 1).swapaxes_(0, 1).unsqueeze_(1).squeeze_(1)
     with torch.no_grad():
         new = torch.zeros_like(y)
-        new.add_(net.linear(x).mean()).clamp_(min=-1.0)
-    return (part * part.detach().exp()).sum() + (net.linear(y) * new).sum()
+        new.add_(net.linear(x).mean()).clamp_(min=-1.0).swapdims_(0, 1)
+    return (part * part.detach().exp()).sum() + (net.linear(y.t()) * new).sum()
 
 
 def constants(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -322,6 +322,13 @@ def hidden_write_of_all(net: Net, x: torch.Tensor) -> torch.Tensor:
     return (y.tanh() + net.linear(x)).sum()
 
 
+def hidden_turn(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    with torch.no_grad():
+        y.t_()
+    return (y.t() + net.linear(x)).sum()
+
+
 def weight_changed(net: Net, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         net.linear.weight.mul_(0.9)
@@ -350,6 +357,10 @@ LINE = r"test_graph_trace.py:\d+: "
         (autocast, "the model switches autocast on; leave that to the run's dtype"),
         (hidden_write, "operator aten.mul_.* writes to a tensor that needs a gradient, under no_grad"),
         (hidden_write_of_all, LINE + "operator aten.mul.Tensor writes to a tensor that needs a gradient"),
+        (
+            hidden_turn,
+            LINE + "operator aten.t.default writes to a tensor that needs a gradient, under no_grad",
+        ),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
         (
             hooked,
