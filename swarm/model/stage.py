@@ -66,15 +66,9 @@ class StageCompute:
     """One stage's maths, with its `state` and its `sums`; see above for threads."""
 
     def __init__(
-        self,
-        run: Run,
-        stage: Stage,
-        device: str = "cpu",
-        *,
-        recompute: bool = False,
-        recompute_layers: bool = False,
-        host_sums: bool = False,
-    ) -> None:
+        self, run: Run, stage: Stage, device: str = "cpu", *, recompute: bool = False,
+        recompute_layers: bool = False, host_sums: bool = False,
+    ) -> None:  # fmt: skip
         """Hold weights of version 0, a function of the run alone.
 
         `recompute`: keep only the input of a microbatch in flight and run its forward again in the backward:
@@ -379,29 +373,20 @@ class StageCompute:
         return Computed(leaves, function.graded(made), others, statistics)
 
     def _differentiate(
-        self,
-        mb: Microbatch,
-        version: int,
-        computed: Computed,
-        grads_out: Sequence[torch.Tensor | None],
-        *,
-        weights: bool,
-        inputs: Sequence[Encoded],
-    ) -> Gradients:
+        self, mb: Microbatch, version: int, computed: Computed, grads_out: Sequence[torch.Tensor | None], *,
+        weights: bool, inputs: Sequence[Encoded],
+    ) -> Gradients:  # fmt: skip
         """Run autograd. `inputs`: all that came."""
         grads, terms = self._autograd(version, computed, grads_out, weights=weights)
         if weights:
             terms |= computed.statistics
         exact = self.run.adds_exactly
         return Gradients(
-            mb=mb,
-            loads=self.state.loads,
+            mb=mb, loads=self.state.loads,
             norms=[largest_norm(term) for term in terms.values()] if exact else [],
-            answer=self._boundary.encode_gradients(mb, computed.leaves, grads, inputs),
-            terms=terms,
-            statistics=frozenset(computed.statistics),
-            terms_wanted=weights,
-        )
+            answer=self._boundary.encode_gradients(mb, computed.leaves, grads, inputs), terms=terms,
+            statistics=frozenset(computed.statistics), terms_wanted=weights,
+        )  # fmt: skip
 
     def _autograd(
         self, version: int, computed: Computed, grads_out: Sequence[torch.Tensor | None], *, weights: bool
