@@ -158,7 +158,9 @@ class Actions:
     async def _reduce(self, step: OpenStep, plan: Plan) -> None:
         """Freeze the sum for this round, reduce it with the others, hold the result."""
         core, m, began = self._core, self._core.run.microbatches(step.t), now_s()
-        waits = RoundWaits(core.me, step.t, core.backoff, opened_s=step.opened_s, voice=core.voice())
+        waits = RoundWaits(
+            core.me, step.t, core.backoff, opened_s=step.opened_s, voice=core.voice(), held_s=step.held_s
+        )
 
         def wait(awaited: Awaited, waited_s: float) -> list[PeerId]:
             directive = self._coordination.directive

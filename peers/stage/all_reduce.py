@@ -165,7 +165,9 @@ class _Round:
             return Awaited(frozenset(self.owing), sum(part > 0 for part in self.plan.parts))
         unknown = frozenset(member for member in members if member not in check.nonces)
         if unknown:  # perhaps some lack results
-            return Awaited(unknown, len(members), seen=not self.shared and bool(self.chunks))
+            own_all = frozenset(m for m, part in zip(members, self.plan.parts, strict=True) if part)
+            seen = not self.shared and (bool(self.chunks) or unknown == own_all)
+            return Awaited(unknown, len(members), seen)
         return Awaited(frozenset(check.lacking()), len(members), seen=True)
 
     @property

@@ -77,6 +77,8 @@ class OpenStep(ReplicaStep):
     def __init__(self, t: int, ledger: Ledger) -> None:
         super().__init__(t, ledger)
         self.opened_s = now_s()
+        self.held_s = dict[PeerId, float]()
+        """How long its rounds have waited for those for which that was too long."""
         self.jobs: dict[int, Job] = {}
         self.kept: dict[int, KeptMicrobatch] = {}
         self.audit_kept: dict[int, KeptMicrobatch] = {}

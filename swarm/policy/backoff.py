@@ -153,8 +153,11 @@ class Backoff:
 
     # -- what a peer cost the run ----------------------------------------------------------------
 
-    def charge(self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0) -> bool:
+    def charge(
+        self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0, most_s: float = math.inf
+    ) -> bool:
         """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
+        `most_s`: it may cost no more.
 
         A second is charged once, however many calls waited through it.
         """
@@ -174,21 +177,26 @@ class Backoff:
         aborted = sum(charge[2] for charge in account.charges)
         account.since_rest_s += seconds
         anew = account.since_rest_s >= AGAIN_S or rounds > 0
-        if (lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS) and anew and now >= account.rests_until_s:
+        used_up = lost_s >= min(self.budget_s, most_s) or aborted >= BUDGET_ROUNDS
+        if used_up and anew and now >= account.rests_until_s:
             account.since_rest_s = 0.0
             account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s))
             account.rests_until_s = now + account.rest_s
             self.changes += 1
         return now < account.rests_until_s
 
+    def cost_s(self, peer: PeerId, *, t: int) -> float:
+        """Seconds that `peer` has cost in the last `STEPS` before step `t` is over."""
+        charges = self._accounts.get(peer, _NO_ACCOUNT).charges
+        return sum(lost_s for step, lost_s, _ in charges if step > t - STEPS)
+
     def left_s(self, peer: PeerId, *, t: int) -> float:
         """Seconds that `peer` may still cost until step `t` is over."""
-        charges = self._accounts.get(peer, _NO_ACCOUNT).charges
-        return max(0.0, self.budget_s - sum(lost_s for step, lost_s, _ in charges if step > t - STEPS))
+        return max(0.0, self.budget_s - self.cost_s(peer, t=t))
 
     def settled_s(self, peer: PeerId, *, t: int) -> float:
         """What `peer` was charged with in those steps, and is no more: another account pays for it."""
-        lost_s = self.budget_s - self.left_s(peer, t=t)
+        lost_s = min(self.budget_s, self.cost_s(peer, t=t))
         self._accounts.pop(peer, None)
         return lost_s
 

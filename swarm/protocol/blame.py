@@ -7,7 +7,9 @@ itself, never on the word of another: docs/design.md, *What one peer may cost*.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +29,12 @@ UNCLEAR = "?"
 """Before a replica's name: what it is charged with once it is seen to hold up a round."""
 LEADING = "!"
 """The same: so much of that as it coordinated."""
+SEEN = "+"
+"""The same: so much of what it was charged with as it was seen to do."""
+TIMES_SEEN = 10.0
+"""So many times as much is charged at once although it is unclear. The rest once it is seen again."""
+UNSEEN_S = 8.0
+"""Rounds have waited so long for whom cannot be seen: in the next step the coordinator reduces all."""
 KEPT_WAITING_S = 10.0
 """By then an honest coordinator that was kept waiting before its turn reduces all itself."""
 PREPARED_S = 1.5
@@ -113,40 +121,48 @@ class RoundWaits:
     """
 
     def __init__(
-        self, me: PeerId, t: int, backoff: Backoff, *, opened_s: float, voice: Collection[PeerId]
-    ) -> None:
-        """`opened_s`: when the step began, if it had waited for none. `voice`: the replicas that have it."""
+        self, me: PeerId, t: int, backoff: Backoff, *, opened_s: float, voice: Collection[PeerId],
+        held_s: dict[PeerId, float],
+    ) -> None:  # fmt: skip
+        """`opened_s`: when the step began, if it had waited for none. `voice`: the replicas that have it.
+        `held_s`: how long rounds of the step have waited for those for which that was too long."""
         self.opened_s = opened_s
         """Of the next round of the step."""
         self._me, self._t, self._backoff, self._opened_s, self._voice = me, t, backoff, opened_s, voice
-        self._held_s: dict[PeerId, float] = {}
+        self._held_s, self._before_s = held_s, dict(held_s)
+        self._waited_s, self._seen_s = defaultdict[PeerId, float](float), defaultdict[PeerId, float](float)
+        """In this round, for each; and so much of that as each was seen to hold it up."""
         self._unclear_s = 0.0
         """Since an honest coordinator that was kept waiting would have reduced all itself."""
 
     def wait(self, awaited: Awaited, waited_s: float, *, coordinator: PeerId, now: float) -> list[PeerId]:
         """Note that the round waited so long for them until now; returns those that are left out for that."""
         left_out: list[PeerId] = []
+        cost_s = partial(self._backoff.cost_s, t=self._t)
         self.opened_s += waited_s if awaited.peers else 0.0
         for peer in sorted(self._blamed(awaited, coordinator)):
             late_s = self._late_s(peer, waited_s, now, pair=awaited.of == 2)
+            self._seen_s[peer] += waited_s if awaited.seen else 0.0
             if late_s <= 0:
                 continue
-            unclear, leading = UNCLEAR + peer, LEADING + peer
-            new_s = min(waited_s, late_s)
-            if not awaited.seen and peer != ALL_OWNERS:
+            unclear, leading, seen = UNCLEAR + peer, LEADING + peer, SEEN + peer
+            new_s, seen_s = min(waited_s, late_s), min(self._seen_s[peer], late_s)
+            at_once = cost_s(peer) < TIMES_SEEN * cost_s(seen) or peer == ALL_OWNERS
+            if not awaited.seen and not at_once:
                 rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now)
                 if self._me != coordinator == peer:
                     self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
                     self._unclear_s += waited_s if rests else 0.0
-                    led_s = self._backoff.budget_s - self._backoff.left_s(leading, t=self._t)
-                    if self._unclear_s >= 2 * AGAIN_S and led_s >= KEPT_WAITING_S:
+                    if self._unclear_s >= 2 * AGAIN_S and cost_s(leading) >= KEPT_WAITING_S:
                         self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
                         left_out.append(peer)
                 continue
             if self._backoff.was_charged(unclear, t=self._t):
-                if late_s < AGAIN_S:
+                if seen_s < AGAIN_S:
                     continue  # a moment shows nothing
-                new_s = late_s + self._backoff.settled_s(unclear, t=self._t)
+                new_s = seen_s + self._backoff.settled_s(unclear, t=self._t)
+            if awaited.seen:
+                self._backoff.charge(seen, t=self._t, since_s=now - seen_s, now=now)
             rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
             if rests and coordinator in (self._me, peer):
                 left_out.append(peer)
@@ -164,10 +180,14 @@ class RoundWaits:
         return peers if seen or not peers else peers | {ALL_OWNERS}
 
     def _late_s(self, peer: PeerId, waited_s: float, now: float, *, pair: bool) -> float:
-        """By how much longer than it may the round has waited for a peer."""
-        held_s = self._held_s[peer] = self._held_s.get(peer, 0.0) + waited_s
-        rest_s = now - self._opened_s - held_s
-        return held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
+        """By how much longer than they may the rounds of the step have waited for a peer."""
+        self._waited_s[peer] += waited_s
+        rest_s = now - self._opened_s - self._waited_s[peer]
+        held_s = self._before_s.get(peer, 0.0) + self._waited_s[peer]
+        late_s = held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
+        if late_s > 0:
+            self._held_s[peer] = held_s
+        return late_s
 
 
 class Blame:
@@ -332,6 +352,8 @@ class Blame:
             self._judged[plan.round] = t
             if is_current(plan, reports):
                 self._judge(t, plan, failed, now)
+        if plan is None and self._backoff.cost_s(ALL_OWNERS, t=t) >= UNSEEN_S:
+            self._backoff.charge(ALL_OWNERS, t=t, since_s=now, now=now, most_s=UNSEEN_S)
         if self._backoff.rests(ALL_OWNERS, now=now):
             return [self._me]
         tried = {peer for peer in reports if peer != self._me and self._backoff.is_tried(peer, now=now)}

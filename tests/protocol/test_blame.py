@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from swarm.ids import Generation, PeerId
@@ -12,6 +13,7 @@ from swarm.protocol.blame import (
     COMPUTED_S,
     HELD_UP_S,
     PREPARED_S,
+    UNSEEN_S,
     Awaited,
     Blame,
     RoundWaits,
@@ -330,7 +332,7 @@ def test_who_is_named_by_most_of_the_others_and_two_at_least_is_left_out() -> No
 def waits_of(me: str = "ann", *, voice: str = "") -> tuple[RoundWaits, Backoff]:
     """Of a step that began a second before 100."""
     backoff = Backoff()
-    return RoundWaits(me, 7, backoff, opened_s=99.0, voice=voice.split()), backoff
+    return RoundWaits(me, 7, backoff, opened_s=99.0, voice=voice.split(), held_s={}), backoff
 
 
 def awaited(*peers: str, of: int = 4, seen: bool = True) -> Awaited:
@@ -349,7 +351,7 @@ def test_a_round_waits_for_one_as_long_as_its_step_takes_otherwise_and_then_it_i
 
 def test_of_a_moment_nobody_is_charged() -> None:
     backoff = Backoff()
-    waits = RoundWaits("ann", 7, backoff, opened_s=100.0, voice=())
+    waits = RoundWaits("ann", 7, backoff, opened_s=100.0, voice=(), held_s={})
     waits.wait(awaited("bob"), HELD_UP_S, coordinator="ann", now=100.0 + HELD_UP_S)
     assert not backoff.was_charged("bob", t=7)
 
@@ -387,7 +389,7 @@ def test_where_it_is_not_seen_who_holds_a_round_up_one_reduces_all_and_who_still
     waits, backoff = waits_of()
     assert waits.wait(awaited("bob", seen=False), 27.0, coordinator="ann", now=127.0) == [ALL_OWNERS]
     assert backoff.rests(ALL_OWNERS, now=127.0) and not backoff.was_charged("bob", t=7)
-    waits = RoundWaits("ann", 7, backoff, opened_s=127.0, voice=())
+    waits = RoundWaits("ann", 7, backoff, opened_s=127.0, voice=(), held_s={})
     assert not waits.wait(awaited("bob"), 0.5, coordinator="ann", now=127.5)
     assert not backoff.was_charged("bob", t=7), "a moment shows nothing"
     assert waits.wait(awaited("bob"), 1.0, coordinator="ann", now=128.5) == ["bob"]
@@ -398,8 +400,67 @@ def test_what_was_unclear_before_it_coordinates_says_nothing_of_a_coordinator() 
     waits.wait(awaited("ann", seen=False), 30.0, coordinator="cid", now=130.0)
     assert not waits.wait(awaited("ann", seen=False), 4.0, coordinator="ann", now=134.0)
     assert not backoff.was_charged("ann", t=7), "it may have been kept waiting, and reduces all from now on"
-    waits = RoundWaits("bob", 7, backoff, opened_s=134.0, voice=("ann", "bob", "cid"))
+    waits = RoundWaits("bob", 7, backoff, opened_s=134.0, voice=("ann", "bob", "cid"), held_s={})
     assert waits.wait(awaited("ann"), 3.0, coordinator="ann", now=137.0) == ["ann"], "that is seen"
+
+
+def test_one_that_was_seen_to_hold_rounds_up_pays_at_once_for_ten_times_as_much_that_is_unclear() -> None:
+    """It cost as much again in its own turn, when others own parts and may have kept it waiting."""
+    waits, backoff = waits_of("bob", voice="ann bob cid")
+    waits.wait(awaited("cid"), 1.75, coordinator="bob", now=100.75)
+    assert backoff.left_s("cid", t=7) == BUDGET_S - 1.5
+    waits = RoundWaits("bob", 8, backoff, opened_s=200.0, voice=("ann", "bob", "cid"), held_s={})
+    for second in range(1, 20):
+        now = 200.0 + second
+        assert not waits.wait(awaited("cid", seen=False), 1.0, coordinator="cid", now=now)
+    assert backoff.left_s("cid", t=8) == pytest.approx(BUDGET_S - 10 * 1.5, abs=1.0)
+    assert backoff.left_s("?cid", t=8) == pytest.approx(BUDGET_S - 18.75 + 13.5, abs=1.0)
+    waits, backoff = waits_of("bob", voice="ann bob cid")
+    waits.wait(awaited("cid", seen=False), 5.0, coordinator="ann", now=105.0)
+    assert not backoff.was_charged("cid", t=7), "it was not seen"
+
+
+def test_what_was_unclear_in_the_same_round_is_not_paid_for_since_a_moment_of_it_was_seen() -> None:
+    """Another may have kept from it what it needs, and it computes what it says next."""
+    waits, backoff = waits_of()
+    waits.wait(awaited("bob", seen=False), 5.0, coordinator="ann", now=105.0)
+    assert not waits.wait(awaited("bob"), 0.5, coordinator="ann", now=105.5)
+    assert not backoff.was_charged("bob", t=7)
+    waits.wait(awaited("bob"), 0.5, coordinator="ann", now=106.0)
+    assert backoff.left_s("bob", t=7) == BUDGET_S - 1.0 - 4.0
+
+
+def test_rounds_of_a_step_wait_once_as_long_as_the_step_takes_and_again_only_where_that_was_enough() -> None:
+    """Who was left out by one after the other was waited for anew by each."""
+    held_s, backoff = dict[str, float](), Backoff()
+
+    def waits(opened_s: float) -> RoundWaits:
+        return RoundWaits("ann", 7, backoff, opened_s=opened_s, voice=(), held_s=held_s)
+
+    first = waits(99.0)
+    first.wait(awaited("bob"), 3.0, coordinator="ann", now=103.0)
+    first.wait(awaited("cid"), 0.5, coordinator="ann", now=103.5)
+    assert set(held_s) == {"bob"}
+    second = waits(first.opened_s)
+    second.wait(awaited("bob"), 1.0, coordinator="ann", now=104.5)
+    assert backoff.left_s("bob", t=7) == BUDGET_S - 2.0 - 1.0
+    second.wait(awaited("cid"), 1.0, coordinator="ann", now=105.5)
+    assert not backoff.was_charged("cid", t=7)
+
+
+def test_rounds_that_waited_for_it_is_not_seen_whom_have_the_next_step_reduced_by_one() -> None:
+    """A coordinator shared the parts for 25 s of that: each in its turn."""
+    backoff = Backoff()
+    blame = Blame("ann", lambda t: 4, backoff)
+    reports = {peer: StepReport(t=8, done=Bitmap(1)) for peer in ("ann", "bob", "cid")}
+    waits = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=(), held_s={})
+    waits.wait(awaited("bob", seen=False), UNSEEN_S, coordinator="cid", now=100.0 + UNSEEN_S)
+    assert blame.owners(8, None, reports, now=110.0) == ["ann", "bob", "cid"]
+    waits.wait(awaited("bob", seen=False), 1.5, coordinator="cid", now=101.5 + UNSEEN_S)
+    plan = Plan("aa", 0, tuple(reports), (1, 1, 1), (1, 1, 1))
+    assert blame.owners(8, plan, reports, now=110.0) == ["ann", "bob", "cid"], "a round that goes on does so"
+    assert blame.owners(8, None, reports, now=110.0) == ["ann"]
+    assert blame.owners(8, None, reports, now=171.0) == ["ann", "bob", "cid"], "it was for a while"
 
 
 def test_a_coordinator_that_owns_all_is_waited_for_as_any_other() -> None:

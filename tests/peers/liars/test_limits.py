@@ -522,11 +522,11 @@ async def test_who_is_kept_waiting_for_results_is_not_charged_with_that() -> Non
 def test_what_was_unclear_is_paid_for_once() -> None:
     """It was charged anew at each step in which a replica was a second late."""
     backoff = Backoff()
-    unclear = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=())
+    unclear = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=(), held_s={})
     unclear.wait(Awaited(frozenset({"bob"}), 4), 6.0, coordinator="ann", now=106.0)
     for t in range(8, 13):
         began_s = 100.0 + 10.0 * (t - 7)
-        waits = RoundWaits("ann", t, backoff, opened_s=began_s, voice=())
+        waits = RoundWaits("ann", t, backoff, opened_s=began_s, voice=(), held_s={})
         waits.wait(Awaited(frozenset({"bob"}), 4, seen=True), 5.0, coordinator="ann", now=began_s + 9.0)
     assert backoff.left_s("bob", t=12) == backoff.budget_s - 5.0 - 5 * 1.0
 
@@ -534,7 +534,7 @@ def test_what_was_unclear_is_paid_for_once() -> None:
 def test_both_of_two_owners_are_not_charged_by_one_that_owns_no_part() -> None:
     """What it waits for may be its own line."""
     backoff = Backoff()
-    waits = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=())
+    waits = RoundWaits("ann", 7, backoff, opened_s=99.0, voice=(), held_s={})
     assert not waits.wait(Awaited(frozenset({"bob", "cid"}), 2), 50.0, coordinator="ann", now=150.0)
     assert waits.wait(Awaited(frozenset({"bob"}), 2), 50.0, coordinator="ann", now=150.0)
 

@@ -274,9 +274,10 @@ async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named
 
 
 @pytest.mark.parametrize(
-    ("parts", "owns", "seen"), [((4, 6), 0, False), ((10, 0), 0, True), ((10, 0), 1, False)]
+    ("parts", "owns", "seen"),
+    [((4, 6), 0, False), ((10, 0), 0, True), ((10, 0), 1, False), ((0, 10), 0, True)],
 )
-async def test_who_keeps_its_nonce_is_seen_only_by_the_owner_of_all(
+async def test_who_keeps_its_nonce_is_seen_only_where_it_or_who_sees_it_owns_all(
     parts: tuple[int, int], owns: int, seen: bool
 ) -> None:
     """Another owner may keep a result from it."""
