@@ -4537,7 +4537,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-only-what-is-seen-at-once",
         "swarm/protocol/blame.py",
-        "at_once = cost_s(peer) < TIMES_SEEN * cost_s(seen) or peer",
+        "at_once = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer",
         "at_once = peer",
         "One that was seen to hold rounds up costs as much again in its own turn.",
         ("test_blame",),

@@ -30,7 +30,7 @@ MAX_PEERS = 4096
 @dataclass(slots=True)
 class _Account:
     charges: deque[tuple[int, float, int]] = field(default_factory=lambda: deque[tuple[int, float, int]]())
-    """Step, seconds, aborted rounds."""
+    """Step, seconds, aborted rounds: one of each step, however often it is charged."""
     counted_until_s: float = float("-inf")
     rests_until_s: float = float("-inf")
     rest_s: float = 0.0
@@ -167,14 +167,13 @@ class Backoff:
         if now - account.rests_until_s > account.rest_s:
             account.rest_s = 0.0  # it behaved for as long as it rested
         seconds = max(0.0, now - max(since_s, account.counted_until_s))
-        if seconds:
-            account.counted_until_s = now
-        account.charges.append((t, seconds, rounds))
+        account.counted_until_s = now if seconds else account.counted_until_s
+        last = account.charges.pop() if account.charges and account.charges[-1][0] == t else (t, 0.0, 0)
+        account.charges.append((t, last[1] + seconds, last[2] + rounds))
         # After a rollback the steps begin again: what was lost in those that were undone counts on.
         while account.charges and not t - STEPS < account.charges[0][0] <= t:
             account.charges.popleft()
-        lost_s = sum(charge[1] for charge in account.charges)
-        aborted = sum(charge[2] for charge in account.charges)
+        lost_s, aborted = (sum(charge[of] for charge in account.charges) for of in (1, 2))
         account.since_rest_s += seconds
         anew = account.since_rest_s >= AGAIN_S or rounds > 0
         used_up = lost_s >= min(self.budget_s, most_s) or aborted >= BUDGET_ROUNDS

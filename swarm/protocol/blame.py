@@ -147,7 +147,8 @@ class RoundWaits:
                 continue
             unclear, leading, seen = UNCLEAR + peer, LEADING + peer, SEEN + peer
             new_s, seen_s = min(waited_s, late_s), min(self._seen_s[peer], late_s)
-            at_once = cost_s(peer) < TIMES_SEEN * cost_s(seen) or peer == ALL_OWNERS
+            was_unclear = self._backoff.was_charged(unclear, t=self._t)
+            at_once = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer == ALL_OWNERS
             if not awaited.seen and not at_once:
                 rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now)
                 if self._me != coordinator == peer:
@@ -157,7 +158,7 @@ class RoundWaits:
                         self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
                         left_out.append(peer)
                 continue
-            if self._backoff.was_charged(unclear, t=self._t):
+            if was_unclear:
                 if seen_s < AGAIN_S:
                     continue  # a moment shows nothing
                 new_s = seen_s + self._backoff.settled_s(unclear, t=self._t)

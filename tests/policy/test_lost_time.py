@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from swarm.policy.backoff import BUDGET_ROUNDS, BUDGET_S, FIRST_REST_S, MAX_PEERS, Backoff
 
 
@@ -87,3 +89,13 @@ def test_a_charge_of_no_time_covers_nothing_of_a_call_that_began_before() -> Non
     lost.charge("z", t=0, since_s=0.0, now=10.0)
     assert lost.left_s("z", t=0) == BUDGET_S - 10.0
     assert lost.was_charged("z", t=0) and not lost.was_charged("z", t=20) and not lost.was_charged("a", t=0)
+
+
+def test_an_account_has_one_charge_for_each_step_however_often_it_is_charged() -> None:
+    """The coordinator charges in each decision of a step, often with no time."""
+    backoff = Backoff()
+    for tick in range(1000):
+        backoff.charge("bob", t=tick // 100, since_s=tick / 100, now=(tick + tick % 2 / 2) / 100)
+    assert len(backoff._accounts["bob"].charges) == 10
+    assert backoff.left_s("bob", t=9) == pytest.approx(25.0 - 2.5)
+    assert backoff.left_s("bob", t=20) == pytest.approx(25.0 - 2.25), "the first step is over"

@@ -420,6 +420,16 @@ def test_one_that_was_seen_to_hold_rounds_up_pays_at_once_for_ten_times_as_much_
     assert not backoff.was_charged("cid", t=7), "it was not seen"
 
 
+def test_time_that_is_unclear_is_charged_somewhere_whatever_was_seen_and_unclear_before() -> None:
+    """Who was timed so held rounds up for 160 s in 18 steps, in its own turn, and nobody was charged."""
+    backoff, voice = Backoff(), ("ann", "bob", "cid")
+    for account in ("bob", "+bob", "?bob"):
+        backoff.charge(account, t=7, since_s=99.0, now=100.0)
+    waits = RoundWaits("ann", 8, backoff, opened_s=200.0, voice=voice, held_s={})
+    waits.wait(awaited("bob", seen=False), 4.0, coordinator="bob", now=204.0)
+    assert [backoff.left_s(account, t=8) for account in ("bob", "?bob", "!bob")] == [24.0, 20.25, 21.25]
+
+
 def test_what_was_unclear_in_the_same_round_is_not_paid_for_since_a_moment_of_it_was_seen() -> None:
     """Another may have kept from it what it needs, and it computes what it says next."""
     waits, backoff = waits_of()
