@@ -4516,7 +4516,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         " >= UNSEEN_S:",
         " >= math.inf:",
         "An owner that answers late costs 25 s under each coordinator.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "give-a-round-up-for-those-before",
@@ -4524,7 +4524,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if plan is None and self._backoff.cost_s",
         "if self._backoff.cost_s",
         "A round that all but ends is made again, as slow ones are.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "own-all-once-it-was-unclear-whom-rounds-wait-for",
@@ -4532,7 +4532,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "since_s=now, now=now, most_s=UNSEEN_S)",
         "since_s=now, now=now, rounds=BUDGET_ROUNDS)",
         "One replica owns all again when that is over, though nothing was held up since.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "charge-only-what-is-seen-at-once",
@@ -4540,7 +4540,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "at_once = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer",
         "at_once = peer",
         "One that was seen to hold rounds up costs as much again in its own turn.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "charge-all-at-once-that-is-unclear-of-one-that-was-seen",
@@ -4548,7 +4548,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "cost_s(peer) < TIMES_SEEN * cost_s(seen)",
         "cost_s(seen) > 0.0",
         "Who was late for a second is left out for what an owner keeps from it.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "wait-anew-in-each-round-of-a-step",
@@ -4556,7 +4556,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "held_s = self._before_s.get(peer, 0.0) + self._waited_s[peer]",
         "held_s = self._waited_s[peer]",
         "Those that leave one out one after the other wait for it anew each time.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "count-waits-that-were-not-too-long",
@@ -4564,7 +4564,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if late_s > 0:\n            self._held_s[peer] = held_s\n",
         "        self._held_s[peer] = held_s\n",
         "A slow replica is charged since another one had rounds made again.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "believe-that-the-owner-of-all-lacks-results",
@@ -4580,7 +4580,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "min(self._seen_s[peer], late_s)",
         "late_s",
         "Who was kept waiting by an owner is left out for a moment.",
-        ("test_blame",),
+        ("test_limits",),
     ),
     Mutation(
         "wait-for-one-that-owns-all",
@@ -8644,8 +8644,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-charge-of-no-time-covers-what-came-before",
         "swarm/policy/backoff.py",
-        "        if seconds:\n            account",
-        "        if True:\n            account",
+        "= now if seconds else account.counted_until_s",
+        "= now",
         "A peer that is charged with a round, or suspected, is not charged with the call that it lets wait.",
         ("test_lying_coordinators",),
     ),
