@@ -26,7 +26,7 @@ ALL_OWNERS = ""
 """Stands for rounds in which several own a part. If one of those fails and it cannot be seen why, the
 coordinator reduces everything itself for a while: then it sees which replica sends nothing."""
 UNCLEAR = "?"
-"""Before a replica's name: what it is charged with once it is seen to hold up a round."""
+"""Before a replica's name: what it is charged with when it is seen to hold up a round; twice: at once."""
 LEADING = "!"
 """The same: so much of that as it coordinated."""
 SEEN = "+"
@@ -149,10 +149,12 @@ class RoundWaits:
             new_s, seen_s = min(waited_s, late_s), min(self._seen_s[peer], late_s)
             was_unclear = self._backoff.was_charged(unclear, t=self._t)
             at_once = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer == ALL_OWNERS
+            if not awaited.seen and self._me != coordinator == peer:
+                self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
             if not awaited.seen and not at_once:
-                rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now)
+                most_s = self._backoff.budget_s - cost_s(UNCLEAR + unclear)
+                rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now, most_s=most_s)
                 if self._me != coordinator == peer:
-                    self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
                     self._unclear_s += waited_s if rests else 0.0
                     if self._unclear_s >= 2 * AGAIN_S and cost_s(leading) >= KEPT_WAITING_S:
                         self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
@@ -162,8 +164,8 @@ class RoundWaits:
                 if seen_s < AGAIN_S:
                     continue  # a moment shows nothing
                 new_s = seen_s + self._backoff.settled_s(unclear, t=self._t)
-            if awaited.seen:
-                self._backoff.charge(seen, t=self._t, since_s=now - seen_s, now=now)
+            account, lasted_s = (seen, seen_s) if awaited.seen else (UNCLEAR + unclear, new_s)
+            self._backoff.charge(account, t=self._t, since_s=now - lasted_s, now=now)
             rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
             if rests and coordinator in (self._me, peer):
                 left_out.append(peer)

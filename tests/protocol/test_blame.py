@@ -420,6 +420,18 @@ def test_one_that_was_seen_to_hold_rounds_up_pays_at_once_for_ten_times_as_much_
     assert not backoff.was_charged("cid", t=7), "it was not seen"
 
 
+@pytest.mark.parametrize("seen_s", [0.0, 0.5, 1.0, 2.0, 2.4, 2.5, 12.0, 24.0])
+def test_one_that_holds_rounds_up_as_long_as_it_may_in_each_way_is_left_out_within_30_seconds(
+    seen_s: float,
+) -> None:
+    """One that was seen for 2.4 s cost 50 s: what was charged at once did not count as what was unclear."""
+    waits, lasted_s, left_out = *waits_of(voice="ann bob cid")[:1], 0.0, False
+    while not left_out and lasted_s < 60.0:
+        seen, lasted_s = lasted_s < seen_s, lasted_s + 0.25
+        left_out = waits.wait(awaited("bob", seen=seen), 0.25, coordinator="bob", now=100.0 + lasted_s) != []
+    assert lasted_s <= 31.0, "one more for the second that the step takes besides"
+
+
 def test_time_that_is_unclear_is_charged_somewhere_whatever_was_seen_and_unclear_before() -> None:
     """Who was timed so held rounds up for 160 s in 18 steps, in its own turn, and nobody was charged."""
     backoff, voice = Backoff(), ("ann", "bob", "cid")
