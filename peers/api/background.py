@@ -83,8 +83,8 @@ class Background:
 def as_in_peers() -> Iterator[None]:
     """Compute as a process of a peer does, whatever this program has told torch (no gradients, autocast,
     products in less than float32); it has all that back afterwards."""
-    backends: Any = torch.backends
-    kinds = (backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)
+    of: Any = torch.backends
+    kinds = (of, of.cuda.matmul, of.mkldnn.matmul, of.mkldnn.conv, of.mkldnn.rnn)
 
     def tell(dtype: torch.dtype, products: str, precisions: Sequence[str]) -> None:
         torch.set_default_dtype(dtype)
@@ -100,7 +100,7 @@ def as_in_peers() -> Iterator[None]:
         with (
             threads_as_before(), torch.inference_mode(False), torch.enable_grad(),
             torch.autograd.set_detect_anomaly(False), torch.autocast("cpu", enabled=False),
-            backends.mkldnn.flags(enabled=True, allow_tf32=None),
+            of.mkldnn.flags(enabled=True, allow_tf32=None),
         ):  # fmt: skip
             yield
     finally:

@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import swarm
+from peers.api.background import as_in_peers
 from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
 from peers.events import Event, Note, Working, to_json
@@ -258,6 +259,19 @@ def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told:
         assert told_by_the_program() == before
     assert weights.keys() == expected.keys() and told_by_the_program() == usual
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("precision", ["none", "tf32"])
+def test_a_program_keeps_what_it_told_torch_of_products_on_a_gpu(precision: str) -> None:
+    """Its own training was several times slower once it had made a run."""
+    kind = cast(Any, torch.backends.cuda.matmul)
+    kind.fp32_precision = precision
+    try:
+        with as_in_peers():
+            assert kind.fp32_precision == "none"
+        assert kind.fp32_precision == precision
+    finally:
+        kind.fp32_precision = "none"
 
 
 def test_a_loss_that_is_no_number_ends_the_reference_as_it_ends_a_swarm() -> None:
