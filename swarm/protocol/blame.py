@@ -164,7 +164,7 @@ class RoundWaits:
                 if seen_s < AGAIN_S:
                     continue  # a moment shows nothing
                 new_s = seen_s + self._backoff.settled_s(unclear, t=self._t)
-            account, lasted_s = (seen, seen_s) if awaited.seen else (UNCLEAR + unclear, new_s)
+            account, lasted_s = seen if awaited.seen else UNCLEAR + unclear, seen_s if was_unclear else new_s
             self._backoff.charge(account, t=self._t, since_s=now - lasted_s, now=now)
             rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
             if rests and coordinator in (self._me, peer):

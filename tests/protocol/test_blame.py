@@ -432,6 +432,15 @@ def test_one_that_holds_rounds_up_as_long_as_it_may_in_each_way_is_left_out_with
     assert lasted_s <= 31.0, "one more for the second that the step takes besides"
 
 
+def test_what_was_unclear_between_two_moments_that_were_seen_was_not_seen() -> None:
+    """An owner that kept results from it had ten times that time charged to it as well."""
+    waits, backoff = waits_of()
+    waits.wait(awaited("bob"), 3.0, coordinator="ann", now=103.0)
+    waits.wait(awaited("bob", seen=False), 4.0, coordinator="ann", now=107.0)
+    waits.wait(awaited("bob"), 0.25, coordinator="ann", now=107.25)
+    assert backoff.cost_s("+bob", t=7) == 2.25 and backoff.cost_s("bob", t=7) == 6.25
+
+
 def test_time_that_is_unclear_is_charged_somewhere_whatever_was_seen_and_unclear_before() -> None:
     """Who was timed so held rounds up for 160 s in 18 steps, in its own turn, and nobody was charged."""
     backoff, voice = Backoff(), ("ann", "bob", "cid")
