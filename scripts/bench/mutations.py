@@ -4368,9 +4368,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "leave-nobody-out",
         "swarm/policy/backoff.py",
-        "if used_up and anew",
+        "if (used_up or lost_s >= most_s) and anew",
         "if False and anew",
         "A peer that never answers is asked again and again.",
+        ("test_limits",),
+    ),
+    Mutation(
+        "have-one-reduce-all-for-an-hour-for-moments",
+        "swarm/policy/backoff.py",
+        "2 * used_up * account.rest_s",
+        "2 * account.rest_s",
+        "Who holds rounds up unseen for eight seconds a minute has one replica reduce all, ever longer.",
         ("test_limits",),
     ),
     Mutation(

@@ -157,7 +157,7 @@ class Backoff:
         self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0, most_s: float = math.inf
     ) -> bool:
         """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
-        `most_s`: it may cost no more.
+        `most_s`: it may cost no more; if that alone is used up its rest is no longer than the first.
 
         A second is charged once, however many calls waited through it.
         """
@@ -176,10 +176,10 @@ class Backoff:
         lost_s, aborted = (sum(charge[of] for charge in account.charges) for of in (1, 2))
         account.since_rest_s += seconds
         anew = account.since_rest_s >= AGAIN_S or rounds > 0
-        used_up = lost_s >= min(self.budget_s, most_s) or aborted >= BUDGET_ROUNDS
-        if used_up and anew and now >= account.rests_until_s:
+        used_up = lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS
+        if (used_up or lost_s >= most_s) and anew and now >= account.rests_until_s:
             account.since_rest_s = 0.0
-            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s))
+            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * used_up * account.rest_s))
             account.rests_until_s = now + account.rest_s
             self.changes += 1
         return now < account.rests_until_s

@@ -31,7 +31,7 @@ LEADING = "!"
 """The same: so much of that as it coordinated."""
 SEEN = "+"
 """The same: so much of what it was charged with as it was seen to do."""
-TIMES_SEEN = 10.0
+TIMES_SEEN = 8.0
 """So many times as much is charged at once although it is unclear. The rest once it is seen again."""
 UNSEEN_S = 8.0
 """Rounds have waited so long for whom cannot be seen: in the next step the coordinator reduces all."""

@@ -99,3 +99,14 @@ def test_an_account_has_one_charge_for_each_step_however_often_it_is_charged() -
     assert len(backoff._accounts["bob"].charges) == 10
     assert backoff.left_s("bob", t=9) == pytest.approx(25.0 - 2.5)
     assert backoff.left_s("bob", t=20) == pytest.approx(25.0 - 2.25), "the first step is over"
+
+
+def test_what_alone_may_cost_no_more_rests_no_longer_each_time() -> None:
+    """For moments that are not seen one replica would reduce all of a stage for an hour."""
+    backoff, now = Backoff(), 100.0
+    for t in range(0, 80, 20):
+        assert backoff.charge("", t=t, since_s=now - 8.0, now=now, most_s=8.0)
+        assert backoff.rests_until_s("") == now + FIRST_REST_S
+        now += FIRST_REST_S + 8.0
+    assert backoff.charge("", t=80, since_s=now - 25.0, now=now)
+    assert backoff.rests_until_s("") == now + 2 * FIRST_REST_S
