@@ -128,7 +128,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
     functions, before = Functions(), str(np.random.get_state())
     try:
-        with warnings.catch_warnings(), _nothing_lost(), functions.traced():
+        with warnings.catch_warnings(), _no_hooks(), _buffers_set() as changed, functions.traced():
             warnings.simplefilter("ignore")  # about torch's own code
             program = torch.export.export(model, example, strict=False)
     except (SetupError, Untraceable):
@@ -149,7 +149,15 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     for holder, name in signature.inputs_to_parameters.items():
         parameter = weights[name.removeprefix("model.")]
         held[holder] = Held("parameter", first[id(parameter)], parameter)
+    nodes = {node.name: node for node in program.graph_module.graph.nodes}
     for holder, name in signature.inputs_to_buffers.items():
+        of, _, leaf = name.rpartition(".")
+        if (model.get_submodule(of), leaf) in changed and nodes[holder].users:
+            raise SetupError(
+                f"a {type(model.get_submodule(of)).__name__} gives its buffer {leaf} another value while it "
+                "computes, and reads what it was, which would depend on which peer computed what: only the "
+                "statistics of batch norm may change"
+            )
         held[holder] = Held("buffer", own := name.removeprefix("model."), buffers[own])
     for holder, name in signature.inputs_to_lifted_tensor_constants.items():
         held[holder] = Held("tensor", holder, cast(torch.Tensor, program.constants[name]))
@@ -162,8 +170,8 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
 
 
 @contextlib.contextmanager
-def _nothing_lost() -> Iterator[None]:
-    """Refuse what a trace silently loses: hooks of tensors, and buffers that the model gives other values."""
+def _no_hooks() -> Iterator[None]:
+    """Refuse hooks of tensors: a trace silently loses what they do backward."""
 
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise SetupError(
@@ -171,22 +179,29 @@ def _nothing_lost() -> Iterator[None]:
             "cannot be traced; write what it does with torch's own operators"
         )
 
-    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        old = vars(self).get("_buffers", {}).get(name)
-        same = old is not None and value is not None and old.dtype == value.dtype and old.shape == value.shape
-        if same and storage_of(old) != storage_of(value):  # else it is what it was, or that cast
-            raise SetupError(
-                f"a {type(self).__name__} gives its buffer {name} another value while it computes; which one "
-                "would depend on which peer computed what: only the statistics of batch norm may change"
-            )
-        set_before(self, name, value)
-
     register_hook, torch.Tensor.register_hook = torch.Tensor.register_hook, refuse_hook
-    set_before, nn.Module.__setattr__ = nn.Module.__setattr__, set_attribute  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.Tensor.register_hook = register_hook
+
+
+@contextlib.contextmanager
+def _buffers_set() -> Iterator[set[tuple[nn.Module, str]]]:
+    """The buffers that modules are given other values of meanwhile, which a trace silently loses."""
+    changed = set[tuple[nn.Module, str]]()
+
+    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
+        old = vars(self).get("_buffers", {}).get(name)
+        same = old is not None and value is not None and old.dtype == value.dtype and old.shape == value.shape
+        if same and storage_of(old) != storage_of(value):  # else it is what it was, or that cast
+            changed.add((self, name))
+        set_before(self, name, value)
+
+    set_before, nn.Module.__setattr__ = nn.Module.__setattr__, set_attribute  # type: ignore[method-assign]
+    try:
+        yield changed
+    finally:
         nn.Module.__setattr__ = set_before  # type: ignore[method-assign]
 
 

@@ -444,6 +444,19 @@ def test_a_buffer_that_is_set_anew_is_refused_by_its_name_and_one_that_is_cast_i
         assert trace(model, (X,)).graph.buffers == ("mean",) and model.mean is before
 
 
+@pytest.mark.parametrize("found", [lambda y: torch.arange(4.0), lambda y: y.detach().mean(0)])
+def test_a_buffer_whose_value_before_is_not_read_may_be_set_anew(
+    found: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model = Running(lambda mean, y: found(y))
+    before, y = model.mean, model.linear(X)
+    traced = trace(model, (X,))
+    assert model.mean is before
+    (piece,) = cut(traced, [0] * len(traced.graph.operators), seed=0)
+    ((loss,), _) = piece(X, mb=Microbatch(0, 0))
+    torch.testing.assert_close(loss, (y - found(y)).square().sum())
+
+
 def test_a_scripted_part_is_refused_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(SetupError, match=r"1 is compiled by torch\.jit, which cannot be traced: take the"):
