@@ -146,9 +146,9 @@ class _Round:
         )
 
     @property
-    def shared(self) -> bool:
-        """Whether several replicas own a part."""
-        return sum(part > 0 for part in self.plan.parts) > 1
+    def owners(self) -> frozenset[PeerId]:
+        """The members that own a part."""
+        return frozenset(m for m, part in zip(self.plan.members, self.plan.parts, strict=True) if part > 0)
 
     @property
     def first_open(self) -> int | None:
@@ -162,11 +162,10 @@ class _Round:
             there = self.chunks[first].contributions
             return Awaited(frozenset(m for m in members if m not in there), len(members), seen=True)
         if self.owing or check is None:
-            return Awaited(frozenset(self.owing), sum(part > 0 for part in self.plan.parts))
+            return Awaited(frozenset(self.owing), len(self.owners))
         unknown = frozenset(member for member in members if member not in check.nonces)
         if unknown:  # perhaps some lack results
-            own_all = frozenset(m for m, part in zip(members, self.plan.parts, strict=True) if part)
-            seen = not self.shared and (bool(self.chunks) or unknown == own_all)
+            seen = len(self.owners) == 1 and (bool(self.chunks) or unknown == self.owners)
             return Awaited(unknown, len(members), seen)
         return Awaited(frozenset(check.lacking()), len(members), seen=True)
 
@@ -361,7 +360,7 @@ class AllReduce:
                 text = f"too little came from {', '.join(map(short, by))} for {limit_s:.1f} s"
                 raise RoundAborted(text, by)
             await asyncio.sleep(max(WATCH_S, this.moved_s + limit_s - now_s()))
-        usual_s = self._whole.limit_s if self._whole.known and this.shared else this.deadline_s
+        usual_s = self._whole.limit_s if self._whole.known and len(this.owners) > 1 else this.deadline_s
         limit_s = max(usual_s, TIMES_USUAL * (this.moved_s - this.began_s))
         while (left_s := max(this.moved_s, this.answered_s) + limit_s - now_s()) > 0:
             await asyncio.sleep(left_s)
@@ -399,7 +398,7 @@ class AllReduce:
             self.bandwidth_bps = rate if not self.bandwidth_bps else 0.8 * self.bandwidth_bps + 0.2 * rate
         if this.came_s:
             self._first.answered(max(0.0, max(this.came_s.values()) - this.began_s))
-        if this.shared:
+        if len(this.owners) > 1:
             self._whole.answered(now_s() - this.began_s)
 
     async def _exchange(self, this: _Round, owner: PeerId, chunks: Sequence[tuple[int, int]]) -> None:

@@ -4376,7 +4376,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "have-one-reduce-all-for-an-hour-for-moments",
         "swarm/policy/backoff.py",
-        "2 * used_up * account.rest_s",
+        "2 * account.rest_s if used_up else 0.0",
         "2 * account.rest_s",
         "Who holds rounds up unseen for eight seconds a minute has one replica reduce all, ever longer.",
         ("test_limits",),
@@ -4545,8 +4545,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-only-what-is-seen-at-once",
         "swarm/protocol/blame.py",
-        "at_once = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer",
-        "at_once = peer",
+        "pays = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer",
+        "pays = peer",
         "One that was seen to hold rounds up costs as much again in its own turn.",
         ("test_limits",),
     ),
@@ -4577,7 +4577,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "believe-that-the-owner-of-all-lacks-results",
         "peers/stage/all_reduce.py",
-        "(bool(self.chunks) or unknown == own_all)",
+        "(bool(self.chunks) or unknown == self.owners)",
         "bool(self.chunks)",
         "One that owns all in its own turn may check late: nobody sees it.",
         ("test_reduce",),
@@ -4616,9 +4616,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "strangers-coordinate-in-turn",
-        PROTOCOL,
-        "        by_steps = any(map(voice.get, ranked))",
-        "        by_steps = True",
+        "swarm/policy/rotation.py",
+        "self._by_steps if voice is None or any(map(voice.get, peers)) else 0",
+        "self._by_steps",
         "Before anybody has voice a crowd of identities coordinates most steps.",
         ("test_lying_coordinators",),
     ),
@@ -4737,7 +4737,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "blame-who-is-kept-waiting",
         "peers/stage/all_reduce.py",
-        "seen = not self.shared and (bool(self.chunks) or unknown == own_all)",
+        "seen = len(self.owners) == 1 and (bool(self.chunks) or unknown == self.owners)",
         "seen = True",
         "An owner has another left out by keeping results from it.",
         ("test_reduce", "test_limits"),
@@ -6275,7 +6275,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "coordinate-for-ever",
         PROTOCOL,
-        "for peer in self._rotation.in_turn(ranked, by_steps=by_steps) if",
+        "for peer in self._rotation.in_turn(ranked, voice=voice) if",
         "for peer in ranked if",
         "A coordinator that lies holds the run up until it is banned.",
         ("test_lying_coordinators",),

@@ -173,13 +173,13 @@ class Backoff:
         # After a rollback the steps begin again: what was lost in those that were undone counts on.
         while account.charges and not t - STEPS < account.charges[0][0] <= t:
             account.charges.popleft()
-        lost_s, aborted = (sum(charge[of] for charge in account.charges) for of in (1, 2))
+        lost_s = sum(charge[1] for charge in account.charges)
         account.since_rest_s += seconds
         anew = account.since_rest_s >= AGAIN_S or rounds > 0
-        used_up = lost_s >= self.budget_s or aborted >= BUDGET_ROUNDS
+        used_up = lost_s >= self.budget_s or sum(charge[2] for charge in account.charges) >= BUDGET_ROUNDS
         if (used_up or lost_s >= most_s) and anew and now >= account.rests_until_s:
             account.since_rest_s = 0.0
-            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * used_up * account.rest_s))
+            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s if used_up else 0.0))
             account.rests_until_s = now + account.rest_s
             self.changes += 1
         return now < account.rests_until_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from swarm.ids import PeerId
@@ -178,13 +178,13 @@ class Rotation:
         self._used += (before_s + now - self._counted_s) / self._turn_s
 
     def in_turn(
-        self, peers: Sequence[PeerId], turn: int | None = None, *, by_steps: bool = True
+        self, peers: Sequence[PeerId], turn: int | None = None, *, voice: Mapping[PeerId, int] | None = None
     ) -> list[PeerId]:
         """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on.
 
-        `by_steps`: not of strangers, of which there may be any number.
+        `voice`: of strangers, of which there may be any number, none begins by the step. None: all have it.
         """
-        peers = _drawn(tuple(peers), self._by_steps if by_steps else 0)
+        peers = _drawn(tuple(peers), self._by_steps if voice is None or any(map(voice.get, peers)) else 0)
         turn, doubled = int(self._used) if turn is None else turn, 0
         while peers and doubled < MAX_DOUBLED and turn >= len(peers) << doubled:
             turn, doubled = turn - (len(peers) << doubled), doubled + 1

@@ -26,11 +26,13 @@ ALL_OWNERS = ""
 """Stands for rounds in which several own a part. If one of those fails and it cannot be seen why, the
 coordinator reduces everything itself for a while: then it sees which replica sends nothing."""
 UNCLEAR = "?"
-"""Before a replica's name: what it is charged with when it is seen to hold up a round; twice: at once."""
+"""Before a replica's name: what it is charged with once it is seen to hold up a round."""
 LEADING = "!"
 """The same: so much of that as it coordinated."""
 SEEN = "+"
 """The same: so much of what it was charged with as it was seen to do."""
+AT_ONCE = "??"
+"""The same: so much of what it was charged with as was unclear."""
 TIMES_SEEN = 8.0
 """So many times as much is charged at once although it is unclear. The rest once it is seen again."""
 UNSEEN_S = 8.0
@@ -145,16 +147,16 @@ class RoundWaits:
             self._seen_s[peer] += waited_s if awaited.seen else 0.0
             if late_s <= 0:
                 continue
-            unclear, leading, seen = UNCLEAR + peer, LEADING + peer, SEEN + peer
+            unclear, leading, seen, at_once = (of + peer for of in (UNCLEAR, LEADING, SEEN, AT_ONCE))
             new_s, seen_s = min(waited_s, late_s), min(self._seen_s[peer], late_s)
             was_unclear = self._backoff.was_charged(unclear, t=self._t)
-            at_once = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer == ALL_OWNERS
-            if not awaited.seen and self._me != coordinator == peer:
+            pays = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer == ALL_OWNERS
+            if led := not awaited.seen and self._me != coordinator == peer:
                 self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
-            if not awaited.seen and not at_once:
-                most_s = self._backoff.budget_s - cost_s(UNCLEAR + unclear)
+            if not awaited.seen and not pays:
+                most_s = self._backoff.budget_s - cost_s(at_once)
                 rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now, most_s=most_s)
-                if self._me != coordinator == peer:
+                if led:
                     self._unclear_s += waited_s if rests else 0.0
                     if self._unclear_s >= 2 * AGAIN_S and cost_s(leading) >= KEPT_WAITING_S:
                         self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
@@ -164,7 +166,7 @@ class RoundWaits:
                 if seen_s < AGAIN_S:
                     continue  # a moment shows nothing
                 new_s = seen_s + self._backoff.settled_s(unclear, t=self._t)
-            account, lasted_s = seen if awaited.seen else UNCLEAR + unclear, seen_s if was_unclear else new_s
+            account, lasted_s = seen if awaited.seen else at_once, seen_s if was_unclear else new_s
             self._backoff.charge(account, t=self._t, since_s=now - lasted_s, now=now)
             rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
             if rests and coordinator in (self._me, peer):

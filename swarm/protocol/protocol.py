@@ -202,8 +202,7 @@ class StepProtocol:
             there = [p for p in serving if p == self._me or not self._backoff.is_away(p, now=now)]
         since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         ranked = elect({peer: since_s.get(peer, math.inf) for peer in serving}, voice)
-        by_steps = any(map(voice.get, ranked))
-        in_turn = [peer for peer in self._rotation.in_turn(ranked, by_steps=by_steps) if peer in there]
+        in_turn = [peer for peer in self._rotation.in_turn(ranked, voice=voice) if peer in there]
         if not alone and len(in_turn) > 1:
             in_turn.sort(key=lambda peer: peer != self._me and self._backoff.is_tried(peer, now=now))
         first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)
@@ -272,8 +271,8 @@ class StepProtocol:
     def _by_turn(self, stage: Stage, records: Sequence[PeerRecord], turn: int | None = None) -> list[PeerId]:
         """Those of a stage that may coordinate it, from the one whose turn that is, or was."""
         voice = self.belief.voice(stage)
-        ranked = elect({record.peer: record.since or math.inf for record in records}, voice)
-        return self._rotation.in_turn(ranked, turn, by_steps=any(map(voice.get, ranked)))
+        since_s = {record.peer: record.since or math.inf for record in records}
+        return self._rotation.in_turn(elect(since_s, voice), turn, voice=voice)
 
     def _report(self, *, since: int = 0) -> tuple[ReplicaReport, list[list[float]]]:
         """This replica's report, and the losses that go with it."""
