@@ -129,7 +129,7 @@ DOORS = frozenset(
 
 MAX_ROLE_LINES = 39_576
 """Of all that the four roles import; the goal is 20 500. Lower it whenever something is cut."""
-MAX_LINES = 60_166
+MAX_LINES = 60_164
 """Of `swarm` and `peers`; the goal is 31 000."""
 MAX_METHODS = 30
 MAX_FILES = 20

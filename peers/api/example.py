@@ -104,11 +104,8 @@ def rehearse(made: CustomModel, *, halves: bool) -> None:
         SetupError: one refuses what it is given; says in which line.
     """
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng([]),
-            torch.autocast("cpu", torch.bfloat16, enabled=halves),
-        ):
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=halves)
+        with torch.no_grad(), torch.random.fork_rng([]), autocast:
             WithLoss(made.module, made.loss)(tuple(made.args), dict(made.kwargs), tuple(made.targets))
     except NotImplementedError:
         pass  # not on a CPU

@@ -117,7 +117,8 @@ class Run:
                 found = _written(found, code)
             self._complete(found, files, tokenizer, start, eval_data, code)
         except SetupError:
-            _ = example and example.trace()  # to tell what is wrong by its own lines, not those of the text
+            if example is not None:
+                example.trace()  # to tell what is wrong by its own lines, not those of the text
             raise
         if example is not None:
             rehearse(example, halves=self.terms.dtype == "bfloat16")

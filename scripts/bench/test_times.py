@@ -34,19 +34,19 @@ def used_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def played(arguments: list[str], profile: str) -> str:
+    """What pytest says."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": profile}
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+
+
 def measured(what: str, arguments: list[str], profile: str = "swarm") -> dict[str, Any]:
     """Run pytest; a row of the table."""
     before, began = used_s(), time.monotonic()
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        words,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": profile},
-        capture_output=True,
-        text=True,
-    )
+    said = played(arguments, profile).strip()
     cpu_s, clock_s = used_s() - before, time.monotonic() - began
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "nothing was said"
+    last = said.splitlines()[-1] if said else "nothing was said"
     return {
         "what": what,
         "outcome": last.strip("= ").partition(" in ")[0],
@@ -57,10 +57,8 @@ def measured(what: str, arguments: list[str], profile: str = "swarm") -> dict[st
 
 def long_tests() -> set[str]:
     """Functions of which a case takes more than `LONG_S` by the clock, in one process."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", SHORT, "--durations=0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "quick"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    took = re.findall(r"^([\d.]+)s (?:call|setup) +([^\s\[]+)", done.stdout, re.MULTILINE)
+    said = played(["-m", SHORT, "--durations=0"], "quick")
+    took = re.findall(r"^([\d.]+)s (?:call|setup) +([^\s\[]+)", said, re.MULTILINE)
     return {test for seconds, test in took if float(seconds) > LONG_S}
 
 

@@ -149,14 +149,14 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     for holder, name in signature.inputs_to_parameters.items():
         parameter = weights[name.removeprefix("model.")]
         held[holder] = Held("parameter", first[id(parameter)], parameter)
-    nodes = {node.name: node for node in program.graph_module.graph.nodes}
+    read = {node.name for node in program.graph_module.graph.find_nodes(op="placeholder") if node.users}
     for holder, name in signature.inputs_to_buffers.items():
         of, _, leaf = name.rpartition(".")
-        if (model.get_submodule(of), leaf) in changed and nodes[holder].users:
+        if ((owner := model.get_submodule(of)), leaf) in changed and holder in read:
             raise SetupError(
-                f"a {type(model.get_submodule(of)).__name__} gives its buffer {leaf} another value while it "
-                "computes, and reads what it was, which would depend on which peer computed what: only the "
-                "statistics of batch norm may change"
+                f"a {type(owner).__name__} gives its buffer {leaf} another value while it computes, and "
+                "reads what it was, which would depend on which peer computed what: only the statistics of "
+                "batch norm may change"
             )
         held[holder] = Held("buffer", own := name.removeprefix("model."), buffers[own])
     for holder, name in signature.inputs_to_lifted_tensor_constants.items():

@@ -5,18 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.model.graph.parity import check_parity, whole
+from tests.seeds import some
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        pytest.param("resnet101", 7, marks=pytest.mark.further),
-        ("resnet", 7),
-        ("gpt2", 14),
-        ("llama", 7),
-        pytest.param("unet", 14, marks=pytest.mark.further),
-        pytest.param("encoder_decoder", 7, marks=pytest.mark.further),
-    ],
+    some(
+        [("resnet101", 7), ("resnet", 7), ("gpt2", 14), ("llama", 7), ("unet", 14), ("encoder_decoder", 7)],
+        quick=[("resnet", 7), ("gpt2", 14), ("llama", 7)],
+    ),
 )
 def test_every_gradient_is_that_of_one_process(name: str, count: int) -> None:
     check_parity(whole(name), count)

@@ -556,7 +556,7 @@ async def test_a_keeper_alone_does_not_say_from_where_a_run_begins_that_two_othe
 
 
 def diagonal(every_lost: Sequence[str], every_saved: Sequence[tuple[int, ...]]) -> list[Any]:
-    """All pairs, of which only those of the same place are not `slow`."""
+    """All pairs, of which only those of the same place are not `further`."""
     return [
         pytest.param(lost, saved, id=f"{lost}-saved{n}", marks=[] if n == at else pytest.mark.further)
         for at, lost in enumerate(every_lost)
