@@ -342,6 +342,17 @@ def test_those_for_whom_a_step_was_late_and_others_see_the_same_turns() -> None:
     assert one.rotation.in_turn(PEERS) == other.rotation.in_turn(PEERS)
 
 
+def test_no_turn_of_strangers_begins_by_the_number_of_a_step() -> None:
+    """There may be any number of them: one with voice would coordinate next to never."""
+    rotation = Rotation()
+    firsts = {voice: set[str]() for voice in (0, 30)}
+    for version in range(0, 40 * TURN_STEPS, TURN_STEPS):
+        rotation.at(version)
+        for voice, first in firsts.items():
+            first.add(rotation.in_turn(PEERS, voice={PEERS[-1]: voice})[0])
+    assert firsts == {0: {rotation.in_turn(PEERS, voice={})[0]}, 30: {*PEERS}}
+
+
 def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:
     this = Watched()
     this.takes(TURN_STEPS - 1, "", slow_s=0.0)
