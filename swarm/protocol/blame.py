@@ -1,6 +1,6 @@
-"""Which replicas hold their stage up, as its coordinator sees it. Pure: times are given by the caller.
+"""Which replicas keep their stage waiting, and are left out for that. Pure: times are given by the caller.
 
-A replica is charged (`swarm.policy.backoff`) by what the coordinator saw itself, or for what it says of
+A replica is charged (`swarm.policy.backoff`) with time that this replica saw it cost, or for what it says of
 itself, never on the word of another: docs/design.md, *What one peer may cost*.
 """
 
@@ -23,24 +23,28 @@ from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
 
 ALL_OWNERS = ""
-"""Stands for rounds in which several own a part. If one of those fails and it cannot be seen why, the
-coordinator reduces everything itself for a while: then it sees which replica sends nothing."""
-UNCLEAR = "?"
-"""Before a replica's name: what it is charged with once it is seen to hold up a round."""
-LEADING = "!"
-"""The same: so much of that as it coordinated."""
+"""An account for rounds in which several own a part. If such a round fails, or waits, and it cannot be seen
+why, all owners pay together, and then the coordinator reduces everything itself for a while: that shows which
+replica sends nothing."""
+
+# Accounts of one replica in `Backoff` are its name with one of these in front; its name alone is the account
+# that leaves it out.
+SUSPECTED = "?"
+"""Waits that it may have caused, or another: it pays for them as soon as it is seen to cause one."""
+SUSPECTED_LEADING = "!"
+"""Of those, the ones while it coordinated."""
 SEEN = "+"
-"""The same: so much of what it was charged with as it was seen to do."""
-AT_ONCE = "??"
-"""The same: so much of what it was charged with as was unclear."""
+"""What it paid for that it was seen to cause."""
+UNSEEN = "-"
+"""What it paid for that it may have caused, since it had been seen to cause other waits."""
 TIMES_SEEN = 8.0
-"""So many times as much is charged at once although it is unclear. The rest once it is seen again."""
+"""Who was seen to cause waits pays for at most so many times as much in all, before it is seen again."""
 UNSEEN_S = 8.0
-"""Rounds have waited so long for whom cannot be seen: in the next step the coordinator reduces all."""
+"""Once rounds have waited so long for an unseen cause, the coordinator reduces the next step alone."""
 KEPT_WAITING_S = 10.0
-"""By then an honest coordinator that was kept waiting before its turn reduces all itself."""
+"""An honest coordinator reduces everything itself before its rounds have waited for others so long."""
 PREPARED_S = 1.5
-"""In 20 steps 30 s: so much later than the others a replica may have the result each time."""
+"""A replica may have the result so much later than the others in each step: 30 s in 20 steps."""
 TIMES_ROUND = 3.0
 """A replica that has to fetch the result moves no more bytes than the round did."""
 REPEATED_S = 10.0
@@ -104,88 +108,114 @@ class _Ledger(msgspec.Struct):
 
 
 class Awaited(NamedTuple):
-    """The members that a round waits for."""
+    """The members that a round waits for now."""
 
     peers: frozenset[PeerId] = frozenset()
     of: int = 1
-    """So many might be."""
+    """How many members it could be waiting for."""
     seen: bool = False
-    """It is seen that they hold it up. Else another may keep from them what they need."""
+    """Whether it is certain that they cause the wait. If not, another may keep from them what they need."""
 
 
 class RoundWaits:
-    """How long a round waited for few of its members, as `me` saw it.
+    """How long a round waits for few of its members, as the replica `me` sees it, and who pays for that.
 
-    All charge those, or all owners if it cannot be seen why, since each coordinates in its turn. The round of
-    one that is to be left out ends at its coordinator, or if it coordinates itself at the others. A step may
-    wait as long again as it takes without that: what makes it longer by less may be worth it
-    (`swarm.policy.spares`).
+    All rounds of a step may wait for as long as the rest of the step takes: a slow line may be worth that
+    (`swarm.policy.spares`). What is longer is charged, by each replica for itself, since each coordinates in
+    its turn. If it is not certain who causes a wait, the one waited for is suspected, and all owners pay.
+
+    A round without the replica that is to be left out can only be begun by the coordinator, so the others end
+    the present one only if that replica is the coordinator itself.
     """
 
     def __init__(
         self, me: PeerId, t: int, backoff: Backoff, *, opened_s: float, voice: Collection[PeerId],
         held_s: dict[PeerId, float],
     ) -> None:  # fmt: skip
-        """`opened_s`: when the step began, if it had waited for none. `voice`: the replicas that have it.
-        `held_s`: how long rounds of the step have waited for those for which that was too long."""
+        """`opened_s`: when the step would have begun if its rounds so far had not waited. `voice`: the
+        replicas that have it. `held_s`: how long rounds of the step have waited for those for which that was
+        too long; added to.
+        """
         self.opened_s = opened_s
-        """Of the next round of the step."""
+        """The same for the next round of the step."""
         self._me, self._t, self._backoff, self._opened_s, self._voice = me, t, backoff, opened_s, voice
         self._held_s, self._before_s = held_s, dict(held_s)
         self._waited_s, self._seen_s = defaultdict[PeerId, float](float), defaultdict[PeerId, float](float)
-        """In this round, for each; and so much of that as each was seen to hold it up."""
-        self._unclear_s = 0.0
-        """Since an honest coordinator that was kept waiting would have reduced all itself."""
+        """How long this round has waited for each; and how long it was certain that it was the cause."""
+        self._kept_waiting_s = 0.0
+        """For the coordinator, after an honest one would have begun to reduce everything itself."""
 
     def wait(self, awaited: Awaited, waited_s: float, *, coordinator: PeerId, now: float) -> list[PeerId]:
-        """Note that the round waited so long for them until now; returns those that are left out for that."""
-        left_out: list[PeerId] = []
-        cost_s = partial(self._backoff.cost_s, t=self._t)
+        """Note that the round waited so long for those until now; returns which of them it is to end for."""
+        ended_for: list[PeerId] = []
         self.opened_s += waited_s if awaited.peers else 0.0
         for peer in sorted(self._blamed(awaited, coordinator)):
             late_s = self._late_s(peer, waited_s, now, pair=awaited.of == 2)
             self._seen_s[peer] += waited_s if awaited.seen else 0.0
             if late_s <= 0:
                 continue
-            unclear, leading, seen, at_once = (of + peer for of in (UNCLEAR, LEADING, SEEN, AT_ONCE))
-            new_s, seen_s = min(waited_s, late_s), min(self._seen_s[peer], late_s)
-            was_unclear = self._backoff.was_charged(unclear, t=self._t)
-            pays = (cost_s(peer) < TIMES_SEEN * cost_s(seen) and not was_unclear) or peer == ALL_OWNERS
-            if led := not awaited.seen and self._me != coordinator == peer:
-                self._backoff.charge(leading, t=self._t, since_s=now - new_s, now=now)
-            if not awaited.seen and not pays:
-                most_s = self._backoff.budget_s - cost_s(at_once)
-                rests = self._backoff.charge(unclear, t=self._t, since_s=now - new_s, now=now, most_s=most_s)
-                if led:
-                    self._unclear_s += waited_s if rests else 0.0
-                    if self._unclear_s >= 2 * AGAIN_S and cost_s(leading) >= KEPT_WAITING_S:
-                        self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
-                        left_out.append(peer)
-                continue
-            if was_unclear:
-                if seen_s < AGAIN_S:
-                    continue  # a moment shows nothing
-                new_s = seen_s + self._backoff.settled_s(unclear, t=self._t)
-            account, lasted_s = seen if awaited.seen else at_once, seen_s if was_unclear else new_s
-            self._backoff.charge(account, t=self._t, since_s=now - lasted_s, now=now)
-            rests = self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
+            new_s = min(waited_s, late_s)
+            if awaited.seen:
+                rests = self._charge_seen(peer, new_s, late_s, now)
+            else:
+                rests = self._charge_unseen(
+                    peer, new_s, waited_s, leads=self._me != coordinator == peer, now=now
+                )
             if rests and coordinator in (self._me, peer):
-                left_out.append(peer)
-        return left_out
+                ended_for.append(peer)
+        return ended_for
+
+    def _charge_seen(self, peer: PeerId, new_s: float, late_s: float, now: float) -> bool:
+        """Charge a replica that certainly caused `new_s` of waiting, and for what it was suspected of before.
+        Returns whether it is left out.
+        """
+        suspected, seen_s = SUSPECTED + peer, new_s
+        if self._backoff.was_charged(suspected, t=self._t):
+            seen_s = min(self._seen_s[peer], late_s)
+            if seen_s < AGAIN_S:
+                return (
+                    False  # it pays for what may have been another's fault: a moment is not enough for that
+                )
+            new_s = seen_s + self._backoff.settled_s(suspected, t=self._t)
+        self._backoff.charge(SEEN + peer, t=self._t, since_s=now - seen_s, now=now)
+        return self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
+
+    def _charge_unseen(self, peer: PeerId, new_s: float, waited_s: float, *, leads: bool, now: float) -> bool:
+        """Charge a replica, or all owners, for `new_s` of waiting that it may have caused. Returns whether it
+        is left out. `leads`: it coordinates this replica.
+
+        One that was seen to cause waits pays at once. Any other is suspected; if it coordinates, and has its
+        stage wait when an honest one would reduce everything itself, it is followed no longer.
+        """
+        cost_s, since_s = partial(self._backoff.cost_s, t=self._t), now - new_s
+        suspected, leading, unseen = SUSPECTED + peer, SUSPECTED_LEADING + peer, UNSEEN + peer
+        owes = self._backoff.was_charged(suspected, t=self._t)
+        was_seen = cost_s(peer) < TIMES_SEEN * cost_s(SEEN + peer) and not owes
+        if leads:
+            self._backoff.charge(leading, t=self._t, since_s=since_s, now=now)
+        if was_seen or peer == ALL_OWNERS:
+            self._backoff.charge(unseen, t=self._t, since_s=since_s, now=now)
+            return self._backoff.charge(peer, t=self._t, since_s=since_s, now=now)
+        most_s = self._backoff.budget_s - cost_s(unseen)
+        used_up = self._backoff.charge(suspected, t=self._t, since_s=since_s, now=now, most_s=most_s)
+        self._kept_waiting_s += waited_s if leads and used_up else 0.0
+        if self._kept_waiting_s < 2 * AGAIN_S or not leads or cost_s(leading) < KEPT_WAITING_S:
+            return False
+        return self._backoff.charge(peer, t=self._t, since_s=now, now=now, rounds=BUDGET_ROUNDS)
 
     def _blamed(self, awaited: Awaited, coordinator: PeerId) -> frozenset[PeerId]:
-        """Of those that a round waits for, the ones that this replica may charge."""
+        """Which of those that a round waits for this replica may charge."""
         peers, of, seen = awaited
         pair = of == 2
         if self._me in peers or (of > 1 and not 2 * len(peers) < of + pair):
-            return frozenset()  # it holds itself up, or its own line does
+            return frozenset()  # this replica, or its own line, is the cause
         third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
         if coordinator != self._me and not third:
-            peers -= {coordinator}
+            peers -= {coordinator}  # there is no other to follow
         return peers if seen or not peers else peers | {ALL_OWNERS}
 
     def _late_s(self, peer: PeerId, waited_s: float, now: float, *, pair: bool) -> float:
-        """By how much longer than they may the rounds of the step have waited for a peer."""
+        """How much longer the rounds of the step have waited for a replica than they may."""
         self._waited_s[peer] += waited_s
         rest_s = now - self._opened_s - self._waited_s[peer]
         held_s = self._before_s.get(peer, 0.0) + self._waited_s[peer]
@@ -262,10 +292,13 @@ class Blame:
         self, at: tuple[int, Generation], by: Mapping[PeerId, int], reports: Mapping[PeerId, StepReport], *,
         now: float,
     ) -> None:  # fmt: skip
-        """Replicas are told to retract what others have, too: `by`, if any are. One that claims other things
-        for a moment is waited for all the same, and one that others retract for has to keep what it has. One
-        that takes something back untold had the stage wait in vain since it said that: no round of it ended.
-        A sum may be lost, so that is some seconds each time."""
+        """Charge replicas that keep the stage from agreeing on who counts which microbatch.
+
+        Those are: one that is told to retract something and takes longer than usual, also if it claims other
+        things meanwhile; one that retracts what others retract since it has it; and one that retracts what
+        nobody told it to. Since it said that it had that, no round could end; but its sum may have been lost,
+        so it pays for a few seconds each time. `by`: what each replica is told to retract now.
+        """
         usual, told = self._computing.usual, union_of(by.values())
         limit_s = usual.limit_s if usual.known else min(BUDGET_S, usual.limit_s)
         waits = self._undoing.setdefault(at, {})
@@ -307,10 +340,10 @@ class Blame:
     def told(
         self, directive: Directive, returned: Mapping[int, int], voice: Collection[PeerId], *, now: float
     ) -> bool:
-        """Another coordinator tells this replica what to do. Returns whether it is left out for that.
+        """Note what another coordinator tells this replica to do; returns whether it is left out for that.
 
-        One that holds nothing up sees who does, and begins no third round with that one. And what it has this
-        replica retract others have: it is not computed here again, and a third time.
+        An honest coordinator sees who holds a round up, and begins no third one with the same replicas. And
+        what it has this replica retract others count: this replica does not compute the same three times.
 
         Args:
             returned: by step, how many microbatches were added that had been retracted before.
@@ -333,8 +366,8 @@ class Blame:
         return again
 
     def _again(self, t: int, by: PeerId, sums: Hashable, time: str | int, now: float) -> bool:
-        """Charge a coordinator that has this replica do the same with the same sums a third time, long after
-        the first. `sums`: None: with its own; `time`: tells one time from another.
+        """Charge a coordinator that tells this replica the same, for the same sums, a third time, long after
+        the first. `sums`: of the round, or None for the replica's own; `time`: tells repetitions apart.
         """
         at = t, sums is None
         of, times, since_s = self._told.get(at, (None, set[str | int](), now))
@@ -351,7 +384,7 @@ class Blame:
     def owners(
         self, t: int, plan: Plan | None, reports: Mapping[PeerId, StepReport], *, now: float
     ) -> list[PeerId]:
-        """Which replicas may own a part in the next plan, if words count. `plan`: the last one."""
+        """The replicas that may own a part of the next plan, if they have voice. `plan`: the last one."""
         failed = failed_at(plan, reports) if plan is not None else []
         if plan is not None and failed and plan.round not in self._judged:
             self._judged[plan.round] = t
@@ -366,7 +399,7 @@ class Blame:
         return able if self._me in able or len(able) > 1 else [self._me]
 
     def _judge(self, t: int, plan: Plan, failed: list[PeerId], now: float) -> None:
-        """A round failed at some replicas, and none of them is gone or says something else."""
+        """Charge for a round that `failed` at some, though all members are there with the same ledgers."""
         mine = plan.parts[plan.members.index(self._me)] if self._me in plan.members else 0
         if mine != sum(plan.parts):
             self._backoff.unclear_rounds += 1

@@ -13,6 +13,9 @@ from swarm.protocol.blame import (
     COMPUTED_S,
     HELD_UP_S,
     PREPARED_S,
+    SEEN,
+    SUSPECTED,
+    SUSPECTED_LEADING,
     UNSEEN_S,
     Awaited,
     Blame,
@@ -414,7 +417,7 @@ def test_one_that_was_seen_to_hold_rounds_up_pays_at_once_for_eight_times_as_muc
         now = 200.0 + second
         assert not waits.wait(awaited("cid", seen=False), 1.0, coordinator="cid", now=now)
     assert backoff.left_s("cid", t=8) == pytest.approx(BUDGET_S - 8 * 1.5, abs=1.0)
-    assert backoff.left_s("?cid", t=8) == pytest.approx(BUDGET_S - 18.75 + 10.5, abs=1.0)
+    assert backoff.left_s(SUSPECTED + "cid", t=8) == pytest.approx(BUDGET_S - 18.75 + 10.5, abs=1.0)
     waits, backoff = waits_of("bob", voice="ann bob cid")
     waits.wait(awaited("cid", seen=False), 5.0, coordinator="ann", now=105.0)
     assert not backoff.was_charged("cid", t=7), "it was not seen"
@@ -438,17 +441,18 @@ def test_what_was_unclear_between_two_moments_that_were_seen_was_not_seen() -> N
     waits.wait(awaited("bob"), 3.0, coordinator="ann", now=103.0)
     waits.wait(awaited("bob", seen=False), 4.0, coordinator="ann", now=107.0)
     waits.wait(awaited("bob"), 0.25, coordinator="ann", now=107.25)
-    assert backoff.cost_s("+bob", t=7) == 2.25 and backoff.cost_s("bob", t=7) == 6.25
+    assert backoff.cost_s(SEEN + "bob", t=7) == 2.25 and backoff.cost_s("bob", t=7) == 6.25
 
 
 def test_time_that_is_unclear_is_charged_somewhere_whatever_was_seen_and_unclear_before() -> None:
     """Who was timed so held rounds up for 160 s in 18 steps, in its own turn, and nobody was charged."""
     backoff, voice = Backoff(), ("ann", "bob", "cid")
-    for account in ("bob", "+bob", "?bob"):
+    for account in ("bob", SEEN + "bob", SUSPECTED + "bob"):
         backoff.charge(account, t=7, since_s=99.0, now=100.0)
     waits = RoundWaits("ann", 8, backoff, opened_s=200.0, voice=voice, held_s={})
     waits.wait(awaited("bob", seen=False), 4.0, coordinator="bob", now=204.0)
-    assert [backoff.left_s(account, t=8) for account in ("bob", "?bob", "!bob")] == [24.0, 20.25, 21.25]
+    left_s = [backoff.left_s(account + "bob", t=8) for account in ("", SUSPECTED, SUSPECTED_LEADING)]
+    assert left_s == [24.0, 20.25, 21.25]
 
 
 def test_what_was_unclear_in_the_same_round_is_not_paid_for_since_a_moment_of_it_was_seen() -> None:
