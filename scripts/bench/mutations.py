@@ -6573,14 +6573,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "first-turns-as-long-as-later-ones",
         "swarm/policy/rotation.py",
-        "BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
-        "BUDGET_S",
+        "TURN_S if self._used >= 1.0 else FIRST_TURN_S",
+        "TURN_S",
         "A coordinator that lies for its turn, and then holds two rounds up, costs 40 s.",
     ),
     Mutation(
         "later-turns-as-short-as-first-ones",
         "swarm/policy/rotation.py",
-        "BUDGET_S if self._used >= 1.0 else FIRST_TURN_S",
+        "TURN_S if self._used >= 1.0 else FIRST_TURN_S",
         "FIRST_TURN_S",
         "The next one's turn is over before it has seen who holds its rounds up: of two that one is back.",
     ),

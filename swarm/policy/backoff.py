@@ -14,8 +14,9 @@ FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
 
 STEPS = 20
-BUDGET_S = 25.0
-"""What is under way when it is used up, and what has to be done again, comes on top: 30 s in all."""
+BUDGET_S = 20.0
+"""What is under way when it is used up, what has to be done again, and the time until all others have noticed
+it as well come on top: 30 s in all."""
 TIMES_USUAL = 3.0
 FIRST_REST_S = 60.0
 """After as long again it would be back while others still hold the same steps up, and cost those twice."""

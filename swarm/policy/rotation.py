@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from swarm.ids import PeerId
-from swarm.policy.backoff import BUDGET_S, STEPS
+from swarm.policy.backoff import STEPS
 from swarm.policy.timeouts import AdaptiveTimeout
 
 TURN_STEPS = 64
@@ -33,7 +33,9 @@ KNOWN_STEPS = 5
 """With fewer steps it is not known how long they usually take."""
 FIRST_LATE_S = 30.0
 """The same, before this peer has taken a step."""
-FIRST_TURN_S = BUDGET_S / 2
+TURN_S = 25.0
+"""A coordinator has so long for late steps before another gets its turn."""
+FIRST_TURN_S = TURN_S / 2
 """Who had it may hold two rounds up besides, 5 s each. Later turns are longer: there is time to see who does
 that, and to do its work again."""
 FIRST_SHARE = 0.3
@@ -170,7 +172,7 @@ class Rotation:
 
     @property
     def _turn_s(self) -> float:
-        return max(BUDGET_S if self._used >= 1.0 else FIRST_TURN_S, self._usual.limit_s)
+        return max(TURN_S if self._used >= 1.0 else FIRST_TURN_S, self._usual.limit_s)
 
     def _count(self, now: float) -> None:
         """Count the time up to now; at first that of the steps before that were slow as well."""
