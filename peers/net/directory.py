@@ -98,10 +98,6 @@ class NetDirectory:
         self._clock_offset_s = unix_s() - now_s()
         self.storage.tasks.create_task(self._run())
 
-    def daemon_died(self) -> None:
-        """Our p2pd ended. Until another one runs we say what we knew, and remember what to announce."""
-        self.storage.online = False
-
     async def daemon_is_back(self) -> None:
         """A new p2pd took the place of the one that died: greet those that we knew, and announce what we
         announced. Raises ControlError: the new p2pd fails too.

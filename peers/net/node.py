@@ -200,7 +200,8 @@ class Node:
             self.transport.daemon_died(for_good=self._timings.revivals == 0)
         if "directory" not in self._started:
             return  # `_start` fails by itself
-        self.directory.daemon_died()
+        # Until another one runs the directory says what it knew, and remembers what to announce.
+        self.directory.storage.online = False
         if self._reviving is None or self._reviving.done():
             self._reviving = self._tasks.create_task(self._revive())
 

@@ -91,7 +91,8 @@ class StagePeer:
         if stage < run.S - 1:
             next_stage = NextStage(
                 run.id, stage + 1, transport, directory, Router(backoff, caller=core.me), stages=run.S,
-                on_fault=self._fault, trusted=self.convictions.while_trusted,
+                on_fault=lambda fault: emit(events.PeerLost.at_work(fault, stage + 1, run.S)),
+                trusted=self.convictions.while_trusted,
                 heard=lambda peers: heard(peers, core.voices.of(stage + 1)),
             )  # fmt: skip
         self._next_stage = next_stage
@@ -389,6 +390,3 @@ class StagePeer:
             text = f"peer {short(fault.peer)} is refused for a while: {fault.why}"
             self._emit(events.Trouble(text=text))
         self.actions.tasks.create_task(self.core.forget_work_of(fault.peer))
-
-    def _fault(self, fault: PeerFault) -> None:
-        self._emit(events.PeerLost.at_work(fault, self.stage + 1, self._run.S))

@@ -33,7 +33,6 @@ from swarm.policy.timeouts import most_s
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import Ack, AskBlock, pack, unpack, unpack_answer
 
-ANNOUNCE_S = 5.0
 MAX_ASKED = 16
 """For one block, one after the other: one that has it not says so in a round trip."""
 FIRST_REST_S, LONGEST_REST_S = 5.0, 300.0

@@ -83,8 +83,9 @@ def _steps(health: SwarmHealth, width: int) -> RenderableType:
         words += f"  {clock(health.left_s)} left"
     if len(words) + 14 > width:
         return Text(f" step  {words}", no_wrap=True, overflow="ellipsis")
+    line = ProgressBar(health.steps or 1, health.version, width=max(4, width - 10 - len(words)))
     row = Table.grid(padding=(0, 2))
-    row.add_row(Text(" step", style="dim"), bar(health.version, health.steps, words, width - 8))
+    row.add_row(Text(" step", style="dim"), line, words)
     return row
 
 
@@ -203,13 +204,6 @@ def _happening(at: float, text: str, width: int) -> Text:
     line = Text(f" {time_of_day(at)}  {text}", style="dim", no_wrap=True)
     line.truncate(width, overflow="ellipsis")
     return line
-
-
-def bar(done: int, steps: int, words: str, room: int) -> RenderableType:
-    """A bar, and words beside it, in `room` columns."""
-    row = Table.grid(padding=(0, 2))
-    row.add_row(ProgressBar(total=steps or 1, completed=done, width=max(4, room - len(words) - 2)), words)
-    return row
 
 
 def curve(losses: Sequence[float], room: int) -> str:
