@@ -145,7 +145,7 @@ class DialBack:
         # One at a time for each host: ports that swallow packets take 3 s each, and would take all the room.
         alone = self._at_host.setdefault(line_of(host), asyncio.Lock())
         async with alone, self._room:
-            if ask.peer in await self._control.connections():
+            if ask.peer in await self._control.connections(ask.peer):
                 raise Refused("that peer is connected to me already: ask for one that is not")
             kind = "ip6" if ":" in host else "ip4"
             try:
@@ -156,7 +156,8 @@ class DialBack:
 
     async def _seen_at(self, peer: PeerId) -> Endpoint:
         try:
-            endpoints = list(filter(None, map(endpoint_of, (await self._control.connections())[peer])))
+            ends = (await self._control.connections(peer))[peer]
+            endpoints = list(filter(None, map(endpoint_of, ends)))
         except ControlError as error:
             raise Busy(f"p2pd does not answer: {error.text}") from None
         if not endpoints:
@@ -226,7 +227,7 @@ async def relaying(
         if not isinstance(answer, Reached) or not answer.relay:
             return ""
         try:
-            ends = set(map(_dialled, (await control.connections())[peer]))
+            ends = set(map(_dialled, (await control.connections(peer))[peer]))
         except ControlError:
             return ""
         return next((f"{at}/p2p/{peer}" for at in places[peer] if _dialled(at) in ends), "")

@@ -151,7 +151,7 @@ class DaemonControl:
         endpoints = set(tcp_endpoints(addresses))
         names = sum(endpoint.ip is None for endpoint in endpoints)
         knocks = not names or names + len(self._lookups) <= _MAX_LOOKUPS
-        if endpoints and knocks and peer not in await self.connections():
+        if endpoints and knocks and peer not in await self.connections(peer):
             end = now_s() + timeout_s
             await _one_listens(endpoints, timeout_s, self._lookups)
             timeout_s = max(0.1, end - now_s())
@@ -165,17 +165,20 @@ class DaemonControl:
         request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
         await self._ask("DISCONNECT", disconnect=request)
 
-    async def connections(self) -> dict[PeerId, list[str]]:
-        """Of each peer that p2pd is connected to, the far ends as multiaddrs without its id."""
-        response = await self._ask("LIST_PEERS")
+    async def connections(self, *of: PeerId) -> dict[PeerId, list[str]]:
+        """Of each peer that p2pd is connected to, the far ends as multiaddrs without its id; or `of` some,
+        since to read those of a thousand takes 16 ms.
+        """
+        response, wanted = await self._ask("LIST_PEERS"), {*map(peer_bytes, of)}
         found: dict[PeerId, list[str]] = defaultdict(list)
         for info in response.peers:
-            found[_peer_id(info.id)] += [str(Multiaddr(raw)) for raw in info.addrs]
+            if not of or info.id in wanted:
+                found[_peer_id(info.id)] += [str(Multiaddr(raw)) for raw in info.addrs]
         return found
 
     async def is_direct(self, peer: PeerId) -> bool:
         """Whether a connection to a peer passes no relay."""
-        return any(CIRCUIT not in address for address in (await self.connections())[peer])
+        return any(CIRCUIT not in address for address in (await self.connections(peer))[peer])
 
     @property
     def streams_path(self) -> Path:

@@ -146,7 +146,7 @@ class Dialer:
     async def _take_direct(self, link: ClientConnection, direct: DirectPaths) -> None:
         peer = link.peer
         try:
-            endpoints = map(endpoint_of, (await self.control.connections()).get(peer, ()))
+            endpoints = map(endpoint_of, (await self.control.connections(peer)).get(peer, ()))
             hosts = dict.fromkeys(end.host for end in endpoints if end is not None and end.ip)
             better = await direct.dial(link, list(hosts))
             better.closed.add_done_callback(lambda _: self._drop(better))

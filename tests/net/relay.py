@@ -185,7 +185,7 @@ class _Control:
         if peer not in self._relay.paths:
             raise ControlError("all dials failed")
 
-    async def connections(self) -> dict[PeerId, list[str]]:
+    async def connections(self, *of: PeerId) -> dict[PeerId, list[str]]:
         far = f"/ip4/127.0.0.9/tcp/1/p2p/{self._peer}/p2p-circuit"
         return {
             peer: [far if peer in self._relay.hidden else await self._relay.at(self._peer, peer)]

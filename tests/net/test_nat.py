@@ -164,7 +164,7 @@ class Dials:
         self.under_way: list[str] = []
         self.answer = asyncio.Event()
 
-    async def connections(self) -> dict[str, list[str]]:
+    async def connections(self, *of: str) -> dict[str, list[str]]:
         hosts = ("44.6.6.6", "44.1.1.1", "44.2.2.2", "172.17.0.1", "127.0.0.1", "10.0.0.1")
         return {f"peer at {host}": [f"/ip4/{host}/tcp/5"] for host in hosts}
 

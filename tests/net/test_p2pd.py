@@ -17,7 +17,9 @@ import psutil
 import pytest
 
 from peers.net import p2pd as daemon_module
-from peers.net._hivemind import p2pd_pb2
+from peers.net._hivemind import Multiaddr, p2pd_pb2
+from peers.net.connection import pack_varint
+from peers.net.identity import Identity
 from peers.net.p2pd import Daemon, DaemonOptions
 from peers.net.p2pd_control import ControlError, DaemonControl, peer_bytes
 from peers.programs.check import probe_p2pd
@@ -254,6 +256,28 @@ async def test_only_a_p2pd_that_is_to_relay_can_be_asked_to() -> None:
         await ask(relay)
         with pytest.raises(ControlError, match="protocol"):
             await ask(other)
+
+
+async def test_of_one_peer_the_addresses_of_no_other_are_read(tmp_path: Path) -> None:
+    """A coordinator is connected to thousands, and asks before it dials each of them."""
+    one, other = (Identity.generate().peer_id for _ in range(2))
+    listed = p2pd_pb2.Response(type=p2pd_pb2.Response.OK)
+    listed.peers.add(id=peer_bytes(one), addrs=[Multiaddr("/ip4/192.0.2.7/tcp/31337").to_bytes()])
+    listed.peers.add(id=peer_bytes(other), addrs=[b"no address"])
+
+    async def list_peers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        said = listed.SerializeToString()
+        writer.write(pack_varint(len(said)) + said)
+        await reader.read()
+        writer.close()
+
+    control = DaemonControl(tmp_path / "p2pd.sock")
+    async with await asyncio.start_unix_server(list_peers, str(control.path)):
+        assert await control.connections(one) == {one: ["/ip4/192.0.2.7/tcp/31337"]}
+        assert await control.is_direct(one)
+        assert Identity.generate().peer_id not in await control.connections(Identity.generate().peer_id)
+        with pytest.raises(ValueError):
+            await control.connections()
 
 
 def test_one_identity_serves_one_process(tmp_path: Path) -> None:
