@@ -37,7 +37,7 @@ SEEN = "+"
 """What it paid for that it was seen to cause."""
 UNSEEN = "-"
 """What it paid for that it may have caused, since it had been seen to cause other waits."""
-TIMES_SEEN = 8.0
+TIMES_SEEN = 6.0
 """Who was seen to cause waits pays for at most so many times as much in all, before it is seen again."""
 UNSEEN_S = 8.0
 """Once rounds have waited so long for an unseen cause, the coordinator reduces the next step alone."""
