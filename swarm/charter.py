@@ -306,12 +306,11 @@ def succeed(charter: Charter, *, now: float, days: float = MAX_LIFE_DAYS, **chan
 
 def make(**fields: Any) -> Charter:
     """A charter, with its sets in order. Raises SetupError: it is none; says why."""
-    for name in ("founders", "trusted_stages", "bans", "revocations"):
-        if name in fields:
-            fields[name] = tuple(sorted(set(fields[name])))
-    for name in ("peers", "trainers", "keepers"):
-        if name in fields:
-            fields[name] = AdmissionRule(fields[name].door, tuple(sorted(set(fields[name].named))))
+    for name, value in fields.items():
+        if isinstance(value, AdmissionRule):
+            fields[name] = AdmissionRule(value.door, tuple(sorted(set(value.named))))
+        elif not isinstance(value, str | int):
+            fields[name] = tuple(sorted(set(value)))
     try:
         charter = Charter(**fields)
         decode(encode(charter))

@@ -58,8 +58,7 @@ class _Writer:
         for node in module.graph.find_nodes(op="placeholder"):
             if node.users and (held := self._captured.held.get(node.name)):  # else its number is in the trace
                 body.append(f"{node.name} = {self._reading(held)}")
-        body += self._body(module)
-        body.append(f"return {self._captured.output.name}")
+        body += [*self._body(module), f"return {self._captured.output.name}"]
         kinds = {
             kind: tuple(name for name, (its, _) in self._read.items() if its == kind)
             for kind in ("TRAINED", "FROZEN", "BUFFERS")

@@ -219,37 +219,27 @@ async def run_charter(options: tool_options.CharterOptions) -> None:
     """Print the charter; with the owner's key, change and renew it first. Raises SetupError."""
     owner = None if options.owner is None else _owner_key(options.owner)
     async with _at_the_run(options, owner) as (node, charter):
-        changes = _changes(options, charter)
-        if owner is None:
-            if changes:
-                raise SetupError("only the owner changes a charter: give its key as --owner")
-            print(told(charter, node.directory.charters.owner))
-            return
+        changes, words = _changes(options, charter), "The charter is renewed"
+        if owner is None and changes:
+            raise SetupError("only the owner changes a charter: give its key as --owner")
         if options.trusted_stages:
             run = await node.directory.fetch_manifest(charter.run)
             check_stages("--trusted-stages", options.trusted_stages, run)
-        words = "The charter is renewed"
-        renewed = await _publish(node, charter, owner, words, **changes, days=options.days)
-        print(told(renewed, owner.peer_id))
+        if owner is not None:
+            charter = await _publish(node, charter, owner, words, **changes, days=options.days)
+        print(told(charter, node.directory.charters.owner))
 
 
 def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    gone = set(options.unname)
+    gone, found = set(options.unname), dict[str, Any]()
     for role in ROLES:
-        old, door = charter.rule(role), getattr(options, f"{role}s")
-        named = {*old.named, *getattr(options, f"name_{role}")}
-        new = AdmissionRule(door or old.door, tuple(sorted(named - gone)))
-        if new != old:
-            found[f"{role}s"] = new
-    founders = tuple(sorted({*charter.founders, *options.founder} - gone))
-    if founders != charter.founders:
-        found["founders"] = founders
-    if options.work_bits is not None and options.work_bits != charter.work_bits:
-        found["work_bits"] = options.work_bits
-    if options.trusted_stages:
-        found["trusted_stages"] = options.trusted_stages
-    return found
+        old = charter.rule(role)
+        named = {*old.named, *getattr(options, f"name_{role}")} - gone
+        found[f"{role}s"] = AdmissionRule(getattr(options, f"{role}s") or old.door, tuple(sorted(named)))
+    found["founders"] = tuple(sorted({*charter.founders, *options.founder} - gone))
+    found["work_bits"] = charter.work_bits if options.work_bits is None else options.work_bits
+    found["trusted_stages"] = tuple(sorted({*options.trusted_stages})) or charter.trusted_stages
+    return {name: new for name, new in found.items() if new != getattr(charter, name)}
 
 
 def told(charter: Charter, owner: PeerId) -> str:
@@ -262,14 +252,12 @@ def told(charter: Charter, owner: PeerId) -> str:
         rule = charter.rule(role)
         stamp = f" with {charter.work_bits} bits of work" if charter.work_bits and rule.door == "open" else ""
         lines += [f"{role}s: {rule.door}{stamp}", *(f"  {peer}" for peer in rule.named)]
-    lists = {"founders": charter.founders, "revoked keys": charter.revocations}
-    for words, peers in lists.items():
-        lines += [f"{words}:", *(f"  {peer}" for peer in peers)] if peers else []
     if charter.trusted_stages:
         lines.append(f"trusted stages: {', '.join(map(str, charter.trusted_stages))}")
-    if charter.bans:
-        lines.append(f"{count(len(charter.bans), 'ban')}:")
-        lines += [f"  {one.peer} {clean(one.why)}" for one in charter.bans]
+    bans = [f"{one.peer} {clean(one.why)}" for one in charter.bans]
+    lists = {"founders": charter.founders, "revoked keys": charter.revocations, count(len(bans), "ban"): bans}
+    for words, peers in lists.items():
+        lines += [f"{words}:", *(f"  {peer}" for peer in peers)] if peers else []
     return "\n".join(lines)
 
 

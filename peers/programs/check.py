@@ -232,8 +232,7 @@ def check_all(options: CheckOptions) -> list[Finding]:
     findings = [check_python(), check_torch()]
     if findings[-1].ok:
         findings.append(check_device(options.device))
-    findings.append(check_disk())
-    findings.append(check_p2pd(options.host, options.port))
+    findings += [check_disk(), check_p2pd(options.host, options.port)]
     if findings[-1].ok and not is_local(options.host):
         findings.append(check_reach(options))
         if findings[-1].ok and options.join:

@@ -125,8 +125,7 @@ def render(
         f"{len(graph.parameters)} parameters, {shown_bytes(weights)}",
         "inputs: " + ", ".join(_form(graph.values[name]) for name in graph.inputs),
     ]
-    for names in graph.tied:
-        lines.append("one tensor: " + ", ".join(names))
+    lines += ["one tensor: " + ", ".join(names) for names in graph.tied]
     lines.append(
         f"\n{'stage':>5}  {'operators':>9}  {'cost':>5}  {'weights':>9}  {'sends':>9}  what it sends"
     )

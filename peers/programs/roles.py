@@ -294,11 +294,8 @@ class Peer(Networked[arg.PeerOptions]):
 
     async def run(self) -> None:
         options = self.options
-
-        def accepts(run: Run) -> None:
-            if options.stage != "auto":
-                check_stages("--stage", [options.stage], run, cells=True)
-
+        chosen = [] if options.stage == "auto" else [options.stage]
+        accepts = partial(check_stages, "--stage", chosen, cells=True)
         async with contextlib.AsyncExitStack() as stack:
             prepare = partial(choose_device, options.device)  # imports torch
             joined = self._joined("peer", options, prepare, accepts)
@@ -346,8 +343,7 @@ class Peer(Networked[arg.PeerOptions]):
     async def _choose_stage(self, node: Node, run: Run, device: str) -> Stage:
         """The one that was given, or of those that fit the one that needs this peer most."""
         if self.options.stage != "auto":
-            (stage,) = allowed_stages(node, [self.options.stage])
-            return stage
+            return allowed_stages(node, [self.options.stage])[0]
         allowed = allowed_stages(node, range(run.cells))
         fits = await asyncio.to_thread(self._fitting, run, allowed, device)
         self._movable, machine = len(fits) == run.cells, machine_of(run.id)
@@ -499,12 +495,11 @@ class Train(Networked[arg.TrainOptions]):
             trainers = IslandTrainers(
                 run, batches, node.transport, node.directory, settings, self._emit, held_out=held_out
             )
-            announcing = asyncio.create_task(exchange.announce(node.addresses)) if gives else None
+            announcing = [asyncio.create_task(exchange.announce(node.addresses))] if gives else []
             try:
                 await self._run(trainers)
             finally:
-                if announcing is not None:
-                    await end_tasks([announcing])
+                await end_tasks(announcing)
 
 
 class Keeper(Networked[arg.KeeperOptions]):
@@ -513,10 +508,7 @@ class Keeper(Networked[arg.KeeperOptions]):
     async def run(self) -> None:
         options = self.options
         prepare = partial(importlib.import_module, "peers.transfer.keeper")
-
-        def accepts(run: Run) -> object:
-            return kept_stages(run, options.stages)
-
+        accepts = partial(kept_stages, chosen=options.stages)
         async with self._joined("keeper", options, prepare, accepts) as (node, run, _):
             from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 

@@ -136,11 +136,9 @@ class CharterKeeper:
         left_s = self.charter.expires - unix_s() if self.charter is not None else math.inf
         if left_s < WARNED_S and now - self._warned_at >= DAY_S:
             self._warned_at = now
-            logger.warning(
-                "the charter of %s %s: then nobody is admitted until its owner has signed another one",
-                self.name,
-                f"expires in {lasting(left_s)}" if left_s > 0 else "has expired",
-            )
+            how = f"expires in {lasting(left_s)}" if left_s > 0 else "has expired"
+            text = "the charter of %s %s: then nobody is admitted until its owner has signed another one"
+            logger.warning(text, self.name, how)
 
     def _place(self) -> Place:
         assert self.name is not None
@@ -274,10 +272,8 @@ class CharterKeeper:
 
     def _remembered(self) -> tuple[Charter, PeerId, bytes] | None:
         """What was seen before we were started."""
-        path = self._path()
-        if path is not None:
-            with contextlib.suppress(OSError, Refused):
-                return read_charter(path)
+        with contextlib.suppress(OSError, Refused):
+            return None if (path := self._path()) is None else read_charter(path)
         return None
 
     def _save(self) -> None:
