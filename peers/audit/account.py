@@ -73,9 +73,10 @@ class Account(NamedTuple):
         for t, step in enumerate(unpack_rows(took.rows), took.start):
             self.by_step.setdefault(t, []).append(Said(one.cell, step, one.by))
 
-    def compared(self, t: int) -> list[Said]:
-        """What was signed of a step at the stages that are compared."""
-        return [one for one in self.by_step.get(t, []) if one.stage in self.stages]
+    def unsigned(self, first: int, last: int) -> dict[Stage, list[int]]:
+        """Of the stages that are compared, steps of which no peer signed anything."""
+        there = {t: {one.stage for one in self.by_step.get(t, [])} for t in range(first, last)}
+        return {s: lacks for s in self.stages if (lacks := [t for t in there if s not in there[t]])}
 
 
 class Testimony(NamedTuple):
@@ -105,7 +106,8 @@ def account_of(found: Transcript, first: int, last: int, stages: Sequence[Stage]
             heard.append(one)
     voiced, strangers = {one.cell for one in heard if one.has_voice}, set[PeerId]()
     for one in heard:
-        if not one.has_voice and one.cell in voiced:  # a keeper may make up identities
+        # A keeper may make up identities. Where there are founders, somebody has voice from the start.
+        if not one.has_voice and (one.cell in voiced or found.run.admission.founders):
             strangers.update(one.by)
         elif one.by:
             told.add(one, first)
@@ -113,7 +115,10 @@ def account_of(found: Transcript, first: int, last: int, stages: Sequence[Stage]
         say(f"the last {found.rest_bytes} bytes of the transcript are damaged, and not read")
     if strangers:
         names = " ".join(map(short, sorted(strangers)))
-        say(f"signed by peers without voice, beside those that have it, and left out: {names}")
+        say(f"signed by peers without voice, and left out: {names}")
+    elif found.run.admission.named and (alone := {one.cell for one in heard if one.by} - voiced):
+        places = ", ".join(map(found.run.place, sorted(alone)))
+        say(f"signed by peers without voice alone, which who wrote this transcript can make up: {places}")
     if forged := set[PeerId]().union(*(one.forged for one in heard)):
         say(f"not signed by those that it names, and left out: {' '.join(map(short, sorted(forged)))}")
     return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -56,7 +57,10 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     data = open_data(run, options.data, options.tokenizer)
     offer_start(run, options.start)
     torch.set_num_threads(1)
-    signed = sum(len({one.stage for one in told.compared(t)}) for t in range(first, last))
+    unsigned, total = told.unsigned(first, last), (last - first) * len(told.stages)
+    signed = total - sum(map(len, unsigned.values()))
+    if lacks := ", ".join(f"{run.place(c)} ({ts[0]} to {ts[-1]})" for c, ts in unsigned.items()):
+        say(lacks := f"nobody whose word counts signed {total - signed} of {total} steps of stages: {lacks}")
     if why := why_not_exact(told, device):
         print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
     start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
@@ -87,8 +91,9 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
             also = f", and the checkpoint of step {last}"
     how = "as far as another kind of device can tell" if why else "to the last bit"
     print(f"steps {first} to {last - 1} are what the peers signed, {how}")
-    print(f"compared: {signed} of {(last - first) * len(told.stages)} signed steps of stages{also}")
-    print(f"run {run.name} {run.id}")
+    print(f"compared: {signed} of {total} signed steps of stages{also}\nrun {run.name} {run.id}")
+    if lacks:
+        raise SetupError(f"{lacks}. Leave them out (--from, --to, --stage), or take another transcript")
     return True
 
 
@@ -165,6 +170,9 @@ def read(options: VerifyOptions, verify: Verify) -> Account:
     found = transcript.read(options.transcript)
     run = found.run
     check_code(run, options.allow_code)
+    folder = options.transcript.resolve().parent.name
+    if re.fullmatch("[0-9a-f]{32}", folder) and folder != run.id:
+        raise SetupError(f"{options.transcript} is of run {run.id}, and lies in the folder of {folder}")
     if not first < last <= run.steps:
         has = f"run {run.name!r} has versions 0 to {run.steps}"
         raise SetupError(f"--from {first} --to {last}: {has}, and --to is a later one than --from")

@@ -4230,7 +4230,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-transcript-is-what-anybody-signed",
         "peers/audit/account.py",
-        "if not one.has_voice and one.cell in voiced:",
+        "if not one.has_voice and (one.cell in voiced or found.run.admission.founders):",
         "if not one.has_voice and one.cell in voiced and isinstance(one.entry, Conviction):",
         "One row that a keeper had an identity of its own sign makes `swarm verify` compare by a tolerance.",
         ("test_verify",),
@@ -5745,7 +5745,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "strangers-convict-in-transcripts",
         "peers/audit/account.py",
-        "if not one.has_voice and one.cell in voiced:",
+        "if not one.has_voice and (one.cell in voiced or found.run.admission.founders):",
         "if not one.has_voice and one.cell in voiced and isinstance(one.entry, Took):",
         "A keeper has identities of its own convict an honest peer, and verify says so.",
         ("test_verify",),

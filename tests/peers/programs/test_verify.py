@@ -258,25 +258,80 @@ def test_what_identities_of_a_keeper_sign_is_left_out_beside_what_those_with_voi
         f"convicted: peer {lied} of stage 0: its answer of microbatch (0, 1), say {both}"
     ]
     names = " ".join(map(short, sorted(stage[0].peer_id for stage in strangers)))
-    assert f"signed by peers without voice, beside those that have it, and left out: {names}" in told.err
+    assert f"signed by peers without voice, and left out: {names}" in told.err
 
 
 def test_what_identities_of_a_keeper_sign_is_left_out_beside_what_founders_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They have voice from the first step, when nobody has a voucher."""
-    founders = [[Identity.generate() for _ in range(2)] for _ in range(2)]
-    run = admitting(replace(small(), steps=2))
-    named = tuple(peer.peer_id for stage in founders for peer in stage)
-    was = record(tmp_path, replace(run, admission=replace(run.admission, founders=named)))
-    was.peers = founders
+    was = founded(tmp_path)
     other = [[step._replace(total_sqnorm=step.total_sqnorm * 4.0) for step in rows] for rows in was.rows]
     was.write()
     replace(was, peers=[[Identity.generate()] for _ in was.peers], rows=other).write()
     assert was.verify(0, 2)
-    assert (
-        "signed by peers without voice, beside those that have it, and left out: " in capsys.readouterr().err
-    )
+    assert "signed by peers without voice, and left out: " in capsys.readouterr().err
+
+
+def founded(folder: Path) -> Recorded:
+    """A run whose manifest names its peers as founders, of which nothing is written yet."""
+    founders = [[Identity.generate() for _ in range(2)] for _ in range(2)]
+    run = admitting(replace(small(), steps=2))
+    named = tuple(peer.peer_id for stage in founders for peer in stage)
+    was = record(folder, replace(run, admission=replace(run.admission, founders=named)))
+    was.peers = founders
+    return was
+
+
+def test_a_transcript_that_a_keeper_signed_itself_is_none_where_founders_sign(tmp_path: Path) -> None:
+    """It leaves out all that they signed, and computes from a state that it made up."""
+    was = founded(tmp_path)
+    replace(was, peers=[[Identity.generate()] for _ in was.peers]).write()
+    with pytest.raises(SetupError, match=r"has no signed step from 0 to 1: take others \(it has none\), or"):
+        was.verify(0, 2)
+
+
+def test_what_peers_without_voice_alone_signed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    was = record(tmp_path, admitting(replace(small(), steps=2), Identity.generate().peer_id))
+    was.write()
+    assert was.verify(0, 2)
+    said = "signed by peers without voice alone, which who wrote this transcript can make up: stage 0"
+    assert f"{said}, stage 1" in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("left", ["a stage", "a step", "no rows"])
+def test_steps_that_nobody_signed_do_not_pass_with_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: str
+) -> None:
+    """A keeper can leave out what shows a lie, and all that followed from it."""
+    was = founded(tmp_path)
+    if left == "a stage":
+        replace(was, rows=was.rows[:1]).write()
+    else:
+        was.write(0, 1) if left == "a step" else was.write(1, 1)
+    lacks = {"a stage": "stage 1 (0 to 1)", "a step": "stage 0 (1 to 1), stage 1 (1 to 1)"}
+    lacked = lacks.get(left, "stage 0 (0 to 1), stage 1 (0 to 1)")
+    signed = 0 if left == "no rows" else 2
+    said = f"nobody whose word counts signed {4 - signed} of 4 steps of stages: {lacked}"
+    with pytest.raises(SetupError) as error:
+        was.verify(0, 2)
+    assert error.value.text.startswith(f"{said}. Leave them out (--from, --to, --stage), or ")
+    told = capsys.readouterr()
+    assert said in told.err.splitlines() and f"compared: {signed} of 4 signed steps of stages" in told.out
+    if left == "a stage":
+        assert was.verify(0, 2, stage=0)
+
+
+def test_a_transcript_in_the_folder_of_another_run_is_not_taken_for_that_ones(
+    honest: Recorded, tmp_path: Path
+) -> None:
+    other = tmp_path / ("0" * 32) / "transcript"
+    other.parent.mkdir()
+    other.write_bytes(honest.transcript.read_bytes())
+    with pytest.raises(SetupError, match=f"is of run {honest.run.id}, and lies in the folder of 00000"):
+        run_verify(VerifyOptions(transcript=other, from_=0, to=1))
 
 
 def test_a_norm_that_was_made_up_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,7 +355,8 @@ def test_a_norm_that_a_keeper_has_a_stage_beside_say_makes_no_honest_peer_a_liar
     was.write(0, 2)
     replace(was, peers=[[keeper]], rows=other).write(2, 3)
     was.write(3)
-    assert was.verify(0, 4, stage=1)
+    with pytest.raises(SetupError, match=r"signed 1 of 4 steps of stages: stage 1 \(2 to 2\)"):
+        was.verify(0, 4, stage=1)
     told = capsys.readouterr()
     assert f"not compared, but seen: step 2, stage 0: other norm than {keeper.peer_id} signed" in told.err
     assert "compared: 3 of 4 signed steps" in told.out
