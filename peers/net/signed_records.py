@@ -159,7 +159,8 @@ def seal_manifest(run: Run, identity: Identity | None) -> tuple[PeerId, bytes]:
     if owner:
         if identity is None or identity.peer_id != owner:
             raise SetupError(
-                f"the manifest names {owner} as its owner (admission.owner): only it can publish it"
+                f"the manifest names {owner} as its owner (admission.owner): only it can publish it, "
+                "with its key as --identity"
             )
         signature = identity.sign(_manifest_to_sign(run.id))
     return owner, _encoder.encode(_SignedManifest(zlib.compress(run.to_toml().encode(), 9), signature))

@@ -50,7 +50,8 @@ AS: dict[str, Role] = {"peer": "peer", "train": "trainer", "keeper": "keeper", "
 """What a program is admitted as. A trainer that audits is admitted as a trainer."""
 RENEWED_S = 10 * 86_400
 """A bootstrap with the owner's key renews a charter that expires within this."""
-RENEW_EVERY_S = 600.0
+RENEW_EVERY_S = 60.0
+"""Not before it was up for so long: by then it has heard of what the owner signed while it was away."""
 GPU_WORKERS = 2
 """One reads and writes bytes of the host while the other's kernels run."""
 CELLS_SHOWN = 4
@@ -184,8 +185,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
             charters=charters_folder(),
         ) as node:
             await node.directory.publish_manifest(run)
-            if options.charter is not None:
-                await self._publish_charter(node, options.charter)
+            await self._publish_charter(node, run, options.charter)
             self._node = node
             self._emit(started("bootstrap", node, run.id))
             charters = node.directory.charters
@@ -219,9 +219,15 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
             local=is_loopback(words[-1]),
         )
 
-    async def _publish_charter(self, node: Node, path: Path) -> None:
+    async def _publish_charter(self, node: Node, run: Run, path: Path | None) -> None:
         """That of the file, or the one that is known to be newer; which is written there from now on."""
-        charters = node.directory.charters
+        charters, key = node.directory.charters, self.options.identity
+        if path is None:
+            if key is not None and (made := key.with_name("charter")).exists() and run.admission.owner:
+                raise SetupError(f"{made} lies beside the key: give it as --charter, or all are admitted")
+            if charters.charter is None:
+                self._note("without --charter everybody who has the manifest's id is admitted")
+            return
         try:
             await charters.offer(*read_charter(path))
         except (OSError, Refused) as error:
@@ -231,7 +237,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
                 f"{path} is not the charter of the manifest: give both as swarm init made them. A manifest "
                 "that was changed since is another run: swarm init NAME --manifest FILE makes it"
             )
-        await self._renew(node)
+        await self._renew(node, 0.0)
 
         def keep() -> None:
             try:
@@ -242,10 +248,10 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
         keep()
         node.door.on_change.append(keep)
 
-    async def _renew(self, node: Node) -> None:
-        """Sign the charter for another term, if it is old and the key is the owner's."""
+    async def _renew(self, node: Node, left_s: float = RENEWED_S) -> None:
+        """Sign the charter for another term, if it expires within `left_s` and the key is the owner's."""
         charters, key = node.directory.charters, self.options.identity
-        if charters.charter is None or key is None or charters.charter.expires > unix_s() + RENEWED_S:
+        if charters.charter is None or key is None or charters.charter.expires > unix_s() + left_s:
             return
         owner = await asyncio.to_thread(Identity.load, key)
         if owner.peer_id == charters.owner:
