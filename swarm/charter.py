@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -133,8 +132,8 @@ def check_life(charter: Charter, *, now: float) -> None:
 class Token(NamedTuple):
     """What a token says that the owner made, once its signatures were checked."""
 
-    id: bytes
-    """The public key of the token: no two are alike."""
+    id: PeerId
+    """That of its own key: no two are alike, and a ban of it takes the token back."""
     role: Role
     expires: float
     """Unix seconds."""
@@ -163,10 +162,10 @@ class TokenUses:
 
     def __init__(self, most: int = 65_536) -> None:
         self._most = most
-        self._until: dict[bytes, dict[PeerId, float]] = {}
+        self._until: dict[PeerId, dict[PeerId, float]] = {}
         self._count = 0
 
-    def saw(self, token: bytes, peer: PeerId, *, until: float, now: float) -> None:
+    def saw(self, token: PeerId, peer: PeerId, *, until: float, now: float) -> None:
         """A peer uses a token, for all that we know until then (Unix seconds)."""
         known = self._until.get(token, {})
         if peer not in known and (self._count >= self._most or len(known) > MAX_USES):
@@ -177,7 +176,7 @@ class TokenUses:
         self._count += peer not in users
         users[peer] = max(until, users.get(peer, 0.0))
 
-    def users(self, token: bytes, *, now: float) -> int:
+    def users(self, token: PeerId, *, now: float) -> int:
         """How many identities use it."""
         return sum(until > now for until in self._until.get(token, {}).values())
 
@@ -226,6 +225,10 @@ def why_shut_out(terms: AdmissionTerms, peer: PeerId) -> str:
     charter = terms.charter
     if peer in charter.revocations or peer in terms.revoked:
         return "its key was revoked by itself: start with another identity"
+    return _why_banned(charter, peer)
+
+
+def _why_banned(charter: Charter, peer: PeerId) -> str:
     place = bisect_left(charter.bans, peer, key=lambda ban: ban.peer)  # asked at each call
     for ban in charter.bans[place : place + 1]:
         if ban.peer == peer:
@@ -252,7 +255,7 @@ def why_not_admitted(terms: AdmissionTerms, who: Applicant, uses: TokenUses, *, 
     trusted = who.stage in [one + terms.stages * (one < 0) for one in charter.trusted_stages]
     if rule.door == "list":
         return f"the run's charter names its {who.role}s, and this is none of them: ask the owner"
-    why = _why_not_invited(credential.token, who.role, uses, now=now)
+    why = _why_not_invited(charter, who, uses, now=now)
     if not why:
         return ""
     if trusted:
@@ -267,17 +270,16 @@ def why_not_admitted(terms: AdmissionTerms, who: Applicant, uses: TokenUses, *, 
 
 def is_named(terms: AdmissionTerms, who: Applicant) -> bool:
     """Whether the owner named a peer as that role, in the charter or the manifest."""
-    named: Iterable[PeerId] = terms.charter.rule(who.role).named
-    if who.role == "peer":
-        named = (*named, *terms.charter.founders, *terms.founders)
-    elif who.role == "trainer":
-        named = (*named, *terms.trainers)
-    return who.peer == terms.owner or who.peer in named
+    named = {"peer": (*terms.charter.founders, *terms.founders), "trainer": terms.trainers}.get(who.role, ())
+    return who.peer == terms.owner or who.peer in (*terms.charter.rule(who.role).named, *named)
 
 
-def _why_not_invited(token: Token | None, role: Role, uses: TokenUses, *, now: float) -> str:
+def _why_not_invited(charter: Charter, who: Applicant, uses: TokenUses, *, now: float) -> str:
+    token, role = who.credential.token, who.role
     if token is None:
         return "it has no token: ask the owner for one (swarm invite), and give it as --token"
+    if why := _why_banned(charter, token.id):  # not by a word of its own: others may have it, too
+        return f"its token was taken back: {why}"
     if token.role != role:
         return f"its token is for a {token.role}"
     if token.expires <= now:

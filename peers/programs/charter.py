@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import shlex
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -117,14 +119,16 @@ def run_init(options: tool_options.InitOptions) -> None:
 
 
 def run_invite(options: tool_options.InviteOptions) -> None:
-    """Print a token. Raises SetupError: the key is not that of the run's owner."""
+    """Print a token, and aside how to take it back. Raises SetupError: the key is not the owner's."""
     run, owner = load_run(options.manifest), _owner_key(options.owner)
     if not run.pinned:
         raise SetupError(f"{options.manifest} is not published yet: give the run.toml of swarm init")
     if run.admission.owner != owner.peer_id:
         raise SetupError(f"{options.owner} is not the key of the owner of {run.name!r}")
-    expires = int(unix_s() + options.days * DAY_S)
-    print(make_token(run.id, owner, options.role, expires=expires, uses=options.uses))
+    expires, seed = int(unix_s() + options.days * DAY_S), os.urandom(32)
+    print(make_token(run.id, owner, options.role, expires=expires, uses=options.uses, seed=seed))
+    ban = f"{program()} ban {Identity(seed).peer_id} @join.txt --owner {shlex.quote(str(options.owner))}"
+    print(f"take it back, from all that use it:\n    {ban} --why 'its token'", file=sys.stderr)
 
 
 # --- at the run ---

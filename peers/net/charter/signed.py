@@ -229,7 +229,7 @@ def open_credential(data: bytes, run_id: str, owner: PeerId, peer: PeerId) -> Cr
             raise Refused("a token that the owner of this run did not make for it")
         if not verify(peer_id_of(made.key), _certificate_to_sign(run_id, peer), made.by_key):
             raise Refused("a token that was bound to another peer")
-        token = Token(made.key, made.role, float(made.expires), made.uses)
+        token = Token(peer_id_of(made.key), made.role, float(made.expires), made.uses)
     return Credential(token, stamp_bits(run_id, peer, found.stamp))
 
 

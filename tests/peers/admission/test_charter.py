@@ -191,7 +191,7 @@ def test_a_ban_is_added_once_and_lifted_once() -> None:
 
 
 def invitation(role: rules.Role = "peer", uses: int = 1, expires: float = NOW + DAY) -> Credential:
-    return Credential(Token(b"token", role, expires, uses))
+    return Credential(Token("token", role, expires, uses))
 
 
 def test_by_default_all_may_serve_and_keep_and_only_the_named_train() -> None:
@@ -236,9 +236,9 @@ def test_a_run_for_the_invited_says_what_is_wrong_with_others(credential: Creden
 
 def test_a_token_that_more_identities_use_than_it_admits_admits_none() -> None:
     uses, closed = TokenUses(), AdmissionRule("token")
-    uses.saw(b"token", KIM.peer_id, until=NOW + 20, now=NOW)
+    uses.saw("token", KIM.peer_id, until=NOW + 20, now=NOW)
     assert why(KIM, peers=closed, credential=invitation(), uses=uses) == ""
-    uses.saw(b"token", SAM.peer_id, until=NOW + 30, now=NOW)
+    uses.saw("token", SAM.peer_id, until=NOW + 30, now=NOW)
     for both in (KIM, SAM):
         assert "its token is used by 2 identities, and admits 1: keep your --identity" in why(
             both, peers=closed, credential=invitation(), uses=uses
@@ -251,27 +251,27 @@ def test_a_token_that_more_identities_use_than_it_admits_admits_none() -> None:
 
 def test_what_is_remembered_of_tokens_is_bounded_and_forgotten() -> None:
     uses = TokenUses(most=2)
-    for token in (b"a", b"b", b"c"):
+    for token in ("a", "", "c"):
         uses.saw(token, KIM.peer_id, until=NOW + 10, now=NOW)
-    assert [uses.users(token, now=NOW) for token in (b"a", b"b", b"c")] == [1, 1, 0]
+    assert [uses.users(token, now=NOW) for token in ("a", "", "c")] == [1, 1, 0]
     assert len(uses._until) == 2
-    uses.saw(b"c", KIM.peer_id, until=NOW + 30, now=NOW + 20)
-    assert [uses.users(token, now=NOW + 20) for token in (b"a", b"b", b"c")] == [0, 0, 1]
-    uses.saw(b"c", KIM.peer_id, until=NOW + 25, now=NOW + 20)
-    assert uses.users(b"c", now=NOW + 28) == 1, "the later time holds"
+    uses.saw("c", KIM.peer_id, until=NOW + 30, now=NOW + 20)
+    assert [uses.users(token, now=NOW + 20) for token in ("a", "", "c")] == [0, 0, 1]
+    uses.saw("c", KIM.peer_id, until=NOW + 25, now=NOW + 20)
+    assert uses.users("c", now=NOW + 28) == 1, "the later time holds"
 
 
 def test_a_token_that_is_everywhere_costs_no_more_than_one_that_is_used_twice() -> None:
     """Its users are counted at each call: of a thousand more than it admits no more is said."""
     uses = TokenUses()
     for n in range(3 * MAX_USES):
-        uses.saw(b"thief's", f"peer {n}", until=NOW + 10, now=NOW)
-    assert MAX_USES < uses.users(b"thief's", now=NOW) <= MAX_USES + 1
-    uses.saw(b"thief's", "peer 0", until=NOW + 30, now=NOW)
-    uses.saw(b"thief's", "late", until=NOW + 30, now=NOW + 20)
-    assert uses.users(b"thief's", now=NOW + 20) == 2, "those that are there are seen, once others have gone"
-    uses.saw(b"other", KIM.peer_id, until=NOW + 30, now=NOW)
-    assert uses.users(b"other", now=NOW) == 1
+        uses.saw("thief's", f"peer {n}", until=NOW + 10, now=NOW)
+    assert MAX_USES < uses.users("thief's", now=NOW) <= MAX_USES + 1
+    uses.saw("thief's", "peer 0", until=NOW + 30, now=NOW)
+    uses.saw("thief's", "late", until=NOW + 30, now=NOW + 20)
+    assert uses.users("thief's", now=NOW + 20) == 2, "those that are there are seen, once others have gone"
+    uses.saw("other", KIM.peer_id, until=NOW + 30, now=NOW)
+    assert uses.users("other", now=NOW) == 1
 
 
 def test_an_open_door_may_ask_for_work() -> None:
@@ -590,6 +590,30 @@ def test_a_banned_thief_of_a_token_does_not_use_it() -> None:
     token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
     assert "thief" in invited.why_not_record(record(SAM, credential_of(token, SAM)))
     assert invited.why_not_record(record(KIM, credential_of(token))) == ""
+
+
+def test_a_ban_of_a_token_puts_out_all_that_use_it_under_whatever_key() -> None:
+    """Who was banned has a new key at once, and the token still."""
+    secret = bytes(32)
+    token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9), seed=secret)
+    bans = (Ban(KIM.peer_id, "liar"), Ban(Identity(secret).peer_id, "its token"))
+    invited = door(peers=AdmissionRule("token", (PETER.peer_id,)), bans=tuple(sorted(bans)))
+    for who in (SAM, TINA):
+        why_not = invited.why_not_record(record(who, credential_of(token, who)))
+        assert "its token was taken back: the owner of the run banned it: its token" in why_not
+    assert invited.refusal(SAM.peer_id, "part", True)
+    other = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
+    assert invited.why_not_record(record(SAM, credential_of(other, SAM))) == ""
+    assert invited.why_not_record(record(PETER, credential_of(token, PETER))) == "", "it is named, too"
+
+
+def test_one_of_many_that_have_a_token_does_not_take_it_from_the_others() -> None:
+    """Each has its secret key, which can say of itself that it is to be trusted no more."""
+    shared = Token(TINA.peer_id, "peer", NOW + DAY, 100)
+    closed = {"peers": AdmissionRule("token"), "credential": Credential(shared)}
+    assert why(KIM, revoked=[TINA.peer_id], **closed) == ""
+    assert why(KIM, revocations=(TINA.peer_id,), **closed) == ""
+    assert "its token was taken back" in why(KIM, bans=(Ban(TINA.peer_id, "x"),), **closed)
 
 
 def test_a_record_at_a_trusted_stage_is_of_a_trusted_peer() -> None:

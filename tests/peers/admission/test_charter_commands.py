@@ -215,12 +215,14 @@ def test_an_invitation_is_of_the_owner_and_for_a_published_run(
         return main(["invite", "--manifest", str(manifest), "--owner", str(owner), *more])
 
     assert invite(folder / "run.toml", folder / "owner.key", "--role", "keeper", "--uses", "3") == 0
-    role, certificate = signed.certify(capsys.readouterr().out, run.id, KIM.peer_id)
+    told = capsys.readouterr()
+    role, certificate = signed.certify(told.out, run.id, KIM.peer_id)
     shown = signed.seal_credential(certificate)
     token = signed.open_credential(shown, run.id, run.admission.owner, KIM.peer_id).token
     assert role == "keeper"
     assert token is not None
     assert token.uses == 3
+    assert f"swarm ban {token.id} @join.txt --owner {folder / 'owner.key'} --why" in told.err
     assert unix_s() + 6 * 86_400 < token.expires < unix_s() + 8 * 86_400
     assert invite(folder / "run.toml", folder / "trainer.key") != 0
     assert "trainer.key is not the key of the owner of 'mine'" in capsys.readouterr().err
@@ -464,11 +466,11 @@ async def test_a_bootstrap_publishes_a_charter_and_writes_newer_ones_to_its_file
 async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to_expire(
     keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def at_once(call: Any, *arguments: Any) -> Any:
-        return call(*arguments)
     """But not as soon as it is up, unless nobody is admitted: it may not have heard of the owner's next one
     yet, and its own would have the same sequence, without the ban that is new in that."""
 
+    async def at_once(call: Any, *arguments: Any) -> Any:
+        return call(*arguments)
 
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     said: list[Event] = []
@@ -488,8 +490,6 @@ async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to
 
 
 @virtual
-async def test_a_file_that_is_no_charter_of_the_run_is_not_published(keys: Path) -> None:
-@virtual
 async def test_a_bootstrap_that_knows_of_no_charter_says_who_is_admitted_and_forgets_none(keys: Path) -> None:
     """As docs/public-run.md has it started again from a keeper's folder."""
     said: list[Event] = []
@@ -502,6 +502,8 @@ async def test_a_bootstrap_that_knows_of_no_charter_says_who_is_admitted_and_for
             await bootstrap(keys, said)._publish_charter(node_of(memory), RUN, None)
 
 
+@virtual
+async def test_a_file_that_is_no_charter_of_the_run_is_not_published(keys: Path) -> None:
     path = keys / "charter"
     async with MemoryDht() as dht:
         memory = await dht.add(1, run_id=RUN.id)
