@@ -27,8 +27,8 @@ MAX_CHARTER_BYTES = 16_000
 """About 270 peer ids, bans and names together. Bans do not scale: identities cost nothing, tokens do."""
 MAX_LIFE_DAYS = 30
 MAX_LIFE_S = MAX_LIFE_DAYS * 86_400
-CLOCK_MARGIN_S = 3_600
-"""That the owner's clock may be ahead of ours."""
+MAX_LEFT_S = MAX_LIFE_S + 3_600
+"""The owner's clock may be an hour ahead of ours."""
 MAX_WORK_BITS = 40
 """Each bit doubles the work: 27 take two minutes of a core, 40 a fortnight."""
 MAX_WHY_CHARS = 100
@@ -125,7 +125,7 @@ def check_life(charter: Charter, *, now: float) -> None:
         raise Refused(
             f"the charter of {charter.name!r} has expired: its owner has to sign another one (swarm charter)"
         )
-    if charter.expires > now + MAX_LIFE_S + CLOCK_MARGIN_S:
+    if charter.expires > now + MAX_LEFT_S:
         raise Refused(f"a charter that wants to hold for more than {MAX_LIFE_DAYS} days")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable
-from itertools import compress
 from pathlib import Path
 from typing import TypeVar
 
@@ -72,9 +71,8 @@ async def run_command(options: PauseOptions | ResumeOptions, *, question_s: floa
             trouble.append(f"the peer with pid {path.stem} cannot be asked: {error.strerror or error}")
         except SetupError as error:
             trouble.append(error.text)
-    key = options.identity and str(options.identity.absolute())
-    fits = [key in (None, said.identity) and options.device in (None, said.device) for said in found.values()]
-    meant = [*compress(found, fits)]
+    key, device = options.identity and str(options.identity.absolute()), options.device
+    meant = [p for p, said in found.items() if key in (None, said.identity) and device in (None, said.device)]
     if not meant and not trouble:
         none = "none runs" if options.pid is None else f"none has pid {options.pid}"
         there = "; ".join(said.line() for said in found.values())

@@ -33,7 +33,7 @@ from peers.start_line import TRAINED_ON, TRAINER_KEY, allowing, as_given, progra
 from peers.storage import atomic_file, cache_folder, charters_folder, results_folder
 from peers.system import usable_cores
 from peers.waiting import end_tasks, happens, unless
-from swarm.charter import Role, succeed
+from swarm.charter import MAX_LEFT_S, Role, succeed
 from swarm.errors import Refused, SetupError, SwarmError, count, stages_named
 from swarm.ids import Stage
 from swarm.manifest import Run, load_run, parse_run
@@ -249,9 +249,10 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
         node.door.on_change.append(keep)
 
     async def _renew(self, node: Node, left_s: float = RENEWED_S) -> None:
-        """Sign the charter for another term, if it expires within `left_s` and the key is the owner's."""
-        charters, key = node.directory.charters, self.options.identity
-        if charters.charter is None or key is None or charters.charter.expires > unix_s() + left_s:
+        """Sign the charter for another term, if it expires within `left_s`, or is dated too far ahead for
+        others to take it, and the key is the owner's."""
+        charters, key, now = node.directory.charters, self.options.identity, unix_s()
+        if charters.charter is None or key is None or left_s < charters.charter.expires - now <= MAX_LEFT_S:
             return
         owner = await asyncio.to_thread(Identity.load, key)
         if owner.peer_id == charters.owner:

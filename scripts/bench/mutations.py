@@ -3452,7 +3452,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charter-for-years",
         CHARTER,
-        "    if charter.expires > now + MAX_LIFE_S + CLOCK_MARGIN_S:\n",
+        "    if charter.expires > now + MAX_LEFT_S:\n",
         "    if False:\n",
         "A charter holds for years, so an old one can be shown to newcomers for as long.",
         ("test_charter",),

@@ -28,7 +28,7 @@ from peers.net.charter.signed import (
 from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
-from swarm.charter import ROLES, AdmissionTerms, Applicant, Charter, check_life, is_named
+from swarm.charter import MAX_LEFT_S, ROLES, AdmissionTerms, Applicant, Charter, check_life, is_named
 from swarm.errors import Refused, SetupError, lasting
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import Run
@@ -132,11 +132,12 @@ class CharterKeeper:
             self._storage.tasks.create_task(self._store())
 
     def _warn(self, now: float) -> None:
-        """Say once a day that the charter is about to expire, or has expired."""
-        left_s = self.charter.expires - unix_s() if self.charter is not None else math.inf
-        if left_s < WARNED_S and now - self._warned_at >= DAY_S:
+        """Say once a day that the charter is about to expire, has expired, or is dated too far ahead."""
+        left_s = self.charter.expires - unix_s() if self.charter is not None else WARNED_S
+        if not WARNED_S <= left_s <= MAX_LEFT_S and now - self._warned_at >= DAY_S:
             self._warned_at = now
             how = f"expires in {lasting(left_s)}" if left_s > 0 else "has expired"
+            how = "holds for more than 30 days, so a clock is wrong (NTP)" if left_s > MAX_LEFT_S else how
             text = "the charter of %s %s: then nobody is admitted until its owner has signed another one"
             logger.warning(text, self.name, how)
 

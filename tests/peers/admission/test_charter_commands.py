@@ -490,6 +490,26 @@ async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to
 
 
 @virtual
+@pytest.mark.parametrize("days", [-1, 31], ids=["expired", "too far ahead"])
+async def test_a_charter_that_nobody_takes_is_renewed_as_soon_as_its_owners_bootstrap_is_up(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, days: int
+) -> None:
+    """It was long ago, or signed by a clock that was wrong: no newcomer found the run, and none was told."""
+
+    async def at_once(call: Any, *arguments: Any) -> Any:
+        return call(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    path = keys / "charter"
+    old = charter_of(expires=int(unix_s()) + days * 86_400)
+    signed.write_charter(path, OWNER.peer_id, signed.seal_charter(old, OWNER))
+    async with MemoryDht() as dht:
+        memory = await dht.add(1, run_id=RUN.id)
+        await bootstrap(keys, [])._publish_charter(node_of(memory), RUN, path)
+    assert unix_s() + 29 * 86_400 < signed.read_charter(path)[0].expires <= unix_s() + 30 * 86_400
+
+
+@virtual
 async def test_a_bootstrap_that_knows_of_no_charter_says_who_is_admitted_and_forgets_none(keys: Path) -> None:
     """As docs/public-run.md has it started again from a keeper's folder."""
     said: list[Event] = []

@@ -294,6 +294,9 @@ async def test_a_charter_that_is_about_to_expire_is_said_once_a_day(
         charters._warn(now_s() + 86_400)
         assert caplog.text.count("expires in") == 2
         assert "expires in 30 min: then" in caplog.text
+        await charters.publish(charter(4, expires=int(unix_s()) + 31 * 86_400), OWNER)
+        charters._warn(now_s() + 2 * 86_400)
+        assert "holds for more than 30 days, so a clock is wrong (NTP): then nobody is adm" in caplog.text
 
 
 async def test_a_name_whose_run_is_of_another_owner_is_not_joined() -> None:
