@@ -55,10 +55,8 @@ async def join(
         voice = core.voice()
         counted = [replicas[peer] for peer in heard(replicas, voice)]
         silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
-        if counted and silent and now_s() < voiced_until:
-            by = None  # those with voice may only be slow to answer
-        else:
-            by = join_by(core.position, counted, run)
+        slow = counted and silent and now_s() < voiced_until  # those with voice may yet answer
+        by = None if slow else join_by(core.position, counted, run)
         if by is Join.SERVE or (by is Join.DOWNLOAD and await recovery.follow(replicas)):
             break
         if by is Join.LOST:

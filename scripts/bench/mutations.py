@@ -4158,8 +4158,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "join-without-those-with-voice",
         JOINING,
-        "if counted and silent and now_s() < voiced_until:",
-        "if False:",
+        "counted and silent and now_s() < voiced_until",
+        "False",
         "A newcomer takes the state of strangers while those with voice are slow to answer.",
         ("test_believing",),
     ),

@@ -6,7 +6,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -349,11 +349,13 @@ class StageCoordinator:
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
 
-    def summary_heard(self, summary: StageSummary) -> bool:
-        """Note that the run coordinator has it. Returns whether a replica is to begin again by that."""
+    def summary_heard(self, summary: StageSummary, lacking: Container[int] = ()) -> bool:
+        """Note that the run coordinator has it. Returns whether a replica is to begin again by that: not with
+        a step that is `lacking` words on its commit, by which others have perhaps taken it."""
         if not any(told is summary for told in self._told):
             return False
-        before, self.unready = self.unready, {step.t for step in summary.steps if not step.ready}
+        unready = {step.t for step in summary.steps if not step.ready and step.t not in lacking}
+        before, self.unready = self.unready, unready
         return any(self._left_out.get(t) for t in self.unready - before)
 
     def forget_answers(self) -> None:

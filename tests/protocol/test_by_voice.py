@@ -17,7 +17,7 @@ from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import LOST_S, REFRESH_S, StepProtocol
-from swarm.protocol.replica import CatchUp, Local, RestoreStage
+from swarm.protocol.replica import ApplyStep, AskAbsent, CatchUp, Local, RestoreStage
 from swarm.protocol.rounds import (
     Commit,
     FetchResult,
@@ -975,3 +975,30 @@ def test_replicas_that_each_found_a_result_alone_begin_the_step_again_together()
     tell(this, "bob", report(0, step(ALL, held="r")))
     assert tell(this, "cid", report(0, step(ALL, held="s"))).steps[0].begin_again
     assert tell(this, "bob", report(0, step(ALL, held="r"))).steps[0].begin_again
+
+
+def test_a_result_is_not_given_up_while_a_commit_of_it_is_looked_into() -> None:
+    """bob had left, as the run coordinator saw, and ann did not yet: she asked whether its word is lacking,
+    and had begun the step again when she heard that it is not. Her stage was lost, and the run went back."""
+    records = record("ann", steps=60), record("bob", steps=40), record("zoe", 0, steps=40)
+    this = protocol_of("ann", *records)
+    held = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
+    this.observe(held, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=NOW)
+
+    def does(*commits: Commit) -> list[object]:
+        """What ann does once zoe has heard of her stage, and answered that."""
+        this.speak(now=NOW)
+        told = [m.body for m in this.ready(now=NOW).messages if isinstance(m.body, StageSummary)][-1]
+        status = RunStatus(run=RUN.id, run_coordinator="zoe", commits=commits)
+        this.run_status_came("zoe", status, now=NOW, told=told)
+        this.speak(now=NOW)
+        return [action for action in this.ready(now=NOW).actions if not isinstance(action, AskAbsent)]
+
+    assert not does(), "the stage is ready, as ann alone says"
+    proofs = tuple(ready(peer, stage=s).steps[0].proofs for s, peer in enumerate(("zoe", "ann")))
+    commit = Commit(0, 2.0, proofs=proofs)
+    this.report("bob", signed_report(report(0, step()), SimSigner("bob"), None), [], now=NOW)
+    assert not does(commit), "bob is asked"
+    this.belief.excuse(0, {"bob"}, set(), set())
+    assert does(commit) == [ApplyStep(commit)]
+    this.observe(held, {1: records[:2], 0: records[2:]}, now=NOW)
