@@ -249,8 +249,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
         node.door.on_change.append(keep)
 
     async def _renew(self, node: Node, left_s: float = RENEWED_S) -> None:
-        """Sign the charter for another term, if it expires within `left_s`, or is dated too far ahead for
-        others to take it, and the key is the owner's."""
+        """Renew the charter, if the key is its owner's, and it expires within `left_s` or too far ahead."""
         charters, key, now = node.directory.charters, self.options.identity, unix_s()
         if charters.charter is None or key is None or left_s < charters.charter.expires - now <= MAX_LEFT_S:
             return

@@ -172,13 +172,10 @@ class Belief:
             self.check_commit(commit, generation, mine)
             own = is_told and mine is not None and proves(commit, self._stage, mine)
             served = self._served.get(commit.t) if is_told else None
-            lacking = [
-                peer
-                for stage, proofs in enumerate(commit.proofs)
-                for peer in self._silent(
-                    proofs, stage, commit.t, own=own and stage == self._stage, served=served
-                )
-            ]
+            lacking = list[PeerId]()
+            for stage, proofs in enumerate(commit.proofs):
+                of_own = own and stage == self._stage
+                lacking += self._silent(proofs, stage, commit.t, own=of_own, served=served)
             if not is_told:
                 if self._took_back(commit.proofs[self._stage], mine):
                     return False
@@ -262,6 +259,8 @@ class Belief:
                 )
         if len(counting or proofs) >= PROOFS:
             return []
+        if own and self._signer.peer_id in [proof.peer for proof in proofs]:
+            return []  # what this replica holds, and said, it need not hear from others
         if excused is None:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]
             away = self._excused.get(t, set()).difference(idle if len(idle) >= PROOFS else ())

@@ -330,6 +330,7 @@ class StepProtocol:
             return  # under two in turn nothing is begun that does not end at once
         if not self._follows(directive.generation, now):
             return
+        self._learn(directive.commits, directive.generation)
         steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation))
         self.directive = directive = replace(directive, steps=steps)
         for step in directive.steps:
@@ -343,7 +344,6 @@ class StepProtocol:
             self._behind_since = began if directive.behind_s > 0 else None
             if self._stage == 0:
                 self.run_status = directive.run_status
-        self._learn(directive.commits, directive.generation)
         known = self._agreed.known(self._local)
         self._actions += replica.follow(self._me, self._local, directive, known, now=now)
 
@@ -627,6 +627,8 @@ class StepProtocol:
         are not checked, one word is enough of a round that it has heard of: else one that failed here alone
         would be made again, with all of its microbatches.
         """
+        if step.begin_again:
+            return step.t not in self.belief.lacking  # others may have taken it, by a commit of that result
         if step.fetch is None or not self.belief.needs_proof or self._run.meets_at(step.t):
             return True  # at a meeting nothing is taken from those that have the result
         if are_checked(self._run):
