@@ -32,7 +32,7 @@ from peers.trainer import entering
 from swarm.audit.by_stage import ByStage
 from swarm.audit.rerun import NEAR, Said, answers_of, is_false, is_same_state, referee_of, rerun_step
 from swarm.data import sample_offsets
-from swarm.errors import SetupError
+from swarm.errors import SetupError, short
 from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.layout import empty_state, initial_state
@@ -63,6 +63,8 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
         say(lacks := f"nobody whose word counts signed {total - signed} of {total} steps of stages: {lacks}")
     if why := why_not_exact(told, device):
         print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
+    by = {peer for t in range(first, last) for one in told.by_step.get(t, []) for peer in one.by}
+    say(f"signed by {' '.join(sorted(map(short, by)))}")
     start, saved = partial(read_state, folder, run, first), partial(read_state, folder, run, last)
     before = told.by_step.get(first - 1, []) if realigns(run, first) else []
     signed_start = [one for one in before if one.took.weights]

@@ -143,7 +143,10 @@ def test_a_run_that_was_as_it_says_is_found_equal_to_the_bit(
     honest: Recorded, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert honest.verify(2, 6)
-    assert capsys.readouterr().out == (
+    told = capsys.readouterr()
+    by = sorted(short(peer.peer_id) for stage in honest.peers for peer in stage)
+    assert told.err.splitlines()[0] == f"signed by {' '.join(by)}"
+    assert told.out == (
         "steps 2 to 5 are what the peers signed, to the last bit\n"
         "compared: 8 of 8 signed steps of stages, and the checkpoint of step 6\n"
         f"run {honest.run.name} {honest.run.id}\n"
