@@ -95,10 +95,7 @@ def _peer(
     run: str, address: str | Sequence[str], code: str | Path | None, on_event: Emit | None,
     given: dict[str, Any],
 ) -> Peer:  # fmt: skip
-    """
-    Raises:
-        SetupError: `swarm peer` has no such option, or it cannot have the value.
-    """
+    """Raises SetupError: `swarm peer` has no such option, or it cannot have the value."""
     known = {one.name: one for one in fields(PeerOptions)}
     handed = [] if code is None else [str(Path(code).resolve())]
     if not isinstance(address, Sequence) or not all(isinstance(one, str) for one in address):

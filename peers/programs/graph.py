@@ -183,10 +183,8 @@ def as_dot(graph: OpGraph, assignment: Sequence[int], costs: Sequence[float]) ->
     """The graph in Graphviz's language, a colour a stage."""
     total = sum(costs) or 1.0
     lines = ["digraph model {", '  node [shape=box, style=filled, fontname="sans-serif"];']
-    for name in graph.inputs:
-        lines.append(
-            f"  {_quoted(name)} [shape=ellipse, fillcolor=white, label={_quoted(_form(graph.values[name]))}];"
-        )
+    forms = {name: _quoted(_form(graph.values[name])) for name in graph.inputs}
+    lines += [f"  {_quoted(n)} [shape=ellipse, fillcolor=white, label={form}];" for n, form in forms.items()]
     for op in graph.operators:
         label = f"{_short(op)}\\n{op.module or '.'}\\n{costs[op.index] / total:.1%}"
         colour = CHEAP_COLOUR if op.cheap else COLOURS[assignment[op.index] % len(COLOURS)]

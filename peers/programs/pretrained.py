@@ -160,11 +160,8 @@ def as_llama(run: Run, model: ModelSpec, weights: Mapping[str, torch.Tensor]) ->
 
 
 def write_adapter(folder: Path, run: Run, step: int, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write what a run with a [lora] has trained as peft has it, into `folder`: all of it or nothing.
-
-    Raises:
-        SetupError: as `check_adapter`, or it cannot be written.
-    """
+    """Write what a run with a [lora] has trained as peft has it, into `folder`: all of it or nothing. Raises
+    SetupError: as `check_adapter`, or it cannot be written."""
     check_adapter(folder, run)
     spec, made = run.lora, build(run)
     config = {

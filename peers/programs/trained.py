@@ -278,10 +278,7 @@ def run_eval(options: EvalOptions) -> None:
 
 def open_text(run: Run, files: tuple[Path | str, ...], tokenizer: Path | None) -> Dataset | Samples:
     """The run's own text, or any other in the run's tokens; of a run whose samples code makes, samples.
-
-    Raises:
-        SetupError: it cannot be read, is too short, or is not what the run pins.
-    """
+    Raises SetupError: it cannot be read, is too short, or is not what the run pins."""
     if not files:
         return open_data(run, files, tokenizer)
     if run.data.source == "code":

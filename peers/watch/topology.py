@@ -34,8 +34,7 @@ def svg(health: SwarmHealth) -> str:
     columns: list[tuple[str, str, Sequence[PeerHealth | PeerId]]] = []
     if health.trainers:
         columns.append(("trainers", str(len(health.trainers)), health.trainers))
-    for stage in health.stages:
-        columns.append((f"stage {stage.label}", count(stage.serving, "peer"), stage.peers))
+    columns += [(f"stage {one.label}", count(one.serving, "peer"), one.peers) for one in health.stages]
     if health.keepers:
         columns.append(("keepers", str(len(health.keepers)), health.keepers))
     width = COLUMN * len(columns)

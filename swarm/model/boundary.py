@@ -81,11 +81,7 @@ class Boundary:
         return self._placed(taken)
 
     def encode_outputs(self, mb: Microbatch, entered: Entered, computed: Computed) -> list[Encoded]:
-        """The inputs of the next stage.
-
-        Raises:
-            Refused: an output is not finite.
-        """
+        """The inputs of the next stage. Raises Refused: an output is not finite."""
         name = f"the output of stage {self._stage} for {mb}"
         codec, function = self._run.codec.forward_at(self._stage), self._function
         graded = iter(computed.outputs)

@@ -235,11 +235,7 @@ def start_digest(names: Iterable[str], value: Callable[[str], torch.Tensor]) -> 
 
 
 def initial_state(run: Run, stage: Stage, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """`StageState.copy` of version 0, a function of the run alone.
-
-    Raises:
-        SetupError: as `start_tensors`.
-    """
+    """`StageState.copy` of version 0, a function of the run alone. Raises SetupError: as `start_tensors`."""
     # Not `zeros_like`: of a tensor without data that takes 40 times as long.
     state = {
         name: torch.zeros(empty.shape, dtype=empty.dtype, device=device)

@@ -65,10 +65,7 @@ class IslandsPlan(NamedTuple):
 
 
 def check_cells(network: Network, job: StepWork, islands: IslandLayout) -> None:
-    """
-    Raises:
-        SetupError: there are fewer devices than cells.
-    """
+    """Raises SetupError: there are fewer devices than cells."""
     cells, there = islands.count * job.stages, len(network)
     if there < cells:
         island, stage = divmod(there, job.stages)

@@ -97,10 +97,7 @@ class Overlap:
     """Predicts the steps of divisions, many at once: with few devices numpy's calls take most of the time."""
 
     def __init__(self, network: Network, job: StepWork) -> None:
-        """
-        Raises:
-            SetupError: no division can be: see `check_fit`.
-        """
+        """Raises SetupError: no division can be: see `check_fit`."""
         check_fit(network, job)
         self.network, self.job = network, job
         stages = range(job.stages)

@@ -59,10 +59,7 @@ class WithLoss(nn.Module):
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor] | None) -> None:
-        """
-        Raises:
-            SetupError: both have weights called `loss.…`.
-        """
+        """Raises SetupError: both have weights called `loss.…`."""
         super().__init__()
         self.model, self.loss = model, loss
         there = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -221,10 +221,7 @@ class _Tracer:
         """What the forward left in `ctx`: leaves, of which tensors count only as places, and their form."""
 
     def trace(self) -> TracedFunction:
-        """
-        Raises:
-            SetupError: a stage could not do what it does; says which Function and why.
-        """
+        """Raises SetupError: a stage could not do what it does; says which Function and why."""
         _Tracer.inside = True
         try:
             forward = self._graph(self._forward, self._given, "forward")
