@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from swarm.model.same_bits import threads_as_before
 
@@ -81,8 +82,20 @@ class Background:
 
 @contextlib.contextmanager
 def as_in_peers() -> Iterator[None]:
-    """Compute as a process of a peer does, whatever this program has told torch (no gradients, autocast,
-    products in less than float32); it has all that back afterwards."""
+    """Compute in this thread as a process of a peer does, whatever this program has told torch; it has all
+    that back afterwards."""
+    default = torch.get_default_device().type == "cpu"
+    with (
+        all_as_in_peers(), torch.inference_mode(False), torch.enable_grad(),
+        torch.autocast("cpu", enabled=False), contextlib.nullcontext() if default else torch.device("cpu"),
+    ):  # fmt: skip
+        yield
+
+
+@contextlib.contextmanager
+def all_as_in_peers() -> Iterator[None]:
+    """What torch does alike in all threads, as in a process of a peer: such as products in less than float32,
+    or attention without its fused kernel."""
     of: Any = torch.backends
     kinds = (of, of.cuda.matmul, of.mkldnn.matmul, of.mkldnn.conv, of.mkldnn.rnn)
 
@@ -98,9 +111,8 @@ def as_in_peers() -> Iterator[None]:
     tell(torch.float32, "highest", ["none"] * len(kinds))
     try:
         with (
-            threads_as_before(), torch.inference_mode(False), torch.enable_grad(),
-            torch.autograd.set_detect_anomaly(False), torch.autocast("cpu", enabled=False),
-            of.mkldnn.flags(enabled=True, allow_tf32=None),
+            threads_as_before(), torch.autograd.set_detect_anomaly(False),
+            of.mkldnn.flags(enabled=True, allow_tf32=None), sdpa_kernel([*SDPBackend.__members__.values()]),
         ):  # fmt: skip
             yield
     finally:

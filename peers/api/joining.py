@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from peers.api.background import Background, as_in_peers
+from peers.api.background import Background, all_as_in_peers
 from peers.events import Emit, Emitter
 from peers.options import MEMORY, RATE, PeerOptions, options_from
 from peers.programs.roles import Peer
@@ -65,7 +65,7 @@ async def join_async(
 def _thread() -> Iterator[Background]:
     """Of a peer alone; what runs in it ends with the block."""
     background = Background()
-    with as_in_peers():
+    with all_as_in_peers():
         try:
             yield background
         finally:

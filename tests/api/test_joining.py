@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import swarm
 from peers.api import joining
@@ -57,10 +58,15 @@ async def test_a_peer_that_is_cancelled_leaves_in_good_order(serves: type[Serves
             on_event=lambda event: loop.call_soon_threadsafe(heard.put_nowait, event),
         )
     )  # fmt: skip
-    assert await heard.get() == Note(text="serving")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+        assert await heard.get() == Note(text="serving")
+        # What this thread computes meanwhile is the program's own affair; what all threads do is the peer's.
+        assert not torch.is_grad_enabled() and torch.is_autocast_enabled("cpu")
+        assert torch.backends.cuda.flash_sdp_enabled()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not torch.is_grad_enabled() and not torch.backends.cuda.flash_sdp_enabled()
     asked = serves.asked
     assert serves.left == 1 and torch.get_num_threads() == threads
     assert (asked.run, asked.join, asked.stage, asked.device) == (RUN, (ADDRESS,), 1, "cpu")

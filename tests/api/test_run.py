@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 import swarm
@@ -217,15 +218,18 @@ def told_by_the_program() -> tuple[object, ...]:
     kinds: Any = (torch.backends.mkldnn, torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv)
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
-        torch.get_default_dtype(), torch.is_anomaly_enabled(),
-        *(kind.fp32_precision for kind in kinds),
+        torch.get_default_device(), torch.get_default_dtype(), torch.is_anomaly_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(), *(kind.fp32_precision for kind in kinds),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("told", ["no_grad", "inference", "autocast", "float64", "medium", "bf16", "anomaly"])
+@pytest.mark.parametrize(
+    "told",
+    ["no_grad", "inference", "autocast", "float64", "medium", "bf16", "anomaly", "attention", "device"],
+)
 def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told: str) -> None:
-    model, kind = net(), cast(Any, torch.backends.mkldnn.matmul)
-    first = run(model=model)
+    model, data, kind = net(), samples(), cast(Any, torch.backends.mkldnn.matmul)
+    first = run(model=model, data=data)
     expected, usual = swarm.reference(first).weights(), told_by_the_program()
     heard: list[object] = []
 
@@ -240,6 +244,10 @@ def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told:
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         elif told == "anomaly":
             stack.enter_context(torch.autograd.set_detect_anomaly(True))
+        elif told == "attention":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        elif told == "device":
+            stack.enter_context(torch.device("meta"))
         elif told == "float64":
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
@@ -252,7 +260,7 @@ def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told:
                 kind.fp32_precision = "bf16"
         before = told_by_the_program()
         assert before != usual
-        again = run(model=model, loss=listening)
+        again = run(model=model, data=data, loss=listening)
         found = swarm.reference(again)
         weights = found.weights()
         assert again.id == first.id and isinstance(found.model(), Net) and {*heard} == {usual[1:]}
