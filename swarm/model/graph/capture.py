@@ -5,9 +5,8 @@ It sees tensors without numbers, so that it cannot follow one branch of a decisi
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Literal, NamedTuple, cast
@@ -62,6 +61,8 @@ class WithLoss(nn.Module):
         """Raises SetupError: both have weights called `loss.…`."""
         super().__init__()
         self.model, self.loss = model, loss
+        self.changed: set[tuple[nn.Module, str]] = set()
+        """Buffers that were given other values while it was computed, which a trace silently loses."""
         there = dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if name.startswith("loss.") and there.get(name, tensor) is not tensor:
@@ -71,16 +72,22 @@ class WithLoss(nn.Module):
                 )
 
     def forward(self, args: Any, kwargs: Any, loss_args: Any) -> torch.Tensor:
+        held = [(part, name, one) for part in self.modules() for name, one in part._buffers.items()]
         with _NoOtherWeights():
             out = self.model(*args, **kwargs)
-            return find_loss(out if self.loss is None else self.loss(out, *loss_args))
+            loss = find_loss(out if self.loss is None else self.loss(out, *loss_args))
+        for part, name, old in held:
+            new = part._buffers.get(name)
+            if old is None or (new is not None and new.dtype != old.dtype):
+                continue  # there was none, or it is cast
+            if new is None or storage_of(new) != storage_of(old):
+                self.changed.add((part, name))
+        return loss
 
     def weights(self) -> dict[str, nn.Parameter]:
         """All parameters by full name, a tied one under each of its names."""
-        return {
-            name.removeprefix("model."): parameter
-            for name, parameter in self.named_parameters(remove_duplicate=False)
-        }
+        named = self.named_parameters(remove_duplicate=False)
+        return {name.removeprefix("model."): parameter for name, parameter in named}
 
     def first_names(self) -> dict[int, str]:
         """By the identity of a parameter the first of its names."""
@@ -88,9 +95,8 @@ class WithLoss(nn.Module):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All buffers, likewise."""
-        return {
-            name.removeprefix("model."): tensor for name, tensor in self.named_buffers(remove_duplicate=False)
-        }
+        named = self.named_buffers(remove_duplicate=False)
+        return {name.removeprefix("model."): tensor for name, tensor in named}
 
 
 def find_loss(out: Any) -> torch.Tensor:
@@ -125,7 +131,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     example = pytree.tree_map_only(torch.Tensor, torch.clone, example)
     functions, before = Functions(), str(np.random.get_state())
     try:
-        with warnings.catch_warnings(), _no_hooks(), _buffers_set() as changed, functions.traced():
+        with warnings.catch_warnings(), functions.traced():
             warnings.simplefilter("ignore")  # about torch's own code
             program = torch.export.export(model, example, strict=False)
     except (SetupError, Untraceable):
@@ -149,7 +155,7 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     read = {node.name for node in program.graph_module.graph.find_nodes(op="placeholder") if node.users}
     for holder, name in signature.inputs_to_buffers.items():
         of, _, leaf = name.rpartition(".")
-        if ((owner := model.get_submodule(of)), leaf) in changed and holder in read:
+        if ((owner := model.get_submodule(of)), leaf) in model.changed and holder in read:
             raise SetupError(
                 f"a {type(owner).__name__} gives its buffer {leaf} another value while it computes, and "
                 "reads what it was, which would depend on which peer computed what: only the statistics of "
@@ -166,50 +172,35 @@ def capture(model: WithLoss, example: tuple[Any, Any, Any], names: Sequence[str]
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def _no_hooks() -> Iterator[None]:
-    """Refuse hooks of tensors: a trace silently loses what they do backward."""
-
-    def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
-        raise SetupError(
-            f"the model hangs a hook on the gradient of a tensor {list(self.shape)} (register_hook), which "
-            "cannot be traced; write what it does with torch's own operators"
-        )
-
-    register_hook, torch.Tensor.register_hook = torch.Tensor.register_hook, refuse_hook
-    try:
-        yield
-    finally:
-        torch.Tensor.register_hook = register_hook
-
-
-@contextlib.contextmanager
-def _buffers_set() -> Iterator[set[tuple[nn.Module, str]]]:
-    """The buffers that modules are given other values of meanwhile, which a trace silently loses."""
-    changed = set[tuple[nn.Module, str]]()
-
-    def set_attribute(self: nn.Module, name: str, value: Any) -> None:
-        old = vars(self).get("_buffers", {}).get(name)
-        same = old is not None and value is not None and old.dtype == value.dtype and old.shape == value.shape
-        if same and storage_of(old) != storage_of(value):  # else it is what it was, or that cast
-            changed.add((self, name))
-        set_before(self, name, value)
-
-    set_before, nn.Module.__setattr__ = nn.Module.__setattr__, set_attribute  # type: ignore[method-assign]
-    try:
-        yield changed
-    finally:
-        nn.Module.__setattr__ = set_before  # type: ignore[method-assign]
+_BASE: Any = vars(torch._C.TensorBase)
+_SWITCHES = (torch.Tensor.requires_grad_, _BASE["requires_grad"].__set__)
+_LOST: Any = {
+    torch.Tensor.register_hook: "hangs a hook on the gradient of a tensor (register_hook), which cannot be "
+    "traced; write what it does with torch's own operators",
+    _BASE["data"].__set__: "sets the .data of a tensor, which no trace keeps: make a new tensor",
+}
 
 
 class _NoOtherWeights(TorchFunctionMode):
-    """Refuse weights that are part of no module: a trace takes them for constants, so none would be trained.
+    """Refuse what a trace silently loses, and weights that are part of no module: a trace takes them for
+    constants, so none would be trained.
 
     Weights of modules have no numbers while they are traced. Reading a shape, or giving up the gradient, is
     allowed for any.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise SetupError("the model computes under inference_mode, which no trace keeps: take no_grad")
+        if func in _LOST:
+            raise SetupError(f"the model {_LOST[func]}")
+        if func in _SWITCHES and isinstance(args[0], nn.Parameter):
+            wanted = [*args[1:], *(kwargs or {}).values(), True][0]
+            if wanted != args[0].requires_grad:
+                raise SetupError(
+                    f"the model switches requires_grad of a weight {list(args[0].shape)} while it computes, "
+                    "which no trace keeps: read its .detach() where it is to get no gradient"
+                )
         harmless = getattr(func, "__name__", "") in ("__get__", "detach") or not torch.is_grad_enabled()
         for tensor in () if harmless else pytree.tree_leaves((args, kwargs)):
             weights = isinstance(tensor, torch.Tensor) and tensor.requires_grad

@@ -29,6 +29,8 @@ def _meaning(error: BaseException) -> str:
             f"{f'operator {operator}: ' if operator else ''}what the code does depends on the numbers in a "
             "tensor; use torch.where or a mask, so that every microbatch takes the same path"
         )
+    if "fake tensor in the exported program" in text:
+        return "it reads .data, or takes gradients while it computes: take .detach(), or create_graph=True"
     return ""
 
 

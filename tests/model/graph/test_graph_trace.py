@@ -341,6 +341,35 @@ def hooked(net: Net, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def switched(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """As a discriminator is frozen while its generator learns."""
+    net.linear.requires_grad_(False)
+    y = net.linear(x)
+    net.linear.requires_grad_(True)
+    return (y + net.linear(x)).sum()
+
+
+def switched_by_attribute(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.linear.weight.requires_grad = False
+    return net.linear(x).sum()
+
+
+def inferred(net: Net, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        y = net.linear(x)
+    return (y.clone() + net.linear(x)).sum()
+
+
+def data_set(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    y.data = 2.0 * y.detach()
+    return y.sum()
+
+
+def data_read(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return (net.linear(x) * net.linear(x).data).sum()
+
+
 def looked_up_sparsely(net: Net, x: torch.Tensor) -> torch.Tensor:
     return functional.embedding(x.abs().long(), net.linear.weight, sparse=True).sum()
 
@@ -362,10 +391,12 @@ LINE = r"test_graph_trace.py:\d+: "
             LINE + "operator aten.t.default writes to a tensor that needs a gradient, under no_grad",
         ),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
-        (
-            hooked,
-            r"hangs a hook on the gradient of a tensor \[.*\] \(register_hook\), which cannot be traced",
-        ),
+        (hooked, r"hangs a hook on the gradient of a tensor \(register_hook\), which cannot be traced"),
+        (switched, r"the model switches requires_grad of a weight \[4, 4\] while it computes"),
+        (switched_by_attribute, r"the model switches requires_grad of a weight \[4, 4\]"),
+        (inferred, "the model computes under inference_mode, which no trace keeps: take no_grad"),
+        (data_set, r"the model sets the \.data of a tensor, which no trace keeps"),
+        (data_read, r"it reads \.data, or takes gradients while it computes: take \.detach\(\)"),
         (
             looked_up_sparsely,
             "operator aten.embedding.default of the model gives sparse gradients, .* sparse=False",
@@ -442,6 +473,39 @@ def test_a_buffer_that_is_set_anew_is_refused_by_its_name_and_one_that_is_cast_i
         model = Running(cast)
         before = model.mean
         assert trace(model, (X,)).graph.buffers == ("mean",) and model.mean is before
+
+
+def in_the_dict(net: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    old = net._buffers["kept"]
+    net._buffers["kept"] = y.detach().mean(0)
+    return y - old
+
+
+def registered_again(net: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    old = net.get_buffer("kept")
+    net.register_buffer("kept", y.detach().mean(0))
+    return y - old
+
+
+def grown(net: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    net.kept = torch.cat((net.get_buffer("kept"), y.detach().mean(0)))
+    return y - net.get_buffer("kept").sum()
+
+
+def taken_away(net: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    old, net.kept = net.get_buffer("kept"), None
+    return y - old
+
+
+@pytest.mark.parametrize("body", [in_the_dict, registered_again, grown, taken_away])
+def test_a_buffer_is_not_what_it_was_whichever_way_it_is_set(
+    body: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> None:
+    model = Net(lambda net, x: body(net, net.linear(x)).square().sum())
+    model.register_buffer("kept", torch.ones(4))
+    with pytest.raises(SetupError, match="a Net gives its buffer kept another value while it computes"):
+        trace(model, (X,))
+    assert torch.equal(model.get_buffer("kept"), torch.ones(4))
 
 
 @pytest.mark.parametrize("found", [lambda y: torch.arange(4.0), lambda y: y.detach().mean(0)])
