@@ -18,6 +18,7 @@ from swarm.manifest import Run
 from swarm.model.gpt import weights_dtype
 from swarm.model.graph.capture import WithLoss
 from swarm.model.graph.model_source import CustomModel, as_tuple
+from swarm.model.graph.trace import check_traceable
 from swarm.model.graph.untraceable import reason
 
 ROWS = 8
@@ -36,10 +37,9 @@ def sample_of(
     if columns is None:
         arrays = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(2)]
     else:
-        numbers = np.arange(rows) % len(columns)
-        kinds = [np.int64 if array.dtype.kind in "iu" else array.dtype for array in columns[numbers]]
-        given = zip(columns[numbers], kinds, strict=True)
-        arrays = [torch.from_numpy(array.astype(kind)) for array, kind in given]
+        given = columns[np.arange(rows) % len(columns)]
+        kinds = [np.int64 if array.dtype.kind in "iu" else array.dtype for array in given]
+        arrays = [torch.from_numpy(one.astype(kind)) for one, kind in zip(given, kinds, strict=True)]
     if inputs is None:
         count = 1 if columns is None else len(arrays) - (loss is not None)
         if not count:
@@ -71,6 +71,7 @@ def sample_of(
             )
         return array.to(dtype if leaf.is_floating_point() else leaf.dtype)
 
+    check_traceable(WithLoss(model, loss))  # a copy's tensors share no memory
     try:
         model, loss = copied(model, loss)
         for part in (model, loss):

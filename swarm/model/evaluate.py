@@ -192,11 +192,8 @@ class FullModel:
 
 @torch.no_grad()
 def fill(whole: WithLoss, weights: Mapping[str, torch.Tensor], steps: int) -> None:
-    """Give a model and its loss the trained weights and statistics, by full name, of so many steps.
-
-    Raises:
-        SetupError: they are not of it.
-    """
+    """Give a model and its loss the trained weights and statistics, by full name, of so many steps. Raises
+    SetupError: they are not of it."""
     own = {**whole.weights(), **whole.tensors()}
     if strange := sorted(weights.keys() - own.keys()):
         raise SetupError(f"weights that this model does not have: {', '.join(strange[:5])}")

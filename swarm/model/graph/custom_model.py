@@ -254,11 +254,8 @@ def stage_module(run: Run, stage: Stage) -> StageModule:
 
 @lru_cache(maxsize=4)
 def frozen_weights(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
-    """The weights of a stage that stay as the run started with them, by full name.
-
-    Raises:
-        SetupError: as `start_tensors`.
-    """
+    """The weights of a stage that stay as the run started with them, by full name. Raises SetupError: as
+    `start_tensors`."""
     buffers = set(custom_model(run).plans[stage].buffers)
     return {name: tensor for name, tensor in start_tensors(run, stage).items() if name in buffers}
 

@@ -32,11 +32,8 @@ def is_adapter(name: str) -> bool:
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Have the parameters whose names match stay as they are.
-
-    Raises:
-        SetupError: a pattern matches no parameter; says which there are.
-    """
+    """Have the parameters whose names match stay as they are. Raises SetupError: a pattern matches none; says
+    which there are."""
     parameters = dict(module.named_parameters())
     for pattern in patterns:
         found = fnmatch.filter(parameters, pattern)

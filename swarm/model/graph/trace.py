@@ -90,6 +90,17 @@ def captured(
 
 def check_traceable(whole: WithLoss) -> None:
     """Raises SetupError: a part of the model can be in no graph."""
+    places: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        name = path.removeprefix("model.")
+        if tensor.layout != torch.strided:
+            raise SetupError(f"{name} is sparse, which cannot be traced: hold it .to_dense()")
+        other, first = places.setdefault(tensor.data_ptr(), (name, tensor))
+        if other != name and tensor.data_ptr() and (tensor.requires_grad or first.requires_grad):
+            raise SetupError(
+                f"{name} lies in the memory of {other}, and would be trained apart from it here: to tie "
+                "weights have one nn.Parameter under both names; for a copy .clone() it"
+            )
     for path, module in whole.named_modules():
         name = path.removeprefix("model.")
         norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -286,10 +297,16 @@ class Builder:
         cheap: set[str] = set()
         constant = {name for name in self._buffers if name not in self._names.values()}
         inputs = tuple(self._inputs.values())
+        told = {buffer for name in kept for buffer, _, _ in self._told.get(name, ())}
         for index, name in enumerate(kept):
             node, target, module, call = self._calls[name]
             reads = dict.fromkeys(ref.name for ref in refs((call.args, call.kwargs)))
             reads = [read for read in reads if read in self._values]
+            if name not in self._told and (others := told.intersection(reads)):
+                raise SetupError(
+                    f"{where(node)}operator {target} reads {min(others)}, which a batch norm in training "
+                    "changes with each step, and would read what it was at the start: compute it anew"
+                )
             free = name not in self._told and all(read in cheap or read in constant for read in reads)
             outputs = tuple(output for output in call.outputs if output in self._values)
             cheap.update(outputs if free else ())

@@ -443,6 +443,63 @@ def test_layers_that_no_stage_may_compute_are_refused(layer: nn.Module, words: s
         trace(model.train(), (X,), loss=torch.sum)
 
 
+class Normed(nn.Module):
+    def __init__(self, seen: Callable[[Normed, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.linear, self.seen = nn.BatchNorm1d(4), nn.Linear(4, 4), seen
+
+    def evaluated(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.linear(x)) * self.seen(self, x)).sum()
+
+
+@pytest.mark.parametrize("seen", [Normed.evaluated, lambda net, x: x - net.norm.running_mean])
+def test_statistics_that_a_batch_norm_changes_are_read_by_no_other_operator(
+    seen: Callable[[Normed, torch.Tensor], torch.Tensor],
+) -> None:
+    """They are those of the start in each step, and not what a program would read."""
+    with pytest.raises(SetupError, match=r"reads norm\.running_mean, which a batch norm in training changes"):
+        trace(Normed(seen).train(), (X,))
+    fixed = Normed(seen)
+    fixed.norm.eval()
+    assert "norm.running_mean" in trace(fixed, (X,)).graph.buffers
+
+
+def tied_by_memory(whole: nn.Linear, part: nn.Module) -> None:
+    part.weight.data = whole.weight.data  # type: ignore[union-attr, assignment]
+
+
+def seen_by_a_buffer(whole: nn.Linear, part: nn.Module) -> None:
+    part.register_buffer("before", whole.weight.data.t())
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"), [(tied_by_memory, "1.weight lies in the memory of 0.weight"),
+                          (seen_by_a_buffer, "1.before lies in the memory of 0.weight")],
+)  # fmt: skip
+def test_weights_that_lie_in_the_memory_of_others_are_refused(
+    shares: Callable[[nn.Linear, nn.Module], None], words: str
+) -> None:
+    """Torch changes both with each step; stages would train them apart."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shares(model[0], model[1])  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=words):
+        trace(model, (X,), loss=torch.sum)
+    for weights in model.parameters():
+        weights.requires_grad_(False)
+    model.append(nn.Linear(4, 4))
+    trace(model, (X,), loss=torch.sum)
+
+
+def test_what_is_sparse_is_refused_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_buffer("links", torch.eye(4).to_sparse())
+    with pytest.raises(SetupError, match=r"links is sparse, which cannot be traced: hold it \.to_dense\(\)"):
+        trace(model, (X,), loss=torch.sum)
+
+
 @pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_the_gradient_of_a_weight_is_refused_by_its_name(method: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
