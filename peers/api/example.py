@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,11 +128,8 @@ def rows_of(inputs: Any) -> int:
 
 
 def columns_of(data: Any) -> Columns:
-    """Samples as one array for each input.
-
-    Raises:
-        SetupError: they are no samples, or not of one form; names the sample.
-    """
+    """Samples as one array for each input. Raises SetupError: they are no samples, not of one form, or others
+    each time; names the sample."""
     if isinstance(data, tuple) and data and all(isinstance(one, (torch.Tensor, np.ndarray)) for one in data):
         arrays = [_array(one) for one in data]
         lengths = {len(array) for array in arrays if array.ndim}
@@ -144,7 +142,7 @@ def columns_of(data: Any) -> Columns:
                 "with a length that gives a tuple of arrays for each number, or a table [data]"
             )
         parts: list[list[np.ndarray]] = []
-        for number in range(len(data)):
+        for number in (*range(len(data)), *range(min(1, len(data)))):  # the first one twice
             try:
                 sample = data[number]
                 one = [_array(part) for part in (sample if isinstance(sample, (tuple, list)) else (sample,))]
@@ -156,6 +154,11 @@ def columns_of(data: Any) -> Columns:
                 told = [" and ".join(str(list(array.shape)) for array in its) for its in (one, parts[0])]
                 raise SetupError(f"data[{number}] is {told[0]}, data[0] is {told[1]}: make them alike")
             parts.append(one)
+        if parts and not all(map(partial(np.array_equal, equal_nan=True), parts.pop(), parts[0])):
+            raise SetupError(
+                "data[0] holds other numbers when it is read again, and samples are read once: what is "
+                "random in one must follow from its number, or be drawn by the model"
+            )
         arrays = [np.stack(column) for column in zip(*parts, strict=True)]
     if not arrays or not len(arrays[0]):
         raise SetupError("data has no samples")

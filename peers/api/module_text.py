@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from peers.events import unlogged
 from swarm.model.graph.capture import Captured, Held
 from swarm.model.graph.functionalize import is_check
 from swarm.model.graph.functions import OPERATOR, TracedFunction, constants
-from swarm.model.graph.model_source import CustomModel
+from swarm.model.graph.model_source import CustomModel, train
 from swarm.model.graph.trace import captured
 from swarm.model.graph.untraceable import Untraceable
 
@@ -37,11 +38,15 @@ def module_text(sample: CustomModel) -> tuple[list[str], dict[str, torch.Tensor]
     Raises:
         SetupError: it cannot be traced, or does not take the sample; names the user's line.
     """
-    if isinstance(sample.loss, torch.nn.Module):
-        sample.loss.train()
+    for whole in (sample.module, sample.loss):
+        if isinstance(whole, torch.nn.Module):
+            train(whole)
     example = (tuple(sample.args), dict(sample.kwargs), tuple(sample.targets))
     sizes = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
-    with captured(sample.module.train(), sample.loss, example) as found:
+    before = random.getstate()
+    with captured(sample.module, sample.loss, example) as found:
+        if random.getstate() != before:
+            raise Untraceable("it draws random numbers by Python's random, once for all: draw them by torch")
         return _Writer(found, sizes).written()
 
 
@@ -186,12 +191,8 @@ def _word(part: Any) -> str:
         return str(part)
     if isinstance(part, torch.device):
         return f"torch.device({str(part)!r})"
-    if isinstance(part, slice):
-        return f"slice({_word(part.start)}, {_word(part.stop)}, {_word(part.step)})"
     if isinstance(part, tuple):
         return f"({''.join(f'{_word(item)}, ' for item in part)})"
     if isinstance(part, list):
         return f"[{', '.join(map(_word, part))}]"
-    if isinstance(part, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_word(value)}" for key, value in part.items()) + "}"
     raise Untraceable(f"a size or a number ({part}) depends on data")

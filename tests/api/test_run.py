@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -203,6 +204,23 @@ def test_the_reference_trains_and_gives_the_module_back_trained() -> None:
     assert torch.get_num_threads() == threads
 
 
+class KeepsNorm(Net):
+    """Keeps the statistics of its norm, as those do who train on few samples."""
+
+    def train(self, mode: bool = True) -> KeepsNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+def test_a_part_that_train_leaves_in_evaluation_mode_is_trained_in_it() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model = KeepsNorm()
+    single = swarm.reference(run(model=model, steps=1))
+    assert "norm.running_mean" not in single.weights() and "norm.weight" in single.weights()
+    assert torch.equal(cast(Any, single.model()).norm.running_mean, torch.zeros(16))
+
+
 class Weighted(nn.Module):
     """A loss with a weight of its own."""
 
@@ -379,6 +397,36 @@ class Scattered(Sums):
         return torch.zeros(len(x), 3).index_add(0, torch.arange(len(x)), self.linear(x))
 
 
+class Chancy(Sums):
+    """Skips a layer now and then."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if random.random() < 2.0 else x
+
+
+class Shared(Sums):
+    """Weights that are tied by their memory, which no copy has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(5, 3)
+        self.other.weight.data = self.linear.weight.data
+
+
+class Augmented:
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(5), number % 3
+
+
+def half_evaluated() -> Net:
+    model = net()
+    model.norm.eval()
+    return model
+
+
 class Planned(Sums):
     """A part of it is called as a stage's own."""
 
@@ -407,6 +455,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": Hidden(), "data": (TOKENS.float(), CLASSES)},
      r"^test_run.py:\d+: operator aten.mul.Tensor writes to a tensor that needs a gradient, under no_grad"),
     ({"model": Planned(), "data": (TOKENS.float(), CLASSES)}, "a part called 'plan', as a stage has: rename"),
+    ({"model": Chancy(), "data": (TOKENS.float(), CLASSES)}, "draws random numbers by Python's random, once"),
+    ({"model": Shared(), "data": (TOKENS.float(), CLASSES)}, "other.weight lies in the memory of linear.wei"),
+    ({"model": half_evaluated()}, "norm of Net is in evaluation mode, and would be trained in training mode"),
+    ({"model": Sums(), "data": Augmented()}, r"data\[0\] holds other numbers when it is read again"),
     ({"data": (TOKENS, CLASSES > 1)}, "^Net cannot be computed: expected target dtype to be Long or Byte"),
     ({"model": Scattered(), "data": (TOKENS.float(), CLASSES), "dtype": "bfloat16", "stages": 1},
      r"^Scattered cannot be computed in bfloat16: test_run.py:\d+: `return torch.zeros.*same scalar type"),

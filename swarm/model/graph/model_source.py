@@ -43,6 +43,17 @@ class CustomModel:
         return trace(self.module.train(), self.args, self.kwargs, loss=loss, loss_args=self.targets)
 
 
+def train(whole: nn.Module) -> None:
+    """Put a model in training mode. Raises SetupError: that changes a part that alone is in another."""
+    apart = {part for part in whole.modules() if whole.training and not part.training}
+    for name, part in whole.train().named_modules():
+        if part.training and part in apart:
+            raise SetupError(
+                f"{name} of {type(whole).__name__} is in evaluation mode, and would be trained in training "
+                "mode: call .train() of the whole before, or have its train() leave that part as it is"
+            )
+
+
 def from_code(spec: str) -> CustomModel:
     """Call `package.module:function`, without arguments.
 

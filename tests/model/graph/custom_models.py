@@ -66,6 +66,12 @@ def small_bag() -> Any:
     return Bag(100), (_rows(2, 5), _rows(2, 5))
 
 
+def half_evaluated() -> Any:
+    model = Bag()
+    model.embed.eval()
+    return model, (_rows(2, 5), _rows(2, 5))
+
+
 def moody() -> Any:
     """Draws from a generator that nobody seeds."""
     model = Bag()
