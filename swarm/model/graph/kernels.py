@@ -33,7 +33,7 @@ class SeededRandom:
         """Words of 32 bits, as int64, of the shape of `form`; with `each`, so many of that shape."""
         name = ("evaluation",) if self.mb is None else (self.mb.t, self.mb.m)
         found = words(seed_of("draws", self.seed, *name, site), 0, each * form.numel(), form.device)
-        return found.view(*([each] if each > 1 else []), *form.shape)
+        return found.view([*([each] if each > 1 else []), *form.shape])
 
 
 def dropout(chance: SeededRandom, x: torch.Tensor, p: float, *, site: str) -> torch.Tensor:

@@ -184,6 +184,13 @@ def test_an_evaluation_draws_the_same_each_time_and_drops_no_path() -> None:
     assert bool((KINDS["bernoulli"](SeededRandom(7, None), form, 0.8, site="") == 0.8).all())
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"dropout", "feature_dropout"}))
+def test_a_single_number_is_drawn_as_the_first_of_a_row_of_one(kind: str) -> None:
+    others = {"bernoulli": (0.5,), "integers": (0, 1000)}.get(kind, ())
+    row = KINDS[kind](SeededRandom(7, MB), torch.empty(1), *others, site=kind)
+    assert torch.equal(KINDS[kind](SeededRandom(7, MB), torch.empty(()), *others, site=kind), row[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_drawn_is_distributed_as_asked(dtype: torch.dtype) -> None:
     form = torch.empty((400, 500), dtype=dtype)
