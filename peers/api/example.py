@@ -101,10 +101,7 @@ def copied(model: nn.Module, loss: Any) -> tuple[nn.Module, Any]:
 
 def rehearse(made: CustomModel, *, halves: bool) -> None:
     """Compute the microbatch of a copy: operators look at what a trace lets pass. `halves`: by autocast.
-
-    Raises:
-        SetupError: one refuses what it is given; says in which line.
-    """
+    Raises SetupError: one refuses what it is given; says in which line."""
     try:
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=halves)
         with torch.no_grad(), torch.random.fork_rng([]), autocast:

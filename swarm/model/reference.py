@@ -21,7 +21,7 @@ from swarm.floats import total_of
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import NO_ISLAND, OptimizerSpec, Run
 from swarm.model.custom import model_inputs
-from swarm.model.fixed_point import Rounded, add_exact, dropped_after, to_float
+from swarm.model.fixed_point import Rounded, add_exact, dropped_after, largest_norm, largest_term, to_float
 from swarm.model.gpt import replace_parameters, weights_dtype
 from swarm.model.layout import MET_MOMENTUM, MET_WEIGHTS, Layout, initial_state, stage_layout
 from swarm.model.optimizer import moment_seed, muon_update, to_bfloat16
@@ -99,7 +99,9 @@ class SingleProcess:
         return losses + [loss for other in self._others for loss in other.step(t)]
 
     def take(self, totals: Mapping[str, torch.Tensor], squares: float) -> None:
-        """Take the next step with what `totals` gave."""
+        """Take the next step with what `totals` gave. Raises SetupError: that is not finite."""
+        if not 0.0 <= squares < math.inf:
+            raise SetupError(f"the gradient of step {self.version} is not finite{DIVERGED}")
         for stage in self.stages:
             stage.take(self.version, totals, squares)
         self.version += 1
@@ -230,9 +232,11 @@ class PlainStage:
         return flat
 
     def _add(self, name: str, term: torch.Tensor, mb: Microbatch) -> None:
-        """`term` keeps its memory to itself."""
-        total = self._sums.get(name)
+        """`term` keeps its memory to itself. Raises SetupError: a swarm would not add it either."""
+        total, limit = self._sums.get(name), largest_term(self._run.M)
         if self._run.adds_exactly:
+            if not (largest_norm(term) <= limit or term.abs().max() <= limit):  # NaN is not
+                raise SetupError(f"the gradient of {name} for {mb} is beyond {limit:g}{DIVERGED}")
             if total is None:
                 total = self._sums[name] = torch.zeros(term.numel(), dtype=torch.int64, device=term.device)
             dropped = self._dropped.get(name)

@@ -300,6 +300,29 @@ def test_a_program_keeps_what_it_told_torch_of_products_on_a_gpu(precision: str)
         kind.fp32_precision = "none"
 
 
+def of_no_slope(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Finite, but for its gradient."""
+    return functional.cross_entropy(out, target) + (0.0 * out).square().sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss", "words"),
+    [
+        ("float32", of_no_slope, r"the gradient of \S+ for \(0, 0\) is beyond 32768; the run diverged"),
+        (
+            "float32",
+            lambda *given: 1e8 * functional.cross_entropy(*given),
+            r"for \(0, 0\) is beyond 32768; the",
+        ),
+        ("float64", of_no_slope, "the gradient of step 0 is not finite; the run diverged"),
+    ],
+)
+def test_a_gradient_that_no_swarm_adds_ends_the_reference_too(dtype: str, loss: Any, words: str) -> None:
+    """Added up in fixed point it became any numbers, and the training went on with them."""
+    with pytest.raises(SetupError, match=words):
+        next(iter(swarm.reference(run(loss=loss, dtype=dtype, stages=1))))
+
+
 def test_a_loss_that_is_no_number_ends_the_reference_as_it_ends_a_swarm() -> None:
     single = swarm.reference(run(loss=lambda *given: functional.cross_entropy(*given) * float("nan")))
     with pytest.raises(SetupError, match=r"the loss of microbatch \(0, 0\) is not finite: nan; the run div"):

@@ -44,11 +44,8 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def adapt(module: nn.Module, spec: LoraSpec, seed: int) -> None:
-    """Freeze all, and put matrices that are trained beside the layers that `spec.targets` names.
-
-    Raises:
-        SetupError: a target is no linear layer of the model; says which there are.
-    """
+    """Freeze all, and put matrices that are trained beside the layers that `spec.targets` names. Raises
+    SetupError: a target is no linear layer of the model; says which there are."""
     layers = {
         name: part
         for name, part in module.named_modules()
