@@ -33,11 +33,8 @@ INDENT = "    "
 @unlogged()
 def module_text(sample: CustomModel) -> tuple[list[str], dict[str, torch.Tensor]]:
     """A module traced in training, with its loss: lines with a class `Model` and a function `build`, and the
-    tensors that they read, by full name.
-
-    Raises:
-        SetupError: it cannot be traced, or does not take the sample; names the user's line.
-    """
+    tensors that they read, by full name. Raises SetupError: it cannot be traced, or does not take the sample;
+    names the user's line."""
     for whole in (sample.module, sample.loss):
         if isinstance(whole, torch.nn.Module):
             train(whole)

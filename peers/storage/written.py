@@ -36,11 +36,8 @@ class WrittenModule(nn.Module):
     BUFFERS: tuple[str, ...] = ()
 
     def __init__(self, text: str) -> None:
-        """`text`: the path of the text; the tensors lie beside it.
-
-        Raises:
-            SetupError: they are not there, or damaged.
-        """
+        """`text`: the path of the text; the tensors lie beside it. Raises SetupError: they are not there, or
+        damaged."""
         super().__init__()
         path = Path(text).with_name(TENSORS)
         try:

@@ -47,15 +47,13 @@ class SingleProcess:
         run = run.island(0) if others else run
         self.run, self.version, self._batch, self._device = run, 0, batch, torch.device(device)
         self.stages = [PlainStage(run, stage, self._device) for stage in range(run.S)]
+        self._half_taken = False
         self.sums: list[torch.Tensor] = []
         """What each stage alone found, when `totals` was last called: flat, not divided by M."""
 
     def loss(self, mb: Microbatch, *, grad: bool = True) -> float:
-        """The mean loss of a microbatch of the present step; `grad`: also add its gradient.
-
-        Raises:
-            SetupError: it is not finite.
-        """
+        """The mean loss of a microbatch of the present step; `grad`: also add its gradient. Raises
+        SetupError: it is not finite."""
         use_threads_of(self.run)
         arriving = samples_of(self.run, self._batch, mb, self._device)
         passed: list[Passed] = []
@@ -85,18 +83,26 @@ class SingleProcess:
         return {**ChainMap(*named), **shared}, squares
 
     def step(self, t: int) -> list[float]:
-        """Do step `t`, the next one; return the losses of its microbatches in order."""
+        """Do step `t`, the next one; return the losses of its microbatches in order. One that was interrupted
+        may be done again. Raises SetupError: not if that was while weights changed."""
         assert t == self.version, "steps are done in order"
+        if self._half_taken:
+            raise SetupError(f"step {t} was interrupted while weights changed: begin with a new reference")
+        for stage in self.stages:
+            stage.forget()
+        losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
+        self._half_taken = True
         if self.run.meets_at(t):
             islands = [self, *self._others]
             for stages in zip(*(island.stages for island in islands), strict=True):
                 meet(stages)
             for island in islands:
                 island.version += 1
-            return []
-        losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
-        self.take(*self.totals())
-        return losses + [loss for other in self._others for loss in other.step(t)]
+        else:
+            self.take(*self.totals())
+            losses += [loss for other in self._others for loss in other.step(t)]
+        self._half_taken = False
+        return losses
 
     def take(self, totals: Mapping[str, torch.Tensor], squares: float) -> None:
         """Take the next step with what `totals` gave. Raises SetupError: that is not finite."""
@@ -218,6 +224,11 @@ class PlainStage:
             round_trip(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, answer, places=kept)
             for leaf, kept in zip(passed.leaves, places, strict=True)
         ]
+
+    def forget(self) -> None:
+        """Drop what a step that was interrupted has left."""
+        self._sums = {}
+        self._module.zero_grad()
 
     def totals(self) -> torch.Tensor:
         """The sums as the stage's vector has them, in the dtype of the weights; they begin anew."""

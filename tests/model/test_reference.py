@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from itertools import product
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
@@ -49,6 +51,41 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"positions": "learned", "bottleneck": 4},
     },
 }
+
+
+def test_a_step_that_is_interrupted_is_done_again_as_if_it_had_not_begun() -> None:
+    """A notebook's stop button, and the same cell again: microbatches were in the sums twice."""
+    run = tiny_run(dtype="float32")
+    whole, again = SingleProcess(run, batch_of(run)), SingleProcess(run, batch_of(run))
+    assert again.step(0) == whole.step(0)
+    add, left = again.stages[1]._add, itertools.count(20, -1)
+
+    def stopped(*given: Any) -> None:
+        if not next(left):  # some gradients of a microbatch are added then, and some are not yet
+            raise KeyboardInterrupt
+        add(*given)
+
+    again.stages[1]._add = stopped  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        again.step(1)
+    for t in range(1, run.steps):
+        assert again.step(t) == whole.step(t)
+    assert farthest(again.named_weights(), whole.named_weights()) == 0.0
+
+
+def test_a_step_that_is_interrupted_while_weights_change_is_not_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    single = SingleProcess(run := tiny_run(), batch_of(run))
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(single.stages[1], "take", stopped)
+        single.step(0)
+    with pytest.raises(SetupError, match="step 0 was interrupted while weights changed: begin with a new"):
+        single.step(0)
 
 
 def both(**changes: Any) -> tuple[list[list[float]], list[list[float]], float]:
