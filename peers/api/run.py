@@ -87,6 +87,7 @@ class Run:
         if not (loss is None or callable(loss)) or isinstance(loss, type):
             raise SetupError(f"loss is {loss!r}: give a function, such as torch.nn.functional.mse_loss")
         inputs, targets = pytree.tree_map_only(np.ndarray, torch.from_numpy, (inputs, targets))
+        inputs, targets = pytree.tree_map_only(np.generic, np.generic.item, (inputs, targets))
         values: dict[str, Any] = {"name": name, "seed": seed, "steps": steps, **terms}
         chosen = {"lr": 1e-3} if optimizer is None else optimizer
         values["optimizer"] = dict(chosen) if isinstance(chosen, Mapping) else chosen

@@ -163,6 +163,24 @@ def test_an_example_says_rows_names_and_dtypes() -> None:
     assert "def forward(self, tokens, target):" in text and "torch.zeros([4, 5], dtype=torch.int32)" in text
 
 
+class Timed(Net):
+    def forward(self, tokens: torch.Tensor, times: float = 1.0, twice: bool = False) -> torch.Tensor:
+        return super().forward(tokens) * times * (1 + twice)
+
+
+def test_numbers_in_an_example_may_be_numpys() -> None:
+    with torch.random.fork_rng(devices=[]):
+        model = Timed()
+    tokens, classes = samples()
+    found = [
+        run(
+            model=model, data=(tokens, classes), inputs={"tokens": tokens[:4], "times": times, "twice": twice}
+        )
+        for times, twice in ((3, True), (np.int64(3), np.bool_(True)))
+    ]
+    assert found[0].id == found[1].id
+
+
 class Foretell(nn.Module):
     """A language model."""
 
