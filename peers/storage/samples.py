@@ -61,9 +61,10 @@ class Samples:
             if array.dtype.kind in "iu" and array.size:
                 low, high = int(array.min()), int(array.max())
                 if low < 0 or high >= vocab_size:
+                    hint = "; leave out labels of -100 by a mask, an input of its own" if low == -100 else ""
                     raise SetupError(
                         f"sample {index} of {self._where} holds {low if low < 0 else high}: integers "
-                        f"must be 0 to {vocab_size - 1} (model.vocab_size)"
+                        f"must be 0 to {vocab_size - 1} (model.vocab_size){hint}"
                     )
                 self.largest[number] = max(self.largest[number], (high, index))
 

@@ -534,6 +534,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch": 8}, "batch = 8 in the run's manifest: it must be a table"),
     ({"eval_data": "held.txt"}, r"--eval-data held\.txt: the manifest of run 'notebook' has no table"),
     ({"batch": {"microbatch_size": "8"}}, 'batch.microbatch_size = "8" in the run\'s manifest: it must be'),
+    ({"data": (TOKENS, CLASSES.where(CLASSES > 0, -100))}, r"holds -100: .*; leave out labels of -100 by"),
     ({"vocab_size": 5}, r"holds [5-9]: integers must be 0 to 4 \(model.vocab_size\)"),
     ({"name": "a/b"}, "name = \"a/b\" in the run's manifest"),
     ({"model": {"preset": "1M"}}, "inputs, loss and targets belong to a module"),
