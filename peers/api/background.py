@@ -92,10 +92,32 @@ def as_in_peers() -> Iterator[None]:
         yield
 
 
+_told, _lock = contextlib.ExitStack(), threading.Lock()
+_inside = 0
+"""How many compute as peers do: the last one gives the program back what it told torch."""
+
+
 @contextlib.contextmanager
 def all_as_in_peers() -> Iterator[None]:
     """What torch does alike in all threads, as in a process of a peer: such as products in less than float32,
     or attention without its fused kernel."""
+    global _inside
+    with _lock:
+        if not _inside:
+            _tell_all(_told)
+        _inside += 1
+    try:
+        with threads_as_before():
+            yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                _told.close()
+
+
+def _tell_all(told: contextlib.ExitStack) -> None:
+    """Tell torch what a peer does, until `told` is closed."""
     of: Any = torch.backends
     kinds = (of, of.cuda.matmul, of.mkldnn.matmul, of.mkldnn.conv, of.mkldnn.rnn)
 
@@ -108,12 +130,8 @@ def all_as_in_peers() -> Iterator[None]:
     dtype, products, before = torch.get_default_dtype(), "highest", [kind.fp32_precision for kind in kinds]
     with contextlib.suppress(RuntimeError):  # torch has two ways to set it, and one does not read the other's
         products = torch.get_float32_matmul_precision()
+    told.callback(tell, dtype, products, before)
     tell(torch.float32, "highest", ["none"] * len(kinds))
-    try:
-        with (
-            threads_as_before(), torch.autograd.set_detect_anomaly(False),
-            of.mkldnn.flags(enabled=True, allow_tf32=None), sdpa_kernel([*SDPBackend.__members__.values()]),
-        ):  # fmt: skip
-            yield
-    finally:
-        tell(dtype, products, before)
+    told.enter_context(torch.autograd.set_detect_anomaly(False))
+    told.enter_context(of.mkldnn.flags(enabled=True, allow_tf32=None))
+    told.enter_context(sdpa_kernel([*SDPBackend.__members__.values()]))

@@ -30,10 +30,7 @@ def sample_of(
     terms: Run, model: nn.Module, inputs: Any, loss: Any, targets: Any, columns: Columns | None
 ) -> CustomModel:
     """A module, copied, with a microbatch of the run's size: of the example, or as the samples have it.
-
-    Raises:
-        SetupError: they do not fit one another, or the module cannot be copied.
-    """
+    Raises SetupError: they do not fit one another, or the module cannot be copied."""
     dtype, rows, length = weights_dtype(terms), terms.batch.microbatch_size, terms.data.sequence_length
     if columns is None:
         arrays = [torch.zeros(rows, length, dtype=torch.int64) for _ in range(2)]

@@ -129,11 +129,8 @@ class Run:
         cls, path: str | Path, *, files: Sequence[str | Path] = (), tokenizer: str | Path | None = None,
         start: str | Path | None = None, eval_data: Sequence[str | Path] = (),
     ) -> Run:  # fmt: skip
-        """The run of a manifest's file, as the commands take it.
-
-        Raises:
-            SetupError: what is wrong with it, or with its data or its model.
-        """
+        """The run of a manifest's file, as the commands take it. Raises SetupError: what is wrong with it, or
+        with its data or its model."""
         return cls.of(load_run(path), files=files, tokenizer=tokenizer, start=start, eval_data=eval_data)
 
     @classmethod

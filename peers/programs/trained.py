@@ -192,11 +192,8 @@ def export_folder(options: ExportOptions, run: Run, folder: Path) -> None:
 
 
 def export(folder: Path, run: Run, step: int | None, out: Path) -> ModelConfig:
-    """Merge the stages' weights into `out`, one stage in memory at a time.
-
-    Raises:
-        SetupError: no complete step, a damaged one, or no room. What `out` was before is intact.
-    """
+    """Merge the stages' weights into `out`, one stage in memory at a time. Raises SetupError: no complete
+    step, a damaged one, or no room. What `out` was before is intact."""
     shapes = weights.model_shapes(run)
     # A weight that several stages share is taken from the first.
     stage_of = {name: stage for stage in reversed(range(run.S)) for name in stage_layout(run, stage).terms}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections.abc import Coroutine
@@ -12,8 +13,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from peers.api.background import Background
+from peers.api.background import Background, all_as_in_peers
 
 
 async def double(number: int) -> int:
@@ -90,3 +93,20 @@ def test_an_interrupt_wherever_it_comes_leaves_the_loop_alive() -> None:
         assert Background.start(background, double(4)).result(timeout=60) == 8, f"interrupted at line {lines}"
         background.close()
     assert lines > 10
+
+
+def test_what_torch_was_told_comes_back_when_the_last_has_ended_that_computes_as_a_peer() -> None:
+    """Of two peers in one program the first that leaves took what the other one computes with."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), contextlib.ExitStack() as one, contextlib.ExitStack() as other:
+            one.enter_context(all_as_in_peers())
+            other.enter_context(all_as_in_peers())
+            for left in (one, other):
+                assert torch.get_default_dtype() == torch.float32 and torch.backends.cuda.flash_sdp_enabled()
+                left.close()
+            assert torch.get_default_dtype() == torch.float64
+            assert not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.set_default_dtype(kept)

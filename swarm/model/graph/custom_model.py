@@ -147,11 +147,8 @@ def pin_model(run: Run) -> Run:
 
 def drawn(run: Run, stage: Stage) -> Iterator[tuple[str, torch.Tensor]]:
     """What a stage begins with and does not read elsewhere, by full name: one after the other, so that no
-    more than one has to be held.
-
-    Raises:
-        SetupError: after the last one: they are not what the manifest pins.
-    """
+    more than one has to be held. Raises SetupError: after the last one: they are not what the manifest
+    pins."""
     model, pinned, digest = custom_model(run), _spec(run).digests, hashlib.sha256()
     for name in _drawn_names(run, stage):
         value = model.value(name)
@@ -240,10 +237,7 @@ def stage_inputs(run: Run, stage: Stage) -> tuple[StageInput, ...]:
 
 def stage_module(run: Run, stage: Stage) -> StageModule:
     """The module of a stage, a new one each time. Its parameters have shapes; their numbers do not count.
-
-    Raises:
-        SetupError: the run starts from weights that are not here, and some of them are frozen.
-    """
+    Raises SetupError: the run starts from weights that are not here, and some of them are frozen."""
     model = custom_model(run)
     traced, plan = model.traced, model.plans[stage]
     for name in plan.buffers:

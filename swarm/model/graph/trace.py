@@ -73,11 +73,8 @@ def trace(
 def captured(
     model: nn.Module, loss: Callable[..., torch.Tensor] | None, example: tuple[Any, Any, Any]
 ) -> Iterator[Captured]:
-    """A model with its loss, captured with a sample: arguments, those by name, and those of the loss.
-
-    Raises:
-        SetupError: it cannot be captured; or the block says so (`Untraceable`).
-    """
+    """A model with its loss, captured with a sample: arguments, those by name, and those of the loss. Raises
+    SetupError: it cannot be captured; or the block says so (`Untraceable`)."""
     whole = WithLoss(model, loss)
     check_traceable(whole)
     names = input_names(model, example)
