@@ -151,7 +151,7 @@ def runs(draw: st.DrawFn) -> Run:
             lr=draw(st.one_of(st.integers(1, 1000), st.floats(0, 1000, exclude_min=True))),
             beta1=draw(ratio),
             beta2=draw(ratio),
-            eps=draw(st.floats(0, 1, exclude_min=True)),
+            eps=draw(st.floats(1e-37, 1)),
             weight_decay=draw(st.floats(0, 10)),
             momentum=draw(ratio) if name == "sgd" else 0,
             warmup_steps=draw(st.integers(0, steps - 1)),
@@ -837,6 +837,7 @@ def test_the_other_schedules() -> None:
     [
         ({"schedule": "wsd"}, "at least 1 when optimizer.schedule"),
         ({"decay_steps": 3}, "0 when optimizer.schedule"),
+        ({"eps": 1e-46}, "optimizer.eps = 1e-46 .* a number at least 1e-37 and at most 1"),
         ({"name": "muon"}, "names of weights when optimizer.name"),
         ({"muon": ("a",)}, "empty when optimizer.name"),
         ({"groups": ("a.*",)}, "a list of at most 64 of the form"),

@@ -334,8 +334,8 @@ class OptimizerSpec(Spec, section="optimizer"):
     """Decay of the first moment (AdamW)."""
     beta2: float = setting(number(0.0, 1.0, below=True), 0.95)
     """Decay of the second moment (AdamW)."""
-    eps: float = setting(number(0.0, 1.0, above=True), 1e-8)
-    """Added to the root of the second moment (AdamW)."""
+    eps: float = setting(number(1e-37, 1.0), 1e-8)
+    """Added to the root of the second moment (AdamW); less is 0 in float32, and 0 / 0 where a gradient is."""
     weight_decay: float = setting(number(0.0, 10.0), 0.1)
     """Decoupled decay, times the learning rate, of weights with two or more dimensions."""
     momentum: float = setting(number(0.0, 1.0, below=True), 0.0)

@@ -88,6 +88,17 @@ def test_a_step_that_is_interrupted_while_weights_change_is_not_done_again(
         single.step(0)
 
 
+def test_a_weight_without_a_gradient_stays_what_it_was_with_the_least_eps() -> None:
+    """With less it became 0 / 0: nothing noticed, but no newcomer took the state, nor a checkpoint."""
+    run = tiny_run(dtype="float32", optimizer={"eps": 1e-37, "weight_decay": 0.0}, model={"vocab_size": 300})
+    single = SingleProcess(run, batch_of(run))
+    before = single.named_weights()
+    single.step(0)
+    after = single.named_weights()
+    assert all(bool(weights.isfinite().all()) for weights in after.values())
+    assert torch.equal(after["tokens.weight"][256:], before["tokens.weight"][256:])
+
+
 def both(**changes: Any) -> tuple[list[list[float]], list[list[float]], float]:
     """(losses of the chain, losses of the reference, distance of their weights after the run)."""
     run = tiny_run(**changes)
