@@ -52,7 +52,7 @@ REPEATED_S = 10.0
 COMPUTED_S = 60.0
 """For a microbatch, before the first one of the run is done."""
 HELD_UP_S = 0.25
-"""A round may wait so long for few of its members: in 20 steps 5 s, and the budget is 25."""
+"""A round may wait so long for few of its members, which costs nothing: 5 s in 20 steps."""
 TIMES_OF_TWO = 4.0
 """One of two may take so many times as long as the rest of its step: `swarm.policy.spares` keeps it then."""
 
