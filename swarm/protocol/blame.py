@@ -118,7 +118,7 @@ class Awaited(NamedTuple):
 
 
 class RoundWaits:
-    """How long a round waits for few of its members, as the replica `me` sees it, and who pays for that.
+    """How long a round waits for few of its members, as the replica `me` sees it, and what they pay for it.
 
     All rounds of a step may wait for as long as the rest of the step takes: a slow line may be worth that
     (`swarm.policy.spares`). What is longer is charged, by each replica for itself, since each coordinates in
@@ -292,7 +292,7 @@ class Blame:
         self, at: tuple[int, Generation], by: Mapping[PeerId, int], reports: Mapping[PeerId, StepReport], *,
         now: float,
     ) -> None:  # fmt: skip
-        """Charge replicas that keep the stage from agreeing on who counts which microbatch.
+        """Charge replicas that keep the stage from agreeing on which sum has which microbatch.
 
         Those are: one that is told to retract something and takes longer than usual, also if it claims other
         things meanwhile; one that retracts what others retract since it has it; and one that retracts what
