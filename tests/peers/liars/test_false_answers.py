@@ -29,7 +29,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import AdmissionSpec, Run, audit_run, demo_run
 from swarm.protocol.voice import RENEW_EVERY
 from swarm.wire.codec import Encoded
-from swarm.wire.evidence import Audited, KeptTensors, WrongAnswer
+from swarm.wire.evidence import AskKept, AuditAnswer, Audited, KeptTensors, WrongAnswer
 from swarm.wire.messages import Locate, Located, pack, unpack
 from swarm.wire.receipts import give_receipt
 from tests.peers import sybils
@@ -181,6 +181,53 @@ async def test_a_peer_that_answers_wrongly_is_found_and_left_out(
     )
     said = f"peer s{stage}p1 is left out: its signed answered of step"
     assert any(event.text.startswith(said) for event in s.seen(Trouble))
+
+
+@pytest.mark.parametrize("shown", ["other gradients", "fewer bytes"])
+async def test_who_shows_other_gradients_than_it_signed_is_not_believed_by_who_computes_them_again(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are linear: with the opposite of what it got, the opposite of what it should answer fits."""
+    audit(monkeypatch, share=1.0)
+    async with swarm(audited_run(), replicas=[1, 3, 1]) as s:
+        await s.until_serving()
+        liar, fits = s.peers["s1p1"], list[bool]()
+        compute: Any = liar.core.compute
+        gradients, (kept, _) = compute.gradients, s.network.peers["s1p1"].transport.handlers["kept"]
+
+        def false(*args: Any, **more: Any) -> Any:
+            found = gradients(*args, **more)
+            found.answer = changed(found.answer, LIES["sign flip"])
+            return found
+
+        async def shows(request: Request) -> Answer:
+            answer = await kept(request)
+            ask, told = unpack(request.header, AskKept), unpack(answer.header, KeptTensors)
+            if ask.made or not told.back:
+                return answer
+            if shown == "fewer bytes":
+                return Answer(answer.header, [*answer.body[:-1], memoryview(answer.body[-1]).cast("B")[:-1]])
+            last = [Encoded(told.back[-1], [answer.body[-1]])]
+            return Answer(answer.header, [*answer.body[:-1], *changed(last, LIES["sign flip"])[0].buffers])
+
+        def noted(name: str) -> None:
+            honest, _ = s.network.peers[name].transport.handlers["audit"]
+
+            async def audits(request: Request) -> Answer:
+                ask, answer = unpack(request.header, AuditAnswer), await honest(request)
+                if ask.peer == "s1p1" and not ask.statement.is_half:
+                    fits.append(unpack(answer.header, Audited).fits)
+                return answer
+
+            s.network.peers[name].transport.serve("audit", audits)
+
+        compute.gradients = false
+        s.network.peers["s1p1"].transport.serve("kept", shows)
+        noted("s1p0")
+        noted("s1p2")
+        s.add_trainer(TRAINER)
+        await s.until(lambda: len(fits) >= 3)
+        assert not any(fits)
 
 
 async def test_honest_answers_are_computed_again_and_accuse_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
