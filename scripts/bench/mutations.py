@@ -808,6 +808,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_forged_results",),
     ),
     Mutation(
+        "stay-in-a-generation-that-was-started-in-error",
+        ACTIONS,
+        "            self._core.enter(action.generation)\n            return\n",
+        "            return\n",
+        "A replica that was misled serves nothing any more, and says every second that it leaves.",
+        ("test_stage_lost",),
+    ),
+    Mutation(
         "take-a-result-without-what-its-members-signed",
         ACTIONS,
         "elif are_checked(core.run) and step.gave_all == wanted.round:",

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from peers.clock import now_s
-from peers.events import RolledBack, StageLost, Stepped, Trouble
+from peers.events import Note, RolledBack, StageLost, Stepped, Trouble
 from peers.stage.settings import Checkpoints
 from peers.storage.checkpoint_store import CheckpointStore
 from swarm.errors import SetupError
+from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.model.stage_io import input_metas
 from swarm.protocol.messages import Directive
@@ -249,3 +250,20 @@ async def test_it_happens_again_and_again() -> None:
         await built.until_finished(limit_s=90)
         built.assert_each_counted_once()
         assert all(peer.core.generation.number >= 1 for _, peer in built.live())
+
+
+@pytest.mark.asyncio
+async def test_who_alone_is_in_a_generation_leaves_it_and_keeps_its_weights() -> None:
+    """It was told that a stage is lost, and nobody else was; or the one that told it lied."""
+    async with swarm(audit_run(stages=3, steps=6, microbatches_per_step=4), replicas=2) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(1)
+        misled = built.peers["s1p0"]
+        claimed = Generation(1, 0, 2, misled.core.version)
+        misled.coordination.protocol.lost_stage_told(claimed, {}, {}, now=now_s())
+        misled.core.enter(claimed)
+        await built.until_finished(limit_s=60)
+        built.assert_each_counted_once()
+        assert "stage 1: generation 1 was started in error, and is left" in [e.text for e in built.seen(Note)]
+        assert not built.seen(RolledBack)
