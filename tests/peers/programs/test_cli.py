@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes.util
 import dataclasses
 import errno
@@ -1144,3 +1145,23 @@ def test_output_that_nobody_reads_is_no_traceback() -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (Exit.FAILED, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train --run demo@short --join 127.0.0.1:1", "NAME@FINGERPRINT, with 20 letters after the @"),
+        ("ban nobody", "a peer id (12D3KooW..., 52 characters)"),
+        (f"eval --join {JOIN}", "--join needs --run: both are in the file of a bootstrap's --join-file"),
+        (
+            f"peer --run {RUN} --join {JOIN} --device cpu,cpu --health x",
+            "--health answers for one peer: with several devices start a program for each",
+        ),
+    ],
+)
+def test_what_is_typed_wrong_is_told_with_what_is_right(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(words.split()) == Exit.SETUP
+    assert said in " ".join(capsys.readouterr().err.split())
