@@ -56,7 +56,7 @@ class Told:
     async def identify(self) -> tuple[str, tuple[str, ...]]:
         return self.peer_id, self.listening
 
-    async def connections(self) -> dict[str, list[str]]:
+    async def connections(self, *of: str) -> dict[str, list[str]]:
         return {relay.rpartition("/")[2]: [relay] for relay in self.met}
 
     def kill(self) -> None:

@@ -209,7 +209,7 @@ class Paths:
 
 
 class Control:
-    async def connections(self) -> dict[str, list[str]]:
+    async def connections(self, *of: str) -> dict[str, list[str]]:
         return {}
 
 

@@ -27,7 +27,7 @@ class Connected:
 
     asked = 0
 
-    async def connections(self) -> dict[str, list[str]]:
+    async def connections(self, *of: str) -> dict[str, list[str]]:
         self.asked += 1
         return {name: ["/ip4/44.1.1.1/tcp/5"] for name in ("liar", "other")}
 
@@ -72,7 +72,7 @@ async def test_all_addresses_of_one_line_count_as_one_host(
     dialled, busy = set[str](), 0
 
     class Elsewhere(Connected):
-        async def connections(self) -> dict[str, list[str]]:
+        async def connections(self, *of: str) -> dict[str, list[str]]:
             return {host: [f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/5"] for host in hosts}
 
         async def connect(self, peer: str, addresses: list[str], timeout_s: float) -> None:
@@ -101,7 +101,7 @@ class Asked(DaemonControl):
         super().__init__(Path("none"))
         self.connected = list[str]()
 
-    async def connections(self) -> dict[str, list[str]]:
+    async def connections(self, *of: str) -> dict[str, list[str]]:
         return {}
 
     async def _ask(self, kind: str, timeout_s: float | None = None, **fields: Any) -> None:
