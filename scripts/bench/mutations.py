@@ -674,8 +674,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-commit-is-asked-of-coordinators-only",
         PROTOCOL,
-        "in sorted(self._to_tell(0, coordinator, told, more, now) | knows):",
-        "in sorted(self._to_tell(0, coordinator, told, more, now)):",
+        "self._to_tell(0, coordinator, told, more, now) | knows)",
+        "self._to_tell(0, coordinator, told, more, now))",
         "A stage never hears of a commit that its run coordinator does not believe.",
         ("test_attack",),
     ),
@@ -3491,9 +3491,25 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "give-a-result-up-while-its-commit-lacks-words",
         "swarm/protocol/coordinator.py",
-        "if not step.ready and step.t not in lacking}",
-        "if not step.ready}",
+        "if t not in lacking and not self._may_have_committed(t)}",
+        "if not self._may_have_committed(t)}",
         "Who leaves takes its stage with it: the other one begins a step again that all have taken.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "begin-again-on-one-answer-of-those-that-were-told",
+        "swarm/protocol/coordinator.py",
+        " and not self._may_have_committed(t)}",
+        "}",
+        "Two of stage 0 differ: a replica begins a step again 2 ms before the commit of the other one comes.",
+        ("test_believing",),
+    ),
+    Mutation(
+        "tell-only-some-that-a-step-is-not-ready",
+        "swarm/protocol/coordinator.py",
+        "                peers |= self._may_have_committed(step.t)\n",
+        "                pass\n",
+        "Who was told that a step is ready is never asked whether it has committed it.",
         ("test_believing",),
     ),
     Mutation(

@@ -6,7 +6,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import TypeAlias
 
 import msgspec
@@ -43,6 +43,9 @@ MAX_TOLD = 16
 """Summaries whose answers may be on their way."""
 ALONE_S = 20.0
 """How long a round may go on for the others after a replica without voice has its result."""
+ANSWERED_S = 3.5
+"""A peer of stage 0 that was told that a step is ready has answered by then that it has committed it, or not,
+or is gone."""
 
 
 _Reports: TypeAlias = Mapping[PeerId, rounds.StepReport]
@@ -129,6 +132,9 @@ class StageCoordinator:
         that it is, and commit them, with results that this peer does not believe."""
         self._told = deque[StageSummary](maxlen=MAX_TOLD)
         """What was said of the stage since one of them was found."""
+        self._told_ready: dict[int, dict[PeerId, float]] = {}
+        """By step: the peers of stage 0 that were told that it is ready, and when. Each may have committed it
+        until it has answered that it is not."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -217,7 +223,7 @@ class StageCoordinator:
         if not {(t, peer) for t, peers in self._left_out.items() for peer in peers} <= before:
             self.forget_answers()  # another coordinator may have told their results since
         self.blame.forget(newest)
-        for known in (self._plans, self._rounds, self._alone_since):
+        for known in (self._plans, self._rounds, self._alone_since, self._told_ready):
             for t in [t for t in known if t < newest]:
                 del known[t]
 
@@ -349,12 +355,32 @@ class StageCoordinator:
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
 
-    def summary_heard(self, summary: StageSummary, lacking: Container[int] = ()) -> bool:
-        """Note that the run coordinator has it. Returns whether a replica is to begin again by that: not with
-        a step that is `lacking` words on its commit, by which others have perhaps taken it."""
+    def tells(self, summary: StageSummary, peers: Set[PeerId]) -> Set[PeerId]:
+        """The peers of stage 0 that a summary goes to: `peers`, and those that may have committed a step
+        that is not ready any more.
+        """
+        for step in summary.steps:
+            if step.ready:
+                told = dict.fromkeys(peers, self.members[self._me].seen_s)
+                self._told_ready.setdefault(step.t, {}).update(told)
+            else:
+                peers |= self._may_have_committed(step.t)
+        return peers
+
+    def _may_have_committed(self, t: int) -> set[PeerId]:
+        told = self._told_ready.get(t, {}).items()
+        return {peer for peer, at in told if self.members[self._me].seen_s - at < ANSWERED_S}
+
+    def summary_heard(self, summary: StageSummary, by: PeerId = "", lacking: Container[int] = ()) -> bool:
+        """Note that a peer of stage 0 has it. Returns whether a replica is to begin again by that: not with a
+        step that others have perhaps taken, by a commit that is `lacking` words, or that another peer found.
+        """
         if not any(told is summary for told in self._told):
             return False
-        unready = {step.t for step in summary.steps if not step.ready and step.t not in lacking}
+        unready = {step.t for step in summary.steps if not step.ready}
+        for t in unready:
+            self._told_ready.get(t, {}).pop(by, None)
+        unready = {t for t in unready if t not in lacking and not self._may_have_committed(t)}
         before, self.unready = self.unready, unready
         return any(self._left_out.get(t) for t in self.unready - before)
 

@@ -449,7 +449,7 @@ class StepProtocol:
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
         late = self.belief.needs_proof and now - self._moved_s >= LOST_S
         knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
-        for peer in sorted(self._to_tell(0, coordinator, told, more, now) | knows):
+        for peer in sorted(stage.tells(summary, self._to_tell(0, coordinator, told, more, now) | knows)):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)
@@ -546,7 +546,7 @@ class StepProtocol:
         finds = self.belief.needs_proof and any(r.peer == sender for r in self._peers.get(0, ()))
         self._learn(status.commits, status.generation)
         if told is not None and (finds or sender == status.run_coordinator):
-            self._soon |= self._coordinator.summary_heard(told, self.belief.lacking)
+            self._soon |= self._coordinator.summary_heard(told, sender, self.belief.lacking)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
         if leads and self._follows(status.generation, now):
             self.run_status = status

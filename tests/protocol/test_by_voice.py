@@ -12,12 +12,12 @@ from swarm.errors import NotNow
 from swarm.ids import Generation, PeerId, Position, Stage
 from swarm.manifest import AdmissionSpec, IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
-from swarm.protocol.coordinator import Agreed, Member, StageCoordinator
+from swarm.protocol.coordinator import ANSWERED_S, Agreed, Member, StageCoordinator
 from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary, StepDirective
 from swarm.protocol.proofs import signed_report
 from swarm.protocol.protocol import LOST_S, REFRESH_S, StepProtocol
-from swarm.protocol.replica import ApplyStep, AskAbsent, CatchUp, Local, RestoreStage
+from swarm.protocol.replica import ApplyStep, AskAbsent, BeginAgain, CatchUp, Local, RestoreStage
 from swarm.protocol.rounds import (
     Commit,
     FetchResult,
@@ -1014,3 +1014,46 @@ def test_a_result_of_which_there_may_be_a_commit_is_not_given_up(silent: PeerId)
         this.belief.excuse(0, {"yan"}, set(), set())
     this.directive_came(directive, now=NOW, seen="bob")
     assert ApplyStep(commit) in this.ready(now=NOW).actions and does(commit) == [ApplyStep(commit)]
+
+
+@pytest.mark.parametrize("yan", ["has committed", "has not", "is gone"])
+def test_a_result_is_not_given_up_before_all_that_heard_of_it_say_that_there_is_no_commit(yan: str) -> None:
+    """Two of stage 0 find commits. One found it by the first word of a stage, the other answered its second:
+    the replica began again 2 ms before the commit came, and its stage was lost."""
+    records = [record("ann", steps=60), record("bob", steps=40)]
+    records += [record("zoe", 0, steps=60), record("yan", 0, steps=40)]
+    this = protocol_of("ann", *records)
+    held = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
+    this.run_status = RunStatus(run=RUN.id, run_coordinator="yan")
+
+    def told(now: float) -> dict[PeerId, StageSummary]:
+        """What ann says of her stage, and to whom."""
+        this.observe(held, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=now)
+        this.speak(now=now)
+        said = [m for m in this.ready(now=now).messages if isinstance(m.body, StageSummary)]
+        return {message.to: message.body for message in said if isinstance(message.body, StageSummary)}
+
+    def answers(peer: PeerId, summary: StageSummary, now: float, *commits: Commit) -> bool:
+        """Whether ann begins the step again once a peer has answered that."""
+        status = RunStatus(run=RUN.id, run_coordinator="zoe", commits=commits)
+        this.run_status_came(peer, status, now=now, told=summary)
+        this.speak(now=now)
+        acts = this.ready(now=now).actions
+        return any(isinstance(action, BeginAgain) for action in acts)
+
+    first = told(NOW)
+    assert set(first) == {"zoe", "yan"} and first["zoe"].steps[0].ready
+    this.run_status = RunStatus(run=RUN.id, run_coordinator="zoe")
+    this.report("bob", signed_report(report(0, step()), SimSigner("bob"), None), [], now=NOW)
+    second = told(NOW)
+    assert set(second) == {"zoe", "yan"} and not second["zoe"].steps[0].ready, "yan may have committed it"
+    assert not answers("zoe", second["zoe"], NOW), "yan has not answered"
+    match yan:
+        case "has committed":
+            proofs = tuple(ready(peer, stage=s).steps[0].proofs for s, peer in enumerate(("zoe", "ann")))
+            assert not answers("yan", second["yan"], NOW, Commit(0, 2.0, proofs=proofs))
+        case "has not":
+            assert answers("yan", second["yan"], NOW)
+        case "is gone":
+            later = told(NOW + ANSWERED_S)
+            assert set(later) == {"zoe"} and answers("zoe", later["zoe"], NOW + ANSWERED_S)
