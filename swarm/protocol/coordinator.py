@@ -6,7 +6,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TypeAlias
 
 import msgspec
@@ -371,16 +371,16 @@ class StageCoordinator:
         told = self._told_ready.get(t, {}).items()
         return {peer for peer, at in told if self.members[self._me].seen_s - at < ANSWERED_S}
 
-    def summary_heard(self, summary: StageSummary, by: PeerId = "", lacking: Container[int] = ()) -> bool:
+    def summary_heard(self, summary: StageSummary, by: PeerId = "") -> bool:
         """Note that a peer of stage 0 has it. Returns whether a replica is to begin again by that: not with a
-        step that others have perhaps taken, by a commit that is `lacking` words, or that another peer found.
+        step that another one has perhaps committed.
         """
         if not any(told is summary for told in self._told):
             return False
         unready = {step.t for step in summary.steps if not step.ready}
         for t in unready:
             self._told_ready.get(t, {}).pop(by, None)
-        unready = {t for t in unready if t not in lacking and not self._may_have_committed(t)}
+        unready = {t for t in unready if not self._may_have_committed(t)}
         before, self.unready = self.unready, unready
         return any(self._left_out.get(t) for t in self.unready - before)
 

@@ -546,7 +546,7 @@ class StepProtocol:
         finds = self.belief.needs_proof and any(r.peer == sender for r in self._peers.get(0, ()))
         self._learn(status.commits, status.generation)
         if told is not None and (finds or sender == status.run_coordinator):
-            self._soon |= self._coordinator.summary_heard(told, sender, self.belief.lacking)
+            self._soon |= self._coordinator.summary_heard(told, sender)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
         if leads and self._follows(status.generation, now):
             self.run_status = status
