@@ -6,7 +6,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import TypeAlias
 
 import msgspec
@@ -132,9 +132,9 @@ class StageCoordinator:
         that it is, and commit them, with results that this peer does not believe."""
         self._told = deque[StageSummary](maxlen=MAX_TOLD)
         """What was said of the stage since one of them was found."""
-        self._told_ready: dict[int, dict[PeerId, float]] = {}
-        """By step: the peers of stage 0 that were told that it is ready, and when. Each may have committed it
-        until it has answered that it is not."""
+        self._told_ready: dict[int, dict[PeerId, tuple[float, int]]] = {}
+        """By step: the peers of stage 0 that were told that it is ready; when, and by which summary. Each may
+        have committed it until it has answered a later one, that it is not."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -355,32 +355,34 @@ class StageCoordinator:
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
 
-    def tells(self, summary: StageSummary, peers: Set[PeerId]) -> Set[PeerId]:
+    def tells(self, summary: StageSummary, peers: Set[PeerId], *, now: float) -> Set[PeerId]:
         """The peers of stage 0 that a summary goes to: `peers`, and those that may have committed a step
         that is not ready any more.
         """
         for step in summary.steps:
             if step.ready:
-                told = dict.fromkeys(peers, self.members[self._me].seen_s)
+                told = dict.fromkeys(peers, (now, summary.number))
                 self._told_ready.setdefault(step.t, {}).update(told)
             else:
-                peers |= self._may_have_committed(step.t)
+                peers |= self.may_have_committed(step.t, now=now)
         return peers
 
-    def _may_have_committed(self, t: int) -> set[PeerId]:
+    def may_have_committed(self, t: int, *, now: float) -> set[PeerId]:
+        """The peers of stage 0 that this one told that a step is ready, and that have said nothing since."""
         told = self._told_ready.get(t, {}).items()
-        return {peer for peer, at in told if self.members[self._me].seen_s - at < ANSWERED_S}
+        return {peer for peer, (at, _) in told if now - at < ANSWERED_S}
 
-    def summary_heard(self, summary: StageSummary, by: PeerId = "") -> bool:
+    def summary_heard(self, summary: StageSummary, by: PeerId = "", lacking: Container[int] = ()) -> bool:
         """Note that a peer of stage 0 has it. Returns whether a replica is to begin again by that: not with a
-        step that another one has perhaps committed.
+        step that is `lacking` words on its commit, by which others have perhaps taken it.
         """
         if not any(told is summary for told in self._told):
             return False
         unready = {step.t for step in summary.steps if not step.ready}
-        for t in unready:
-            self._told_ready.get(t, {}).pop(by, None)
-        unready = {t for t in unready if not self._may_have_committed(t)}
+        for told in map(self._told_ready.get, unready):
+            if told and by in told and told[by][1] < summary.number:
+                del told[by]
+        unready = {t for t in unready if t not in lacking}
         before, self.unready = self.unready, unready
         return any(self._left_out.get(t) for t in self.unready - before)
 

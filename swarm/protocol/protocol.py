@@ -331,7 +331,7 @@ class StepProtocol:
         if not self._follows(directive.generation, now):
             return
         self._learn(directive.commits, directive.generation)
-        steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation))
+        steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation, now))
         self.directive = directive = replace(directive, steps=steps)
         for step in directive.steps:
             if step.plan is not None:
@@ -449,7 +449,8 @@ class StepProtocol:
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
         late = self.belief.needs_proof and now - self._moved_s >= LOST_S
         knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
-        for peer in sorted(stage.tells(summary, self._to_tell(0, coordinator, told, more, now) | knows)):
+        to_tell = self._to_tell(0, coordinator, told, more, now) | knows
+        for peer in sorted(stage.tells(summary, to_tell, now=now)):
             self._messages.append(Message(peer, summary))
         for peer in stage.members:
             directive = self._directive_for(peer, now)
@@ -546,7 +547,7 @@ class StepProtocol:
         finds = self.belief.needs_proof and any(r.peer == sender for r in self._peers.get(0, ()))
         self._learn(status.commits, status.generation)
         if told is not None and (finds or sender == status.run_coordinator):
-            self._soon |= self._coordinator.summary_heard(told, sender)
+            self._soon |= self._coordinator.summary_heard(told, sender, self.belief.lacking)
         leads = sender in (self.coordinator(0, now=now), self.run_status.run_coordinator)
         if leads and self._follows(status.generation, now):
             self.run_status = status
@@ -620,15 +621,16 @@ class StepProtocol:
         mine = step.prepared if step else None
         return self.belief.commit(commit, generation, mine, is_told=is_told)
 
-    def _may_follow(self, step: StepDirective, generation: Generation) -> bool:
+    def _may_follow(self, step: StepDirective, generation: Generation, now: float) -> bool:
         """Whether a coordinator may ask for that: a result that it alone knows of may be made up.
 
         Of a round to which this replica gave all it finds out by itself whether a result is true. Where sums
         are not checked, one word is enough of a round that it has heard of: else one that failed here alone
         would be made again, with all of its microbatches.
         """
-        if step.begin_again:
-            return step.t not in self.belief.lacking  # others may have taken it, by a commit of that result
+        if step.begin_again:  # others may have taken it, by a commit of that result
+            told = self._coordinator.may_have_committed(step.t, now=now)
+            return not told and step.t not in self.belief.lacking
         if step.fetch is None or not self.belief.needs_proof or self._run.meets_at(step.t):
             return True  # at a meeting nothing is taken from those that have the result
         if are_checked(self._run):

@@ -1016,44 +1016,93 @@ def test_a_result_of_which_there_may_be_a_commit_is_not_given_up(silent: PeerId)
     assert ApplyStep(commit) in this.ready(now=NOW).actions and does(commit) == [ApplyStep(commit)]
 
 
+class TwoThatCommit:
+    """ann, alone with a result, and of stage 0 zoe and yan, who both look for commits. bob has nothing."""
+
+    def __init__(self) -> None:
+        self.records = [record("ann", steps=60), record("bob", steps=40)]
+        self.records += [record("zoe", 0, steps=60), record("yan", 0, steps=40)]
+        self.this = protocol_of("ann", *self.records)
+        self.held = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
+        proofs = tuple(ready(peer, stage=s).steps[0].proofs for s, peer in enumerate(("zoe", "ann")))
+        self.commit = Commit(0, 2.0, proofs=proofs)
+
+    def tells(self, *, to: PeerId = "zoe", now: float = NOW) -> dict[PeerId, StageSummary]:
+        """What ann says of her stage, and to whom. `to`: who coordinates the run, as she was told."""
+        self.this.run_status = RunStatus(run=RUN.id, run_coordinator=to)
+        by_stage = {s: [r for r in self.records if r.stage == s] for s in (0, 1)}
+        self.this.observe(self.held, by_stage, now=now)
+        self.this.speak(now=now)
+        said = self.this.ready(now=now).messages
+        return {m.to: m.body for m in said if isinstance(m.body, StageSummary)}
+
+    def bob_comes(self) -> None:
+        self.this.report("bob", signed_report(report(0, step()), SimSigner("bob"), None), [], now=NOW)
+        self.this.ready(now=NOW)
+
+    def begins_again(self, peer: PeerId, summary: StageSummary, *commits: Commit, now: float = NOW) -> bool:
+        """Whether ann begins the step again once a peer has answered that."""
+        status = RunStatus(run=RUN.id, run_coordinator="zoe", commits=commits)
+        self.this.run_status_came(peer, status, now=now, told=summary)
+        acts = [*self.this.ready(now=now).actions]
+        self.this.speak(now=now)
+        acts += self.this.ready(now=now).actions
+        return any(isinstance(action, BeginAgain) for action in acts)
+
+
 @pytest.mark.parametrize("yan", ["has committed", "has not", "is gone"])
 def test_a_result_is_not_given_up_before_all_that_heard_of_it_say_that_there_is_no_commit(yan: str) -> None:
     """Two of stage 0 find commits. One found it by the first word of a stage, the other answered its second:
     the replica began again 2 ms before the commit came, and its stage was lost."""
-    records = [record("ann", steps=60), record("bob", steps=40)]
-    records += [record("zoe", 0, steps=60), record("yan", 0, steps=40)]
-    this = protocol_of("ann", *records)
-    held = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
-    this.run_status = RunStatus(run=RUN.id, run_coordinator="yan")
-
-    def told(now: float) -> dict[PeerId, StageSummary]:
-        """What ann says of her stage, and to whom."""
-        this.observe(held, {s: [r for r in records if r.stage == s] for s in (0, 1)}, now=now)
-        this.speak(now=now)
-        said = [m for m in this.ready(now=now).messages if isinstance(m.body, StageSummary)]
-        return {message.to: message.body for message in said if isinstance(message.body, StageSummary)}
-
-    def answers(peer: PeerId, summary: StageSummary, now: float, *commits: Commit) -> bool:
-        """Whether ann begins the step again once a peer has answered that."""
-        status = RunStatus(run=RUN.id, run_coordinator="zoe", commits=commits)
-        this.run_status_came(peer, status, now=now, told=summary)
-        this.speak(now=now)
-        acts = this.ready(now=now).actions
-        return any(isinstance(action, BeginAgain) for action in acts)
-
-    first = told(NOW)
+    s = TwoThatCommit()
+    first = s.tells(to="yan")
     assert set(first) == {"zoe", "yan"} and first["zoe"].steps[0].ready
-    this.run_status = RunStatus(run=RUN.id, run_coordinator="zoe")
-    this.report("bob", signed_report(report(0, step()), SimSigner("bob"), None), [], now=NOW)
-    second = told(NOW)
+    s.bob_comes()
+    second = s.tells()
     assert set(second) == {"zoe", "yan"} and not second["zoe"].steps[0].ready, "yan may have committed it"
-    assert not answers("zoe", second["zoe"], NOW), "yan has not answered"
+    assert not s.begins_again("zoe", second["zoe"]), "yan has not answered"
     match yan:
         case "has committed":
-            proofs = tuple(ready(peer, stage=s).steps[0].proofs for s, peer in enumerate(("zoe", "ann")))
-            assert not answers("yan", second["yan"], NOW, Commit(0, 2.0, proofs=proofs))
+            assert not s.begins_again("yan", second["yan"], s.commit)
         case "has not":
-            assert answers("yan", second["yan"], NOW)
+            assert s.begins_again("yan", second["yan"])
         case "is gone":
-            later = told(NOW + ANSWERED_S)
-            assert set(later) == {"zoe"} and answers("zoe", later["zoe"], NOW + ANSWERED_S)
+            later = s.tells(now=NOW + ANSWERED_S)
+            assert set(later) == {"zoe"} and s.begins_again("zoe", later["zoe"], now=NOW + ANSWERED_S)
+
+
+def test_a_result_is_not_given_up_by_the_answer_that_brings_a_commit_which_lacks_words() -> None:
+    s = TwoThatCommit()
+    assert set(s.tells()) == {"zoe"}
+    s.bob_comes()
+    assert not s.begins_again("zoe", s.tells()["zoe"], s.commit), "yan is asked"
+    assert s.begins_again("zoe", s.tells()["zoe"])
+
+
+def test_the_answer_to_an_older_word_says_nothing_of_a_later_one() -> None:
+    s = TwoThatCommit()
+    s.bob_comes()
+    older = s.tells()
+    assert not older["zoe"].steps[0].ready
+    s.this.lost("bob")
+    assert s.tells()["zoe"].steps[0].ready
+    answer = RunStatus(run=RUN.id, run_coordinator="zoe")
+    s.this.run_status_came("zoe", answer, now=NOW, told=older["zoe"])
+    s.bob_comes()
+    newer = s.tells(to="yan")
+    assert not s.begins_again("yan", newer["yan"]), "zoe was told that the step is ready"
+    assert s.begins_again("zoe", newer["zoe"])
+
+
+def test_who_told_that_a_step_is_ready_does_not_begin_it_again_on_the_word_of_the_next_coordinator() -> None:
+    s = TwoThatCommit()
+    assert s.tells()["zoe"].steps[0].ready
+    again = Directive(
+        run=RUN.id, stage=1, coordinator="bob", version=0, steps=(StepDirective(t=0, begin_again=True),)
+    )
+    late = ANSWERED_S + 1.0
+    for later_s, commits, begins in ((1.0, (), False), (ANSWERED_S, (s.commit,), False), (late, (), True)):
+        said, now = msgspec.structs.replace(again, number=int(later_s), commits=commits), NOW + later_s
+        s.this.directive_came(said, now=now, seen="bob")
+        acts = s.this.ready(now=now).actions
+        assert any(isinstance(action, BeginAgain) for action in acts) is begins
