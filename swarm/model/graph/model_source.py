@@ -22,6 +22,10 @@ from swarm.model.graph.trace import Traced, trace
 FORMS = "(module, inputs), or (module, inputs, loss, targets)"
 FETCHED = ("auto_map", "attribute_map", "backbone", "use_pretrained_backbone")
 """Keys of a config by which transformers fetches code, configs or weights; by the second any key is one."""
+_WITH_MODES = (
+    *(nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase),
+    *(nn.RNNBase, nn.RReLU, nn.MultiheadAttention),
+)
 MAX_NUMBER, MAX_LABELS = 1 << 24, 1 << 20
 """Whole numbers in a config, of which transformers makes lists; each label becomes a text, twice."""
 
@@ -44,14 +48,20 @@ class CustomModel:
 
 
 def train(whole: nn.Module) -> None:
-    """Put a model in training mode. Raises SetupError: that changes a part that alone is in another."""
-    apart = {part for part in whole.modules() if whole.training and not part.training}
+    """Put a model in training mode. Raises SetupError: that changes what a part computes that alone is in
+    another."""
+    apart = {part for part in whole.modules() if whole.training and not part.training and _has_modes(part)}
     for name, part in whole.train().named_modules():
         if part.training and part in apart:
             raise SetupError(
                 f"{name} of {type(whole).__name__} is in evaluation mode, and would be trained in training "
                 "mode: call .train() of the whole before, or have its train() leave that part as it is"
             )
+
+
+def _has_modes(part: nn.Module) -> bool:
+    """Whether a part may compute something else in training: of torch's own few do."""
+    return isinstance(part, _WITH_MODES) or not type(part).__module__.startswith("torch.nn.")
 
 
 def from_code(spec: str) -> CustomModel:

@@ -90,6 +90,8 @@ def check_traceable(whole: WithLoss) -> None:
     places: dict[int, tuple[str, torch.Tensor]] = {}
     for path, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         name = path.removeprefix("model.")
+        if nn.parameter.is_lazy(tensor):
+            raise SetupError(f"{name} has no shape yet: compute one sample with the model before")
         if tensor.layout != torch.strided:
             raise SetupError(f"{name} is sparse, which cannot be traced: hold it .to_dense()")
         other, first = places.setdefault(tensor.data_ptr(), (name, tensor))

@@ -220,7 +220,7 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
         ),
         (of("bag", stages=9), r"2 operators with weights: too few for 9 stages\. .* into fewer stages"),
         (of("moody"), r"begins with other weights each time .* by torch's own generator"),
-        (of("half_evaluated"), r"embed of Bag is in evaluation mode, and would be trained in training mode"),
+        (of("half_evaluated"), r"drop of Bag is in evaluation mode, and would be trained in training mode"),
         (of("dice"), r"draws random numbers by numpy, and each microbatch .*apply_spec_augment = false"),
         (of("scalar", data=SAMPLES), r"an input of the model is a single number"),
         (of("empty"), r"sample input is empty: give at least one row"),

@@ -493,6 +493,13 @@ def test_weights_that_lie_in_the_memory_of_others_are_refused(
     trace(model, (X,), loss=torch.sum)
 
 
+def test_a_weight_without_a_shape_is_refused_by_its_name() -> None:
+    with pytest.raises(
+        SetupError, match=r"0\.weight has no shape yet: compute one sample with the model before"
+    ):
+        trace(nn.Sequential(nn.LazyLinear(4)), (X,), loss=torch.sum)
+
+
 def test_what_is_sparse_is_refused_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     model.register_buffer("links", torch.eye(4).to_sparse())
