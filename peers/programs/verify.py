@@ -57,10 +57,12 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     data = open_data(run, options.data, options.tokenizer)
     offer_start(run, options.start)
     torch.set_num_threads(1)
-    unsigned, total = told.unsigned(first, last), (last - first) * len(told.stages)
-    signed = total - sum(map(len, unsigned.values()))
-    if lacks := ", ".join(f"{run.place(c)} ({ts[0]} to {ts[-1]})" for c, ts in unsigned.items()):
-        say(lacks := f"nobody whose word counts signed {total - signed} of {total} steps of stages: {lacks}")
+    gaps, total = told.unsigned(first, last), (last - first) * len(told.stages)
+    signed = total - sum(map(len, gaps.values()))
+    places = ", ".join(f"{run.place(c)} ({ts[0]} to {ts[-1]})" for c, ts in gaps.items())
+    lacks = f"nobody whose word counts signed {total - signed} of {total} steps of stages: {places}"
+    if gaps:
+        say(lacks)
     if why := why_not_exact(told, device):
         print(f"a referee in float64 judges, not to the bit, {signed} of {signed} signed steps: {why}")
     by = {peer for t in range(first, last) for one in told.by_step.get(t, []) for peer in one.by}
@@ -94,7 +96,7 @@ def run_verify(options: VerifyOptions, *, verify: Verify = identity.verify) -> b
     how = "as far as another kind of device can tell" if why else "to the last bit"
     print(f"steps {first} to {last - 1} are what the peers signed, {how}")
     print(f"compared: {signed} of {total} signed steps of stages{also}\nrun {run.name} {run.id}")
-    if lacks:
+    if gaps:
         raise SetupError(f"{lacks}. Leave them out (--from, --to, --stage), or take another transcript")
     return True
 

@@ -3491,8 +3491,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "give-a-result-up-while-its-commit-lacks-words",
         "swarm/protocol/coordinator.py",
-        "unready = {t for t in unready if t not in lacking}",
-        "pass",
+        "{t for t in unready if t not in lacking}",
+        "unready",
         "Who leaves takes its stage with it: the other one begins a step again that all have taken.",
         ("test_believing",),
     ),
@@ -3555,7 +3555,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "verify-without-the-steps-that-nobody-signed",
         "peers/programs/verify.py",
-        "    if lacks:\n        raise SetupError",
+        "    if gaps:\n        raise SetupError",
         "    if False:\n        raise SetupError",
         "A transcript from which steps were left out is verified.",
         ("test_verify",),

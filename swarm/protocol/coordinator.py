@@ -44,8 +44,7 @@ MAX_TOLD = 16
 ALONE_S = 20.0
 """How long a round may go on for the others after a replica without voice has its result."""
 ANSWERED_S = 3.5
-"""A peer of stage 0 that was told that a step is ready has answered by then that it has committed it, or not,
-or is gone."""
+"""A peer of stage 0 that was told that a step is ready says by then whether it committed it, or is gone."""
 
 
 _Reports: TypeAlias = Mapping[PeerId, rounds.StepReport]
@@ -382,8 +381,7 @@ class StageCoordinator:
         for told in map(self._told_ready.get, unready):
             if told and by in told and told[by][1] < summary.number:
                 del told[by]
-        unready = {t for t in unready if t not in lacking}
-        before, self.unready = self.unready, unready
+        before, self.unready = self.unready, {t for t in unready if t not in lacking}
         return any(self._left_out.get(t) for t in self.unready - before)
 
     def forget_answers(self) -> None:
