@@ -4,12 +4,12 @@ No clock, no socket, no disk, no process, no environment: those are in `peers`.
 
 The path of a batch, file by file:
 
-    manifest.py          the public terms of a run, and their hash
+    manifest/            the public terms of a run, and their hash
     data.py              which samples microbatch (t, m) holds
     protocol/worklist.py which microbatch a trainer starts next
     policy/router.py     which peer of a stage gets it (stochastic wiring)
     policy/window.py     how many are in flight at once
-    protocol/messages.py the header of a call; wire/codec.py the tensors; wire/frames.py the bytes
+    wire/messages.py     the header of a call; wire/codec.py the tensors; wire/frames.py the bytes
     model/stage.py       a stage's forward and backward, its sums, its optimizer
     protocol/ledger.py   what counts, once each; when a step is full
     protocol/rounds.py   which replicas average; what a missing peer means

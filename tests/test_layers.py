@@ -1,10 +1,10 @@
 """Imports point down only. The files are read, not run, so that imports inside functions count too.
 
 scripts → peers/cli and other wiring
-  → peers/{trainer,stage,...} | peers/{net,disk,device}
+  → peers/{trainer,stage,transfer,...} | peers/{net,storage}
     → peers/ports
       → swarm/policy | swarm/plan | swarm/wire | swarm/model
-        → swarm/{ids,errors,records,codecs,run,data}
+        → swarm/{ids,errors,records,codecs,manifest,data}
 """
 
 from __future__ import annotations

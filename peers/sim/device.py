@@ -37,7 +37,7 @@ class _Job:
 
 
 class SimDevice:
-    """Fulfils `peers.ports.Device` without a thread."""
+    """Fulfils `peers.ports.StageDevice` without a thread."""
 
     def __init__(self, dice: Dice, job_s: float, *, spread: float = 0.5) -> None:
         """`job_s`: of a forward or backward, give or take `spread` of it; other jobs take a third of that."""

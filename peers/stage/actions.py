@@ -1,14 +1,13 @@
 """Does what the protocol asks of a stage peer: each action in a task of its own, none twice at a time.
 
-    AllReduce   freeze the sum, reduce it with the others, hold the result
-    Fetch       take the result from a replica that holds it
-    Retract     subtract duplicates from the sum
-    Unfreeze    give a round up, and open the sum again
-    BeginAgain  drop the result and the sum
-    ApplyStep, CatchUp, RestoreStage   change the weights; one of all four at a time
-    Retreat     leave a generation that was started in error
+    BeginAllReduce   freeze the sum, reduce it with the others, hold the result
+    Fetch            take the result from a replica that holds it
+    Retract          subtract duplicates from the sum
+    Unfreeze         give a round up, and open the sum again
+    BeginAgain, ApplyStep, CatchUp, RestoreStage   change the whole state; one of these at a time
+    Retreat          leave a generation that was started in error
 
-Everything here runs on the event loop; sums and ledgers change in jobs of the device (`peers.ports.Device`).
+Everything here runs on the event loop; sums and ledgers change in jobs of the `peers.ports.StageDevice`.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class MeanLength:
 
 
 class DeviceThreads:
-    """Fulfils `peers.ports.Device` with `workers` threads."""
+    """Fulfils `peers.ports.StageDevice` with `workers` threads."""
 
     def __init__(self, name: str, workers: int = 1) -> None:
         self.workers, self.books = workers, Books()

@@ -53,9 +53,9 @@ class MicrobatchServer:
 
     Args:
         next_stage: None at the last stage.
-        left_out: replicas of this stage that take part in nothing for now.
-        on_fault: told of each peer of the next stage that failed.
         neighbours: has some of what they send and answer computed again; None: nothing.
+        max_inflight: microbatches that are taken at once.
+        left_out: replicas of this stage that take part in nothing for now.
         upload_bps: as its owner limits it; 0: not at all.
     """
 
@@ -427,7 +427,7 @@ class MicrobatchServer:
             raise
         finally:
             self._passed_on -= 1
-            if step.jobs.get(work.m) is job:  # it may have been undone and claimed anew meanwhile
+            if step.jobs.get(work.m) is job:  # it may have been retracted and claimed anew meanwhile
                 del step.jobs[work.m]
 
     # -- counting (in jobs of the device) ---------------------------------------------------------

@@ -106,7 +106,7 @@ class OpenStep(ReplicaStep):
         """The commit that the step was taken with."""
         self.audited: LedgerCounts | None = None
         self.work: dict[str, asyncio.Task[Any]] = {}
-        """Running tasks of this step by kind: reduce, fetch, thaw, undo, meeting."""
+        """Running tasks of this step by kind: reduce, fetch, thaw, retract, meeting."""
         self.ending: set[asyncio.Task[Any]] = set()
         """Tasks that were told to stop and may not have noticed yet."""
 

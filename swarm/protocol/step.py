@@ -8,8 +8,8 @@ What belongs to a step, and where it changes:
 
     state, round, prepared            the event loop, in the methods of `ReplicaStep`
     ledger.in_progress                the event loop: a microbatch is claimed and released
-    sum, kept; ledger.done,           one job of the device that holds the books (`peers.ports.Device`): of
-      .frozen_for                     rank STEP, which runs alone, or one that takes them to add a microbatch
+    sum, kept; ledger.done,           one job of the device that holds the books (`peers.ports.StageDevice`):
+      .frozen_for                     of rank STEP, which runs alone, or one that adds a microbatch
     reduced, shared, whole, audited   the event loop, in the task that reduces or fetches
     weights, version                  a job of rank STEP, once the step is TAKEN
 

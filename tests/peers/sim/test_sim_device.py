@@ -1,4 +1,4 @@
-"""The device of virtual time: ranks, durations, hanging and dying, as `peers.ports.Device` says."""
+"""The device of virtual time: ranks, durations, hanging and dying, as `peers.ports.StageDevice` says."""
 
 from __future__ import annotations
 
