@@ -23,6 +23,8 @@ from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, Work, Wo
 T = TypeVar("T")
 MOMENT_S = 0.001
 """What is left after rounding may be too short for a clock to move."""
+MAX_PAUSE_S = 1.0
+"""However long a peer says that it wants to be left alone."""
 LOCATE_S = 1.0
 """How long to ask which peer has a microbatch before it is recomputed."""
 MAX_LOCATED = 16

@@ -27,7 +27,7 @@ from peers.fault_points import fault_point
 from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
-from peers.stage_calls import StageCalls
+from peers.stage_calls import MAX_PAUSE_S, StageCalls
 from peers.status_query import run_position
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
@@ -80,8 +80,6 @@ BACK_AFTER_S = 6.0
 """The run is where it is said to be, if that has been earlier than we knew for so long: all peers that held
 more are dead, and others came back from older checkpoints. One peer that lags behind has caught up by
 then."""
-MAX_PAUSE_S = 1.0
-"""However long a peer says that it wants to be left alone."""
 
 
 class Batches(Protocol):

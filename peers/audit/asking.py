@@ -43,12 +43,9 @@ class AuditCaller:
     """
 
     def __init__(
-        self,
-        run: Run,
-        transport: Transport,
-        directory: Directory,
+        self, run: Run, transport: Transport, directory: Directory,
         on_fault: Callable[[Stage, PeerFault, bool], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._run, self._transport, self._directory = run, transport, directory
         self._voices = Voices(run, transport.signer, directory)
         self._on_fault = on_fault

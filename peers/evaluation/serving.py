@@ -6,6 +6,7 @@ import msgspec
 
 from peers.incoming import Places
 from peers.ports import Answer, Rank, Request
+from peers.stage.microbatches import OPEN_WAIT_S
 from peers.stage.state import StageCore
 from swarm.errors import Leaving, NotReady, PeerFault, Refused, short
 from swarm.evaluation import is_due, microbatches, version_of
@@ -14,8 +15,6 @@ from swarm.wire.codec import Encoded, split
 from swarm.wire.messages import Ack, EvalDone, Evaluate, Evaluated, pack, unpack, unpack_answer
 from swarm.wire.tensor_meta import buffer_sizes
 
-OPEN_WAIT_S = 2.5
-"""How long a request waits for the weights that it names, as one to train does."""
 MAX_AT_ONCE, MAX_EACH = 32, 16
 """Evaluations in flight, and of one caller: each holds its inputs, and some wait for others."""
 CALL_S = 30.0

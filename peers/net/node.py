@@ -174,15 +174,10 @@ class Node:
             await self.control.attach()
             name = RunName.parse(self.run_id) if self.run_id is not None else None
             self.directory = NetDirectory(
-                self.control,
-                daemon.identity,
-                self.run_id if name is None else None,
-                join=self._join,
-                addresses=self.transport.addresses,
-                timings=self._timings,
-                door=self.door,
+                self.control, daemon.identity, self.run_id if name is None else None, join=self._join,
+                addresses=self.transport.addresses, timings=self._timings, door=self.door,
                 charters=self._charters,
-            )
+            )  # fmt: skip
             self._started.append("directory")
             await self.directory.start()
             if name is not None:

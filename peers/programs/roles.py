@@ -96,11 +96,8 @@ class Networked(Generic[OptionsT]):
         """How p2pd is started, once it is known whether others can dial this machine (`dialled`: must)."""
         options = self.options
         wanted = DaemonOptions(
-            host=listening_host(options.host, join, options.announce),
-            port=options.port,
-            announce=options.announce,
-            be_relay=not options.no_relay,
-            direct=not options.no_direct,
+            host=listening_host(options.host, join, options.announce), port=options.port,
+            announce=options.announce, be_relay=not options.no_relay, direct=not options.no_direct,
             direct_port=options.direct_port,
         )
         found, words = await settled(wanted, join, options.reach, needed=dialled)

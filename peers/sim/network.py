@@ -21,12 +21,11 @@ from peers.sim.loop import Process, VirtualLoop
 from peers.waiting import fail
 from swarm.errors import BadAnswer, PeerGone, PeerSilent, Refused, SwarmError, from_wire
 from swarm.ids import PeerId
+from swarm.wire.frames import MAX_HEADER_BYTES
 
 SILENCE_S = 3.5
 """As `peers.net.connection`."""
 ALIVE_EVERY_S = 1.0
-MAX_HEADER_BYTES = 64 * 1024
-"""As in the real framing."""
 
 
 @dataclass(eq=False, slots=True)

@@ -164,11 +164,8 @@ class StepCoordination:
 
     def _speak(self) -> None:
         if not self._silent:
-            self._step(self._say)
-
-    def _say(self, now: float) -> None:
-        leads = self.protocol.speak(now=now)
-        self._directory.watch(self._stages_watched(leads=leads))
+            leads = self._step(lambda now: self.protocol.speak(now=now))
+            self._directory.watch(self._stages_watched(leads=leads))
 
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
         """This stage and its neighbours, where answers are audited the one before, since chains begin there,

@@ -37,7 +37,7 @@ from swarm.wire.receipts import Receipt
 from swarm.wire.tensor_meta import TensorMeta, buffer_sizes
 
 OPEN_WAIT_S = 2.5
-"""How long a request for the next step waits for it to open; its caller sees heartbeats meanwhile."""
+"""How long a request waits for its step to open; its caller sees heartbeats meanwhile."""
 MAX_BAD_GRADIENTS = 3
 MAX_ATTEMPTS = 1 << 30
 MAX_PEER_ID = 100

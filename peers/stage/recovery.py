@@ -47,13 +47,9 @@ class Recovery:
     """Bring the state of a stage peer up to date."""
 
     def __init__(
-        self,
-        core: StageCore,
-        coordination: StepCoordination,
-        islands: Islands,
-        store: CheckpointStore,
+        self, core: StageCore, coordination: StepCoordination, islands: Islands, store: CheckpointStore,
         tied_weights: TiedWeights,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`islands`: what is saved on any of them will do."""
         self._core, self._transport, self._directory = core, core.transport, core.directory
         self._coordination, self._islands, self._store = coordination, islands, store

@@ -58,13 +58,9 @@ def is_keeper(record: PeerRecord) -> bool:
 
 
 async def ask_saved(
-    run: Run,
-    transport: Transport,
-    records: Sequence[PeerRecord],
-    *,
-    voice: Mapping[PeerId, int] = NO_VOICE,
-    on_fault: Callable[[PeerFault], None] = lambda fault: None,
-) -> Found:
+    run: Run, transport: Transport, records: Sequence[PeerRecord], *,
+    voice: Mapping[PeerId, int] = NO_VOICE, on_fault: Callable[[PeerFault], None] = lambda fault: None,
+) -> Found:  # fmt: skip
     """Ask peers of each stage, and keepers, at once. Every stage is in the answer, if only with no version.
 
     Peers that do not answer, or say what cannot be, are left out; `on_fault` hears of each and why. If

@@ -22,14 +22,9 @@ from swarm.wire.messages import Opened, OpenHeld
 
 
 async def fetch_gradient(
-    core: StageCore,
-    sources: Sequence[PeerId],
-    t: int,
-    round_name: str,
-    *,
-    digest: str = "",
+    core: StageCore, sources: Sequence[PeerId], t: int, round_name: str, *, digest: str = "",
     on_fault: Callable[[PeerFault], None] = lambda fault: None,
-) -> tuple[torch.Tensor, Prepared, Commit | None, PeerId]:
+) -> tuple[torch.Tensor, Prepared, Commit | None, PeerId]:  # fmt: skip
     """The reduced gradient of step `t` from replicas that hold it (or applied it: then with its commit), and
     the one that gave most of it. If one of them has voice, the others are not asked. `digest`: what it has to
     have, whatever they say now; empty: unknown.
@@ -59,13 +54,10 @@ async def fetch_gradient(
 
 
 def wanted_of(
-    compute: StageCompute,
-    question: OpenHeld,
-    numel: int,
-    fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None,
-    *,
+    compute: StageCompute, question: OpenHeld, numel: int,
+    fits: Callable[[Opened, Mapping[str, torch.Tensor]], str | None] = lambda opened, tensors: None, *,
     gather_s: float = 0.0,
-) -> Wanted:
+) -> Wanted:  # fmt: skip
     """The result of a step, or what of it another stage shares: so many numbers."""
     dtype = torch.uint8 if compute.run.meets_at(question.t) else compute.state.dtype
     like = {"gradient": torch.empty(numel, dtype=dtype, device="meta")}

@@ -10,15 +10,7 @@ import torch
 
 from peers.events import Emit, Note
 from peers.ports import Directory, Transport
-from peers.transfer.client import (
-    FIRST_SHARE,
-    MAX_SOURCES,
-    DownloadFailed,
-    Partial,
-    Wanted,
-    download,
-    shown,
-)
+from peers.transfer.client import FIRST_SHARE, MAX_SOURCES, DownloadFailed, Partial, Wanted, download, shown
 from swarm.errors import SetupError
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run

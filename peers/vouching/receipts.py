@@ -103,14 +103,9 @@ class Receipts:
         return Refused(f"stage {self._stage} takes what {by} signed to the one that gets it, and this is not")
 
     def give(
-        self,
-        mb: Microbatch,
-        inputs: bytes,
-        input_grads: Sequence[Encoded],
-        loss: float,
-        outputs: bytes = NOTHING,
-        done: WorkDone | None = None,
-    ) -> Receipt | None:
+        self, mb: Microbatch, inputs: bytes, input_grads: Sequence[Encoded], loss: float,
+        outputs: bytes = NOTHING, done: WorkDone | None = None,
+    ) -> Receipt | None:  # fmt: skip
         """The receipt for an answer. `inputs`, `outputs`: their digests, of `came` and `feed`. `done`: the
         next stage's, which `check` has accepted; None: no such.
 
@@ -119,14 +114,9 @@ class Receipts:
         if not self._wanted:
             return None
         last = done.hops[0].receipt if done is not None else None
-        return give_receipt(
-            self._signer,
-            self._run.id,
-            Answered(
-                self._stage, *mb, inputs, outputs,
-                last.input_grads if last is not None else NOTHING, digest(input_grads), loss,
-            ),
-        )  # fmt: skip
+        output_grads = last.input_grads if last is not None else NOTHING
+        said = Answered(self._stage, *mb, inputs, outputs, output_grads, digest(input_grads), loss)
+        return give_receipt(self._signer, self._run.id, said)
 
 
 def signed_inputs(work: Work) -> bytes:

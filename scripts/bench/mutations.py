@@ -220,8 +220,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-receipt-names-no-gradient-that-it-got",
         RECEIPTS,
-        "last.input_grads if last is not None else NOTHING, digest(input_grads), loss,",
-        "NOTHING, digest(input_grads), loss,",
+        "output_grads = last.input_grads if last is not None else NOTHING",
+        "output_grads = NOTHING",
         "The receipts of a microbatch are no chain: nobody can tell at which stage a gradient changed.",
         ("test_receipts",),
     ),

@@ -145,10 +145,7 @@ MET_WEIGHTS, MET_MOMENTUM = "met_weights", "met_momentum"
 def empty_state(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     """The names, shapes and dtypes of `StageState.copy`, as tensors of the meta device."""
     layout, dtype = stage_layout(run, stage), weights_dtype(run)
-    vectors = {
-        "weights": (layout.numel, dtype),
-        **vector_layout(run.optimizer, layout.numel, dtype),
-    }
+    vectors = {"weights": (layout.numel, dtype), **vector_layout(run.optimizer, layout.numel, dtype)}
     if run.islands.count > 1:
         vectors[MET_WEIGHTS] = (layout.sum_numel, dtype)
         if run.islands.outer_momentum:
