@@ -462,7 +462,7 @@ class Peer(Networked[arg.PeerOptions]):
                 *split_cell(run, cell), kept, node.transport, node.directory, settings(1), owner
             )
 
-        await paused.serve(stage, owner, build, hold, place=run.place, device=device, emit=emit)
+        await paused.PeerLife(stage, owner, build, hold, place=run.place, device=device, emit=emit).run()
 
 
 class Train(Networked[arg.TrainOptions]):

@@ -23,8 +23,7 @@ from peers.sim.invariants import Invariants, Violation
 from peers.sim.loop import PROCESS, WORLD, Process, VirtualLoop
 from peers.sim.network import Network, SimTransport
 from peers.sim.setting import Setting, dice_of, tree_of_zeros
-from peers.stage import pause
-from peers.stage.pause import PausedPeer
+from peers.stage.pause import PausedPeer, PeerLife
 from peers.stage.server import StagePeer
 from peers.stage.settings import Checkpoints, StageSettings
 from peers.trainer import TrainerSettings
@@ -246,8 +245,8 @@ class Swarm:
             )
 
         names = self.run.place
-        life = pause.serve(member.stage, member.owner, build, hold, place=names, device="cpu", emit=emit)
-        await self._live(member, life)
+        life = PeerLife(member.stage, member.owner, build, hold, place=names, device="cpu", emit=emit)
+        await self._live(member, life.run())
 
     def _watch_weights(self, member: PeerMember, compute: AuditCompute) -> None:
         """Look at the weights whenever they change."""

@@ -1,8 +1,7 @@
 """A peer whose owner wants the device: it keeps its place in the run, and the state of its stage.
 
-`serve` is the life of a peer with its pauses. Before a pause the peer leaves; then a `PausedPeer` says so in
-the directory and gives the state out. Afterwards a new `StagePeer` starts from the state in host memory:
-docs/design.md, *Pausing*.
+Before a pause the `StagePeer` leaves; then a `PausedPeer` says so in the directory and gives the state out.
+Afterwards a new `StagePeer` starts from the state in host memory: docs/design.md, *Pausing*.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
+from msgspec.structs import replace
 
 from peers.clock import now_s, unix_s
 from peers.device import release_cached
@@ -104,18 +105,18 @@ class PausedPeer:
             await asyncio.sleep(KEEP_UP_S)
 
     async def _announce(self) -> None:
-        settings, kept, spare = self._settings, self.kept, self.spare
-        was = spare.record if spare is not None else None
-        await self._directory.announce(
-            PeerRecord(
-                peer=self._transport.peer_id, run=self._run.id, stage=self._stage, state="paused",
-                version=0 if kept is None else kept.version, movable=settings.movable,
-                max_inflight=settings.max_inflight, device=settings.device_name,
-                addresses=settings.addresses, since=self._since, voucher=settings.voucher.value,
-                speed=was.speed if was else 0.0, bandwidth_bps=was.bandwidth_bps if was else 0.0,
-                state_bytes=was.state_bytes if was else 0, spare=was is not None, machine=settings.machine,
-            )
+        settings = self._settings
+        record = PeerRecord(
+            peer=self._transport.peer_id, run=self._run.id, stage=self._stage, state="paused",
+            version=self.kept.version if self.kept else 0, movable=settings.movable,
+            max_inflight=settings.max_inflight, device=settings.device_name, addresses=settings.addresses,
+            since=self._since, voucher=settings.voucher.value, machine=settings.machine,
         )  # fmt: skip
+        if self.spare is not None:  # others judge by what it measured whether it is needed
+            was = self.spare.record
+            record = replace(record, spare=True, speed=was.speed, bandwidth_bps=was.bandwidth_bps)
+            record = replace(record, state_bytes=was.state_bytes)
+        await self._directory.announce(record)
 
     async def _refuse(self, request: Request) -> Answer:
         why = "its owner wants the device" if self.spare is None else "a step takes longer with it"
@@ -137,85 +138,102 @@ class PausedPeer:
         return Answer(pack(status))
 
 
-async def serve(
-    stage: Stage,
-    owner: Owner,
-    build: Callable[[Stage, Snapshot | None], Awaitable[StagePeer]],
-    hold: Callable[[Stage, Snapshot | None], PausedPeer],
-    *,
-    place: Callable[[Stage], str],
-    device: str,
-    emit: Emit,
-) -> None:
-    """Serve `stage`, and those that this device moves to, with the pauses that its owner wants.
+@dataclass(eq=False)
+class PeerLife:
+    """A peer on one device: it serves `stage`, then those that it moves to, with the pauses of its owner."""
 
-    `build` makes what serves a stage, from the state of before a pause if there is one; `hold` what keeps its
-    place meanwhile; `place` names a stage. Returns when the owner had it leave.
+    stage: Stage
+    owner: Owner
+    build: Callable[[Stage, Snapshot | None], Awaitable[StagePeer]]
+    """Makes what serves a stage, from the state of before a pause if there is one."""
+    hold: Callable[[Stage, Snapshot | None], PausedPeer]
+    """Makes what keeps its place meanwhile."""
+    _: KW_ONLY
+    place: Callable[[Stage], str]
+    """Names a stage."""
+    device: str
+    emit: Emit
+    _kept: Snapshot | None = None
+    _spare: Spare | None = None
+    _alone: bool = False
+    _resumes: bool = False
+    """It had this stage before a pause: if the device has no room for it now, it stays paused."""
+    _longest_s: float = 0.0
+    """Of the device's jobs in all its stages: a slow one that resumes is not taken for hung."""
+    _upload_bps: float = 0.0
+    """As its reduces measured it: a peer that resumes or moves asks again whether it is slow."""
 
-    Raises:
-        DeviceHangs: also instead of a pause. The owner is told.
-    """
-    kept: Snapshot | None = None
-    resumes = alone = False
-    spare: Spare | None = None
-    longest_s = 0.0  # of the device's jobs in all its stages: a slow one that resumes is not taken for hung
-    upload_bps = 0.0  # as its reduces measured it: a peer that resumes or moves asks again whether it is slow
+    async def run(self) -> None:
+        """Return when the owner had it leave.
 
-    def stays_paused(why: str) -> None:
-        # Another program has the memory now. What this peer has done so far is not lost for that.
-        emit(Trouble(text=f"this peer cannot resume: {why}. It stays paused: swarm resume tries again"))
-        owner.pause(NO_ROOM, "the device has no room")
+        Raises:
+            DeviceHangs: also instead of a pause. The owner is told.
+        """
+        while not self.owner.left:
+            if self.owner.paused:
+                await self._pause()
+            elif not await self._serve():
+                return
 
-    while True:
-        if owner.paused:
-            resumes = True
-            holder = hold(stage, kept)
-            await holder.begin(spare, emit)
-            gc.collect()  # tensors that only a circle of references holds are on the device all the same
-            release_cached(device)
-            paused = Paused(
-                stage=stage, version=-1 if kept is None else kept.version, why=owner.why, alone=alone,
-                host_bytes=0 if kept is None else sum(t.nbytes for t in kept.tensors.values()),
-            )  # fmt: skip
-            emit(paused)
-            owner.does("paused", paused.words().replace(f"stage {stage}", place(stage)))
-            await holder.until_resumed()
-            kept, spare = holder.kept, None
-            continue
-        if owner.left:
-            return
-        owner.does("serving", f"serves {place(stage)}, or is about to")
+    async def _pause(self) -> None:
+        """Keep the place until the owner has it resume or leave."""
+        self._resumes = True
+        holder = self.hold(self.stage, self._kept)
+        await holder.begin(self._spare, self.emit)
+        gc.collect()  # tensors that only a circle of references holds are on the device all the same
+        release_cached(self.device)
+        kept = self._kept or Snapshot(version=-1, tensors={})
+        paused = Paused(
+            stage=self.stage, version=kept.version, why=self.owner.why, alone=self._alone,
+            host_bytes=sum(tensor.nbytes for tensor in kept.tensors.values()),
+        )  # fmt: skip
+        self.emit(paused)
+        self.owner.does("paused", paused.words().replace(f"stage {self.stage}", self.place(self.stage)))
+        await holder.until_resumed()
+        self._kept, self._spare = holder.kept, None
+
+    async def _serve(self) -> bool:
+        """Serve the stage until the peer pauses, moves or leaves; whether it goes on after that."""
+        self.owner.does("serving", f"serves {self.place(self.stage)}, or is about to")
         try:
-            peer = await build(stage, kept)
+            peer = await self.build(self.stage, self._kept)
         except SetupError as error:
-            if not resumes:
+            if not self._resumes:
                 raise
-            stays_paused(error.text)
-            continue
-        kept, full = None, ""
-        peer.core.device.longest_s, peer.all_reduce.bandwidth_bps = longest_s, upload_bps
-        owner.serves(peer)
+            self._stay_paused(error.text)
+            return True
+        self._kept = None
+        try:
+            await self._run(peer)
+        except torch.OutOfMemoryError as error:
+            if not self._resumes or peer.has_joined:
+                raise
+            self._kept = peer.kept
+            self._stay_paused(f"stage {self.stage} does not fit on {self.device} now: {error}")
+            return True
+        if peer.moving_to is not None:
+            self.stage, self._resumes = peer.moving_to, False
+            return True
+        if peer.paused:
+            self._kept, self._alone, self._spare, self._resumes = peer.kept, peer.alone, peer.spare, True
+            if peer.spare is not None:
+                self.owner.pause(SPARE, peer.spare.why)
+        return peer.paused
+
+    async def _run(self, peer: StagePeer) -> None:
+        device, reduces = peer.core.device, peer.all_reduce
+        device.longest_s, reduces.bandwidth_bps = self._longest_s, self._upload_bps
+        self.owner.serves(peer)
         try:
             await peer.run()
-        except torch.OutOfMemoryError as error:
-            if not resumes or peer.has_joined:
-                raise
-            full = f"stage {stage} does not fit on {device} now: {error}"
         except DeviceHangs as error:
-            owner.does("leaving", error.text)
+            self.owner.does("leaving", error.text)
             raise
         finally:
-            owner.serves(None)
-            longest_s, upload_bps = peer.core.device.longest_s, peer.all_reduce.bandwidth_bps
-        if full:
-            kept = peer.kept
-            stays_paused(full)
-        elif peer.moving_to is not None:
-            stage, resumes = peer.moving_to, False
-        elif peer.paused:
-            kept, resumes, alone, spare = peer.kept, True, peer.alone, peer.spare
-            if spare is not None:
-                owner.pause(SPARE, spare.why)
-        else:
-            return
-        del peer  # it holds the transport's methods, and they its tensors
+            self.owner.serves(None)
+            self._longest_s, self._upload_bps = device.longest_s, reduces.bandwidth_bps
+
+    def _stay_paused(self, why: str) -> None:
+        # Another program has the memory now. What this peer has done so far is not lost for that.
+        self.emit(Trouble(text=f"this peer cannot resume: {why}. It stays paused: swarm resume tries again"))
+        self.owner.pause(NO_ROOM, "the device has no room")

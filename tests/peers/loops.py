@@ -25,9 +25,8 @@ from peers.sim.device import SimDevice
 from peers.sim.dice import Dice
 from peers.sim.loop import PROCESS, Killed
 from peers.sim.setting import tree_of_zeros
-from peers.stage import pause as paused
 from peers.stage.open_step import OpenStep
-from peers.stage.pause import PausedPeer
+from peers.stage.pause import PausedPeer, PeerLife
 from peers.stage.server import StagePeer
 from peers.stage.settings import StageSettings
 from peers.trainer import Trainer, TrainerSettings
@@ -117,8 +116,8 @@ class Swarm:
             return PausedPeer(run, stage, kept, end.transport, end.directory, asked, owner)
 
         names, emit = self.run.place, self.events.append
-        serving = paused.serve(stage, owner, build, hold, place=names, device="cpu", emit=emit)
-        self.start(end, serving)
+        life = PeerLife(stage, owner, build, hold, place=names, device="cpu", emit=emit)
+        self.start(end, life.run())
         return first[0]
 
     def add_trainer(

@@ -20,7 +20,7 @@ from peers.stage.joining import LOST_S
 from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage
 from peers.stage.open_step import KeptMicrobatch, OpenStep
-from peers.stage.pause import serve
+from peers.stage.pause import PeerLife
 from peers.stage_calls import StageCalls
 from peers.transfer.client import Download
 from swarm.errors import Leaving, NotAdmitted, NotReady, PeerGone, Refused, Stale, SwarmError
@@ -645,7 +645,7 @@ async def test_a_device_that_was_slow_before_a_pause_is_known_as_slow_after_it()
         return Briefly()
 
     hold: Any = None
-    await serve(0, Owner(), build, hold, place=str, device="cpu", emit=lambda _: None)
+    await PeerLife(0, Owner(), build, hold, place=str, device="cpu", emit=lambda _: None).run()
     assert known == [0.0, 50.0]
 
 
