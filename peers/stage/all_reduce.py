@@ -112,6 +112,10 @@ class _Round:
     owing: set[PeerId] = field(default_factory=set)
     """The owners of other parts that have not answered all of it."""
 
+    def contributes(self, member: PeerId) -> bool:
+        """Whether there is something in a member's sum."""
+        return bool(self.plan.ledgers[self.plan.members.index(member)])
+
     def moved(self) -> None:
         """A chunk of this replica is reduced."""
         self.moved_s = now_s()
@@ -181,12 +185,12 @@ class AllReduce:
 
     def __init__(
         self, run: str, me: PeerId, transport: Transport, sum_dtype: torch.dtype,
-        answer: Callable[[torch.Tensor], torch.Tensor], sqnorm: Callable[[torch.Tensor], float] = sqnorm,
-        audits: SumAudits | None = None,
+        audits: SumAudits, answer: Callable[[torch.Tensor], torch.Tensor],
+        sqnorm: Callable[[torch.Tensor], float] = sqnorm,
     ) -> None:  # fmt: skip
-        """`sum_dtype`: of the replicas' sums; `answer` gives what replicas are told of a part of their total,
-        and `sqnorm` the squared norm of a result, as the stage reports it. `audits` checks results before
-        they count.
+        """`sum_dtype`: of the replicas' sums; `audits` checks results before they count; `answer` gives what
+        replicas are told of a part of their total, and `sqnorm` the squared norm of a result, as the stage
+        reports it.
         """
         self._audits = audits
         self._run, self._me, self._transport = run, me, transport
@@ -223,66 +227,79 @@ class AllReduce:
         """
         if plan.members == (self._me,):
             try:
-                reduced = await asyncio.to_thread(lambda: value(self._alone(total)))
+                return await self._held(plan.round, lambda: value(self._alone(total)))
             except SwarmError as error:
                 raise RoundAborted(error.text) from None
-            return reduced, await asyncio.to_thread(holds, plan.round, reduced, self._sqnorm)
-        mine, parts = plan.members.index(self._me), parts_of(plan)
-        chunks = {start: _Chunk(numel, index) for index, (start, numel) in enumerate(parts[mine])}
-        try:
-            check = self._audits.open(plan, t, parts, total) if self._audits is not None else None
-        except Refused as refused:
-            raise RoundAborted(refused.text) from None
-        reduced = torch.empty(total.numel(), dtype=self._dtype)
-        this = _Round(plan, t, total, reduced, chunks, check)
-        self._rounds[plan.round] = this
-        pulse(self._started)
+        this = self._open(plan, t, total)
         work: list[asyncio.Task[None]] = []
         try:
-            if check is not None:
-                await asyncio.to_thread(check.commit)
-            for start, chunk in chunks.items():
-                own = total[start : start + chunk.numel] if plan.ledgers[mine] else None
-                self._contribute(this, start, self._me, own)
-                await asyncio.sleep(0)  # gigabytes must not keep heartbeats waiting
-            for owner, part in zip(plan.members, parts, strict=True):
-                if part and owner != self._me:
-                    this.owing.add(owner)
-                    work.append(asyncio.create_task(self._exchange(this, owner, part)))
+            work += await self._begin(this)
             began = now_s()
-            own_results = (asyncio.shield(chunk.result) for chunk in chunks.values())
+            own_results = (asyncio.shield(chunk.result) for chunk in this.chunks.values())
             exchange, watch = asyncio.gather(*work, *own_results), asyncio.create_task(self._watch(this))
             waiting = asyncio.create_task(self._wait(this, wait))
             work += [watch, waiting]
             await unless(waiting, unless(watch, exchange))
             self._learn(this, now_s() - began)
-            if self._audits is not None and check is not None:
+            if this.check is not None:
                 limit_s = max(self._first.limit_s, TIMES_USUAL * (now_s() - this.began_s))
-                await unless(waiting, self._audits.verify(check, this.reduced, limit_s, gave_all))
+                await unless(waiting, self._audits.verify(this.check, this.reduced, limit_s, gave_all))
         except RoundAborted:
             raise
         except SwarmError as error:  # whatever a replica answered
-            # Another that waited for the same replica may have been quicker to say so.
-            by = this.stalled_by(NEARLY * self._first.limit_s)
-            owns_all = plan.parts[mine] == total.numel()  # so each member had all that it needs
-            match error:
-                case Withheld(nonces=nonces, products=products):
-                    by = products + nonces * owns_all
-                case PeerFault() if owns_all:
-                    by = [error.peer]
-                case _:
-                    pass
-            raise RoundAborted(error.text, by) from None
+            raise RoundAborted(error.text, self._blamed_for(error, this)) from None
         finally:
             for task in work:
                 task.cancel()
-            ended = self._rounds.pop(plan.round, None)
-            for chunk in ended.chunks.values() if ended is not None else ():
-                text = f"round {plan.round[:8]} is void: the round ended"
-                fail(chunk.result, NotReady(text, version=t))
-            if self._audits is not None and check is not None:
-                self._audits.close(check)
-        return await self._held(plan.round, this.reduced, value)
+            self._close(this)
+        return await self._held(plan.round, lambda: value(this.reduced))
+
+    def _open(self, plan: Plan, t: int, total: torch.Tensor) -> _Round:
+        """A round to which others may contribute from now on. Raises RoundAborted: a member has lied."""
+        parts = parts_of(plan)
+        try:
+            check = self._audits.open(plan, t, parts, total)
+        except Refused as refused:
+            raise RoundAborted(refused.text) from None
+        own = enumerate(parts[plan.members.index(self._me)])
+        chunks = {start: _Chunk(numel, index) for index, (start, numel) in own}
+        reduced = torch.empty(total.numel(), dtype=self._dtype)
+        this = self._rounds[plan.round] = _Round(plan, t, total, reduced, chunks, check)
+        pulse(self._started)
+        return this
+
+    async def _begin(self, this: _Round) -> list[asyncio.Task[None]]:
+        """Contribute to this replica's own chunks, and start the exchanges with the other owners."""
+        if this.check is not None:
+            await asyncio.to_thread(this.check.commit)
+        for start, chunk in this.chunks.items():
+            own = this.total[start : start + chunk.numel] if this.contributes(self._me) else None
+            self._contribute(this, start, self._me, own)
+            await asyncio.sleep(0)  # gigabytes must not keep heartbeats waiting
+        parts = zip(this.plan.members, parts_of(this.plan), strict=True)
+        others = {owner: part for owner, part in parts if part and owner != self._me}
+        this.owing.update(others)
+        return [asyncio.create_task(self._exchange(this, owner, part)) for owner, part in others.items()]
+
+    def _blamed_for(self, error: SwarmError, this: _Round) -> Sequence[PeerId]:
+        """The replicas for which a round failed: as the error says, or else those that gave too little."""
+        own_part = this.plan.parts[this.plan.members.index(self._me)]
+        owns_all = own_part == this.total.numel()  # so each member had all that it needs
+        match error:
+            case Withheld(nonces=nonces, products=products):
+                return products + nonces * owns_all
+            case PeerFault() if owns_all:
+                return [error.peer]
+            case _:  # another that waited for the same replica may have been quicker to say so
+                return this.stalled_by(NEARLY * self._first.limit_s)
+
+    def _close(self, this: _Round) -> None:
+        self._rounds.pop(this.plan.round, None)
+        text = f"round {this.plan.round[:8]} is void: the round ended"
+        for chunk in this.chunks.values():
+            fail(chunk.result, NotReady(text, version=this.t))
+        if this.check is not None:
+            self._audits.close(this.check)
 
     async def finish(
         self, round_name: str, sources: Sequence[PeerId], value: Callable[[torch.Tensor], torch.Tensor]
@@ -292,14 +309,12 @@ class AllReduce:
         Raises:
             SwarmError: see `SumAudits.finish`.
         """
-        assert self._audits is not None
-        return await self._held(round_name, await self._audits.finish(round_name, sources), value)
+        answers = await self._audits.finish(round_name, sources)
+        return await self._held(round_name, lambda: value(answers))
 
-    async def _held(
-        self, round_name: str, answers: torch.Tensor, value: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, Prepared]:
-        reduced = await asyncio.to_thread(value, answers)
-        return reduced, await asyncio.to_thread(holds, round_name, reduced, self._sqnorm)
+    async def _held(self, name: str, reduce: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Prepared]:
+        reduced = await asyncio.to_thread(reduce)
+        return reduced, await asyncio.to_thread(holds, name, reduced, self._sqnorm)
 
     def _sent_bytes(self, plan: Plan) -> int:
         lines = self._transport.lines
@@ -326,7 +341,7 @@ class AllReduce:
             contribution = chunk.contributions[name]
             if contribution is not None:
                 total += contribution
-        if this.check is not None and self._audits is not None and self._audits.consider is not None:
+        if this.check is not None and self._audits.consider is not None:
             this.check.sample(chunk.contributions)
         chunk.contributions.clear()
         try:
@@ -337,11 +352,8 @@ class AllReduce:
             return
         reduced = this.reduced[start : start + total.numel()]
         reduced.copy_(result)
-        proof, crc = None, 0
-        if this.check is None:
-            crc = checksum(buffers)
-        else:
-            proof = this.check.made(chunk.index, reduced)
+        crc = 0 if this.check else checksum(buffers)
+        proof = this.check.made(chunk.index, reduced) if this.check else None
         this.moved()
         chunk.result.set_result((PartDone(crc=crc, tensors=(meta,), proof=proof), buffers))
 
@@ -409,7 +421,7 @@ class AllReduce:
             start, numel = chunk
             tensors: tuple[TensorMeta, ...] = ()
             body: Sequence[Buffer] = ()
-            if this.plan.ledgers[this.plan.members.index(self._me)]:
+            if this.contributes(self._me):
                 meta, body = await asyncio.to_thread(
                     packed, this.total[start : start + numel], name="a gradient sum"
                 )
@@ -457,8 +469,7 @@ class AllReduce:
         chunk = this.chunks.get(part.start)
         if chunk is None or part.numel != chunk.numel or part.t != this.t:
             raise Refused(f"elements from {part.start} of step {part.t} are not a chunk that this peer owns")
-        expected = bool(this.plan.ledgers[this.plan.members.index(request.peer)])
-        if expected != bool(part.tensors) or len(part.tensors) > 1:
+        if this.contributes(request.peer) != bool(part.tensors) or len(part.tensors) > 1:
             raise Refused(
                 "the contribution does not fit the ledger: something was expected exactly if it is not empty"
             )

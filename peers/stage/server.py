@@ -111,7 +111,7 @@ class StagePeer:
         sums = SumAudits(run, stage, transport, self.convictions)
         self.contribution_audits = ContributionAudits(core, self.convictions, kept_work, sums)
         all_reduce = self.all_reduce = AllReduce(
-            run.id, core.me, transport, compute.sums.dtype, compute.sums.answer, compute.shared.sqnorm, sums
+            run.id, core.me, transport, compute.sums.dtype, sums, compute.sums.answer, compute.shared.sqnorm
         )  # fmt: skip
         self.store = CheckpointStore(
             run, stage, settings.resumed_from, tell=lambda it: emit(events.Trouble(text=f"passed over: {it}"))

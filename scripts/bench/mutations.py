@@ -860,8 +860,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-nobody-for-what-a-check-needs",
         ALL_REDUCE,
-        "by = products + nonces * owns_all",
-        "pass",
+        "                return products + nonces * owns_all",
+        "                return this.stalled_by(NEARLY * self._first.limit_s)",
         "One that withholds its nonce voids all rounds.",
         ("test_forged_results",),
     ),
@@ -876,8 +876,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "charge-nobody-for-a-bad-answer",
         ALL_REDUCE,
-        "by = [error.peer]",
-        "pass",
+        "                return [error.peer]",
+        "                return this.stalled_by(NEARLY * self._first.limit_s)",
         "One that says other products than it signed voids all rounds.",
         ("test_forged_results",),
     ),
@@ -2162,8 +2162,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "what-an-empty-ledger-has",
         ALL_REDUCE,
-        "own = total[start : start + chunk.numel] if plan.ledgers[mine] else None",
-        "own = total[start : start + chunk.numel]",
+        "own = this.total[start : start + chunk.numel] if this.contributes(self._me) else None",
+        "own = this.total[start : start + chunk.numel]",
         "The memory of a replica that computed nothing is added.",
         ("test_reduce",),
     ),
@@ -2178,8 +2178,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "void-round-not-told",
         ALL_REDUCE,
-        "                fail(chunk.result, NotReady(text, version=t))\n",
-        "                pass\n",
+        "            fail(chunk.result, NotReady(text, version=this.t))\n",
+        "            pass\n",
         "A member waits for a round that ended elsewhere.",
         ("test_reduce", "test_loops"),
     ),
@@ -2194,7 +2194,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "something-of-an-empty-ledger",
         ALL_REDUCE,
-        "if expected != bool(part.tensors) or len(part.tensors) > 1:",
+        "if this.contributes(request.peer) != bool(part.tensors) or len(part.tensors) > 1:",
         "if False:",
         "A member whose ledger is empty adds to the sum.",
         ("test_reduce",),

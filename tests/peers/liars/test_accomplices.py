@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def both_of_a_stage(change: Callable[[Any], None]) -> Callable[[Swarm, Trainer],
     def collude(s: Swarm, trainer: Trainer) -> None:
         for name in s.of_stage(1):
             rounds = s.peers[name].actions._all_reduce  # type: ignore
-            rounds._audits = None
+            rounds._audits = SimpleNamespace(open=lambda *_: None)
             change(rounds)
 
     return collude

@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import math
 import struct
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -245,7 +247,9 @@ async def test_a_reduce_is_void_whatever_a_member_answers() -> None:
         "run",
         Plan(round_id("run", 0, 0, 0, ("a", "z"), (1, 2), (3, 3)), 0, ("a", "z"), (1, 2), (3, 3)),
     )
-    mine = AllReduce(run, "a", network.join("a").transport, torch.float64, lambda total: total)
+    unchecked: Any = SimpleNamespace(open=lambda *_: None)
+    transport = network.join("a").transport
+    mine = AllReduce(run, "a", transport, torch.float64, unchecked, lambda total: total)
 
     async def stale(request: Request) -> Answer:
         raise Stale("step 0 is over", version=7)
