@@ -99,7 +99,7 @@ class Networked(Generic[OptionsT]):
             host=listening_host(options.host, join, options.announce), port=options.port,
             announce=options.announce, be_relay=not options.no_relay, direct=not options.no_direct,
             direct_port=options.direct_port,
-        )
+        )  # fmt: skip
         found, words = await settled(wanted, join, options.reach, needed=dialled)
         if words:
             self._emit(Note(text=words))

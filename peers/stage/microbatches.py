@@ -13,7 +13,7 @@ from peers.clock import now_s
 from peers.fault_points import fault_point, job_point
 from peers.incoming import Incoming
 from peers.ports import Answer, Rank, Request
-from peers.stage.next_stage import NextStage
+from peers.stage.next_stage import NextStage, WorkCall
 from peers.stage.open_step import Job, KeptMicrobatch, OpenStep
 from peers.stage.state import StageCore
 from peers.voices import REFRESH_S
@@ -381,10 +381,11 @@ class MicrobatchServer:
                 self._neighbours.answered(self._core.stage + 1, fwd.mb, done)
 
         body = [buffer for output in fwd.outputs for buffer in output.buffers]
-        peer, done, answer = await self._next.call(
-            work, body, max_answer_bytes=body_bytes(self._gradients), check=check,
-            closed=lambda: self._pointless(step, work), addressed=self._receipts.addressed, in_vain=in_vain,
+        how = WorkCall(
+            body=body, max_answer_bytes=body_bytes(self._gradients), check=check,
+            closed=lambda: self._pointless(step, work), addressed=self._receipts.addressed,
         )  # fmt: skip
+        peer, done, answer = await self._next.call(work, how, in_vain=in_vain)
         return peer, done, split(done.tensors, answer.body)
 
     def _pointless(self, step: OpenStep, onward: Work) -> SwarmError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,17 +11,43 @@ import msgspec
 
 from peers.clock import now_s
 from peers.ports import Answer, Buffer, NetworkPath
-from peers.stage_calls import StageCalls
+from peers.stage_calls import MAX_PAUSE_S, StageCalls
 from swarm.errors import NotNow, PeerFault, Refused, Stale, SwarmError
 from swarm.ids import Microbatch, PeerId
 from swarm.policy.router import NoPeerForStage
 from swarm.records import PeerRecord
 from swarm.wire.messages import Work, WorkDone, with_latency
 
-MAX_PAUSE_S = 1.0
-"""However long a peer says that it wants to be left alone."""
 Answered = tuple[PeerId, WorkDone, Answer]
 """By whom, and what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkCall:
+    """What goes with a microbatch to whichever peer of the stage does it, and which answers are taken."""
+
+    body: Sequence[Buffer]
+    max_answer_bytes: int
+    check: Callable[[PeerId, WorkDone, Answer], None]
+    """Raises BadAnswer for an answer that cannot be used."""
+    closed: Callable[[], SwarmError | None]
+    """Why the work need not be done any more, if so; it is raised."""
+    addressed: Callable[[Work, PeerId], Work] = lambda work, to: work
+    """The work as it is sent to a peer."""
+
+
+@dataclass(kw_only=True)
+class _Tried:
+    """The peers that are asked for a microbatch only if no other can be, by what they did."""
+
+    overtaken: PeerId
+    vain: set[PeerId]
+    busy: set[PeerId] = field(default_factory=set)
+    past: dict[PeerId, Stale] = field(default_factory=dict)
+    refusals: dict[PeerId, Refused] = field(default_factory=dict)
+
+    def peers(self) -> set[PeerId]:
+        return {self.overtaken, *self.vain, *self.busy, *self.past, *self.refusals}
 
 
 @dataclass(eq=False)
@@ -33,92 +59,88 @@ class NextStage(StageCalls):
     """Which peers answered a microbatch of the last steps."""
 
     async def call(
-        self,
-        work: Work,
-        body: Sequence[Buffer],
-        *,
-        max_answer_bytes: int,
-        check: Callable[[PeerId, WorkDone, Answer], None],
-        closed: Callable[[], SwarmError | None],
-        addressed: Callable[[Work, PeerId], Work] = lambda work, to: work,
-        in_vain: Collection[PeerId] = (),
-        overtaken: PeerId | None = None,
+        self, work: Work, how: WorkCall, *, in_vain: Collection[PeerId] = (), overtaken: PeerId = ""
     ) -> Answered:
         """Have `work` done by some peer of the stage.
 
         Args:
-            check: raises BadAnswer for an answer that cannot be used.
-            closed: why the work need not be done any more, if so; it is raised.
-            addressed: the work as it is sent to a peer.
             in_vain: peers that are asked again only if no other can be.
-            overtaken: another one than this, which has it and is late.
+            overtaken: another one than this, which has it and is late; empty: none is.
 
         Raises:
             Stale: the step is over, here, or for every peer there that can be asked.
             Refused: several peers refuse it; NotAdmitted: by the charter that one of them knows.
         """
-        refusals: dict[PeerId, Refused] = {}
-        busy: set[PeerId] = set()
-        past: dict[PeerId, Stale] = {}
-        vain = set(in_vain)
-        holder: PeerId | None = None
-        while (reason := closed()) is None:
+        tried = _Tried(overtaken=overtaken, vain=set(in_vain))
+        while (reason := how.closed()) is None:
             self._refresh_peers()
             try:
-                if not overtaken and (work.attempt > 0 or work.deepest >= 0):
-                    holder = await self._locate(work)
-                away = {*refusals, *busy, *past, *vain, *([overtaken] if overtaken else [])}
-                peer = holder if holder and holder not in away else self._choose(work, away)
+                peer, begun = await self._next_peer(work, tried)
             except NoPeerForStage as none:
-                if past:
-                    raise next(iter(past.values())) from None
-                busy.clear()
-                vain.clear()
-                refusals.clear()  # the others may be gone by now
-                await asyncio.sleep(min(1.0, max(0.05, none.retry_at - now_s())))
-                await self.directory.refresh({self.stage})
+                await self._wait_for_peers(none.retry_at, tried)
                 continue
             began = now_s()
             try:
-                asked = self._work(work, peer, body, max_answer_bytes, check, addressed, begun=peer == holder)
+                asked = self._work(work, peer, how, begun=begun)
                 if overtaken:
                     return await asked
-                again = partial(
-                    self.call, msgspec.structs.replace(work, attempt=work.attempt + 1), body,
-                    max_answer_bytes=max_answer_bytes, check=check, closed=closed, addressed=addressed,
-                    in_vain=tuple(vain), overtaken=peer,
-                )  # fmt: skip
-                return await self.unless_late(peer, work.t, asked, again)
+                again = msgspec.structs.replace(work, attempt=work.attempt + 1)
+                other = partial(self.call, again, how, in_vain=tuple(tried.vain), overtaken=peer)
+                return await self.unless_late(peer, work.t, asked, other)
             except PeerFault as fault:
                 self.lost(fault, t=work.t, since_s=began)
                 work = msgspec.structs.replace(work, attempt=work.attempt + 1)
             except NotNow as later:
-                busy.add(peer)
+                tried.busy.add(peer)
                 self.limits.put_off(peer, t=work.t, since_s=began, now=now_s())
-                if len(busy) >= len(self.router.peers(self.stage)):
+                if len(tried.busy) >= len(self.router.peers(self.stage)):
                     await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
-                    busy.clear()
+                    tried.busy.clear()
             except Stale as stale:
-                past[peer] = stale  # one that took the step by itself; others may lack the microbatch
+                tried.past[peer] = stale  # one that took the step by itself; others may lack the microbatch
             except Refused as refused:
-                refusals[peer] = refused
-                if peer not in self.counted():
-                    self.router.failed(peer, now=now_s())
-                if by := await self.refusing(refusals):
-                    refused = next((refusals[one] for one in sorted(by) if refusals[one].by_charter), refused)
-                    refused.text = f"stage {self.stage} refuses {work.t, work.m}: {refused.text}"
-                    raise refused from None
+                tried.refusals[peer] = refused
+                if (why := await self._refusal(peer, tried.refusals)) is not None:
+                    why.text = f"stage {self.stage} refuses {work.t, work.m}: {why.text}"
+                    raise why from None
         raise reason
 
-    async def _work(
-        self, work: Work, peer: PeerId, body: Sequence[Buffer], max_answer_bytes: int,
-        check: Callable[[PeerId, WorkDone, Answer], None], addressed: Callable[[Work, PeerId], Work], *,
-        begun: bool,
-    ) -> Answered:  # fmt: skip
-        """Have one peer do `work`, as `call`."""
-        began, onward = now_s(), addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
-        done, answer = await self.ask(peer, onward, body, max_answer_bytes=max_answer_bytes, begun=begun)
-        check(peer, done, answer)
+    async def _next_peer(self, work: Work, tried: _Tried) -> tuple[PeerId, bool]:
+        """The peer to ask, and whether it has the microbatch or computes it. Raises NoPeerForStage."""
+        holder = None
+        if not tried.overtaken and (work.attempt > 0 or work.deepest >= 0):
+            holder = await self._locate(work)
+        away = tried.peers()
+        if holder and holder not in away:
+            return holder, True
+        peer = self._choose(work, away)
+        return peer, peer == holder
+
+    async def _wait_for_peers(self, until_s: float, tried: _Tried) -> None:
+        """Give those that were tried another chance, a little later. Raises Stale: one of them said so."""
+        if tried.past:
+            raise next(iter(tried.past.values())) from None
+        tried.busy.clear()
+        tried.vain.clear()
+        tried.refusals.clear()  # the others may be gone by now
+        await asyncio.sleep(min(1.0, max(0.05, until_s - now_s())))
+        await self.directory.refresh({self.stage})
+
+    async def _refusal(self, peer: PeerId, refusals: Mapping[PeerId, Refused]) -> Refused | None:
+        """Why the stage refuses a microbatch, now that `peer` does; None: too few refuse it."""
+        if peer not in self.counted():
+            self.router.failed(peer, now=now_s())
+        by = sorted(await self.refusing(refusals))
+        by_charter = (refusals[one] for one in by if refusals[one].by_charter)
+        return next(by_charter, refusals[peer]) if by else None
+
+    async def _work(self, work: Work, peer: PeerId, how: WorkCall, *, begun: bool) -> Answered:
+        """Have one peer do `work`, which it may have `begun`."""
+        began, onward = now_s(), how.addressed(msgspec.structs.replace(work, route=work.route[1:]), peer)
+        done, answer = await self.ask(
+            peer, onward, how.body, max_answer_bytes=how.max_answer_bytes, begun=begun
+        )
+        how.check(peer, done, answer)
         took_s = now_s() - began
         self.limits.answered(took_s, now=now_s())
         # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.

@@ -1676,7 +1676,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-peers-end-of-a-step-is-everybodys",
         "peers/stage/next_stage.py",
-        "past[peer] = stale  # one",
+        "tried.past[peer] = stale  # one",
         "raise  # one",
         "A stage is done with a step when one of its peers is.",
         ("test_guards",),
@@ -2102,7 +2102,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "recompute-instead-of-asking",
         NEXT_STAGE,
-        "if not overtaken and (work.attempt > 0 or work.deepest >= 0):",
+        "if not tried.overtaken and (work.attempt > 0 or work.deepest >= 0):",
         "if False:",
         "What a peer has already is computed by another one again.",
         ("test_guards", "test_loops", "test_work"),
@@ -8275,8 +8275,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "pass-on-one-lie-among-old-charters",
         NEXT_STAGE,
-        "refused = next((refusals[one] for one in sorted(by) if refusals[one].by_charter), refused)",
-        "refused = min(refusals.values(), key=lambda said: said.by_charter)",
+        "return next(by_charter, refusals[peer]) if by else None",
+        "return min(refusals.values(), key=lambda said: said.by_charter) if by else None",
         "One liar of a later stage ends a trainer while its stage does not know the newest charter.",
         ("test_refusals",),
     ),
@@ -9294,8 +9294,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-the-same-for-another-gradient",
         NEXT_STAGE,
-        "vain = set(in_vain)",
-        "vain = set[PeerId]()",
+        "vain=set(in_vain)",
+        "vain=set[PeerId]()",
         "One whose gradients overflow is asked for them until the microbatch is refused.",
         ("test_work",),
     ),

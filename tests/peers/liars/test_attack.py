@@ -18,7 +18,7 @@ import torch
 
 from peers.ports import Answer, Buffer, Request
 from peers.stage.all_reduce import AllReduce, RoundAborted
-from peers.stage.next_stage import NextStage
+from peers.stage.next_stage import NextStage, WorkCall
 from swarm.errors import NotReady, Refused, Stale, SwarmError
 from swarm.ids import Generation
 from swarm.manifest import audit_run
@@ -354,11 +354,9 @@ async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float
     following = NextStage(
         "run", 1, me.transport, me.directory, Router(), stages=2, on_fault=lambda fault: None
     )
+    how = WorkCall(body=(), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
     for m in range(40):
-        await following.call(
-            Work(run="run", t=0, m=m, version=0), [], max_answer_bytes=0,
-            check=lambda peer, done, answer: None, closed=lambda: None,
-        )  # fmt: skip
+        await following.call(Work(run="run", t=0, m=m, version=0), how)
     assert min(asked.values()) >= 5
     await network.close()
 

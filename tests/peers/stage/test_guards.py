@@ -18,7 +18,7 @@ from peers.sim.swarm import AuditCompute
 from peers.stage import recovery
 from peers.stage.joining import LOST_S
 from peers.stage.microbatches import MAX_WAITING
-from peers.stage.next_stage import NextStage
+from peers.stage.next_stage import NextStage, WorkCall
 from peers.stage.open_step import KeptMicrobatch, OpenStep
 from peers.stage.pause import PeerLife
 from peers.stage_calls import StageCalls
@@ -165,6 +165,9 @@ async def test_of_requests_for_a_step_that_is_not_open_a_bounded_number_waits() 
 
 # --- the next stage -----------------------------------------------------------------------------------------
 
+ANY_ANSWER = WorkCall(body=(), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+"""Sends no tensors, and takes whatever comes."""
+
 
 def work(**changes: Any) -> Work:
     return Work(**{"run": TWO.id, "t": 0, "m": 0, "version": 0, "tensors": input_metas(TWO, 1), **changes})
@@ -183,9 +186,7 @@ async def test_a_microbatch_goes_to_who_has_it_else_to_who_is_suggested_and_not_
         return WorkDone(loss=0.0)
 
     async def goes_to(**changes: Any) -> str:
-        await following.call(
-            work(**changes), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None
-        )
+        await following.call(work(**changes), ANY_ANSWER)
         return asked[-1]
 
     line.answers["work"] = done
@@ -211,7 +212,7 @@ async def test_of_many_callers_each_has_less_patience_with_one_that_was_charged(
     limits_s = list[float]()
     for callers in (2, 5):
         records.known += [replica(run=TWO.id, stage=0, peer=f"{callers} {each}") for each in range(callers)]
-        await following.call(work(), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+        await following.call(work(), ANY_ANSWER)
         limits_s.append(following.limits.limit_s("a", [], t=0))
     assert limits_s[1] < limits_s[0] - 1.0
 
@@ -235,7 +236,7 @@ async def test_what_failed_once_goes_to_one_that_is_known(caller: str) -> None:
 
     line.answers["work"] = done
     onward = work(route=("a",))
-    await following.call(onward, (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+    await following.call(onward, ANY_ANSWER)
     assert asked[0] == "a" and asked[1] in "fg" and len(asked) == 2
 
 
@@ -254,9 +255,7 @@ async def test_what_is_over_for_one_peer_of_a_stage_goes_to_another_and_is_over_
         return WorkDone(loss=0.0)
 
     async def call() -> str:
-        found = await following.call(
-            work(route=("a",)), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None
-        )
+        found = await following.call(work(route=("a",)), ANY_ANSWER)
         return found[0]
 
     line.answers["work"] = done
@@ -289,9 +288,7 @@ async def test_those_whose_word_does_not_count_refuse_nothing_for_their_stage() 
     line.answers["status"] = lambda peer, _: PeerStatus(
         peer=peer, stage=1, state="serving", device="", since=0.0, version=0
     )
-    found = await following.call(
-        work(route=("a",)), (), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None
-    )
+    found = await following.call(work(route=("a",)), ANY_ANSWER)
     assert found[0] == "h" and line.calls["work"] == 5
 
 
