@@ -21,7 +21,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -128,6 +128,9 @@ _Help = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
 class _Parser(argparse.ArgumentParser):
     """argparse with our exit code, and the fix in the message."""
 
+    def __init__(self, **terms: Any) -> None:
+        super().__init__(formatter_class=_Help, allow_abbrev=False, **terms)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         for word in itertools.takewhile(lambda word: word != "--", args or ()):
             flag = word.partition("=")[0]
@@ -186,14 +189,9 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     if set(OWNERS) & set(described):
         listed.append(f"\n  for a run's owner: {', '.join(OWNERS)}\n  and: {', '.join(OTHERS)}")
     parser = _Parser(
-        prog="swarm",
-        description=DESCRIPTION + "".join(listed),
-        formatter_class=_Help,
-        usage=argparse.SUPPRESS,
+        prog="swarm", description=DESCRIPTION + "".join(listed), usage=argparse.SUPPRESS, add_help=False,
         epilog="Start: swarm demo   Help: swarm COMMAND --help   Version: swarm --version",
-        allow_abbrev=False,
-        add_help=False,
-    )
+    )  # fmt: skip
     # The last line tells of these two: the commands take all of a screen.
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="store_true", help=argparse.SUPPRESS)
@@ -203,16 +201,10 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     )
     for name, (text, usage, examples) in described.items():
         one = each.add_parser(
-            name,
-            help=text,
-            fromfile_prefix_chars="@" if takes_join_file(name) else None,
-            prog=f"swarm {name}",
-            description=text,
-            formatter_class=_Help,
-            usage=f"swarm {name} {usage}",
+            name, prog=f"swarm {name}", help=text, description=text, usage=f"swarm {name} {usage}",
             epilog="\n  ".join(("examples:" if examples[1:] else "example:", *examples)),
-            allow_abbrev=False,
-        )
+            fromfile_prefix_chars="@" if takes_join_file(name) else None,
+        )  # fmt: skip
         add_options(one, options_of(name))
         if name in ROLES:
             add_options(one, ProcessOptions)
@@ -336,55 +328,66 @@ def _with_signals(
     """
 
     async def main() -> int:
-        loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(run())
-        say_leaving: asyncio.Future[None] | None = None
+        leaving: asyncio.Future[None] | None = None
+        failure: BaseException | None = None
         stopped = False
 
-        def hang_up(done: asyncio.Future[None]) -> None:
-            # A `leave()` that fails must not leave the process running for ever.
-            if not done.cancelled() and done.exception() is not None:
-                work.cancel()
+        def has_left(done: asyncio.Future[None]) -> None:
+            nonlocal failure
+            failure = None if done.cancelled() else done.exception()
+            if failure is not None:
+                work.cancel()  # else the process would run for ever
 
         def stop() -> None:
-            nonlocal say_leaving, stopped
-            if leave is not None and say_leaving is None and not preparing():
+            nonlocal leaving, stopped
+            if leave is not None and leaving is None and not preparing():
                 on_leave()
-                say_leaving = asyncio.ensure_future(leave())
-                say_leaving.add_done_callback(hang_up)
+                leaving = asyncio.ensure_future(leave())
+                leaving.add_done_callback(has_left)
                 return
             stopped = True
             work.cancel()
 
-        # Under nohup the terminal's end is not for us.
-        hang_ups = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-        numbers = (signal.SIGINT, signal.SIGTERM, *hang_ups)
-        for signum in numbers:
-            loop.add_signal_handler(signum, stop)
-        try:
-            result = await work
-        except asyncio.CancelledError:
-            if not stopped and say_leaving is not None and say_leaving.done() and not say_leaving.cancelled():
-                say_leaving.result()  # raises what went wrong
-            if stopped and leave is not None:
-                _end_now(Exit.STOPPED)
-            return Exit.STOPPED
-        except SwarmError as error:
-            if ends_now(error):
-                _end_now(exit_code(error))
-            raise
-        finally:
-            if say_leaving is not None:
-                await end_tasks([say_leaving])
-            for signum in numbers:
-                loop.remove_signal_handler(signum)
-                # Torch takes a while to end a process that is done: an impatient user must not make it fail.
-                signal.signal(signum, signal.SIG_IGN)
+        with _signals_call(stop):
+            try:
+                result = await work
+            except asyncio.CancelledError:
+                if stopped and leave is not None:
+                    _end_now(Exit.STOPPED)
+                if failure is not None and not stopped:
+                    raise failure from None
+                return Exit.STOPPED
+            except SwarmError as error:
+                if ends_now(error):
+                    _end_now(exit_code(error))
+                raise
+            finally:
+                if leaving is not None:
+                    await end_tasks([leaving])
         return int(result) if isinstance(result, int) else Exit.OK
 
     import uvloop
 
     return uvloop.run(main())
+
+
+@contextlib.contextmanager
+def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop`; after it they do nothing: torch takes a
+    while to end a process that is done, and an impatient user must not make it fail.
+    """
+    loop, numbers = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the terminal's end is not for us
+        numbers.append(signal.SIGHUP)
+    for signum in numbers:
+        loop.add_signal_handler(signum, stop)
+    try:
+        yield
+    finally:
+        for signum in numbers:
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_IGN)
 
 
 def _end_now(code: Exit) -> NoReturn:
