@@ -59,13 +59,10 @@ class Counted(NamedTuple):
 
 
 async def count_again(
-    kept: KeptWork,
-    device: StageDevice,
-    recount: Recount,
-    members: Sequence[PeerId],
+    kept: KeptWork, device: StageDevice, recount: Recount, members: Sequence[PeerId],
     microbatches: Sequence[Microbatch],
     saw: Callable[[Microbatch, Shown, Shown | None], None] = lambda mb, came, made: None,
-) -> Counted:
+) -> Counted:  # fmt: skip
     """Add microbatches as they are shown, each by the first of the `members` that keeps it, and compare what
     that one sent on.
 

@@ -55,14 +55,10 @@ _NEAR_STRETCH = 0.2
 
 
 async def ask_around(
-    holders: Mapping[bytes, Sequence[PeerId]],
-    spare: Mapping[bytes, Sequence[PeerId]],
-    ask: Callable[[PeerId, Sequence[bytes]], asyncio.Task[bool]],
-    rng: random.Random,
-    *,
-    answers: int,
+    holders: Mapping[bytes, Sequence[PeerId]], spare: Mapping[bytes, Sequence[PeerId]],
+    ask: Callable[[PeerId, Sequence[bytes]], asyncio.Task[bool]], rng: random.Random, *, answers: int,
     limit_s: float,
-) -> None:
+) -> None:  # fmt: skip
     """Have so many nodes answer for each key, of those that hold it.
 
     The keys of a node that fails, or is late, are asked of others; a late answer counts. What still comes

@@ -153,14 +153,9 @@ class Checkpoint:
         return safetensors_file.read(_KIND, path, index, expected, only=only, progress=progress)
 
     def save(
-        self,
-        tensors: dict[str, torch.Tensor],
-        *,
-        keep: int = KEEP,
-        together: Collection[Stage] | None = None,
-        voiced: bool = True,
-        signed: Sequence[Word] = (),
-    ) -> None:
+        self, tensors: dict[str, torch.Tensor], *, keep: int = KEEP,
+        together: Collection[Stage] | None = None, voiced: bool = True, signed: Sequence[Word] = (),
+    ) -> None:  # fmt: skip
         """Write it; older ones of the stage beyond `keep` are removed, and before them those without voice.
 
         The newest step that every stage has in the folder is never removed, however many newer ones there

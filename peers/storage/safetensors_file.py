@@ -92,13 +92,9 @@ def info(tensor: torch.Tensor) -> TensorInfo:
 
 
 def write(
-    file: Any,
-    shapes: Mapping[str, torch.Tensor],
-    value: Callable[[str], torch.Tensor],
-    metadata: Mapping[str, str],
-    *,
-    progress: Progress = unheard,
-) -> tuple[str, int]:
+    file: Any, shapes: Mapping[str, torch.Tensor], value: Callable[[str], torch.Tensor],
+    metadata: Mapping[str, str], *, progress: Progress = unheard,
+) -> tuple[str, int]:  # fmt: skip
     """Write a safetensors file; returns its SHA-256 and size.
 
     Args:
@@ -199,14 +195,9 @@ def verify(kind: FileKind, path: Path, sha256: str, bytes: int, progress: Progre
 
 
 def read(
-    kind: FileKind,
-    path: Path,
-    told: Described,
-    expected: tuple[str, Mapping[str, TensorInfo]],
-    *,
-    only: Collection[str] | None = None,
-    progress: Progress = unheard,
-) -> dict[str, torch.Tensor]:
+    kind: FileKind, path: Path, told: Described, expected: tuple[str, Mapping[str, TensorInfo]], *,
+    only: Collection[str] | None = None, progress: Progress = unheard,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """The tensors of a file, verified; on the CPU, and finite.
 
     Args:

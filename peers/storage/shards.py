@@ -98,14 +98,9 @@ def write_shard(path: Path, tokens: Iterable[np.ndarray], dtype: Narrow, vocab_s
 
 
 def make_index(
-    folder: Path,
-    sources: Sequence[Source],
-    dtype: Narrow,
-    tokenizer: str = "",
-    *,
-    eos: int | None = None,
+    folder: Path, sources: Sequence[Source], dtype: Narrow, tokenizer: str = "", *, eos: int | None = None,
     jobs: int = 1,
-) -> Index:
+) -> Index:  # fmt: skip
     """Put the index of shards on this machine into a folder: all of them are read.
 
     Args:

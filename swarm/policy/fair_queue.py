@@ -198,15 +198,9 @@ class FairQueue:
         return took_s <= MUCH_SLOWER * min(tooks_s, default=math.inf) + MUCH_LATER_S
 
     def next(
-        self,
-        backoff: Backoff,
-        *,
-        now: float,
-        exclude: Collection[PeerId],
-        horizon_s: float,
-        latency_s: Callable[[PeerId], float] | None = None,
-        new: bool = True,
-    ) -> Candidate | None:
+        self, backoff: Backoff, *, now: float, exclude: Collection[PeerId], horizon_s: float,
+        latency_s: Callable[[PeerId], float] | None = None, new: bool = True,
+    ) -> Candidate | None:  # fmt: skip
         """Choose a peer; None if none can be asked.
 
         `new`: one that has not answered yet may be chosen.
@@ -232,13 +226,9 @@ class FairQueue:
         return chosen
 
     def _nearest(
-        self,
-        limit_s: float,
-        now: float,
-        exclude: Collection[PeerId],
-        latency_s: Callable[[PeerId], float] | None,
-        new: bool,
-    ) -> Candidate | None:
+        self, limit_s: float, now: float, exclude: Collection[PeerId],
+        latency_s: Callable[[PeerId], float] | None, new: bool,
+    ) -> Candidate | None:  # fmt: skip
         """The best of the next candidates that answer in time; those that do not are late from now on."""
         for peer in sorted(self._late):
             if self.known[peer].in_time(limit_s, now):

@@ -87,13 +87,9 @@ class _Replica(NamedTuple):
 
 
 def rebalance(
-    records: Iterable[PeerRecord],
-    *,
-    stages: int,
-    period_s: float,
-    now_s: float,
+    records: Iterable[PeerRecord], *, stages: int, period_s: float, now_s: float,
     place: _Named = "stage {}".format,
-) -> Moves:
+) -> Moves:  # fmt: skip
     """The moves of this period, or why there are none.
 
     Args:
@@ -349,13 +345,9 @@ class _Levelling:
     """
 
     def __init__(
-        self,
-        by_stage: Sequence[Sequence[_Replica]],
-        anchors: set[PeerId | None],
-        download_s: Sequence[float],
-        place: _Named,
-        horizon_s: float,
-    ) -> None:
+        self, by_stage: Sequence[Sequence[_Replica]], anchors: set[PeerId | None],
+        download_s: Sequence[float], place: _Named, horizon_s: float,
+    ) -> None:  # fmt: skip
         self.by_stage, self.download_s, self.place, self.horizon_s = by_stage, download_s, place, horizon_s
         self.levels = [_speed(there) for there in by_stage]
         self._serving = [sum(replica.serving for replica in there) for there in by_stage]

@@ -149,13 +149,9 @@ def start_encode(
 
 
 def decode(
-    meta: TensorMeta,
-    buffers: Sequence[Buffer],
-    *,
-    device: str | torch.device = "cpu",
-    expected: TensorMeta | None = None,
-    name: str = "a tensor",
-) -> torch.Tensor:
+    meta: TensorMeta, buffers: Sequence[Buffer], *, device: str | torch.device = "cpu",
+    expected: TensorMeta | None = None, name: str = "a tensor",
+) -> torch.Tensor:  # fmt: skip
     """The tensor that was encoded, on `device`, checked. `expected`: what it must be; None: anything.
 
     With codec `none` on the CPU the tensor may share memory with a writable buffer.
