@@ -8139,8 +8139,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "no-word-of-those-that-are-left-out",
         COORDINATOR,
-        "                decision = rounds.proven_by(decision, others, self.voice)\n",
-        "                pass\n",
+        "            decision = rounds.proven_by(decision, others, self.voice)\n",
+        "            pass\n",
         "A commit waits for the word of a replica until its rest is over.",
         ("test_believing",),
     ),
@@ -8362,7 +8362,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "make-a-result-again-that-is-not-believed",
         COORDINATOR,
-        "            self._forget_plan(t, reports)\n",
+        "        self._forget_plan(t, reports)\n",
         "",
         "A newcomer has a replica begin its step again and again: the run stands still.",
     ),
@@ -8376,7 +8376,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "unready-before-a-result-was-found",
         COORDINATOR,
-        "if not {(t, peer) for t, peers in self._left_out.items() for peer in peers} <= before:",
+        "if not self._all_left_out() <= before:",
         "if False:",
         "A result is given up though another coordinator of its stage has told it: the run goes back.",
     ),

@@ -174,57 +174,64 @@ class StageCoordinator:
 
     def decide(self, *, now: float) -> None:
         """Decide on each open step, from the reports that are here."""
-        before = {(t, peer) for t, peers in self._left_out.items() for peer in peers}
+        before = self._all_left_out()
         self._decisions, self._left_out, self._doubled = {}, {}, {}
         resting = (p for p in {*self.members, *self.voice} if self.blame.left_out(p, now=now))
         self._resting = tuple(sorted(resting))[:MAX_LEFT_OUT]
         newest = self.newest = self.newest_version()
         there = {p: report for p, report in self.present().items() if report.version == newest}
         self._at_newest = {p: there[p] for p in heard(there, self.voice)}
-        uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
         until = min(newest + (2 if self._run.delayed_updates else 1), self._run.steps)
         for t in range(newest - self._holds_back(newest - 1), until):
-            reports = self._reported(t)
-            believable = self._believable(t, reports)
-            self._left_out[t] = reports.keys() - believable.keys()
-            # Those that cost too much do not count.
-            steps = {p: step for p, step in believable.items() if not self.blame.left_out(p, now=now)}
-            self._forget_plan(t, reports)
-            # What those hold that are left out is run again: while they do, no result without it is believed.
-            rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
-            self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
-            steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
-            if not steps and not self._left_out[t]:
-                continue
-            blame, plan = self.blame, self._plans.get(t)
-            decision = rounds.decide(
-                self._run.id, self._stage, t, self._run.microbatches(t), self._numel,
-                blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
-                owners=blame.owners(t, plan, steps, now=now),
-            )  # fmt: skip
-            if isinstance(decision, rounds.FetchResult):
-                others = {p: step for p, step in believable.items() if p not in steps}
-                decision = rounds.proven_by(decision, others, self.voice)
-            self._decisions[t] = decision
-            by = decision.by if isinstance(decision, rounds.Undo) else {}
-            blame.undoing((t, self._agreed.generation), by, steps, now=now)
-            self._left_out[t] |= self._alone_with_a_result(t, decision, reports)
-            if isinstance(decision, rounds.Reduce):
-                self._plans[t] = decision.plan
-                self.heard(t, decision.plan)
-                blame.planned(t, now=now)
-            if isinstance(decision, rounds.FetchResult):
-                blame.prepared(t, decision, plan, steps, now=now)
-            if isinstance(decision, (rounds.Reduce, rounds.FetchResult)):
-                self._note_loss(t, steps)
-            if isinstance(decision, rounds.FetchResult) and decision.ready:
-                self.unready.discard(t)
-        if not {(t, peer) for t, peers in self._left_out.items() for peer in peers} <= before:
+            self._decide_step(t, now)
+        if not self._all_left_out() <= before:
             self.forget_answers()  # another coordinator may have told their results since
         self.blame.forget(newest)
         for known in (self._plans, self._rounds, self._alone_since, self._told_ready):
             for t in [t for t in known if t < newest]:
                 del known[t]
+
+    def _all_left_out(self) -> set[tuple[int, PeerId]]:
+        return {(t, peer) for t, peers in self._left_out.items() for peer in peers}
+
+    def _decide_step(self, t: int, now: float) -> None:
+        reports = self._reported(t)
+        believable = self._believable(t, reports)
+        self._left_out[t] = reports.keys() - believable.keys()
+        # Those that cost too much do not count.
+        steps = {p: step for p, step in believable.items() if not self.blame.left_out(p, now=now)}
+        self._forget_plan(t, reports)
+        # What those hold that are left out is run again: while they do, no result without it is believed.
+        rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
+        self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
+        steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
+        if not steps and not self._left_out[t]:
+            return
+        blame, plan = self.blame, self._plans.get(t)
+        uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
+        decision = rounds.decide(
+            self._run.id, self._stage, t, self._run.microbatches(t), self._numel,
+            blame.computing(t, steps, now=now), plan, uploads_bps, self.voice,
+            owners=blame.owners(t, plan, steps, now=now),
+        )  # fmt: skip
+        if isinstance(decision, rounds.FetchResult):
+            others = {p: step for p, step in believable.items() if p not in steps}
+            decision = rounds.proven_by(decision, others, self.voice)
+        self._decisions[t] = decision
+        by = decision.by if isinstance(decision, rounds.Undo) else {}
+        blame.undoing((t, self._agreed.generation), by, steps, now=now)
+        self._left_out[t] |= self._alone_with_a_result(t, decision, reports)
+        if isinstance(decision, rounds.Reduce):
+            self._plans[t] = decision.plan
+            self.heard(t, decision.plan)
+            blame.planned(t, now=now)
+        elif isinstance(decision, rounds.FetchResult):
+            blame.prepared(t, decision, plan, steps, now=now)
+            if decision.ready:
+                self.unready.discard(t)
+        else:
+            return
+        self._note_loss(t, steps)
 
     def _holds_back(self, t: int) -> bool:
         """Whether this peer has the result of a step that others took by a commit it does not believe."""
