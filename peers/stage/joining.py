@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from peers import events
 from peers.clock import now_s
@@ -14,7 +15,7 @@ from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import is_keeper
 from peers.transfer.leases import Snapshot
-from swarm.ids import Position
+from swarm.ids import PeerId, Position
 from swarm.protocol.protocol import LOST_S
 from swarm.protocol.rollback import Join, furthest, join_by
 from swarm.protocol.voice import heard, weight
@@ -42,33 +43,48 @@ async def join(
     if await _resume(core, recovery, store, folder, records):
         records = await core.directory.refresh()
     while True:
-        others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
-        said = await core.ask(others)
-        told = {peer: status.position for peer, status in said.items()}
-        there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
-        replicas = {peer: told[peer] for peer in there if peer in told}
-        of_all = core.voices.of_all()
-        counting = heard(told, of_all)
-        serve = [(told[p], weight(p, of_all)) for p in counting if said[p].state == "serving"]
-        claimed = max((told[peer] for peer in counting), default=Position())
-        run = furthest(serve) if serve and of_all else claimed
-        voice = core.voice()
-        counted = [replicas[peer] for peer in heard(replicas, voice)]
-        silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
-        slow = counted and silent and now_s() < voiced_until  # those with voice may yet answer
-        by = None if slow else join_by(core.position, counted, run)
-        if by is Join.SERVE or (by is Join.DOWNLOAD and await recovery.follow(replicas)):
+        seen = await _ask_others(core, records)
+        slow = seen.counted and seen.silent and now_s() < voiced_until  # those with voice may yet answer
+        by = None if slow else join_by(core.position, seen.counted, seen.run)
+        if by is Join.SERVE or (by is Join.DOWNLOAD and await recovery.follow(seen.replicas)):
             break
         if by is Join.LOST:
             if lost_since is None:
                 lost_since = now_s()
-                core.emit(events.StageLost(stage=core.stage, version=run.version))
+                core.emit(events.StageLost(stage=core.stage, version=seen.run.version))
             waited_s = now_s() - lost_since
-            if waited_s > LOST_S and await recovery.restore(run, waited_s=waited_s):
+            if waited_s > LOST_S and await recovery.restore(seen.run, waited_s=waited_s):
                 break
         await asyncio.sleep(RETRY_S)
         records = await core.directory.refresh()
     await core.open_steps()
+
+
+class _Seen(NamedTuple):
+    """What the other peers say of the run, and of the stage that is joined."""
+
+    run: Position
+    replicas: dict[PeerId, Position]
+    counted: list[Position]
+    """Of the replicas whose word counts."""
+    silent: bool
+    """Replicas with voice are announced, and none of them answers."""
+
+
+async def _ask_others(core: StageCore, records: Sequence[PeerRecord]) -> _Seen:
+    others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
+    said = await core.ask(others)
+    told = {peer: status.position for peer, status in said.items()}
+    there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
+    replicas = {peer: told[peer] for peer in there if peer in told}
+    of_all, voice = core.voices.of_all(), core.voice()
+    counting = heard(told, of_all)
+    serve = [(told[p], weight(p, of_all)) for p in counting if said[p].state == "serving"]
+    claimed = max((told[peer] for peer in counting), default=Position())
+    run = furthest(serve) if serve and of_all else claimed
+    counted = [replicas[peer] for peer in heard(replicas, voice)]
+    silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
+    return _Seen(run, replicas, counted, silent)
 
 
 async def _resume(

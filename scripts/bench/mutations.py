@@ -4310,7 +4310,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "join-without-those-with-voice",
         JOINING,
-        "counted and silent and now_s() < voiced_until",
+        "seen.counted and seen.silent and now_s() < voiced_until",
         "False",
         "A newcomer takes the state of strangers while those with voice are slow to answer.",
         ("test_believing",),
