@@ -64,7 +64,7 @@ class PausedPeer:
 
     def _keep(self, kept: Snapshot | None) -> None:
         self.kept = kept
-        for version, tensors in (*kept.pinned.items(), (kept.version, kept.tensors)) if kept else ():
+        for version, tensors in kept.versions if kept else ():
             self._store.pin(version, tensors)
 
     async def begin(self, spare: Spare | None, emit: Emit) -> None:

@@ -71,6 +71,21 @@ NO_TRAINER_S = 15.0
 class StagePeer:
     """Serves `stage` of `run` until told to leave or to pause."""
 
+    moving_to: Stage | None = None
+    """The stage that this device serves next, once `run` has returned."""
+    spare: Spare | None = None
+    """Why it ended, if it stands by."""
+    paused = False
+    """`run` returned, or is about to, for a pause: the place is kept."""
+    alone = False
+    """When it paused, no other peer served its stage: the run stands still."""
+    has_joined = False
+    """It has, or had, the weights of its stage."""
+    _first_version = 0
+    _owner_waits = False
+    """It leaves or pauses on its owner's command; one that moves has as much time as one that serves."""
+    _failure: SetupError | None = None
+
     def __init__(
         self, run: Run, stage: Stage, compute: StageCompute, transport: Transport, directory: Directory,
         settings: StageSettings, emit: events.Emit, *, kept: Snapshot | None = None,
@@ -79,23 +94,20 @@ class StagePeer:
         """`kept`: of the pause that it comes back from. `device`: by default threads of its own."""
         emit = telling_cells(run, emit)
         self._run, self.stage, self._settings, self._emit = run, stage, settings, emit
+        self._leaving = asyncio.Event()
+        self.kept = kept
+        """The state for the time after a pause, in host memory; None while the device has it."""
+        # The other peers, without those that were shown to lie.
         self.convictions = Convictions(run, stage, transport, own_directory(run, directory), emit)
         everywhere = self.convictions.trusted(directory)
         islands = Islands(run, transport.signer, everywhere, lambda: core.version)
         self._directory = directory = own_directory(run, everywhere)
+        # This stage, and what it computes of microbatches.
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         backoff = Backoff(probed=True)
         self.core = core = StageCore(run, stage, compute, transport, directory, backoff, emit, device=device)
         self._prober = Prober(run.id, transport, directory, backoff)
-        next_stage = None
-        if stage < run.S - 1:
-            next_stage = NextStage(
-                run.id, stage + 1, transport, directory, Router(backoff, caller=core.me), stages=run.S,
-                on_fault=lambda fault: emit(events.PeerLost.at_work(fault, stage + 1, run.S)),
-                trusted=self.convictions.while_trusted,
-                heard=lambda peers: heard(peers, core.voices.of(stage + 1)),
-            )  # fmt: skip
-        self._next_stage = next_stage
+        next_stage = self._next_stage = None if core.is_last else self._calls_to(stage + 1)
         neighbours = None
         if run.S > 1 and is_audited(run):
             neighbours = Neighbours(run, stage, transport, directory, self._answered_wrongly)
@@ -105,18 +117,20 @@ class StagePeer:
             upload_bps=settings.upload_bps,
         )  # fmt: skip
         self.evaluations = EvaluationServer(core)
+        # Audits of what replicas answered, contributed and added up.
         serve_kept(core)
         kept_work = KeptWork(run, stage, transport, directory, lambda: core.version)
         self.answer_audits = AnswerAudits(core, self.convictions, kept_work, neighbours)
         sums = SumAudits(run, stage, transport, self.convictions)
         self.contribution_audits = ContributionAudits(core, self.convictions, kept_work, sums)
+        # Steps: the sums, the states, and what the protocol asks for.
         all_reduce = self.all_reduce = AllReduce(
             run.id, core.me, transport, compute.sums.dtype, sums, compute.sums.answer, compute.shared.sqnorm
         )  # fmt: skip
         self.store = CheckpointStore(
             run, stage, settings.resumed_from, tell=lambda it: emit(events.Trouble(text=f"passed over: {it}"))
         )
-        for version, tensors in (*kept.pinned.items(), (kept.version, kept.tensors)) if kept else ():
+        for version, tensors in kept.versions if kept else ():
             if run.is_saved(version):
                 self.store.pin(version, tensors)  # all stages saved it: perhaps the run goes back to it
         self.coordination = StepCoordination(
@@ -140,23 +154,14 @@ class StagePeer:
             core, settings, self.coordination, self.microbatches, all_reduce, self.moving, self.evaluations
         )
         self.convictions.on_conviction = self._do_without
-        self._leaving = asyncio.Event()
-        self._owner_waits = False
-        """It leaves or pauses on its owner's command; one that moves has as much time as one that serves."""
-        self._failure: SetupError | None = None
-        self.moving_to: Stage | None = None
-        """The stage that this device serves next, once `run` has returned."""
-        self.spare: Spare | None = None
-        """Why it ended, if it stands by."""
-        self.paused = False
-        """`run` returned, or is about to, for a pause: the place is kept."""
-        self.has_joined = False
-        """It has, or had, the weights of its stage."""
-        self.kept = kept
-        """The state for the time after a pause, in host memory; None while the device has it."""
-        self.alone = False
-        """When it paused, no other peer served its stage: the run stands still."""
-        self._first_version = 0
+
+    def _calls_to(self, stage: Stage) -> NextStage:
+        core, run = self.core, self._run
+        return NextStage(
+            run.id, stage, core.transport, core.directory, Router(core.backoff, caller=core.me), stages=run.S,
+            on_fault=lambda fault: self._emit(events.PeerLost.at_work(fault, stage, run.S)),
+            trusted=self.convictions.while_trusted, heard=lambda peers: heard(peers, core.voices.of(stage)),
+        )  # fmt: skip
 
     async def run(self) -> None:
         """Join, serve, and return after `leave`.

@@ -56,6 +56,11 @@ class Snapshot(NamedTuple):
     pinned: Mapping[int, Mapping[str, torch.Tensor]] = {}
     """Other versions that the peer keeps, of one that pauses."""
 
+    @property
+    def versions(self) -> list[tuple[int, Mapping[str, torch.Tensor]]]:
+        """All of them with their tensors, this one last."""
+        return [*self.pinned.items(), (self.version, self.tensors)]
+
 
 class _Reader(msgspec.Struct):
     opened_at: float
