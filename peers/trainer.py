@@ -132,8 +132,46 @@ def entering(run: Run, rows: np.ndarray | list[np.ndarray]) -> list[Buffer]:
     return [buffer for tensor in model_inputs(run, rows) for buffer in encode(tensor, "none").buffers]
 
 
+def samples_of(run: Run, batches: Batches, offsets: list[int]) -> tuple[list[Buffer], list[Buffer]]:
+    """What stage 0 is sent of samples, and what proves that they are the run's, if it is asked for."""
+    body = entering(run, batches.batch(offsets))
+    if not run.data.root:
+        return body, []
+    assert isinstance(batches, Proving), "a run with a data.root has one array of tokens"
+    return body, [batches.prove(run, offsets)]
+
+
+def nothing_to_do(run: Run, version: int, last_step: int) -> str:
+    """Why a trainer ends that has run nothing."""
+    if last_step >= run.steps:
+        return f"the run has taken all of its {run.steps} steps"
+    return (
+        f"the run has taken {version} steps, so --steps {last_step} is reached: it counts the run's steps "
+        "from its beginning, not this trainer's"
+    )
+
+
 class Trainer:
     """Runs microbatches until the run is finished, or `leave` is called."""
+
+    _generation, _version = Generation(), 0
+    """Where the run is, as far as is known."""
+    _told = False
+    """That was heard from a peer."""
+    _behind_since: float | None = None
+    """Since when it is said to be earlier."""
+    _asked_at, _reached = -math.inf, Position()
+    """When the peers of all stages bore that out last, and what they had reached."""
+    _held_by_all = -1
+    """The version that every stage has: until it is the last one, some stage may be lost and need this
+    trainer."""
+    _startable = -1
+    """The newest step that a microbatch could be started of, were one due."""
+    _leaving = False
+    _failure: SwarmError | None = None
+    _looked_s, _woke_s = math.inf, -math.inf
+    """When it last looked at the records, in Unix seconds, which go on while a machine sleeps; and when that
+    had last been long ago."""
 
     def __init__(
         self, run: Run, batches: Batches, transport: Transport, directory: Directory,
@@ -166,30 +204,16 @@ class Trainer:
         )
         self._rooms: dict[Stage, int] = {}
         """Microbatches that the peers of each stage take at once."""
-        self._generation = Generation()
         self._served: set[int] = set()
         """Stages that some peer serves; said once when none does any more."""
-        self._version = 0
-        self._startable = -1
-        """The newest step that a microbatch could be started of, were one due."""
-        self._held_by_all = -1
-        """The version that every stage has: until it is the last one, some stage may be lost and need this
-        trainer."""
-        self._behind_since: float | None = None
-        self._told = False
-        """The version was heard from a peer."""
-        self._asked_at, self._reached = -math.inf, Position()
-        """When the peers of all stages bore that out last, and what they had reached."""
         self._running: dict[asyncio.Task[None], int] = {}
         """In flight, with the step that each belongs to."""
         self._changed = asyncio.Event()
-        self._leaving = False
-        self._attempts: dict[Microbatch, int] = {}
+        self._attempts = Counter[Microbatch]()
         self._refusals: dict[Microbatch | None, dict[PeerId, Refused]] = {}
         """By whom a microbatch is refused; None: this trainer, by the charter that they know."""
         self._past: dict[PeerId, int] = {}
         """Peers of stage 0 that say that a step is over, and the newest such step."""
-        self._failure: SwarmError | None = None
         self.may_end: Callable[[], bool] = lambda: True
         """Whether this trainer is needed no more once its own steps are taken."""
         self.losses: dict[Microbatch, float] = {}
@@ -197,8 +221,6 @@ class Trainer:
         self.step_losses: dict[int, float] = {}
         """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
         self._step_began = self._slow_told = now_s()
-        self._looked_s, self._woke_s = math.inf, -math.inf
-        """When it last looked at the records, in Unix seconds, which go on while a machine sleeps."""
         self._evaluations = Evaluations(
             run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
             transport, self._counted, self._route_of_counted,
@@ -252,21 +274,13 @@ class Trainer:
             if not self._leaving and self._last_step == self._run.steps:
                 await self._evaluations.last(self._router.peers(0))
             if self._told and not self.losses and not self._leaving:
-                self._emit(events.Note(text=self._nothing_to_do()))
+                self._emit(events.Note(text=nothing_to_do(self._run, self._version, self._last_step)))
         finally:
             await end_tasks((watching, probing, *self._running))
             await self._evaluations.close()
             await self._vouchers.close()
             await self._audits.close()
             await self._verdicts.close()
-
-    def _nothing_to_do(self) -> str:
-        if self._last_step < self._run.steps:
-            return (
-                f"the run has taken {self._version} steps, so --steps {self._last_step} is reached: it "
-                "counts the run's steps from its beginning, not this trainer's"
-            )
-        return f"the run has taken all of its {self._run.steps} steps"
 
     def leave(self) -> None:
         """Start nothing more and end `run`. What is in flight counts all the same, at the peers."""
@@ -331,7 +345,7 @@ class Trainer:
         began, route = now_s(), list[PeerId]()
 
         async def another(than: PeerId) -> tuple[list[PeerId], WorkDone, float]:
-            self._attempts[mb] = self._attempts.get(mb, 0) + 1
+            self._attempts[mb] += 1
             route = self._route(mb, known=True, without={than})
             self._latency.began(route)
             try:
@@ -353,7 +367,7 @@ class Trainer:
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
         except PeerFault as fault:
             self._first.lost(fault, t=mb.t, since_s=began)
-            self._attempts[mb] = self._attempts.get(mb, 0) + 1
+            self._attempts[mb] += 1
         except NotNow as later:
             if isinstance(later, Busy):
                 self._window.refused()
@@ -367,39 +381,43 @@ class Trainer:
             await asyncio.sleep(STALE_S)
         except Refused as refused:
             assert peer is not None
-            self._router.failed(peer, now=now_s())
-            # The charter that holds ends this program by itself, whichever the others know.
-            refusals = self._refusals.setdefault(None if refused.by_charter else mb, {})
-            refusals[peer] = refused
-            if await self._first.refusing(refusals):
-                failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
-                if refused.by_charter:
-                    refusals.clear()
-                    self._emit(events.Trouble(text=failure.text))
-                else:
-                    self._failure = failure
-            await asyncio.sleep(0.2)
+            await self._refused(mb, peer, refused)
         except SetupError as wrong:
             self._failure = wrong  # the samples of this trainer cannot be sent: another try changes nothing
         else:
-            answered, self.losses[mb] = True, done.loss
-            self._todo.finished(mb)
-            self._pace.answered(now=now_s())
-            self._tell_slow(mb.t, now_s())
-            self._first.limits.answered(took_s, now=now_s())
-            self._learn_speeds(mb, ran, done, took_s)
-            self._refusals.pop(mb, None)
+            answered = True
+            self._answered(mb, ran, done, took_s)
         finally:
             self._latency.ended(route)
             if not answered:
                 self._todo.failed(mb)
 
-    def _tell_slow(self, t: int, now: float) -> None:
-        """Say how far a step is that takes long."""
-        if t != self._version or now - max(self._step_began, self._slow_told) < SLOW_S:
-            return
-        self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._step_began
-        self._emit(events.Working(t=t, done=self._todo.ran(t), count=count, after_s=after_s))
+    def _answered(self, mb: Microbatch, route: Sequence[PeerId], done: WorkDone, took_s: float) -> None:
+        t, now = mb.t, now_s()
+        self.losses[mb] = done.loss
+        self._todo.finished(mb)
+        self._pace.answered(now=now)
+        if t == self._version and now - max(self._step_began, self._slow_told) >= SLOW_S:
+            self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._step_began
+            self._emit(events.Working(t=t, done=self._todo.ran(t), count=count, after_s=after_s))
+        self._first.limits.answered(took_s, now=now)
+        self._learn_speeds(mb, route, done, took_s)
+        self._refusals.pop(mb, None)
+
+    async def _refused(self, mb: Microbatch, peer: PeerId, refused: Refused) -> None:
+        """Note that a peer refuses a microbatch; once enough do, this trainer ends, or says why it cannot."""
+        self._router.failed(peer, now=now_s())
+        # The charter that holds ends this program by itself, whichever the others know.
+        refusals = self._refusals.setdefault(None if refused.by_charter else mb, {})
+        refusals[peer] = refused
+        if await self._first.refusing(refusals):
+            failure = SetupError(f"microbatch {mb} is refused again and again: {refused.text}")
+            if refused.by_charter:
+                refusals.clear()
+                self._emit(events.Trouble(text=failure.text))
+            else:
+                self._failure = failure
+        await asyncio.sleep(0.2)
 
     def _learn_speeds(self, mb: Microbatch, route: Sequence[PeerId], done: WorkDone, took_s: float) -> None:
         """Learn from what each stage and each link took of a microbatch."""
@@ -480,14 +498,14 @@ class Trainer:
         began, peer = now_s(), route[0]
         t, m = item.microbatch
         offsets = sample_offsets(self._run, t, m)
-        made, batches = partial(self._samples, offsets), self._batches
-        is_here = not isinstance(batches, Fetching) or batches.has(offsets)
+        made = partial(samples_of, self._run, self._batches, offsets)
+        is_here = not isinstance(self._batches, Fetching) or self._batches.has(offsets)
         body, proof = made() if is_here else await asyncio.to_thread(made)  # fetched there
         ticket = self._vouchers.ticket(item.microbatch, body, peer)
         body += proof
         work = Work(
             run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
-            attempt=self._attempts.get(item.microbatch, 0), deepest=item.deepest,
+            attempt=self._attempts[item.microbatch], deepest=item.deepest,
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
@@ -498,14 +516,6 @@ class Trainer:
             self._vouchers.answered(item.microbatch, ticket.inputs, done)
             self._audits.answered(0, item.microbatch, done)
         return route, done, now_s() - began
-
-    def _samples(self, offsets: list[int]) -> tuple[list[Buffer], list[Buffer]]:
-        """What stage 0 is sent of samples, and what proves that they are the run's, if it is asked for."""
-        body = entering(self._run, self._batches.batch(offsets))
-        if not self._run.data.root:
-            return body, []
-        assert isinstance(self._batches, Proving), "a run with a data.root has one array of tokens"
-        return body, [self._batches.prove(self._run, offsets)]
 
     def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
         self._verdicts.ask_soon()
@@ -549,37 +559,29 @@ class Trainer:
         last: PeerId | None = None
         while True:
             try:
-                now, backoff = now_s(), self._router.backoff
-                # Those that join have nothing to tell, but should know that there is a trainer.
-                peers = self._router.peers(0) or [
-                    r.peer for r in self._directory.at(0) if r.state == "joining"
-                ]
-                backoff.relent(peers, now=now)  # what it waits for may be said by the only one there
-                peers = [p for p in peers if not backoff.in_backoff(p, now=now)]
+                now, peers = now_s(), self._watchable()
                 if not peers:
                     await self._directory.refresh({0})
                     self._refresh_peers()
                     await asyncio.sleep(0.1)
                     continue
-                heard_first = heard(peers, self._voices.of(0))
-                if last not in heard_first or doubted or now - max(since_s, self._step_began) > SAME_S:
-                    if last in heard_first and not doubted:
+                if last not in peers or doubted or now - max(since_s, self._step_began) > SAME_S:
+                    if last in peers and not doubted:
                         self._verdicts.ask_soon(about=last)
-                    place = heard_first.index(last) + 1 if last in heard_first else 0
+                    place = peers.index(last) + 1 if last in peers else 0
                     seen, since_s, doubted = -1, now, False
-                    last = heard_first[place % len(heard_first)]
-                peer = last
+                    last = peers[place % len(peers)]
                 watch = Watch(run=self._run.id, seen=seen, generation=self._generation, version=self._version)
-                question = pack(watch)
                 answer = await self._transport.call(
-                    peer, "watch", question, max_answer_bytes=MAX_LONG_BYTES, deadline_s=WATCH_S
+                    last, "watch", pack(watch), max_answer_bytes=MAX_LONG_BYTES, deadline_s=WATCH_S
                 )
-                watched = unpack_answer(peer, answer.header, Watched, answer.body)
-                if doubted := not await self._is_borne_out(watched):
+                watched = unpack_answer(last, answer.header, Watched, answer.body)
+                doubted = not await self._is_borne_out(watched)
+                if doubted:
                     await asyncio.sleep(IDLE_S)
                     continue
                 seen = watched.revision
-                self._learn(peer, watched)
+                self._learn(last, watched)
             except PeerFault as fault:
                 self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
                 last = None
@@ -589,6 +591,14 @@ class Trainer:
                 last = None
                 await asyncio.sleep(IDLE_S)
             await asyncio.sleep(0.02)  # progress need not be followed more closely
+
+    def _watchable(self) -> list[PeerId]:
+        """The peers of stage 0 that can be asked now, and whose word counts."""
+        now, backoff = now_s(), self._router.backoff
+        # Those that join have nothing to tell, but should know that there is a trainer.
+        peers = self._router.peers(0) or [r.peer for r in self._directory.at(0) if r.state == "joining"]
+        backoff.relent(peers, now=now)  # what it waits for may be said by the only one there
+        return heard([p for p in peers if not backoff.in_backoff(p, now=now)], self._voices.of(0))
 
     async def _is_borne_out(self, watched: Watched) -> bool:
         """Whether the run is where a peer says, by those of all stages whose word counts. They are asked of

@@ -127,7 +127,7 @@ class StageStatus:
         core, microbatches = self._core, self._microbatches
         asked = unpack(request.header, AskStatus, core.run.id, core.run.whole.id)
         step, traffic = core.steps.get(core.version), self._traffic.now()
-        evaluated = self._evaluations.newest
+        eval_version, eval_loss = self._evaluations.newest or (-1, None)
         status = PeerStatus(
             peer=core.me, stage=core.stage if asked.run == core.run.id else core.run.cell(core.stage),
             generation=core.generation, version=core.version,
@@ -137,10 +137,8 @@ class StageStatus:
             speed=self._speed(), computed=core.computed,
             coordinator=self._coordination.coordinator(core.stage) or "", audit=core.audit,
             since=self._settings.joined_at, up_s=now_s() - self._settings.started_at,
-            eval_loss=evaluated[1] if evaluated else None,
-            eval_version=evaluated[0] if evaluated else -1,
-            bytes_in=traffic.bytes_in, bytes_out=traffic.bytes_out,
-            links=traffic.links, rebalance=self._moving.decided[:MAX_WORDS],
+            eval_loss=eval_loss, eval_version=eval_version, bytes_in=traffic.bytes_in,
+            bytes_out=traffic.bytes_out, links=traffic.links, rebalance=self._moving.decided[:MAX_WORDS],
             busy_s=core.device.busy_s, taken=microbatches.taken, answered=microbatches.answered,
             digest=core.digest, kind=core.kind, trainers=self._coordination.trainers,
             past=() if asked.after < 0 else self._past_after(asked.after),

@@ -2403,8 +2403,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "refused-without-end",
         TRAINER,
-        "            if await self._first.refusing(refusals):\n",
-        "            if False:\n",
+        "        if await self._first.refusing(refusals):\n",
+        "        if False:\n",
         "A trainer that the run does not admit tries for ever.",
         ("test_work",),
     ),
@@ -8171,8 +8171,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "ask-the-only-one-for-no-news",
         TRAINER,
-        "                backoff.relent(peers, now=now)",
-        "                pass",
+        "        backoff.relent(peers, now=now)",
+        "        pass",
         "A trainer whose only peer of stage 0 is left out hears for a minute of nothing.",
         ("test_trainer_news",),
     ),
@@ -8259,8 +8259,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-charter-that-others-know-ends-a-trainer",
         TRAINER,
-        "                if refused.by_charter:\n",
-        "                if False:\n",
+        "            if refused.by_charter:\n",
+        "            if False:\n",
         "A trainer that the newest charter admits ends since three peers have not heard of it.",
         ("test_refusals",),
     ),
