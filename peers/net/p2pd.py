@@ -247,13 +247,9 @@ class Daemon:
         # The locks are inherited: they are free only when python, sh and p2pd are all gone.
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHDOG, "sh", str(self.directory), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=self._locks,
-            env={**P2PD_ENVIRONMENT, **os.environ},
-        )
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            pass_fds=self._locks, env={**P2PD_ENVIRONMENT, **os.environ},
+        )  # fmt: skip
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 

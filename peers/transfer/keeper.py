@@ -17,9 +17,11 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from peers import events
 from peers.audit.recorder import TranscriptRecorder
@@ -273,21 +275,13 @@ class CheckpointKeeper:
         limit_s: float,
     ) -> bool:  # fmt: skip
         """Download and save one version of one stage; False: not now, and why was said."""
-        folder, began = self._settings.folder, now_s()
-
-        def refused(why: str, by: Collection[PeerId] = ()) -> bool:
-            for peer in by:
-                self._backoff.failed(peer, now=now_s())
-            text = f"version {version} of stage {stage} is not kept: {why}"
-            self._complain(text)
-            return False
-
-        words = list(self._shown[stage].get(version, ()))
+        words, began = list(self._shown[stage].get(version, ())), now_s()
         wanted = state_of(self._run, stage, version, words)
         size = sum(vector.nbytes for vector in wanted.like.values())
         if (trouble := await asyncio.to_thread(self._no_room, stage, version, size)) is not None:
             self._full(trouble)
             return False
+        refused = partial(self._refused, stage, version)
         try:
             found = await within(download(
                 self._transport, wanted, sources, voice=voice,
@@ -302,33 +296,44 @@ class CheckpointKeeper:
             self._backoff.answered(peer)
         if voice and not found.voiced:
             return refused("no peer with voice gave it")
-        digest = await asyncio.to_thread(state_digest, found.tensors)
-        signer = self._transport.signer
         words += await self._recorders[0].signed(stage, version)
-        words = [word for word in words if voice_behind(word, self._run, signer)]
-        most = signed_states(self._run, signer, words).get(version, [])
-        if len(most) >= SIGNERS and weights_of(most[0]) != digest:
+        signed = await self._signed(version, found.tensors, words)
+        if signed is None:
             return refused("its replicas signed another", found.sources)
         source, took_s = next(iter(found.sources), ""), now_s() - began
         fetched = events.StateFetched(stage=stage, version=version, source=source, bytes=size, seconds=took_s)
         self._emit(fetched)
-
-        same = {by.peer: (took, by) for took, by in words if weights_of((took, by)) == digest}
-
-        def save() -> None:
-            checkpoint.Checkpoint(folder, self._run, stage, version).save(found.tensors,
-                keep=self._settings.keep, together=self.stages,
-                voiced=found.voiced or bool(same) or not self._run.admission.named,
-                signed=list(same.values())[:MAX_SIGNED],
-            )  # fmt: skip
-
+        saved = checkpoint.Checkpoint(self._settings.folder, self._run, stage, version)
+        voiced = found.voiced or bool(signed) or not self._run.admission.named
         try:
-            await asyncio.to_thread(save)
+            await asyncio.to_thread(
+                saved.save, found.tensors, keep=self._settings.keep, together=self.stages, voiced=voiced,
+                signed=signed[:MAX_SIGNED],
+            )  # fmt: skip
         except SetupError as error:
             self._full(error.text)
             return False
-        self._emit(events.Checkpointed(stage=stage, step=version, path=str(folder)))
+        self._emit(events.Checkpointed(stage=stage, step=version, path=str(self._settings.folder)))
         return True
+
+    async def _signed(
+        self, version: int, tensors: Mapping[str, torch.Tensor], words: Sequence[Word]
+    ) -> list[Word] | None:
+        """What peers signed of a state that came; None: most signed another one."""
+        digest = await asyncio.to_thread(state_digest, tensors)
+        signer = self._transport.signer
+        words = [word for word in words if voice_behind(word, self._run, signer)]
+        most = signed_states(self._run, signer, words).get(version, [])
+        if len(most) >= SIGNERS and weights_of(most[0]) != digest:
+            return None
+        return list({by.peer: (took, by) for took, by in words if weights_of((took, by)) == digest}.values())
+
+    def _refused(self, stage: Stage, version: int, why: str, by: Collection[PeerId] = ()) -> bool:
+        """Say why a version is not kept, and leave those alone that gave it."""
+        for peer in by:
+            self._backoff.failed(peer, now=now_s())
+        self._complain(f"version {version} of stage {stage} is not kept: {why}")
+        return False
 
     def _no_room(self, stage: Stage, version: int, size_bytes: int) -> str | None:
         """Why a download is not worth its bytes; None if the disk has room for it."""
