@@ -81,33 +81,25 @@ class Run:
         Raises:
             SetupError: what is wrong, and what to change.
         """
-        self.module: nn.Module | None = None
+        self.module = model if isinstance(model, nn.Module) else None
         """The module as it was given; not changed."""
         self.loss = loss
         if not (loss is None or callable(loss)) or isinstance(loss, type):
             raise SetupError(f"loss is {loss!r}: give a function, such as torch.nn.functional.mse_loss")
         inputs, targets = pytree.tree_map_only(np.ndarray, torch.from_numpy, (inputs, targets))
         inputs, targets = pytree.tree_map_only(np.generic, np.generic.item, (inputs, targets))
+        columns = None if isinstance(data, Mapping) else columns_of(data)
+        table = _model_table(model, columns)
+        if self.module is None and any(given is not None for given in (inputs, loss, targets)):
+            raise SetupError("inputs, loss and targets belong to a module: its table [model] names none")
+        chosen = {"stages": stages, "vocab_size": vocab_size}
         values: dict[str, Any] = {"name": name, "seed": seed, "steps": steps, **terms}
-        chosen = {"lr": 1e-3} if optimizer is None else optimizer
-        values["optimizer"] = dict(chosen) if isinstance(chosen, Mapping) else chosen
+        values["model"] = table | {key: value for key, value in chosen.items() if value is not None}
+        values["data"] = {"source": "code", "code": UNWRITTEN} if columns is not None else dict(data)
         defaults = {"microbatch_size": rows_of(inputs), "microbatches_per_step": MICROBATCHES}
         values["batch"] = {**defaults, **(batch or {})} if isinstance(batch or {}, Mapping) else batch
-        columns = None if isinstance(data, Mapping) else columns_of(data)
-        values["data"] = {"source": "code", "code": UNWRITTEN} if columns is not None else dict(data)
-        if isinstance(model, nn.Module):
-            self.module = model
-            largest = 255 if columns is None else largest_of(columns)
-            table = {"kind": "code", "source": UNWRITTEN, "stages": 2, "vocab_size": max(2, largest + 1)}
-        elif not isinstance(model, Mapping):
-            what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-            raise SetupError(f"model is {what}: give a torch.nn.Module that is made, or a table [model]")
-        elif any(given is not None for given in (inputs, loss, targets)):
-            raise SetupError("inputs, loss and targets belong to a module: its table [model] names none")
-        else:
-            table = {"stages": 2, **model}
-        given = {"stages": stages, "vocab_size": vocab_size}
-        values["model"] = table | {key: value for key, value in given.items() if value is not None}
+        optimizer = {"lr": 1e-3} if optimizer is None else optimizer
+        values["optimizer"] = dict(optimizer) if isinstance(optimizer, Mapping) else optimizer
         found, example, code = run_of(values), None, None
         if self.module is not None:
             example = sample_of(found, self.module, inputs, loss, targets, columns)
@@ -203,6 +195,17 @@ def check_run(run: object) -> None:
 
 def _paths(given: str | Path | Sequence[str | Path]) -> tuple[Path | str, ...]:
     return tuple(data_file(str(path)) for path in ([given] if isinstance(given, (str, Path)) else given))
+
+
+def _model_table(model: nn.Module | Mapping[str, Any], columns: Columns | None) -> dict[str, Any]:
+    """The manifest's table `[model]`. `columns`: of the samples, whose numbers a module looks up."""
+    if isinstance(model, nn.Module):
+        largest = 255 if columns is None else largest_of(columns)
+        return {"kind": "code", "source": UNWRITTEN, "stages": 2, "vocab_size": max(2, largest + 1)}
+    if isinstance(model, Mapping):
+        return {"stages": 2, **model}
+    what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise SetupError(f"model is {what}: give a torch.nn.Module that is made, or a table [model]")
 
 
 def _written(terms: manifest.Run, code: Path) -> manifest.Run:
