@@ -5001,8 +5001,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-through-a-rollback",
         "swarm/protocol/blame.py",
-        "self._undoing.setdefault(at, {})",
-        "self._undoing.setdefault((at[0], Generation()), {})",
+        "self._retracting.setdefault(at, {})",
+        "self._retracting.setdefault((at[0], Generation()), {})",
         "Honest replicas are charged with an aborted round for what a rollback took from them.",
         ("test_limits",),
     ),

@@ -240,7 +240,7 @@ class Blame:
         self._planned_s: dict[int, float] = {}
         self._round_s: dict[int, float] = {}
         """How long the first complete round of a step took."""
-        self._undoing: dict[tuple[int, Generation], dict[PeerId, _Ledger]] = {}
+        self._retracting: dict[tuple[int, Generation], dict[PeerId, _Ledger]] = {}
         self._judged: dict[str, int] = {}
         """Rounds of which it is known whose fault they were, and their step."""
         self._told: dict[tuple[int, bool], tuple[object, set[str | int], float]] = {}
@@ -251,7 +251,7 @@ class Blame:
         for known in (self._planned_s, self._round_s, self._began_s):
             for t in [t for t in known if t < newest]:
                 del known[t]
-        self._undoing = {at: of for at, of in self._undoing.items() if at[0] >= newest}
+        self._retracting = {at: of for at, of in self._retracting.items() if at[0] >= newest}
         self._judged = {name: t for name, t in self._judged.items() if t >= newest}
         for waits in (self._computing, self._preparing):
             waits.forget(newest)
@@ -288,7 +288,7 @@ class Blame:
             for peer, report in reports.items()
         }
 
-    def undoing(
+    def retracting(
         self, at: tuple[int, Generation], by: Mapping[PeerId, int], reports: Mapping[PeerId, StepReport], *,
         now: float,
     ) -> None:  # fmt: skip
@@ -301,7 +301,7 @@ class Blame:
         """
         usual, told = self._computing.usual, union_of(by.values())
         limit_s = usual.limit_s if usual.known else min(BUDGET_S, usual.limit_s)
-        waits = self._undoing.setdefault(at, {})
+        waits = self._retracting.setdefault(at, {})
         for peer, report in reports.items():
             said, own = waits.setdefault(peer, _Ledger(now)), by.get(peer, 0)
             lost, taken_back = bool(said.kept & ~report.done), said.done & ~report.done & ~said.asked

@@ -218,8 +218,8 @@ class StageCoordinator:
             others = {p: step for p, step in believable.items() if p not in steps}
             decision = rounds.proven_by(decision, others, self.voice)
         self._decisions[t] = decision
-        by = decision.by if isinstance(decision, rounds.Undo) else {}
-        blame.undoing((t, self._agreed.generation), by, steps, now=now)
+        by = decision.by if isinstance(decision, rounds.Retractions) else {}
+        blame.retracting((t, self._agreed.generation), by, steps, now=now)
         self._left_out[t] |= self._alone_with_a_result(t, decision, reports)
         if isinstance(decision, rounds.Reduce):
             self._plans[t] = decision.plan
@@ -357,7 +357,7 @@ class StageCoordinator:
                 return StepDirective(t=t, plan=plan)
             case rounds.FetchResult():
                 return StepDirective(t=t, fetch=replace(decision, sources=decision.sources[:MAX_SOURCES]))
-            case rounds.Undo(by=by):
+            case rounds.Retractions(by=by):
                 return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
 

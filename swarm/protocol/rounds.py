@@ -122,7 +122,7 @@ class Lacking(msgspec.Struct, frozen=True):
     unclaimed: int
 
 
-class Undo(msgspec.Struct, frozen=True):
+class Retractions(msgspec.Struct, frozen=True):
     """Microbatches counted twice, by the replica that subtracts them."""
 
     by: Mapping[PeerId, int]
@@ -134,7 +134,7 @@ class Reduce(msgspec.Struct, frozen=True):
     plan: Plan
 
 
-Decision = FetchResult | Lacking | Undo | Reduce
+Decision = FetchResult | Lacking | Retractions | Reduce
 
 
 def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> list[PeerId]:
@@ -199,7 +199,7 @@ def decide(
         lacking = everything(microbatches) & ~union
         return Lacking(lacking, lacking & ~in_progress)
     if twice:
-        return _undo(reports, twice, voice)
+        return _retract(reports, twice, voice)
     if current is not None and _still_fits(current, reports, heard(reports, voice)):
         return Reduce(current)
     number = 0 if current is None else current.number + 1
@@ -256,7 +256,7 @@ def doubled_without_voice(
     return {peer: doubled for peer, doubled in found.items() if doubled}
 
 
-def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerId, int]) -> Undo:
+def _retract(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerId, int]) -> Retractions:
     """The directive to retract duplicates: the replica with the most voice, in whole `RANK_STEPS`, keeps its
     own; of several, the one with the smallest id.
     """
@@ -265,7 +265,7 @@ def _undo(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[PeerI
         doubled = reports[peer].done & twice
         again[peer] = doubled & ~left
         left &= ~doubled
-    return Undo({peer: bits for peer, bits in again.items() if bits})
+    return Retractions({peer: bits for peer, bits in again.items() if bits})
 
 
 def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport], speaking: Sequence[PeerId]) -> bool:

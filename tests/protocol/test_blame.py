@@ -29,8 +29,8 @@ from swarm.protocol.rounds import (
     Plan,
     Prepared,
     Reduce,
+    Retractions,
     StepReport,
-    Undo,
     decide,
     named_by_most,
 )
@@ -145,7 +145,7 @@ def test_a_claim_costs_nothing_while_the_stage_waits_for_other_microbatches() ->
 def undo(this: Blame, reports: dict[PeerId, StepReport], now: float, *, generation: int = 0) -> None:
     decision = decide("5a", 1, 0, 4, 90, reports, None, {})
     at = (0, Generation(generation))
-    this.undoing(at, decision.by if isinstance(decision, Undo) else {}, reports, now=now)
+    this.retracting(at, decision.by if isinstance(decision, Retractions) else {}, reports, now=now)
 
 
 def test_one_that_does_not_retract_is_left_out_though_it_claims_other_things_meanwhile() -> None:

@@ -21,7 +21,16 @@ from msgspec.structs import replace
 from swarm.ids import Microbatch
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger, everything, members_of
-from swarm.protocol.rounds import Decision, FetchResult, Lacking, Plan, Prepared, Reduce, StepReport, Undo
+from swarm.protocol.rounds import (
+    Decision,
+    FetchResult,
+    Lacking,
+    Plan,
+    Prepared,
+    Reduce,
+    Retractions,
+    StepReport,
+)
 from swarm.protocol.worklist import WorkList
 
 M = 4
@@ -92,7 +101,7 @@ class Stage:
                 self.sent.setdefault(plan.round, {})[member.name] = Counter(member.sum)
         elif ledger.frozen_for is not None:
             ledger.thaw()
-        elif isinstance(decision, Undo):
+        elif isinstance(decision, Retractions):
             for m in list(members_of(decision.by.get(member.name, 0) & ledger.done)):
                 member.sum[m] -= 1
                 ledger.remove(m)
@@ -316,7 +325,7 @@ class World:
             decision = stage.decide({m.name: m.report() for m in stage.members.values()})
             lacking.append(decision.unclaimed if isinstance(decision, Lacking) else 0)
             ready &= isinstance(decision, FetchResult) and decision.ready
-            if isinstance(decision, Undo):
+            if isinstance(decision, Retractions):
                 self.undone += sum(by.bit_count() for by in decision.by.values())
             for member in stage.members.values():
                 if self.dice.random() >= trouble:

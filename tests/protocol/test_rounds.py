@@ -21,9 +21,9 @@ from swarm.protocol.rounds import (
     Plan,
     Prepared,
     Reduce,
+    Retractions,
     StepReport,
     StepSummary,
-    Undo,
     check_plan,
     decide,
     decide_commit,
@@ -106,19 +106,21 @@ def test_a_stage_of_empty_members_lacks_everything() -> None:
 
 
 def test_a_microbatch_in_two_sums_is_undone_before_anything_is_averaged() -> None:
-    assert decided(A, replace(B, done=0b001110), C) == Undo({"b": 0b000010})
+    assert decided(A, replace(B, done=0b001110), C) == Retractions({"b": 0b000010})
 
 
 def test_of_three_that_have_it_the_smallest_id_keeps_it() -> None:
-    assert decided(replace(C, done=ALL), replace(A, done=0b1), replace(B, done=0b11)) == Undo(
+    assert decided(replace(C, done=ALL), replace(A, done=0b1), replace(B, done=0b11)) == Retractions(
         {"b": 0b1, "c": 0b11}
     )
 
 
 def test_the_one_with_more_voice_keeps_it_whatever_its_id() -> None:
     later = replace(B, done=0b001110)
-    assert decided(A, later, C, voice={"a": 20, "b": 100, "c": 100}) == Undo({"a": 0b000010})
-    assert decided(A, later, C, voice={"a": 20, "b": 30, "c": 30}) == Undo({"b": 0b000010}), "about as much"
+    assert decided(A, later, C, voice={"a": 20, "b": 100, "c": 100}) == Retractions({"a": 0b000010})
+    assert decided(A, later, C, voice={"a": 20, "b": 30, "c": 30}) == Retractions({"b": 0b000010}), (
+        "about as much"
+    )
 
 
 def test_what_a_replica_without_voice_has_too_is_known() -> None:
@@ -164,7 +166,7 @@ def test_a_newcomer_is_in_the_plan_that_follows() -> None:
 
 def test_a_newcomer_that_has_added_something_is_settled_before_the_plan_goes_on() -> None:
     plan = planned(A, B, C)
-    assert decided(A, B, C, MemberStep("d", 0b1), current=plan) == Undo({"d": 0b1})
+    assert decided(A, B, C, MemberStep("d", 0b1), current=plan) == Retractions({"d": 0b1})
 
 
 def test_a_plan_is_replaced_when_its_members_hold_other_microbatches() -> None:
@@ -294,7 +296,7 @@ def test_every_microbatch_is_lacking_or_undone_to_one_or_averaged_once(members: 
     if isinstance(decision, Lacking):
         assert decision.lacking == ALL & ~union != 0
         assert decision.unclaimed & ~decision.lacking == 0
-    elif isinstance(decision, Undo):
+    elif isinstance(decision, Retractions):
         left = [m.done & ~decision.by.get(m.peer, 0) for m in members]
         assert all(by & ~m.done == 0 for m in members for by in [decision.by.get(m.peer, 0)])
         counts = [sum(ledger >> m & 1 for ledger in left) for m in range(M)]
