@@ -286,11 +286,9 @@ class Line:
         most_bps = math.inf if self.memory_bytes else self.limiter.limit_bps
         return NetworkPath(
             rtt_s=min(self._round_trips_s, default=0.0),
-            bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]),
-            sent_bytes=self.sent_bytes,
-            received_bytes=self.received_bytes,
-            memory_bytes=self.memory_bytes,
-        )
+            bandwidth_bps=min(most_bps, rates_bps[len(rates_bps) // 2]), sent_bytes=self.sent_bytes,
+            received_bytes=self.received_bytes, memory_bytes=self.memory_bytes,
+        )  # fmt: skip
 
     def pays(self, frame: frames.Prefix, *, now: float) -> float:
         """Note a frame that it sends; how long to read nothing more of it, in seconds."""

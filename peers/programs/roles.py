@@ -174,13 +174,11 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
                 pinned, run, options.data, options.tokenizer, options.start, options.eval_data
             )
         self.preparing = False
+        wanted = await self._daemon_options(options.join)
         async with Node(
-            options=await self._daemon_options(options.join),
-            identity_path=options.identity,
-            join=options.join,
-            run_id=run.id,
+            options=wanted, identity_path=options.identity, join=options.join, run_id=run.id,
             charters=charters_folder(),
-        ) as node:
+        ) as node:  # fmt: skip
             await node.directory.publish_manifest(run)
             await self._publish_charter(node, run, options.charter)
             self._node = node

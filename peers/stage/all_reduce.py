@@ -216,8 +216,10 @@ class AllReduce:
         wait: Callable[[Awaited, float], Collection[PeerId]] = lambda awaited, waited_s: (),
     ) -> tuple[torch.Tensor, Prepared]:  # fmt: skip
         """Reduce `total` (flat, in host memory unless this replica is alone) with the replicas of `plan`.
-        Where sums are checked, `gave_all` is called before this replica gives the last of what others need to
-        have the result. `wait` is told for whom, and how long, and says who is not waited for any longer.
+
+        Args:
+            gave_all: where sums are checked, called before others can have the result by this replica.
+            wait: told for whom the round waits, and how long; says who is not waited for any longer.
 
         Returns:
             The `value` of the answers for the sum over all of them, in a fresh tensor, and its description.

@@ -110,17 +110,9 @@ def start_encode(
     else:
         assert places is None, "only a top-k has places"
         values = tensor
-    if what.values == "none":
-        parts = [values]
-    elif what.values == "bf16":
-        parts = [values.to(torch.bfloat16)]
-    elif what.values == "hadamard4":
-        parts = list(hadamard.quantize(values.reshape(-1)))
-    else:
-        flat = values.contiguous().view(-1)
-        parts = list(_quantize_cuda(flat) if on_cuda else _quantize(flat.cpu()))
-        if not on_cuda and values.numel():
-            check(*_range(parts[1]))
+    parts = _parts(values, what.values)
+    if what.values == "blockwise8" and not on_cuda and values.numel():
+        check(*_range(parts[1]))
     if places is not None:
         parts.insert(0, places)
 
@@ -146,6 +138,18 @@ def start_encode(
         return encoded(hosts)
 
     return finish
+
+
+def _parts(values: torch.Tensor, codec: str) -> list[torch.Tensor]:
+    """What a codec without top-k makes of a tensor, on its device."""
+    if codec == "none":
+        return [values]
+    if codec == "bf16":
+        return [values.to(torch.bfloat16)]
+    if codec == "hadamard4":
+        return list(hadamard.quantize(values.reshape(-1)))
+    flat = values.contiguous().view(-1)
+    return list(_quantize_cuda(flat) if flat.is_cuda else _quantize(flat.cpu()))
 
 
 def decode(
