@@ -265,8 +265,9 @@ class Belief:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]
             away = self._excused.get(t, set()).difference(idle if len(idle) >= PROOFS else ())
             excused = away | {self._signer.peer_id}
-        said = {proof.peer for proof in proofs} | excused
-        return [peer for peer in heard(there, voice) if peer not in said]
+        by = {proof.peer for proof in proofs}
+        # Who proves it with voice perhaps leaves, and waits for that step: no word of strangers is lacking.
+        return [peer for peer in heard([*there, *by], voice) if peer not in by | excused]
 
     def _took_back(self, proofs: Sequence[Proof], mine: Prepared | None) -> bool:
         """Whether this replica has given up the result of its stage that it once said it has: a summary of

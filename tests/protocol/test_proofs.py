@@ -70,6 +70,15 @@ def test_the_word_of_two_peers_of_each_stage_proves_a_commit_or_of_the_only_one(
     assert lacking(commit([ZOE], [ANN]), *THERE[:2], record("cid")) == (), "cid has no voice"
 
 
+def test_one_with_voice_that_leaves_needs_no_more_words_than_one_that_serves() -> None:
+    """It waits for the step that its sum is in; no proof has words of strangers. All stood still for 25 s."""
+    strangers, leaving = [record("cid"), record("eve")], msgspec.structs.replace(THERE[2], state="leaving")
+    assert lacking(commit([ZOE], [BOB]), THERE[0], THERE[2], *strangers) == ()
+    assert lacking(commit([ZOE], [BOB]), THERE[0], leaving, *strangers) == ()
+    assert lacking(commit([ZOE], [BOB]), THERE[0], leaving, *strangers, record("dan", steps=40)) == ("dan",)
+    assert lacking(commit([ZOE], [proof("cid", 1)]), THERE[0], leaving, *strangers) == ("eve",)
+
+
 def test_one_takes_no_step_alone_while_two_others_could_take_part_in_it() -> None:
     """A coordinator that had all others retract what they had took the step, and kept the weights."""
     away = [record("dan", steps=40), record("eve", steps=40)]
