@@ -248,6 +248,8 @@ class Belief:
         Raises:
             Refused: no peer did whose word counts.
         """
+        if own and self._signer.peer_id in [proof.peer for proof in proofs]:
+            return []  # what this replica holds, and said, it need not hear from others
         voice, there = self.voice(stage), self._serving(stage)
         counting = [p for p in proofs if voice.get(p.peer) or self._vouched(p, t)]
         if not counting and not (own and self._signer.peer_id in voice):
@@ -259,8 +261,6 @@ class Belief:
                 )
         if len(counting or proofs) >= PROOFS:
             return []
-        if own and self._signer.peer_id in [proof.peer for proof in proofs]:
-            return []  # what this replica holds, and said, it need not hear from others
         if excused is None:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]
             away = self._excused.get(t, set()).difference(idle if len(idle) >= PROOFS else ())

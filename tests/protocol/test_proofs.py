@@ -164,6 +164,18 @@ def test_one_with_voice_that_came_late_and_finds_the_same_believes_the_strangers
     assert lacking(strangers, *there, THERE[2], mine=mine) == ("bob",)
 
 
+def test_a_stranger_believes_a_commit_by_its_own_word_though_it_saw_one_with_voice_that_had_left() -> None:
+    """The others had seen that, and took the step; it began again, and the run went back by ten steps."""
+    this = Belief(RUN, 1, SimSigner("cid"))
+    this.observe({0: THERE[:1], 1: [THERE[1], record("cid")]}, 0)
+    this.holds([0])
+    own = proof("cid", 1)
+    assert this.commit(commit([ZOE], [own]), GENERATION, own.prepared)
+    assert not this.commit(commit([ZOE], [own]), GENERATION, own.prepared, is_told=False), "none took it yet"
+    assert not this.commit(commit([ZOE], [own]), GENERATION, None), "it has begun again"
+    assert not this.commit(commit([ZOE], [proof("eve", 1)]), GENERATION, own.prepared), "not its word"
+
+
 def test_where_none_has_voice_two_of_all_are_heard() -> None:
     assert lacking(commit([ZOE], [BOB]), record("bob"), record("cid")) == ("cid",)
 
