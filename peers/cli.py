@@ -17,6 +17,7 @@ import inspect
 import io
 import itertools
 import logging
+import math
 import os
 import signal
 import sys
@@ -312,6 +313,10 @@ def _run_tool(args: argparse.Namespace) -> int:
     return _with_signals(coroutine, None)
 
 
+SAME_S = 1.0
+"""At a shutdown all get SIGTERM, a session SIGHUP too, and several peers SIGINT from what started them."""
+
+
 def _with_signals(
     run: Callable[[], Coroutine[Any, Any, Any]],
     leave: Callable[[], Coroutine[Any, Any, None]] | None,
@@ -321,7 +326,7 @@ def _with_signals(
     preparing: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second, or while it is
-    `preparing`: cancel at once.
+    `preparing`: cancel at once. One of another kind within `SAME_S` is no second one.
 
     An int that `run` returns is the exit code. Leaving in good order exits with 0. Where it was cancelled at
     once, and after an error of which `ends_now` says so, the process ends here.
@@ -331,7 +336,7 @@ def _with_signals(
         work = asyncio.ensure_future(run())
         leaving: asyncio.Future[None] | None = None
         failure: BaseException | None = None
-        stopped = False
+        stopped, asked = False, (0, -math.inf)
 
         def has_left(done: asyncio.Future[None]) -> None:
             nonlocal failure
@@ -339,8 +344,12 @@ def _with_signals(
             if failure is not None:
                 work.cancel()  # else the process would run for ever
 
-        def stop() -> None:
-            nonlocal leaving, stopped
+        def stop(signum: int) -> None:
+            nonlocal leaving, stopped, asked
+            now = asyncio.get_running_loop().time()
+            if signum != asked[0] and now - asked[1] < SAME_S:
+                return
+            asked = signum, now
             if leave is not None and leaving is None and not preparing():
                 on_leave()
                 leaving = asyncio.ensure_future(leave())
@@ -373,15 +382,15 @@ def _with_signals(
 
 
 @contextlib.contextmanager
-def _signals_call(stop: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop`; after it they do nothing: torch takes a
+def _signals_call(stop: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop` with their number; after it they do nothing: torch takes a
     while to end a process that is done, and an impatient user must not make it fail.
     """
     loop, numbers = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the terminal's end is not for us
         numbers.append(signal.SIGHUP)
     for signum in numbers:
-        loop.add_signal_handler(signum, stop)
+        loop.add_signal_handler(signum, stop, signum)
     try:
         yield
     finally:

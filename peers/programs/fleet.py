@@ -305,13 +305,13 @@ class Fleet:
                 if code not in (0, STOPPED):
                     text = f"the peer on {label} ended with exit code {code}; the others go on"
                     self._emit(Trouble(text=text))
-                return _code(code)
+                return 1 if code < 0 else code  # a signal ended it
             wait_s = self._restart_s if time.monotonic() - began > DID_WELL_S else wait_s
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"the peer on {label} died ({why}): it is started again in {wait_s:.0f} s"
             self._emit(Trouble(text=f"{text}; the others go on"))
             if await happens(self._leaving, wait_s):
-                return _code(code)
+                return 1 if code < 0 else code
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def _once(self, label: str, words: Sequence[str]) -> int:
@@ -327,11 +327,6 @@ class Fleet:
         finally:
             del self._running[label]
             child.signal(signal.SIGKILL)
-
-
-def _code(code: int) -> int:
-    """An exit code for the whole: 1 for a peer that a signal ended."""
-    return 1 if code < 0 else code
 
 
 def labelled(label: str, line: str) -> str:

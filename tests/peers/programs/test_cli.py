@@ -1020,7 +1020,7 @@ class Work:
         os.kill(os.getpid(), signal.SIGINT)
         await self.left.wait()
         if self.stubborn:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         self.said.append("finished")
 
@@ -1055,6 +1055,19 @@ def test_under_nohup_the_end_of_the_terminal_is_not_for_us() -> None:
         assert not work.left.is_set()
         await work.run()
 
+    assert cli._with_signals(run, work.leave) == Exit.OK
+    assert work.said == ["finished"]
+
+
+def test_what_a_shutdown_sends_besides_is_no_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work()
+
+    async def run() -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        await work.run()  # with SIGINT, as from the parent of several devices
+
+    monkeypatch.setattr(cli, "_end_now", lambda code: pytest.fail("it ends at once"))
     assert cli._with_signals(run, work.leave) == Exit.OK
     assert work.said == ["finished"]
 
