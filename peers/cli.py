@@ -383,8 +383,8 @@ def _with_signals(
 
 @contextlib.contextmanager
 def _signals_call(stop: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop` with their number; after it they do nothing: torch takes a
-    while to end a process that is done, and an impatient user must not make it fail.
+    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop` with their number; after it they do nothing:
+    torch takes a while to end a process that is done, and an impatient user must not make it fail.
     """
     loop, numbers = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the terminal's end is not for us

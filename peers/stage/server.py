@@ -284,7 +284,9 @@ class StagePeer:
         await self._leave_to_others(until)
         fault_point("leaving")
         await self.coordination.say_leaving()
-        self._say_what_is_run_again()
+        for step in self._unfinished():
+            lost = events.count(step.ledger.done.bit_count(), "microbatch")
+            self._emit(events.Note(text=f"run again by others: {lost} of step {step.t}"))
         steps = max(0, core.version - self._first_version)
         self._emit(events.Contributed(microbatches=core.computed, steps=steps))
         if not self._returns:
@@ -307,22 +309,19 @@ class StagePeer:
         would wait for is run again instead: it is less than what the peer could compute meanwhile, and the
         owner of a machine comes first.
         """
+        silent = False
         while now_s() < until:
-            told = await self.core.ask(self.core.replicas())
+            told = await self.core.ask(asked := self.core.replicas())
             stay = [status.position for status in told.values() if status.state == "serving"]
             waits = bool(stay) and not self._returns and bool(self._unfinished())
-            if not waits and may_leave(self.core.position, stay):
+            silent = bool(asked) and not told and not silent  # a shutdown ends p2pd too; another is started
+            if not waits and not silent and may_leave(self.core.position, stay):
                 return
             await asyncio.sleep(RETRY_S)
 
     def _unfinished(self) -> list[OpenStep]:
         """The steps that have this peer's microbatches and were not taken yet."""
         return [step for step in self.core.steps.values() if not step.over and step.ledger.done]
-
-    def _say_what_is_run_again(self) -> None:
-        for step in self._unfinished():
-            lost = events.count(step.ledger.done.bit_count(), "microbatch")
-            self._emit(events.Note(text=f"run again by others: {lost} of step {step.t}"))
 
     @property
     def _returns(self) -> bool:

@@ -67,6 +67,22 @@ async def test_who_leaves_stays_until_the_step_that_its_sum_is_part_of_is_taken(
 
 
 @pytest.mark.asyncio
+async def test_that_nobody_answers_it_once_is_perhaps_its_own_line() -> None:
+    """As when all processes of a machine get SIGTERM, its p2pd as well."""
+    async with swarm(a_run(microbatches_per_step=12)) as built:
+        await built.until_serving()
+        await half_a_step(built, of="s1p0")
+        built.network.corrupt_answer("s1p1", "status")
+        built.peers["s1p0"].leave()
+        await asyncio.sleep(2.0)
+        assert not built.tasks["s1p0"].done()
+        built.add_trainer("second")
+        await built.until_finished()
+        built.assert_each_counted_once()
+        assert built.replayed == 0
+
+
+@pytest.mark.asyncio
 async def test_what_it_cannot_wait_for_is_run_again() -> None:
     async with swarm(a_run()) as built:
         await built.until_serving()
