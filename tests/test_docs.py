@@ -187,6 +187,8 @@ def test_the_unit_of_systemd_starts_what_is_a_command() -> None:
     (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     (within,) = re.findall(r"--leave-within (\d+)", line)
     assert int(patience) > int(within)
+    assert "\nKillMode=mixed\n" in unit, "p2pd would end before its peer has left"
+    assert "\nWants=network-online.target\n" in unit, "After= alone waits for what nothing starts"
 
 
 # --- the image ---
