@@ -191,6 +191,13 @@ def test_the_unit_of_systemd_starts_what_is_a_command() -> None:
     assert "\nWants=network-online.target\n" in unit, "After= alone waits for what nothing starts"
 
 
+def test_the_image_for_gpus_is_given_some() -> None:
+    """Without them its peer takes the CPU, and says so in one line of its log."""
+    runs = [words for page, words in COMMANDS if words[:2] == ["docker", "run"] and "swarm:cuda" in words]
+    assert runs
+    assert all("--gpus" in words for words in runs)
+
+
 # --- the image ---
 
 
