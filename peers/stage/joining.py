@@ -130,5 +130,4 @@ async def _resume(
 
 
 def _say_resumed(core: StageCore) -> None:
-    text = f"stage {core.stage} resumes from the checkpoint of version {core.version}"
-    core.emit(events.Note(text=text))
+    core.emit(events.Note(text=f"stage {core.stage} resumes from the checkpoint of version {core.version}"))

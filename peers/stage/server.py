@@ -391,6 +391,5 @@ class StagePeer:
             assert self._next_stage is not None
             self._next_stage.fault(fault)
         elif core.backoff.rests(fault.peer, now=now):  # it sent that on to this peer
-            text = f"peer {short(fault.peer)} is refused for a while: {fault.why}"
-            self._emit(events.Trouble(text=text))
+            self._emit(events.Trouble(text=f"peer {short(fault.peer)} is refused for a while: {fault.why}"))
         self.actions.tasks.create_task(self.core.forget_work_of(fault.peer))

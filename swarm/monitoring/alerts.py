@@ -127,8 +127,7 @@ def _slow(health: SwarmHealth) -> Iterator[Alert]:
 def _inconsistent(health: SwarmHealth) -> Iterator[Alert]:
     for peer in health.peers:
         for text in peer.inconsistencies:
-            text = f"{_who(peer)}: {text}"
-            yield Alert(level="warning", text=text, stage=peer.stage, peer=peer.peer)
+            yield Alert(level="warning", text=f"{_who(peer)}: {text}", stage=peer.stage, peer=peer.peer)
 
 
 def _refused(health: SwarmHealth) -> Iterator[Alert]:

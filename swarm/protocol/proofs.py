@@ -265,8 +265,7 @@ class Belief:
             idle = [peer for peer in heard(there, voice) if peer in self._idle.get(t, ())]
             away = self._excused.get(t, set()).difference(idle if len(idle) >= PROOFS else ())
             excused = away | {self._signer.peer_id}
-        by = {proof.peer for proof in proofs}
-        # Who proves it with voice perhaps leaves, and waits for that step: no word of strangers is lacking.
+        by = {proof.peer for proof in proofs}  # perhaps one with voice that leaves: then no stranger lacks
         return [peer for peer in heard([*there, *by], voice) if peer not in by | excused]
 
     def _took_back(self, proofs: Sequence[Proof], mine: Prepared | None) -> bool:

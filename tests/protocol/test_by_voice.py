@@ -1106,3 +1106,20 @@ def test_who_told_that_a_step_is_ready_does_not_begin_it_again_on_the_word_of_th
         s.this.directive_came(said, now=now, seen="bob")
         acts = s.this.ready(now=now).actions
         assert any(isinstance(action, BeginAgain) for action in acts) is begins
+
+
+def test_a_commit_that_lacked_words_is_looked_at_again_though_another_coordinates_by_then() -> None:
+    """yan was dead, and was asked; meanwhile bob came, whom nobody told of the commit. The stage was lost."""
+    s = TwoThatCommit()
+    told = s.tells()["zoe"]
+    status = RunStatus(run=RUN.id, run_coordinator="zoe", commits=(s.commit,))
+    s.this.run_status_came("zoe", status, now=NOW, told=told)
+    late = NOW + ANSWERED_S + 1.0
+    again = Directive(
+        run=RUN.id, stage=1, coordinator="bob", version=0, steps=(StepDirective(t=0, begin_again=True),)
+    )
+    s.this.directive_came(again, now=late, seen="bob")
+    assert s.this.ready(now=late).actions == [AskAbsent(0, ("yan",))]
+    s.this.belief.excuse(0, {"yan"}, set(), set())
+    s.this.directive_came(again, now=late, seen="bob")
+    assert s.this.ready(now=late).actions == [ApplyStep(s.commit)]
