@@ -4873,8 +4873,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "old-reports-say-who-does-not-coordinate",
         PROTOCOL,
-        "if m.report.version >= self._local.version}",
-        "if True}",
+        "self._local.version if now - self._moved_s < UNFOLLOWED_S else 0",
+        "0",
         "After a turn two coordinate for a second, and strangers have one of them undo what it has.",
         ("test_believing",),
     ),

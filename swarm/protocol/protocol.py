@@ -183,7 +183,8 @@ class StepProtocol:
         lately: set[PeerId] = set()
         if stage == self._stage:
             if members:
-                told = {p: m for p, m in members.items() if m.report.version >= self._local.version}
+                since = self._local.version if now - self._moved_s < UNFOLLOWED_S else 0  # that behind slept
+                told = {p: m for p, m in members.items() if m.report.version >= since}
                 lately = {p for p, m in told.items() if now - m.seen_s <= LATELY * REFRESH_S}
                 serving |= {p for p, m in members.items() if not is_gone(m.seen_s, now=now)}
                 serving -= {r.peer for r in records if r.state in ("leaving", "left", "paused")}

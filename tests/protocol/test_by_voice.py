@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import msgspec
@@ -308,6 +309,19 @@ def test_one_that_has_just_rested_coordinates_only_where_there_is_no_other() -> 
         this._backoff.charge("bob", t=0, since_s=NOW - 70.0, now=NOW - 70.0, rounds=BUDGET_ROUNDS)
         assert this.coordinator(1, now=NOW) == first
         assert this.coordinator(1, now=NOW + 60.0) == "bob"
+
+
+def test_one_that_slept_into_its_turn_and_reports_is_not_waited_for() -> None:
+    """By the version at which it fell asleep it is another's turn: each left it to the other, for 10 s."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
+    this.observe(this._local._replace(version=64), this._peers, now=NOW)
+    assert this.coordinator(1, now=NOW) == "bob"
+    asleep, firsts = signed_report(report(0), SimSigner("bob"), None), list[PeerId | None]()
+    for second in range(6):
+        with contextlib.suppress(NotNow):
+            this.report("bob", asleep, [], now=NOW + second)
+        firsts.append(this.coordinator(1, now=NOW + second))
+    assert firsts == ["bob"] * 3 + ["ann"] * 3
 
 
 def test_who_has_the_turn_in_a_late_step_has_less_time_for_its_answers_to_the_stage_before() -> None:
