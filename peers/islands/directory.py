@@ -150,5 +150,4 @@ class IslandDirectory(DirectoryView):
         super().watch(range(self._run.S) if stages is None else stages)
 
     async def announce(self, record: PeerRecord) -> None:
-        cell = self._cell(record.stage)
-        await super().announce(replace(record, run=self._run.whole.id, stage=cell))
+        await super().announce(replace(record, run=self._run.whole.id, stage=self._cell(record.stage)))

@@ -162,8 +162,7 @@ class DaemonControl:
 
     async def disconnect(self, peer: PeerId) -> None:
         """Close the connections to a peer: one that is silent may hold packets back for long after a cut."""
-        request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer))
-        await self._ask("DISCONNECT", disconnect=request)
+        await self._ask("DISCONNECT", disconnect=p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer)))
 
     async def connections(self, *of: PeerId) -> dict[PeerId, list[str]]:
         """Of each peer that p2pd is connected to, the far ends as multiaddrs without its id; or `of` some,

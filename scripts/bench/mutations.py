@@ -3507,8 +3507,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "take-the-answer-to-an-older-word-for-one-to-the-last",
         "swarm/protocol/coordinator.py",
-        "[1] < summary.number:",
-        "[1] < 1 << 62:",
+        "[1] >= summary.number}",
+        "[1] >= 1 << 62}",
         "Who was told since that the step is ready commits it, and the replica begins it again.",
         ("test_believing",),
     ),

@@ -131,9 +131,9 @@ class StageCoordinator:
         that it is, and commit them, with results that this peer does not believe."""
         self._told = deque[StageSummary](maxlen=MAX_TOLD)
         """What was said of the stage since one of them was found."""
-        self._told_ready: dict[int, dict[PeerId, tuple[float, int]]] = {}
-        """By step: the peers of stage 0 that were told that it is ready; when, and by which summary. Each may
-        have committed it until it has answered a later one, that it is not."""
+        self._told_ready: dict[int, dict[tuple[PeerId, str], tuple[float, int]]] = {}
+        """By step: the peers of stage 0 that were told which round made it ready; when, and by which summary.
+        Each may have committed it until it has answered a later one, that it is not."""
 
     def present(self) -> dict[PeerId, ReplicaReport]:
         """The reports of the present generation. The other replicas have to roll back first."""
@@ -367,16 +367,17 @@ class StageCoordinator:
         """
         for step in summary.steps:
             if step.ready:
-                told = dict.fromkeys(peers, (now, summary.number))
+                made = step.proofs[0].prepared.round if step.proofs else ""
+                told = {(peer, made): (now, summary.number) for peer in peers}
                 self._told_ready.setdefault(step.t, {}).update(told)
             else:
                 peers |= self.may_have_committed(step.t, now=now)
         return peers
 
-    def may_have_committed(self, t: int, *, now: float) -> set[PeerId]:
-        """The peers of stage 0 that this one told that a step is ready, and that have said nothing since."""
+    def may_have_committed(self, t: int, round: str = "", *, now: float) -> set[PeerId]:
+        """The peers of stage 0 that were told that a step is ready, by that round, and were silent since."""
         told = self._told_ready.get(t, {}).items()
-        return {peer for peer, (at, _) in told if now - at < ANSWERED_S}
+        return {p for (p, made), (at, _) in told if now - at < ANSWERED_S and len({made, round, ""}) < 3}
 
     def summary_heard(self, summary: StageSummary, by: PeerId = "", lacking: Container[int] = ()) -> bool:
         """Note that a peer of stage 0 has it. Returns whether a replica is to begin again by that: not with a
@@ -385,9 +386,9 @@ class StageCoordinator:
         if not any(told is summary for told in self._told):
             return False
         unready = {step.t for step in summary.steps if not step.ready}
-        for told in map(self._told_ready.get, unready):
-            if told and by in told and told[by][1] < summary.number:
-                del told[by]
+        for t in unready & self._told_ready.keys():
+            told = self._told_ready[t].items()
+            self._told_ready[t] = {to: it for to, it in told if to[0] != by or it[1] >= summary.number}
         before, self.unready = self.unready, {t for t in unready if t not in lacking}
         return any(self._left_out.get(t) for t in self.unready - before)
 

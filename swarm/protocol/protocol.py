@@ -631,13 +631,14 @@ class StepProtocol:
         are not checked, one word is enough of a round that it has heard of: else one that failed here alone
         would be made again, with all of its microbatches.
         """
+        mine = self._local.steps.get(step.t)
         if step.begin_again:  # others may have taken it, by a commit of that result
-            told = self._coordinator.may_have_committed(step.t, now=now)
+            held = mine.prepared.round if mine is not None and mine.prepared is not None else ""
+            told = self._coordinator.may_have_committed(step.t, held, now=now)
             return not told and step.t not in self.belief.lacking
         if step.fetch is None or not self.belief.needs_proof or self._run.meets_at(step.t):
             return True  # at a meeting nothing is taken from those that have the result
         if are_checked(self._run):
-            mine = self._local.steps.get(step.t)
             gave_all = mine is not None and mine.gave_all == step.fetch.round
         else:
             gave_all = self._coordinator.knows(step.t, step.fetch.round)

@@ -1137,3 +1137,22 @@ def test_a_commit_that_lacked_words_is_looked_at_again_though_another_coordinate
     s.this.belief.excuse(0, {"yan"}, set(), set())
     s.this.directive_came(again, now=late, seen="bob")
     assert s.this.ready(now=late).actions == [ApplyStep(s.commit)]
+
+
+def test_that_another_result_of_its_stage_is_ready_keeps_nobody_from_giving_its_own_up() -> None:
+    """Two with voice held the sum of two rounds. One told the other's as ready, again and again, and so kept
+    its own, by which nothing could be proven: the run stood still for 83 s."""
+    for made, begins in (("s", True), ("r", False)):
+        s = TwoThatCommit()
+        assert s.tells()["zoe"].steps[0].ready
+        late = NOW + ANSWERED_S + 1.0
+        said = signed_report(report(0, step(held=made)), SimSigner("cid"), None).steps[0].prepared
+        assert said is not None
+        view = StepSummary(t=0, ready=True, sqnorm=1.0, proofs=(Proof("cid", said),))
+        other = StageSummary(run=RUN.id, stage=1, version=0, members=3, number=9, steps=(view,))
+        s.this._coordinator.tells(other, {"zoe"}, now=late)
+        again = Directive(
+            run=RUN.id, stage=1, coordinator="bob", version=0, steps=(StepDirective(t=0, begin_again=True),)
+        )
+        s.this.directive_came(again, now=late, seen="bob")
+        assert any(isinstance(action, BeginAgain) for action in s.this.ready(now=late).actions) is begins
