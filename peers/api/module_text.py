@@ -23,7 +23,7 @@ from peers.events import unlogged
 from swarm.model.graph.capture import Captured, Held
 from swarm.model.graph.functionalize import is_check
 from swarm.model.graph.functions import OPERATOR, TracedFunction, constants
-from swarm.model.graph.model_source import CustomModel, train
+from swarm.model.graph.model_source import CustomModel
 from swarm.model.graph.trace import captured
 from swarm.model.graph.untraceable import Untraceable
 
@@ -35,9 +35,7 @@ def module_text(sample: CustomModel) -> tuple[list[str], dict[str, torch.Tensor]
     """A module traced in training, with its loss: lines with a class `Model` and a function `build`, and the
     tensors that they read, by full name. Raises SetupError: it cannot be traced, or does not take the sample;
     names the user's line."""
-    for whole in (sample.module, sample.loss):
-        if isinstance(whole, torch.nn.Module):
-            train(whole)
+    sample.train()
     example = (tuple(sample.args), dict(sample.kwargs), tuple(sample.targets))
     sizes = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
     before = random.getstate()

@@ -30,7 +30,7 @@ from swarm.model.graph.cost import reckoned_s
 from swarm.model.graph.ir import Call, Operator, Ref, Value, refs
 from swarm.model.graph.lazy_tensors import LazyTensors, seeded
 from swarm.model.graph.lora import adapt, freeze
-from swarm.model.graph.model_source import CustomModel, from_code, from_hf, train, transformers
+from swarm.model.graph.model_source import CustomModel, from_code, from_hf, transformers
 from swarm.model.graph.partition import StagePlan, find_cut, plan_stages, shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import CONSTANT, Traced
@@ -130,7 +130,6 @@ def pin_model(run: Run) -> Run:
     for plan in model.plans:
         StageModule(model.traced, plan, seed=run.seed)  # it has room for parts of such names
     digests, (made, lazy) = _digests(run, model.value), _made(run)
-    train(made.module)
     again = WithLoss(made.module, made.loss)
     tensors = {**again.weights(), **again.tensors()}
     if digests != _digests(run, lambda name: lazy.value(tensors[name])):

@@ -42,21 +42,22 @@ class CustomModel:
     targets: Sequence[Any] = ()
 
     def trace(self) -> Traced:
-        """The model in training as a graph; raises as `swarm.model.graph.trace`."""
-        loss = self.loss.train() if isinstance(self.loss, nn.Module) else self.loss
-        return trace(self.module.train(), self.args, self.kwargs, loss=loss, loss_args=self.targets)
+        """The model in training as a graph; raises as `train` and `swarm.model.graph.trace`."""
+        self.train()
+        return trace(self.module, self.args, self.kwargs, loss=self.loss, loss_args=self.targets)
 
-
-def train(whole: nn.Module) -> None:
-    """Put a model in training mode. Raises SetupError: that changes what a part computes that alone is in
-    another."""
-    apart = {part for part in whole.modules() if whole.training and not part.training and _has_modes(part)}
-    for name, part in whole.train().named_modules():
-        if part.training and part in apart:
-            raise SetupError(
-                f"{name} of {type(whole).__name__} is in evaluation mode, and would be trained in training "
-                "mode: call .train() of the whole before, or have its train() leave that part as it is"
-            )
+    def train(self) -> None:
+        """Put it in training mode, and its loss. Raises SetupError: that changes what a part computes that
+        alone is in another."""
+        for whole in [one for one in (self.module, self.loss) if isinstance(one, nn.Module)]:
+            apart = {p for p in whole.modules() if whole.training and not p.training and _has_modes(p)}
+            for name, part in whole.train().named_modules():
+                if part.training and part in apart:
+                    raise SetupError(
+                        f"{name} of {type(whole).__name__} is in evaluation mode, and would be trained in "
+                        "training mode: call .train() of the whole before, or have its train() leave that "
+                        "part as it is"
+                    )
 
 
 def _has_modes(part: nn.Module) -> bool:

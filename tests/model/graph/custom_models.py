@@ -73,6 +73,16 @@ def half_evaluated() -> Any:
     return model, (_rows(2, 5), _rows(2, 5))
 
 
+def half_evaluated_loss() -> Any:
+    loss = nn.Sequential(nn.Dropout().eval(), Mean())
+    return nn.Linear(5, 4), torch.ones(2, 5), loss, ()
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+
 def moody() -> Any:
     """Draws from a generator that nobody seeds."""
     model = Bag()

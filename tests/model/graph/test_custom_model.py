@@ -16,7 +16,7 @@ import torch
 from swarm.errors import Refused, SetupError
 from swarm.manifest import BatchSpec, CodecSpec, CustomModelSpec, DataSpec, Run, demo_run, write_cut
 from swarm.model.graph.custom_model import build, custom_model, model_inputs, pin_model
-from swarm.model.graph.model_source import from_hf
+from swarm.model.graph.model_source import from_code, from_hf
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute
@@ -221,6 +221,7 @@ def test_what_is_not_as_the_manifest_pins_it_is_refused(key: str) -> None:
         (of("bag", stages=9), r"2 operators with weights: too few for 9 stages\. .* into fewer stages"),
         (of("moody"), r"begins with other weights each time .* by torch's own generator"),
         (of("half_evaluated"), r"drop of Bag is in evaluation mode, and would be trained in training mode"),
+        (of("half_evaluated_loss", data=SAMPLES), r"0 of Sequential is in evaluation mode, and would"),
         (of("dice"), r"draws random numbers by numpy, and each microbatch .*apply_spec_augment = false"),
         (of("scalar", data=SAMPLES), r"an input of the model is a single number"),
         (of("empty"), r"sample input is empty: give at least one row"),
@@ -249,6 +250,13 @@ def test_models_that_no_swarm_can_train_are_refused(run: Run, text: str) -> None
         pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     with pytest.raises(SetupError, match=text):
         pin_model(run)
+
+
+@pytest.mark.parametrize("name", ["half_evaluated", "half_evaluated_loss"])
+def test_no_trace_trains_a_part_that_is_in_evaluation_mode(name: str) -> None:
+    """As `swarm graph` makes one."""
+    with pytest.raises(SetupError, match="is in evaluation mode, and would be trained in training mode"):
+        from_code(f"tests.model.graph.custom_models:{name}").trace()
 
 
 def test_what_cannot_travel_is_named_with_the_operator_that_makes_it() -> None:
