@@ -119,14 +119,12 @@ def decode(data: bytes) -> Charter:
     return charter
 
 
-def check_life(charter: Charter, *, now: float) -> None:
-    """Raises Refused: it has expired, or wants to hold for too long. `now`: Unix seconds."""
-    if charter.expires <= now:
-        raise Refused(
-            f"the charter of {charter.name!r} has expired: its owner has to sign another one (swarm charter)"
-        )
+def why_not_held(charter: Charter, *, now: float) -> str:
+    """Why it does not hold: it has expired, or wants to for too long. Empty if it does. `now`: Unix s."""
     if charter.expires > now + MAX_LEFT_S:
-        raise Refused(f"a charter that wants to hold for more than {MAX_LIFE_DAYS} days")
+        return f"a charter that wants to hold for more than {MAX_LIFE_DAYS} days"
+    ended = f"the charter of {charter.name!r} has expired: its owner has to sign another one (swarm charter)"
+    return ended if charter.expires <= now else ""
 
 
 class Token(NamedTuple):
@@ -241,11 +239,7 @@ def why_not_admitted(terms: AdmissionTerms, who: Applicant, uses: TokenUses, *, 
     charter = terms.charter
     if {terms.owner} & {*charter.revocations, *terms.revoked}:
         return "the key of the run's owner was revoked: nobody is admitted any more"
-    try:
-        check_life(charter, now=now)
-    except Refused as refusal:
-        return refusal.text
-    if why := why_shut_out(terms, who.peer):
+    if why := why_not_held(charter, now=now) or why_shut_out(terms, who.peer):
         return why
     if who.role == "trainer" and terms.trainers and who.peer not in terms.trainers:
         return "the run's manifest names its trainers (admission.trainers): give the --identity of one"

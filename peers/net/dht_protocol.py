@@ -39,7 +39,7 @@ from peers.net.signed_records import (
     record_keys,
 )
 from peers.waiting import TaskKeeper, within
-from swarm.charter import Charter, check_life
+from swarm.charter import Charter, why_not_held
 from swarm.errors import MALFORMED, Refused
 from swarm.ids import PeerId
 from swarm.wire.version import PROTOCOL_VERSION
@@ -306,10 +306,7 @@ class RecordCheck:
         if isinstance(opened, Announced) and (why := self.why_not(opened)):
             opened = why
         if isinstance(opened, Charter):
-            try:
-                check_life(opened, now=unix_s())
-            except Refused as refusal:
-                opened = refusal.text
+            opened = why_not_held(opened, now=unix_s()) or opened
         if isinstance(opened, str) and opened:
             if opened in self.rejected or len(self.rejected) < 100:
                 self.rejected[opened] += 1

@@ -3596,8 +3596,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "expired-charter-accepted",
         CHARTER,
-        "    if charter.expires <= now:\n",
-        "    if False:\n",
+        '    return ended if charter.expires <= now else ""\n',
+        '    return ""\n',
         "A charter that has expired holds on, and with it all that was not banned yet.",
         ("test_charter",),
     ),

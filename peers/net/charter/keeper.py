@@ -28,7 +28,7 @@ from peers.net.charter.signed import (
 from peers.net.dht_protocol import MAX_SUBKEYS, REPLICAS, VERSION_S, Entry
 from peers.net.dht_storage import DhtStorage, Place
 from peers.net.identity import Identity
-from swarm.charter import MAX_LEFT_S, ROLES, AdmissionTerms, Applicant, Charter, check_life, is_named
+from swarm.charter import MAX_LEFT_S, ROLES, AdmissionTerms, Applicant, Charter, is_named, why_not_held
 from swarm.errors import Refused, SetupError, lasting
 from swarm.ids import PeerId, RunName, fingerprint_of
 from swarm.manifest import Run
@@ -104,12 +104,9 @@ class CharterKeeper:
         while True:
             await self.ask()
             if (found := self.charter) is not None:
-                try:
-                    if not expired:
-                        check_life(found, now=unix_s())
+                why = "" if expired else why_not_held(found, now=unix_s())
+                if not why:
                     return found
-                except Refused as refusal:
-                    why = refusal.text
             if now_s() >= deadline:
                 nobody = f"no peer here knows a run {name}: check the name and the fingerprint, and that a "
                 raise SetupError(why or f"{nobody}peer of that run is up")
