@@ -232,6 +232,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
                 f"{path} is not the charter of the manifest: give both as swarm init made them. A manifest "
                 "that was changed since is another run: swarm init NAME --manifest FILE makes it"
             )
+        await charters.ask()  # the owner may have signed one while this was away
         await self._renew(node, 0.0)
 
         def keep() -> None:

@@ -443,6 +443,11 @@ def bootstrap(folder: Path, said: list[Event]) -> Bootstrap:
     return Bootstrap(options, emit=said.append)
 
 
+async def at_once(call: Any, *arguments: Any) -> Any:
+    """In place of `asyncio.to_thread`: virtual time does not wait for a thread."""
+    return call(*arguments)
+
+
 def node_of(memory: MemoryNode) -> Any:
     return SimpleNamespace(directory=memory.directory, door=memory.directory.door, run_id=RUN.id)
 
@@ -469,9 +474,6 @@ async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to
     """But not as soon as it is up, unless nobody is admitted: it may not have heard of the owner's next one
     yet, and its own would have the same sequence, without the ban that is new in that."""
 
-    async def at_once(call: Any, *arguments: Any) -> Any:
-        return call(*arguments)
-
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     said: list[Event] = []
     path = keys / "charter"
@@ -496,9 +498,6 @@ async def test_a_charter_that_nobody_takes_is_renewed_as_soon_as_its_owners_boot
 ) -> None:
     """It was long ago, or signed by a clock that was wrong: no newcomer found the run, and none was told."""
 
-    async def at_once(call: Any, *arguments: Any) -> Any:
-        return call(*arguments)
-
     monkeypatch.setattr(asyncio, "to_thread", at_once)
     path = keys / "charter"
     old = charter_of(expires=int(unix_s()) + days * 86_400)
@@ -507,6 +506,21 @@ async def test_a_charter_that_nobody_takes_is_renewed_as_soon_as_its_owners_boot
         memory = await dht.add(1, run_id=RUN.id)
         await bootstrap(keys, [])._publish_charter(node_of(memory), RUN, path)
     assert unix_s() + 29 * 86_400 < signed.read_charter(path)[0].expires <= unix_s() + 30 * 86_400
+
+
+@virtual
+async def test_a_bootstrap_whose_charter_has_expired_asks_for_a_newer_one_before_it_signs(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own would have the sequence of the owner's next one, and perhaps hold: without the ban in that."""
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    path, newer = keys / "charter", charter_of(2, bans=(Ban(SAM.peer_id, "x"),))
+    old = charter_of(expires=int(unix_s()) - 86_400)
+    signed.write_charter(path, OWNER.peer_id, signed.seal_charter(old, OWNER))
+    async with a_run(monkeypatch, charter=False) as peers:
+        await peers[2].directory.charters.publish(newer, OWNER)
+        await bootstrap(keys, [])._publish_charter(node_of(peers[0]), RUN, path)
+    assert signed.read_charter(path)[0] == newer
 
 
 @virtual
