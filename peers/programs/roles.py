@@ -218,8 +218,9 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
         """That of the file, or the one that is known to be newer; which is written there from now on."""
         charters, key = node.directory.charters, self.options.identity
         if path is None:
-            if key is not None and (made := key.with_name("charter")).exists() and run.admission.owner:
-                raise SetupError(f"{made} lies beside the key: give it as --charter, or all are admitted")
+            with contextlib.suppress(OSError, Refused):  # none is there
+                if key is not None and read_charter(made := key.with_name("charter"))[0].run == run.id:
+                    raise SetupError(f"{made} lies beside the key: give it as --charter, or all are admitted")
             if charters.charter is None:
                 self._note("without --charter everybody who has the manifest's id is admitted")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
@@ -531,9 +532,12 @@ async def test_a_bootstrap_that_knows_of_no_charter_says_who_is_admitted_and_for
         memory = await dht.add(1, run_id=RUN.id)
         await bootstrap(keys, said)._publish_charter(node_of(memory), RUN, None)
         assert said == [Note(text="without --charter everybody who has the manifest's id is admitted")]
-        (keys / "charter").write_bytes(b"")
-        with pytest.raises(SetupError, match=f"{keys / 'charter'} lies beside the key: give it as --charter"):
-            await bootstrap(keys, said)._publish_charter(node_of(memory), RUN, None)
+        for made in (charter_of(run="ab" * 16), charter_of()):  # of another run of this owner; of this one
+            signed.write_charter(keys / "charter", OWNER.peer_id, signed.seal_charter(made, OWNER))
+            mine = made.run == RUN.id
+            text = f"{keys / 'charter'} lies beside the key: give it as --charter"
+            with pytest.raises(SetupError, match=text) if mine else contextlib.nullcontext():
+                await bootstrap(keys, said)._publish_charter(node_of(memory), RUN, None)
 
 
 @virtual
