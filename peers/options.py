@@ -566,7 +566,7 @@ def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
         if option["kind"] is not None:
             rest.update(type=option["kind"].parse, metavar=option["kind"].metavar)
         if one.default is not MISSING or listed:
-            rest["default"] = [] if listed else one.default
+            rest["default"] = [] if listed and one.default is not None else one.default
         if option["positional"]:
             where.add_argument(one.name, **rest, **({} if one.default is MISSING else {"nargs": "?"}))
         else:

@@ -241,9 +241,8 @@ def _changes(options: tool_options.CharterOptions, charter: Charter) -> dict[str
         named = {*old.named, *getattr(options, f"name_{role}")} - gone
         found[f"{role}s"] = AdmissionRule(getattr(options, f"{role}s") or old.door, tuple(sorted(named)))
     found["founders"] = tuple(sorted({*charter.founders, *options.founder} - gone))
-    found["work_bits"] = charter.work_bits if options.work_bits is None else options.work_bits
-    found["trusted_stages"] = tuple(sorted({*options.trusted_stages})) or charter.trusted_stages
-    return {name: new for name, new in found.items() if new != getattr(charter, name)}
+    found["work_bits"], found["trusted_stages"] = options.work_bits, options.trusted_stages
+    return {name: new for name, new in found.items() if new not in (None, getattr(charter, name))}
 
 
 def told(charter: Charter, owner: PeerId) -> str:

@@ -193,8 +193,8 @@ class CharterOptions(arg.RunOptions):
         arg.PEER_ID_KIND, "admit it to any stage, and vouch for it; repeatable"
     )
     unname: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "take it from all of these; repeatable")
-    trusted_stages: tuple[int, ...] = several(
-        INTEGER, "only named or invited peers serve these, on all islands; -1 is the last"
+    trusted_stages: tuple[int, ...] | None = optional(
+        INTEGER, "only named or invited peers serve these, on all islands; -1: last; no N: none", nargs="*"
     )
     work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
 

@@ -25,7 +25,7 @@ from peers.net.charter import entry, signed
 from peers.net.charter.doorkeeper import Doorkeeper
 from peers.net.charter.keeper import CharterKeeper
 from peers.net.identity import Identity
-from peers.options import BootstrapOptions
+from peers.options import BootstrapOptions, options_from
 from peers.programs import charter as commands
 from peers.programs import tool_options
 from peers.programs.audit import check_audited
@@ -349,6 +349,11 @@ async def test_a_charter_is_changed_and_shown(
             given(tool_options.CharterOptions, owner=keys / "owner.key", unname=(KIM.peer_id, SAM.peer_id))
         )
         assert "peers: list\ntrainers" in capsys.readouterr().out
+        words = ["charter", "--run", str(NAME), "--join", "/ip4/127.0.0.1/tcp/1/p2p/x"]
+        for more, kept in ((["--work-bits", "0"], True), (["--trusted-stages"], False)):
+            typed = build_parser().parse_args([*words, "--owner", str(keys / "owner.key"), *more])
+            await commands.run_charter(options_from(tool_options.CharterOptions, typed))
+            assert ("trusted stages: -1, 0" in capsys.readouterr().out) == kept
         for number in (2, -3):
             no_such = given(tool_options.CharterOptions, owner=keys / "owner.key", trusted_stages=(0, number))
             with pytest.raises(SetupError, match=f"--trusted-stages {number}: run 'counting' has stages 0 "):
