@@ -26,6 +26,7 @@ def _codec(text: str) -> str:
 
 DOORS = ("open", "list", "token")
 OWNER_HELP = "the owner's key, as swarm init made it"
+RENEWAL = "(default: 30); a bootstrap with the owner's key renews it 10 days before"
 TEXT = arg.OptionKind(str, "PROMPT")
 WORDS = arg.OptionKind(str, "TEXT")
 INTEGER = arg.OptionKind(arg.whole(-1024, 1023), "N")
@@ -119,7 +120,7 @@ class InitOptions(arg.Options):
     peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
     keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
     work_bits: int = option(WORK_BITS, "a stamp of so many bits, where it is open: 27 = 3 minutes", 0)
-    days: float = option(DAYS, "until the charter expires (default: 30)", 30.0)
+    days: float = option(DAYS, f"until the charter expires {RENEWAL}", 30.0)
 
 
 class UpOptions(arg.Options):
@@ -180,7 +181,7 @@ class CharterOptions(arg.RunOptions):
     """
 
     owner: Path | None = optional(arg.FILE, OWNER_HELP)
-    days: float = option(DAYS, "until it expires (default: 30)", 30.0)
+    days: float = option(DAYS, f"until it expires {RENEWAL}", 30.0)
     peers: Door | None = option(None, "who may serve a stage", None, choices=DOORS)
     trainers: Door | None = option(None, "who may send microbatches", None, choices=DOORS)
     keepers: Door | None = option(None, "who may keep checkpoints", None, choices=DOORS)

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from peers.options import BootstrapOptions, options_from
 from peers.programs import charter as commands
 from peers.programs import tool_options
 from peers.programs.audit import check_audited
-from peers.programs.roles import Bootstrap
+from peers.programs.roles import RENEWED_S, Bootstrap
 from peers.programs.stage_choice import choose_stage
 from peers.start_line import program
 from peers.storage import atomic_file
@@ -495,6 +495,13 @@ async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to
         renewed = signed.read_charter(path)[0]
         assert (renewed.sequence, renewed.bans) == (2, banned.bans)
         assert renewed.expires > unix_s() + 29 * 86_400
+
+
+@pytest.mark.parametrize("options", [tool_options.InitOptions, tool_options.CharterOptions])
+def test_who_shortens_a_charter_is_told_that_a_bootstrap_renews_it(options: Any) -> None:
+    """`swarm init --days 5` held for thirty days, from the bootstrap's first minute on."""
+    (told,) = [one.metadata["help"] for one in fields(options) if one.name == "days"]
+    assert f"bootstrap with the owner's key renews it {RENEWED_S / 86_400:g} days before" in told
 
 
 @virtual
