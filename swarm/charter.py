@@ -257,8 +257,8 @@ def why_not_admitted(terms: AdmissionTerms, who: Applicant, uses: TokenUses, *, 
     if rule.door == "token" or who.closed:
         return f"the run admits {who.role}s that were invited: {why}"
     if credential.stamp_bits < charter.work_bits:
-        bits = credential.stamp_bits
-        return f"the run asks for a stamp of {charter.work_bits} bits of work, and this has {bits}"
+        asked, bits = charter.work_bits, credential.stamp_bits
+        return f"the run asks for a stamp of {asked} bits of work, and this has {bits}: start it again"
     return ""
 
 

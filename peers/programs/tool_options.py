@@ -197,7 +197,7 @@ class CharterOptions(arg.RunOptions):
     trusted_stages: tuple[int, ...] | None = optional(
         INTEGER, "only named or invited peers serve these, on all islands; -1: last; no N: none", nargs="*"
     )
-    work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where it is open")
+    work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where open; who has none ends")
 
 
 class RevokeOptions(arg.RunOptions):

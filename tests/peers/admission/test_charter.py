@@ -274,7 +274,8 @@ def test_a_token_that_is_everywhere_costs_no_more_than_one_that_is_used_twice() 
 
 
 def test_an_open_door_may_ask_for_work() -> None:
-    assert why(KIM, work_bits=20) == "the run asks for a stamp of 20 bits of work, and this has 0"
+    asks = "the run asks for a stamp of 20 bits of work, and this has 0: start it again"
+    assert why(KIM, work_bits=20) == asks
     assert why(KIM, work_bits=20, credential=Credential(stamp_bits=20)) == ""
     assert why(KIM, work_bits=20, credential=invitation()) == "", "who is invited needs none"
     assert why(KIM, work_bits=20, peers=AdmissionRule("open", (KIM.peer_id,))) == ""

@@ -659,6 +659,13 @@ async def test_a_stamp_is_made_once(tmp_path: Path) -> None:
     assert path.read_text().isdigit()
 
 
+async def test_a_program_that_is_asked_for_a_stamp_while_it_serves_says_what_to_do(tmp_path: Path) -> None:
+    await enter(node := FakeNode(KIM), "keeper")
+    node.go_by(sequence=2, work_bits=14)
+    assert len(node.ended) == 1 and node.ended[0].endswith("14 bits of work, and this has 0: start it again")
+    await enter(FakeNode(KIM, work_bits=14), "keeper", cache=tmp_path / "stamps")
+
+
 def test_a_peer_serves_stages_that_it_is_trusted_with() -> None:
     stranger, named = (
         FakeNode(KIM, trusted_stages=(0,)),
