@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from peers import events
+from peers.clock import unix_s
 from peers.device import choose_device
 from peers.events import Emit, Event, Note, StepDone, count, parse_event
+from peers.net.charter.signed import make_token
+from peers.net.identity import Identity
 from peers.programs.fleet import Child, names_of, stop_all
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens
@@ -49,6 +52,8 @@ OWN_WORDS = (events.Stepped, events.JoinLine, events.StopNow, events.Contributed
 SIGNS_OF_WORK = (events.Serving, events.Working, StepDone)
 AGAIN_S = 30.0
 """Between tries to keep what was trained, while the disk is full."""
+INVITED_S = 3650 * 86_400
+"""A token holds for longer than any run takes."""
 MAX_DEATHS = 5
 """So many peers may die of themselves before a step is taken: then something kills all of them."""
 
@@ -159,8 +164,8 @@ class Processes:
         self._failure = ""
         self._steps: deque[StepDone] = deque()
         self._trainer: Child | None = None
-        self._keeping: set[Child] = set()
-        """Peers that keep checkpoints, with the keys that the manifest names."""
+        self._keys: dict[Child, Path] = {}
+        """Of the peers of a folder. The first of each stage keeps checkpoints."""
 
     # -- from the first process to the last step ------------------------------------------------
 
@@ -282,16 +287,18 @@ class Processes:
         return child
 
     async def _spawn_peer(self, stage: Stage) -> None:
-        folder = None if stage in {self._stages.get(child) for child in self._keeping} else self._folder
         words = ["--stage", str(stage), "--device", next(self._devices), "--threads", "1"]
-        if folder is not None:
-            if stage < self.run.S:  # what is saved is the same on all islands
+        used, key = {self._keys.get(child) for child in self._stages}, Path()
+        if (folder := self._folder) is not None:
+            keys = [folder / f"peer{stage}{f'-{n}' * (n > 0)}.key" for n in range(len(used) + 1)]
+            words += _key(key := next(key for key in keys if key not in used))
+            if key == keys[0] and stage < self.run.S:  # what is saved is the same on all islands
                 words += ["--checkpoint-dir", str(folder / "checkpoints")]
-            words += _key(key) if (key := folder / f"peer{stage}.key").is_file() else []
+            if Identity.load_or_create(key).peer_id not in self.run.admission.founders:
+                until, owner = int(unix_s()) + INVITED_S, Identity.load(folder / "owner.key")
+                words += ["--token", make_token(self.run.id, owner, "peer", expires=until)]
         child = await self._spawn(["peer", *self._meeting, *self._allowed, *self._start, *words])
-        self._stages[child] = stage
-        if folder is not None:
-            self._keeping.add(child)
+        self._stages[child], self._keys[child] = stage, key
 
     def _hear(self, child: Child, line: str) -> None:
         event = parse_event(line)

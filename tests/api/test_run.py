@@ -28,7 +28,11 @@ import swarm
 from peers.api.background import as_in_peers
 from peers.api.local_swarm import LocalSwarm
 from peers.api.processes import Processes
+from peers.cli import build_parser, main
 from peers.events import Event, Note, Working, to_json
+from peers.net.charter.signed import certify, open_credential, seal_credential
+from peers.net.identity import Identity
+from peers.options import PeerOptions, options_from
 from peers.programs.fleet import Child
 from peers.programs.trained import NoRoom
 from peers.storage import written
@@ -38,6 +42,7 @@ from swarm.manifest import demo_run, parse_run
 from swarm.model.evaluate import loss_of
 from tests.api.nets import Net, net, samples
 from tests.seeds import some
+from tests.test_docs import ADDRESS
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
@@ -649,6 +654,41 @@ async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: 
         for stage in range(3):
             await processes._spawn_peer(stage)
         assert [words[words.index("--device") + 1] for words in spawned] == expected
+
+
+async def test_more_peers_of_a_stage_than_the_manifest_names_are_invited_and_keep_their_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`swarm up --peers 2` of a run that admits by token ended at the second peer."""
+    folder, spawned = tmp_path / "mine", list[list[str]]()
+    assert main(["init", str(folder), "--peers", "token"]) == 0
+
+    async def spawn(self: Processes, words: list[str], **_: Any) -> object:
+        spawned.append(words)
+        return object()
+
+    monkeypatch.setattr(Processes, "_spawn", spawn)
+    run = swarm.Run.from_toml(folder / "run.toml")
+    processes: Any = Processes(run, 2, lambda event: None, folder=folder)
+    processes.children = []
+
+    async def started() -> tuple[PeerOptions, object]:
+        await processes._spawn_peer(1)
+        words = [*spawned[-1], "--run", run.id, "--join", ADDRESS]
+        processes.children.append(child := [*processes._stages][-1])
+        return options_from(PeerOptions, build_parser().parse_args(words)), child
+
+    named, second = await started(), await started()
+    assert (named[0].identity, named[0].token) == (folder / "peer1.key", None)
+    assert (second[0].identity, second[0].checkpoint_dir) == (folder / "peer1-1.key", None)
+    me, owner = Identity.load(folder / "peer1-1.key").peer_id, run.terms.admission.owner
+    role, certificate = certify(second[0].token, run.id, me)
+    brought = open_credential(seal_credential(certificate), run.id, owner, me)
+    assert role == "peer" and brought.token is not None and brought.token.uses == 1
+    for died in (second, named):
+        processes._bury(died[1])
+        again, _ = await started()
+        assert (again.identity, again.checkpoint_dir) == (died[0].identity, died[0].checkpoint_dir)
 
 
 async def test_that_a_stage_that_is_not_there_cannot_be_killed_ends_nothing() -> None:
