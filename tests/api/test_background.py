@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -93,6 +93,30 @@ def test_an_interrupt_wherever_it_comes_leaves_the_loop_alive() -> None:
         assert Background.start(background, double(4)).result(timeout=60) == 8, f"interrupted at line {lines}"
         background.close()
     assert lines > 10
+
+
+def test_threads_that_start_after_the_last_peer_has_ended_have_as_many_as_the_program() -> None:
+    """The second peer's thread began with the number that the first had set, and left it for good."""
+
+    def threads_of_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as new:
+            return new.submit(torch.get_num_threads).result()
+
+    kept = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(1) as computes, ThreadPoolExecutor(1) as joins:
+            first, second = all_as_in_peers(), all_as_in_peers()
+            first.__enter__()
+            computes.submit(torch.set_num_threads, 1).result()
+            joins.submit(second.__enter__).result()
+            first.__exit__(None, None, None)
+            assert torch.get_num_threads() == 3
+            computes.submit(torch.set_num_threads, 1).result()
+            joins.submit(second.__exit__, None, None, None).result()
+            assert (threads_of_a_new_thread(), torch.get_num_threads()) == (3, 3)
+    finally:
+        torch.set_num_threads(kept)
 
 
 def test_what_torch_was_told_comes_back_when_the_last_has_ended_that_computes_as_a_peer() -> None:
