@@ -177,6 +177,8 @@ _SWITCHES = (torch.Tensor.requires_grad_, _BASE["requires_grad"].__set__)
 _LOST: Any = {
     torch.Tensor.register_hook: "hangs a hook on the gradient of a tensor (register_hook), which cannot be "
     "traced; write what it does with torch's own operators",
+    _BASE["grad_fn"].__get__: "reads the grad_fn of a tensor, as a module's backward hook does: a hook there "
+    "would be lost; write what it does with torch's own operators",
     _BASE["data"].__set__: "sets the .data of a tensor, which no trace keeps: make a new tensor",
 }
 

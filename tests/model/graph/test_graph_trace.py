@@ -341,6 +341,21 @@ def hooked(net: Net, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def hooked_behind(net: Net, x: torch.Tensor) -> torch.Tensor:
+    y = net.linear(x)
+    assert y.grad_fn is not None
+    y.grad_fn.register_hook(lambda given, taken: tuple(one if one is None else one * 3 for one in given))
+    return y.sum()
+
+
+def hooked_module(net: Net, x: torch.Tensor) -> torch.Tensor:
+    handle = net.linear.register_full_backward_pre_hook(lambda module, grads: (3 * grads[0],))
+    try:
+        return net.linear(x).sum()
+    finally:
+        handle.remove()
+
+
 def switched(net: Net, x: torch.Tensor) -> torch.Tensor:
     """As a discriminator is frozen while its generator learns."""
     net.linear.requires_grad_(False)
@@ -392,6 +407,8 @@ LINE = r"test_graph_trace.py:\d+: "
         ),
         (weight_changed, "operator aten.mul_.Tensor changes the parameter linear.weight while the model"),
         (hooked, r"hangs a hook on the gradient of a tensor \(register_hook\), which cannot be traced"),
+        (hooked_behind, r"the model reads the grad_fn of a tensor, .* a hook there would be lost"),
+        (hooked_module, r"the model reads the grad_fn of a tensor, as a module's backward hook does"),
         (switched, r"the model switches requires_grad of a weight \[4, 4\] while it computes"),
         (switched_by_attribute, r"the model switches requires_grad of a weight \[4, 4\]"),
         (inferred, "the model computes under inference_mode, which no trace keeps: take no_grad"),
