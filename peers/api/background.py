@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ class Background:
         here: Future[None] = Future()
 
         async def main() -> None:
+            torch.set_flush_denormal(False)  # a thread, and so those of a peer, has this of what starts it
             self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
             here.set_result(None)
             await self._ending.wait()
@@ -88,7 +90,10 @@ def as_in_peers() -> Iterator[None]:
     with (
         all_as_in_peers(), torch.inference_mode(False), torch.enable_grad(),
         torch.autocast("cpu", enabled=False), contextlib.nullcontext() if default else torch.device("cpu"),
+        contextlib.ExitStack() as told,
     ):  # fmt: skip
+        told.callback(torch.set_flush_denormal, not sys.float_info.min / 2)
+        torch.set_flush_denormal(False)
         yield
 
 

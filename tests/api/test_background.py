@@ -52,6 +52,21 @@ def test_errors_come_out_and_what_still_runs_is_cancelled_at_the_end() -> None:
     assert ended == [True]
 
 
+async def flushes() -> bool:
+    return sys.float_info.min / 2 == 0
+
+
+def test_a_peer_keeps_small_numbers_that_its_program_takes_for_none() -> None:
+    """A new thread does so as the one that starts it: each of them rounded otherwise than other peers."""
+    torch.set_flush_denormal(True)
+    try:
+        background = Background()
+        assert not background.call(flushes()) and asyncio.run(flushes())
+        background.close()
+    finally:
+        torch.set_flush_denormal(False)
+
+
 WAITING = ("background.py", "contextlib.py", "queue.py", "_base.py", "threading.py")
 """Files of Python code that waits for results, here and in the standard library."""
 

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -261,12 +262,24 @@ def told_by_the_program() -> tuple[object, ...]:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
         torch.get_default_device(), torch.get_default_dtype(), torch.is_anomaly_enabled(),
         torch.backends.cuda.flash_sdp_enabled(), *(kind.fp32_precision for kind in kinds),
+        sys.float_info.min / 2 > 0,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "told",
-    ["no_grad", "inference", "autocast", "float64", "medium", "bf16", "anomaly", "attention", "device"],
+    [
+        "no_grad",
+        "inference",
+        "autocast",
+        "float64",
+        "medium",
+        "bf16",
+        "anomaly",
+        "attention",
+        "device",
+        "tiny",
+    ],
 )
 def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told: str) -> None:
     model, data, kind = net(), samples(), cast(Any, torch.backends.mkldnn.matmul)
@@ -289,6 +302,9 @@ def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         elif told == "device":
             stack.enter_context(torch.device("meta"))
+        elif told == "tiny":
+            stack.callback(torch.set_flush_denormal, False)
+            torch.set_flush_denormal(True)
         elif told == "float64":
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)

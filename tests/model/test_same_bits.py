@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -82,6 +83,16 @@ def test_the_manifest_says_how_many_threads_share_a_microbatch() -> None:
         stage = StageCompute(replace(tiny_run(), batch=wide_run(32, threads=threads).batch), 0)
         stage.rehearse()
         assert torch.get_num_threads() == threads
+
+
+def test_a_stage_keeps_small_numbers_though_a_library_flushes_them_to_zero() -> None:
+    stage = StageCompute(tiny_run(), 0)
+    torch.set_flush_denormal(True)
+    try:
+        stage.rehearse()
+        assert sys.float_info.min / 2 > 0
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def lying_at(sent: Encoded, offset: int) -> Encoded:
