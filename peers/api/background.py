@@ -90,6 +90,7 @@ def as_in_peers() -> Iterator[None]:
     with (
         all_as_in_peers(), torch.inference_mode(False), torch.enable_grad(),
         torch.autocast("cpu", enabled=False), contextlib.nullcontext() if default else torch.device("cpu"),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         contextlib.ExitStack() as told,
     ):  # fmt: skip
         told.callback(torch.set_flush_denormal, not sys.float_info.min / 2)

@@ -326,6 +326,22 @@ def test_what_a_program_told_torch_changes_neither_a_run_nor_its_reference(told:
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+def test_hooks_of_a_program_on_what_it_saves_round_nothing_of_the_reference() -> None:
+    def halved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.half() if tensor.dtype == torch.float32 else tensor
+
+    def doubled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype == torch.float16 else tensor
+
+    first = run(steps=1)
+    expected = swarm.reference(first).weights()
+    with torch.autograd.graph.saved_tensors_hooks(halved, doubled):
+        again = run(steps=1)
+        weights = swarm.reference(again).weights()
+    assert again.id == first.id
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("precision", ["none", "tf32"])
 def test_a_program_keeps_what_it_told_torch_of_products_on_a_gpu(precision: str) -> None:
     """Its own training was several times slower once it had made a run."""
