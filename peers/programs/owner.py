@@ -41,7 +41,7 @@ async def ask(path: Path, named: str, answer: type[T], do: Do = "look", *, limit
     except asyncio.TimeoutError:
         raise SetupError(f"{named} does not answer within {limit_s:g} s: it hangs") from None
     except MALFORMED as error:
-        raise SetupError(f"what answers at {path} is no program of the swarm: {error}") from None
+        raise SetupError(f"{named} is not of this version of swarm: ask it by its own ({error})") from None
 
 
 # --- pause and resume ---

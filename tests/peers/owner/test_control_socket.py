@@ -9,6 +9,7 @@ import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -114,6 +115,25 @@ async def test_the_next_peer_takes_away_what_a_killed_one_left(cache: Path) -> N
                 assert {*control_folder().iterdir()} == {mine, other}
 
 
+async def test_one_of_another_version_is_named_at_once_with_what_to_do() -> None:
+    """It closes on a question that it cannot read, or answers in words that we cannot."""
+    control_folder().mkdir()
+    path = control_folder() / "77.sock"
+    for answer in (b"", b'{"pid": 77, "state": "serving"}\n'):
+
+        async def older(reader: Any, writer: Any, said: bytes = answer) -> None:
+            await reader.readline()
+            writer.write(said)
+            writer.close()
+
+        server = await asyncio.start_unix_server(older, str(path))
+        other = "the peer with pid 77 is not of this version of swarm: ask it by its own"
+        with pytest.raises(SetupError, match=other):
+            await run_command(PauseOptions())
+        server.close()
+        await server.wait_closed()
+
+
 async def test_one_that_hangs_or_is_no_peer_is_named() -> None:
     control_folder().mkdir()
     path = control_folder() / "77.sock"
@@ -126,7 +146,7 @@ async def test_one_that_hangs_or_is_no_peer_is_named() -> None:
         writer.write(b"hello\n")
         writer.close()
 
-    for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "no program of the swarm")):
+    for handler, words in ((nothing, "pid 77 does not answer within"), (nonsense, "is not of this version")):
         server = await asyncio.start_unix_server(handler, str(path))
         with pytest.raises(SetupError, match=words):
             await run_command(PauseOptions(), question_s=0.05)

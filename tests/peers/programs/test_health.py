@@ -132,7 +132,7 @@ async def test_who_is_not_there_or_is_another_program_is_said(tmp_path: Path) ->
         writer.close()
 
     async with await asyncio.start_unix_server(babble, str(tmp_path / "t")):
-        with pytest.raises(SetupError, match="is no program of the swarm"):
+        with pytest.raises(SetupError, match="is not of this version of swarm"):
             await ask(tmp_path / "t")
 
 
