@@ -106,7 +106,7 @@ class StepProtocol:
         self._coordinator = StageCoordinator(run, stage, me, numel, self._agreed, backoff)
         self._run_coordinator = RunCoordinator(run, me, self._agreed)
         self._told: dict[PeerId, Directive] = {}
-        self._numbers = count(1)
+        self._numbers = count(1 + int(1e6 * since_s))  # more than it said before it was started again
         self._behind_since: float | None = None
         self._goes_by_strangers = False
         self._checked_s = -math.inf

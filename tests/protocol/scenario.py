@@ -103,7 +103,7 @@ def do(world: World, words: list[str]) -> None:
             world.remembered = directive
         case [name, "hears", "it", "again"]:
             assert world.remembered is not None
-            again = msgspec.structs.replace(world.remembered, number=10**6)  # else it is overtaken
+            again = msgspec.structs.replace(world.remembered, number=10**18)  # else it is overtaken
             world.hear(world.replicas[name], again)
         case ["show"]:
             for replica in world.live():

@@ -25,10 +25,12 @@ def record(peer: str, stage: int, since: float) -> PeerRecord:
     return PeerRecord(peer=peer, run=RUN.id, stage=stage, state="serving", version=0, since=since)
 
 
-def protocol_of(peer: str, *, joined: bool = True, others: tuple[PeerRecord, ...] = ()) -> StepProtocol:
-    """Of a replica of stage 1, which came at second 2; `first` serves stage 0."""
+def protocol_of(
+    peer: str, *, joined: bool = True, others: tuple[PeerRecord, ...] = (), since_s: float = 2.0
+) -> StepProtocol:
+    """Of a replica of stage 1, which came then; `first` serves stage 0."""
     local = Local(generation=Generation(), version=0, steps={}, commits={}, joined=joined)
-    protocol = StepProtocol(RUN, 1, peer, 8, local, Backoff(), SimSigner(peer), since_s=2.0)
+    protocol = StepProtocol(RUN, 1, peer, 8, local, Backoff(), SimSigner(peer), since_s=since_s)
     protocol.observe(local, {0: [record("first", 0, 1.0)], 1: list(others)}, now=NOW)
     return protocol
 
@@ -69,6 +71,21 @@ def test_of_a_silent_replica_an_old_report_is_not_answered() -> None:
     late = NOW + 2 * GONE_AFTER_S
     with pytest.raises(NotNow, match="an old report of a replica that has said nothing since"):
         protocol.report("c", msgspec.structs.replace(report, number=1), [], now=late)
+
+
+def test_a_replica_that_was_started_again_is_heard_at_once() -> None:
+    """Its numbers began anew: what it said was taken for older than what it had said before."""
+    others = (record("b", 1, 1.0), record("c", 1, 2.0))
+    coordinator = protocol_of("b", others=others)
+    for life, since_s in enumerate((2.0, NOW - 1.0)):
+        replica = protocol_of("c", others=others, since_s=since_s)
+        for _ in range(5 - life):
+            replica.speak(now=NOW)
+            (message,) = replica.ready(now=NOW).messages
+            assert isinstance(message.body, ReplicaReport) and message.to == "b"
+            report = msgspec.structs.replace(message.body, bandwidth_bps=float(life))
+            coordinator.report("c", report, [], now=NOW)
+        assert coordinator._coordinator.members["c"].report == report
 
 
 def test_a_replica_that_is_far_ahead_of_all_others_is_not_believed() -> None:

@@ -269,11 +269,11 @@ async def test_nobody_but_the_coordinator_is_obeyed(coordinator: str) -> None:
         with s.peers["s0p1"].core.device.books:
             s.step("s0p1").ledger.record(0)
         lie = Directive(
-            run=RUN.id, stage=0, coordinator=coordinator, version=0, number=10**6,
+            run=RUN.id, stage=0, coordinator=coordinator, version=0, number=10**18,
             steps=(StepDirective(t=0, retract=Bitmap(1)),),
         )  # fmt: skip
         await s.add_stranger().send("s0p1", "directive", lie)
-        assert s.peers["s0p1"].coordination.directive.number < 10**6
+        assert s.peers["s0p1"].coordination.directive.number < 10**18
 
 
 async def test_a_brief_that_was_overtaken_is_not_obeyed() -> None:
