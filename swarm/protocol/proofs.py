@@ -162,6 +162,16 @@ class Belief:
             for old in [old for old in known if old < t - KEPT_STEPS]:
                 del known[old]
 
+    def goes_without_again(self) -> bool:
+        """Whether the word is lacking of those only that the last `KEPT_STEPS` steps were done without, and
+        they have not been asked of this step: one that was a moment behind is not done without again.
+        """
+        return any(
+            t not in self._excused
+            and all(self._excused.get(t - ago, set()).issuperset(peers) for ago in range(1, KEPT_STEPS + 1))
+            for t, peers in self.lacking.items()
+        )
+
     def commit(
         self, commit: Commit, generation: Generation, mine: Prepared | None, *, is_told: bool = True
     ) -> bool:

@@ -167,7 +167,8 @@ class StepProtocol:
 
     def ready(self, *, now: float) -> Ready:
         """What is to be done about all that came in; each message and action is returned once."""
-        if self.belief.lacking and now - self._doubted_s >= REFRESH_S:
+        due = now - self._doubted_s >= REFRESH_S
+        if self.belief.lacking and (due or self.belief.goes_without_again()):
             self._doubted_s = now
             self._actions += [replica.AskAbsent(t, peers) for t, peers in self.belief.lacking.items()]
         self.belief.lacking.clear()
@@ -204,7 +205,7 @@ class StepProtocol:
         since_s = {r.peer: r.since or math.inf for r in records} | {self._me: self._since_s}
         ranked = elect({peer: since_s.get(peer, math.inf) for peer in serving}, voice)
         in_turn = [peer for peer in self._rotation.in_turn(ranked, voice=voice) if peer in there]
-        if not alone and len(in_turn) > 1:
+        if not alone and len(in_turn) > (2 if self.belief.needs_proof else 1):  # of two one needs the other
             in_turn.sort(key=lambda peer: peer != self._me and self._backoff.is_tried(peer, now=now))
         first = next(iter(in_turn or elect({p: since_s.get(p, math.inf) for p in there}, voice)), None)
         if first in lately and self._me in ranked:

@@ -126,6 +126,19 @@ def test_where_nobody_has_voice_the_first_one_coordinates_each_step() -> None:
         assert this.coordinator(1, now=NOW) == "dan"
 
 
+def test_those_that_are_done_without_again_and_again_are_asked_at_once() -> None:
+    this = protocol_of("ann", record("bob", steps=90), record("ann", steps=60))
+
+    def asks(t: int, *, now: float) -> bool:
+        this.belief.lacking = {t: ("bob",)}
+        return AskAbsent(t, ("bob",)) in this.ready(now=now).actions
+
+    for t in (0, 1):
+        assert asks(t, now=NOW + t) and not asks(t, now=NOW + t + 0.5)
+        this.belief.excuse(t, ["bob"], set(), set())
+    assert asks(2, now=NOW + 1.5)
+
+
 def test_one_that_catches_up_does_not_take_that_for_how_long_steps_take() -> None:
     """It passed over one coordinator after the other, where steps take 20 s."""
     records = [record(name, steps=40) for name in ("ann", "bob", "cid")]
@@ -302,9 +315,11 @@ def test_turns_do_not_pass_while_one_cannot_reach_who_has_one(unreached: PeerId,
     assert this.coordinator(1, now=NOW) == first
 
 
-def test_one_that_has_just_rested_coordinates_only_where_there_is_no_other() -> None:
-    """It was back in its turn at once, for another 25 s."""
-    for others, first in (([record("cid", steps=40)], "ann"), ([], "ann")):
+def test_one_that_has_just_rested_coordinates_only_where_another_needs_it() -> None:
+    """It was back in its turn at once, for another 25 s. But of two both coordinated then, and the run stood
+    still for half a minute.
+    """
+    for others, first in (([record("cid", steps=40)], "ann"), ([], "bob")):
         this = protocol_of("ann", record("ann", steps=60), record("bob", steps=90), *others)
         this._backoff.charge("bob", t=0, since_s=NOW - 70.0, now=NOW - 70.0, rounds=BUDGET_ROUNDS)
         assert this.coordinator(1, now=NOW) == first

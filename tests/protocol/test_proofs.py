@@ -79,6 +79,23 @@ def test_one_with_voice_that_leaves_needs_no_more_words_than_one_that_serves() -
     assert lacking(commit([ZOE], [proof("cid", 1)]), THERE[0], leaving, *strangers) == ("eve",)
 
 
+def test_those_that_two_steps_were_done_without_are_asked_at_once_in_the_next() -> None:
+    """While one of two rested each step took a second, since they were asked once in that time."""
+    this = belief(*THERE, record("dan", steps=40))
+
+    def asks_at_once(t: int) -> bool:
+        this.lacking = {t: ("dan",)}
+        return this.goes_without_again()
+
+    for t in (4, 5):
+        assert not asks_at_once(t), "one that was a moment behind is not done without at once"
+        this.excuse(t, ["dan"], set(), set())
+    assert asks_at_once(6)
+    this.excuse(6, [], set(), {"dan"})
+    assert not asks_at_once(6), "it was asked, and has something of this step"
+    assert not asks_at_once(7)
+
+
 def test_one_takes_no_step_alone_while_two_others_could_take_part_in_it() -> None:
     """A coordinator that had all others retract what they had took the step, and kept the weights."""
     away = [record("dan", steps=40), record("eve", steps=40)]

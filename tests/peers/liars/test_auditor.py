@@ -472,7 +472,7 @@ def give_auditor_the_negative(s: Swarm, giver: str, signers: Sequence[str], *, f
 async def test_who_takes_steps_alone_shows_an_auditor_no_other_result(signers: tuple[str, ...]) -> None:
     """A true one, besides; or one of which it seems that several signed it."""
     s, auditor = await play_alone(-1.0, lambda s: give_auditor_the_negative(s, "s1p0", signers), steps=4)
-    assert auditor.found == {"s1p0"} and auditor.audited >= 3
+    assert auditor.found == {"s1p0"} and auditor.audited >= 2
     assert len([said for said in s.seen(Trouble) if ALONE in said.text]) == auditor.audited
 
 
