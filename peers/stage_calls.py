@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ from swarm.protocol.rounds import named_by_most
 from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, Work, WorkDone, pack, unpack_answer
 
 T = TypeVar("T")
+IN_VAIN = "~"
+"""In front of the name of a peer: its account in `Backoff` for steps in which answers of it did not count."""
 MOMENT_S = 0.001
 """What is left after rounding may be too short for a clock to move."""
 MAX_PAUSE_S = 1.0
@@ -59,6 +61,10 @@ class StageCalls:
     limits: CallLimits = field(init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One peer at a time is overtaken: if all become slow, that makes them little slower."""
+    _answered: dict[Microbatch, set[PeerId]] = field(default_factory=dict)
+    """Which peers answered a microbatch of the last steps."""
+    _vain_at: dict[PeerId, int] = field(default_factory=dict)
+    """The last step of which each answered what its stage lacked then."""
 
     def __post_init__(self) -> None:
         self.limits = CallLimits(self.router, self.stage, self.stages)
@@ -104,6 +110,36 @@ class StageCalls:
         for peer in named:
             backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)
         return [peer for peer, answer in told.items() if answer.has and peer not in named]
+
+    def note_answered(self, microbatch: Microbatch, peer: PeerId) -> None:
+        """Remember that a peer answered a microbatch."""
+        self._answered = {mb: by for mb, by in self._answered.items() if mb.t >= microbatch.t - 1}
+        self._answered.setdefault(microbatch, set()).add(peer)
+
+    def answered_by(self, microbatch: Microbatch) -> set[PeerId]:
+        return self._answered.get(microbatch, set())
+
+    def note_lacking(self, microbatch: Microbatch) -> set[PeerId]:
+        """Note that the stage lacks a microbatch. Returns those that answered it: there it was lost, or did
+        not count.
+        """
+        peers, now = self.answered_by(microbatch), now_s()
+        for peer in peers:
+            if self._vain_at.get(peer) != microbatch.t:  # with one sum all that is in it may be lost
+                self._vain_at[peer] = microbatch.t
+                account = IN_VAIN + peer
+                self.router.backoff.charge(account, t=microbatch.t, since_s=now, now=now, rounds=1)
+        return peers
+
+    def rather_not(self, lacking: Collection[PeerId] = (), *, but: Collection[PeerId] = ()) -> set[PeerId]:
+        """The peers, `but` some, that are asked only if no other can be: those of which answers did not count
+        in two steps lately, perhaps since their stage leaves them out; and those that answered what it is
+        `lacking`.
+        """
+        backoff, now, peers = self.router.backoff, now_s(), set(self.router.peers(self.stage)).difference(but)
+        peers = {peer for peer in peers if not backoff.in_backoff(peer, now=now)}
+        vain = {peer for peer in peers if peer in lacking or backoff.rests(IN_VAIN + peer, now=now)}
+        return vain if vain < peers else set()  # none waits for a peer that rests
 
     async def refusing(self, refusals: Mapping[PeerId, Refused]) -> set[PeerId]:
         """The peers that refuse a microbatch, if they are enough to end a trainer; else none.

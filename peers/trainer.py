@@ -354,9 +354,11 @@ class Trainer:
                 self._latency.ended(route)
 
         try:
+            lacking = set[PeerId]()
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
+                lacking = self._first.note_lacking(mb)
                 await self._first.holders(mb)
-            route = self._route(mb)
+            route = self._route(mb, lacking=lacking)
             self._latency.began(route)
             peer = route[0]
             ran, done, took_s = await self._first.unless_late(
@@ -395,6 +397,7 @@ class Trainer:
     def _answered(self, mb: Microbatch, route: Sequence[PeerId], done: WorkDone, took_s: float) -> None:
         t, now = mb.t, now_s()
         self.losses[mb] = done.loss
+        self._first.note_answered(mb, route[0])
         self._todo.finished(mb)
         self._pace.answered(now=now)
         if t == self._version and now - max(self._step_began, self._slow_told) >= SLOW_S:
@@ -464,11 +467,13 @@ class Trainer:
         return self._route(Microbatch(self._version, 0), known=True, without=without)
 
     def _route(
-        self, mb: Microbatch, *, known: bool = False, without: Collection[PeerId] = ()
-    ) -> list[PeerId]:
+        self, mb: Microbatch, *, known: bool = False, without: Collection[PeerId] = (),
+        lacking: Collection[PeerId] = (),
+    ) -> list[PeerId]:  # fmt: skip
         """One peer of each stage; stages behind the first may be empty for now, their callers wait.
 
         At most one of them has never answered; none if `known`, or once the microbatch had to be sent again.
+        `lacking`: those of the first that answered it, while that lacks it.
         """
         ahead = self._run.M if self._run.delayed_updates else 0
         horizon_s = self._pace.horizon_s(self._todo.unstarted(mb.t) + ahead)
@@ -479,6 +484,7 @@ class Trainer:
             self._past.clear()
         else:
             without = past.union(without)
+        without = {*without, *self._first.rather_not(lacking, but=without)}
         for stage in range(self._run.S):
             latency_s = partial(self._latency.price_s, route[-1]) if route else None
             try:

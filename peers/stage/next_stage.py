@@ -55,8 +55,6 @@ class NextStage(StageCalls):
     """The peers of a stage, as one callee."""
 
     _seen: Sequence[PeerRecord] | None = None
-    _answered: dict[tuple[int, int], set[PeerId]] = field(default_factory=dict)
-    """Which peers answered a microbatch of the last steps."""
 
     async def call(
         self, work: Work, how: WorkCall, *, in_vain: Collection[PeerId] = (), overtaken: PeerId = ""
@@ -72,6 +70,8 @@ class NextStage(StageCalls):
             Refused: several peers refuse it; NotAdmitted: by the charter that one of them knows.
         """
         tried = _Tried(overtaken=overtaken, vain=set(in_vain))
+        if work.deepest == self.stage:
+            self.note_lacking(Microbatch(work.t, work.m))
         while (reason := how.closed()) is None:
             self._refresh_peers()
             try:
@@ -150,16 +150,12 @@ class NextStage(StageCalls):
         )
         line = self.transport.lines.get(peer, NetworkPath())
         done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
-        self._note_answered(work, peer)
+        self.note_answered(Microbatch(work.t, work.m), peer)
         return peer, done, answer
-
-    def _note_answered(self, work: Work, peer: PeerId) -> None:
-        self._answered = {name: by for name, by in self._answered.items() if name[0] >= work.t - 1}
-        self._answered.setdefault((work.t, work.m), set()).add(peer)
 
     def _in_vain(self, work: Work) -> set[PeerId]:
         """Peers that answered a microbatch which their stage lacks: lost there, or not counted."""
-        return self._answered.get((work.t, work.m), set()) if work.deepest == self.stage else set()
+        return self.answered_by(Microbatch(work.t, work.m)) if work.deepest == self.stage else set()
 
     def is_deserted(self) -> bool:
         """Whether no peer of the stage can be asked now."""
@@ -178,13 +174,11 @@ class NextStage(StageCalls):
         """The trainer's suggestion on the first attempt, if it has not failed here since it answered; else
         the next of this peer's fair queue.
         """
-        now = now_s()
-        in_vain, peers = self._in_vain(work), self.router.peers(self.stage)
-        askable = {peer for peer in peers if not self.router.backoff.in_backoff(peer, now=now)}
-        if not exclude | in_vain >= askable:  # none waits for a peer that rests
-            exclude |= in_vain
+        now, peers, backoff = now_s(), self.router.peers(self.stage), self.router.backoff
+        exclude |= self.rather_not(self._in_vain(work), but=exclude)
         suggested = work.route[0] if work.route and work.attempt == 0 else None
-        if suggested in askable - exclude and not self.router.backoff.is_failing(suggested):
+        resting = {peer for peer in peers if backoff.in_backoff(peer, now=now) or backoff.is_failing(peer)}
+        if suggested in set(peers) - resting - exclude:
             return suggested
         return self.router.route(self.stage, now=now, exclude=exclude, known=work.attempt > 0).peer
 

@@ -21,6 +21,7 @@ from peers.stage.open_step import HOLD_S
 from peers.trainer import Trainer
 from swarm.codecs import PACKED
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
+from swarm.ids import Microbatch
 from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import StageCompute
@@ -656,10 +657,31 @@ def test_a_microbatch_that_all_others_answered_in_vain_does_not_wait_for_a_peer_
     nothing: Any = None
     stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
     work = Work(run="run", t=0, m=0, version=0, deepest=1)
-    stage._note_answered(work, "a")  # type: ignore
+    stage.note_answered(Microbatch(0, 0), "a")
     assert stage._choose(work, set()) == "b"  # type: ignore
-    stage._note_answered(work, "b")  # type: ignore
+    stage.note_answered(Microbatch(0, 0), "b")
     assert stage._choose(work, set()) in ("a", "b")  # type: ignore
+
+
+def test_one_whose_answers_did_not_count_in_two_steps_is_asked_only_if_no_other_can_be() -> None:
+    """One of two that was left out took work all the same: the half of each step was computed twice."""
+    router = Router(Backoff())
+    router.set_peers(1, ["a", "z"])
+    nothing: Any = None
+    stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
+
+    def chosen(t: int) -> str:
+        return stage._choose(Work(run="run", t=t, m=9, version=t, route=("z",)), set())  # type: ignore
+
+    for t, goes_to in ((0, "z"), (7, "a"), (8, "a")):
+        for mb in (Microbatch(t, 0), Microbatch(t, 1)):  # of one step: they were in one sum
+            stage.note_answered(mb, "z")
+            stage.note_lacking(mb)
+        assert chosen(t) == goes_to
+    stage.note_lacking(Microbatch(0, 0))
+    assert not stage.answered_by(Microbatch(0, 0)), "that was long ago"
+    router.failed("a", now=now_s())
+    assert chosen(8) == "z"
 
 
 def test_a_microbatch_does_not_take_a_route_that_has_failed_here() -> None:

@@ -282,6 +282,33 @@ async def test_what_was_computed_a_moment_ago_is_not_run_again_for_a_report_that
     assert this._todo.next_wakeup(0, now=0.0) == pytest.approx(REPLAY_AFTER_S, abs=0.01)
 
 
+async def test_what_the_first_stage_did_not_count_goes_to_another_peer_and_so_do_later_steps() -> None:
+    """One of two that was left out took half of each step all the same, and each was sent to it again."""
+    this: Any = trainer()
+    hears(this, 0)
+    for stage in range(RUN.S):
+        this._router.set_peers(stage, ["a", "z"])
+    asked = list[str]()
+
+    def work(peer: str, _: bytes) -> WorkDone:
+        asked.append(peer)
+        return WorkDone(loss=0.0)
+
+    this._transport.answers["work"] = work
+    for t in range(2):
+        this._first.note_answered(Microbatch(t, 0), "z")
+        for _ in range(6):
+            await this._microbatch(WorkItem(Microbatch(t, 0), 0, replay=True))
+            this._first._answered = {Microbatch(t, 0): {"z"}}
+        assert set(asked) == {"a"}
+    for m in range(6):
+        await this._microbatch(WorkItem(Microbatch(1, m), -1, replay=False))
+    assert set(asked) == {"a"}
+    this._router.failed("a", now=now_s())
+    await this._microbatch(WorkItem(Microbatch(1, 7), -1, replay=False))
+    assert asked[-1] == "z"
+
+
 async def test_what_is_over_for_one_peer_of_the_first_stage_goes_to_another_that_never_answered() -> None:
     """One took the step before it saw the other, whose word weighs more: the run is still at this step."""
     this: Any = trainer()
