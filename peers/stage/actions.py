@@ -157,8 +157,9 @@ class Actions:
     async def _reduce(self, step: OpenStep, plan: Plan) -> None:
         """Freeze the sum for this round, reduce it with the others, hold the result."""
         core, m, began = self._core, self._core.run.microbatches(step.t), now_s()
+        voice = core.voice() or (plan.members if core.run.admission.named else ())
         waits = RoundWaits(
-            core.me, step.t, core.backoff, opened_s=step.opened_s, voice=core.voice(), held_s=step.held_s
+            core.me, step.t, core.backoff, opened_s=step.opened_s, voice=voice, held_s=step.held_s
         )
 
         def wait(awaited: Awaited, waited_s: float) -> list[PeerId]:

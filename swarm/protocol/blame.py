@@ -133,8 +133,8 @@ class RoundWaits:
         held_s: dict[PeerId, float],
     ) -> None:  # fmt: skip
         """`opened_s`: when the step would have begun if its rounds so far had not waited. `voice`: the
-        replicas that have it. `held_s`: how long rounds of the step have waited for those for which that was
-        too long; added to.
+        replicas whose word counts, where a run names peers. `held_s`: how long rounds of the step have waited
+        for those for which that was too long; added to.
         """
         self.opened_s = opened_s
         """The same for the next round of the step."""
@@ -161,7 +161,9 @@ class RoundWaits:
                 rests = self._charge_unseen(
                     peer, new_s, waited_s, leads=self._me != coordinator == peer, now=now
                 )
-            if rests and coordinator in (self._me, peer):
+            # Of two with voice one goes on under the other, and leaves it out in its own turn.
+            third = not self._voice or set(self._voice) - {coordinator, self._me}
+            if rests and (coordinator == self._me or (coordinator == peer and third)):
                 ended_for.append(peer)
         return ended_for
 
@@ -209,8 +211,7 @@ class RoundWaits:
         pair = of == 2
         if self._me in peers or (of > 1 and not 2 * len(peers) < of + pair):
             return frozenset()  # this replica, or its own line, is the cause
-        third = set(self._voice) - {coordinator, self._me} if self._voice else not pair
-        if coordinator != self._me and not third:
+        if pair and coordinator != self._me and not self._voice:
             peers -= {coordinator}  # there is no other to follow
         return peers if seen or not peers else peers | {ALL_OWNERS}
 
@@ -219,7 +220,9 @@ class RoundWaits:
         self._waited_s[peer] += waited_s
         rest_s = now - self._opened_s - self._waited_s[peer]
         held_s = self._before_s.get(peer, 0.0) + self._waited_s[peer]
-        late_s = held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
+        left = min(self._backoff.left_s(account, t=self._t) for account in (peer, SUSPECTED + peer))
+        allowed = TIMES_OF_TWO * left / self._backoff.budget_s if pair else 1.0
+        late_s = held_s - max(HELD_UP_S, allowed * rest_s)
         if late_s > 0:
             self._held_s[peer] = held_s
         return late_s

@@ -376,7 +376,22 @@ def test_one_of_two_may_take_four_times_as_long() -> None:
     assert backoff.left_s("bob", t=7) == BUDGET_S - 1.0
 
 
-def test_others_charge_members_for_their_own_turn_and_the_coordinator_where_a_third_has_voice() -> None:
+@pytest.mark.parametrize("seen", [True, False])
+def test_one_of_two_that_has_cost_half_of_its_budget_may_take_twice_as_long(seen: bool) -> None:
+    """Of seven steps that it held up for 4.5 s each a third was allowed: 39 s in 20 steps."""
+    waits, backoff = waits_of()
+    account = "bob" if seen else SUSPECTED + "bob"
+    backoff.charge(account, t=7, since_s=99.0 - BUDGET_S / 2, now=99.0)
+    before_s = backoff.left_s("bob", t=7)
+    waits.wait(awaited("bob", of=2), 2.0, coordinator="ann", now=102.0)
+    assert backoff.left_s("bob", t=7) == before_s
+    waits.wait(awaited("bob", of=2), 0.5, coordinator="ann", now=102.5)
+    assert backoff.cost_s(SEEN + "bob", t=7) == pytest.approx(0.5 if seen else 0.0, abs=0.2)
+    waits.wait(awaited("bob", of=2), 1.0, coordinator="ann", now=103.5)
+    assert backoff.left_s("bob", t=7) < before_s - 1.0
+
+
+def test_others_charge_members_and_the_coordinator_and_end_its_round_where_a_third_has_voice() -> None:
     waits, backoff = waits_of("bob", voice="ann bob cid")
     assert not waits.wait(awaited("dan"), 50.0, coordinator="ann", now=150.0), "the round is not bob's to end"
     assert backoff.rests("dan", now=150.0)
@@ -385,7 +400,7 @@ def test_others_charge_members_for_their_own_turn_and_the_coordinator_where_a_th
     for voice, of in (("ann bob", 4), ("", 2)):
         waits, backoff = waits_of("bob", voice=voice)
         assert not waits.wait(awaited("ann", of=of), 50.0, coordinator="ann", now=150.0)
-        assert not backoff.was_charged("ann", t=7)
+        assert backoff.rests("ann", now=150.0) == bool(voice), "its round goes on, up to the turn of bob"
 
 
 def test_where_it_is_not_seen_who_holds_a_round_up_one_reduces_all_and_who_still_does_pays_for_both() -> None:
