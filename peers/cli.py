@@ -383,7 +383,7 @@ def _with_signals(
 
 @contextlib.contextmanager
 def _signals_call(stop: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop` with their number; after it they do nothing:
+    """While the block runs, SIGINT, SIGTERM and SIGHUP call `stop` with their number; then they do nothing:
     torch takes a while to end a process that is done, and an impatient user must not make it fail.
     """
     loop, numbers = asyncio.get_running_loop(), [signal.SIGINT, signal.SIGTERM]

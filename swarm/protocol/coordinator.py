@@ -374,10 +374,12 @@ class StageCoordinator:
                 peers |= self.may_have_committed(step.t, now=now)
         return peers
 
-    def may_have_committed(self, t: int, round: str = "", *, now: float) -> set[PeerId]:
-        """The peers of stage 0 that were told that a step is ready, by that round, and were silent since."""
+    def may_have_committed(self, t: int, held: str = "", *, now: float) -> set[PeerId]:
+        """The peers of stage 0 that were told that a step is ready, and were silent since. `held`: by the
+        result of that round; empty: of any.
+        """
         told = self._told_ready.get(t, {}).items()
-        return {p for (p, made), (at, _) in told if now - at < ANSWERED_S and len({made, round, ""}) < 3}
+        return {p for (p, made), (at, _) in told if now - at < ANSWERED_S and len({made, held, ""}) < 3}
 
     def summary_heard(self, summary: StageSummary, by: PeerId = "", lacking: Container[int] = ()) -> bool:
         """Note that a peer of stage 0 has it. Returns whether a replica is to begin again by that: not with a
