@@ -145,17 +145,17 @@ WAYS: dict[str, Way] = {
 
 async def lasts_s(
     way: str | None, tarpits: int, seed: int, honest_for: int, *, named: bool = False, steps: int = STEPS,
-    first: bool = False,
+    first: bool = False, replicas: int = 2,
 ) -> float:  # fmt: skip
     """Seconds of `steps` steps, after those in which the tarpits are honest, at each honest peer. `named`: of
     a run that names its trainers: replicas have voice that these vouch for, and steps are signed. `first`:
-    tarpits have the smallest ids, so they coordinate first.
+    tarpits have the smallest ids, so they coordinate first. `replicas`: honest ones of each stage.
     """
     steps += honest_for
     run = replace(audit_run(stages=STAGES, steps=steps, microbatches_per_step=MICROBATCHES), seed=seed)
     # In float32 sums are checked, as in the runs that people start.
     run = admitting(replace(run, dtype="float32"), TRAINER) if named else run
-    async with swarm(replace(run, name=f"tarpits {seed}"), seed=seed) as s:
+    async with swarm(replace(run, name=f"tarpits {seed}"), seed=seed, replicas=replicas) as s:
         honest = list(s.peers)
         slow: Slow = {}
         if way is not None:
@@ -191,14 +191,16 @@ async def lasts_s(
 
 
 @cache
-def clean_s(seed: int, honest_for: int, named: bool) -> float:
-    return run_virtual(lasts_s(None, 0, seed, honest_for, named=named))
+def clean_s(seed: int, honest_for: int, named: bool, replicas: int) -> float:
+    return run_virtual(lasts_s(None, 0, seed, honest_for, named=named, replicas=replicas))
 
 
-def row(way: str, tarpits: int, seeds: int, honest_for: int, named: bool, first: bool) -> dict[str, object]:
+def row(
+    way: str, tarpits: int, seeds: int, honest_for: int, named: bool, first: bool, replicas: int
+) -> dict[str, object]:
     lost_s = [
-        run_virtual(lasts_s(way, tarpits, seed, honest_for, named=named, first=first))
-        - clean_s(seed, honest_for, named)
+        run_virtual(lasts_s(way, tarpits, seed, honest_for, named=named, first=first, replicas=replicas))
+        - clean_s(seed, honest_for, named, replicas)
         for seed in range(1, seeds + 1)
     ]
     return {
@@ -227,12 +229,18 @@ def main() -> int:
     parser.add_argument(
         "--first", action="store_true", help="tarpits have the smallest ids: they coordinate first"
     )
+    parser.add_argument("--replicas", type=int, default=2, help="honest ones in each stage (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = list[dict[str, object]]()
     for tarpits in options.tarpits or (1, 3):
         for way in options.way or WAYS:
-            rows.append(row(way, tarpits, options.seeds, options.honest_for, options.named, options.first))
+            rows.append(
+                row(
+                    way, tarpits, options.seeds, options.honest_for, options.named, options.first,
+                    options.replicas,
+                )
+            )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
     print(json.dumps({"rows": rows}))
     return 0
