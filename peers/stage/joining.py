@@ -72,10 +72,10 @@ class _Seen(NamedTuple):
 
 
 async def _ask_others(core: StageCore, records: Sequence[PeerRecord]) -> _Seen:
-    others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining")]
+    others = [r for r in records if r.peer != core.me and r.state in ("serving", "joining", "leaving")]
     said = await core.ask(others)
     told = {peer: status.position for peer, status in said.items()}
-    there = [r.peer for r in others if r.stage == core.stage and r.state == "serving"]
+    there = [r.peer for r in others if r.stage == core.stage and r.state != "joining"]
     replicas = {peer: told[peer] for peer in there if peer in told}
     of_all, voice = core.voices.of_all(), core.voice()
     counting = heard(told, of_all)

@@ -305,7 +305,8 @@ class StagePeer:
     async def _leave_to_others(self, until: float) -> None:
         """Wait until a replica that stays has these weights: two that leave would take them along.
 
-        One that leaves the run waits for the steps that its sums are part of, too. What a pause or a move
+        One that leaves the run waits for the steps that its sums are part of, too, and the last one for a
+        newcomer. What a pause or a move
         would wait for is run again instead: it is less than what the peer could compute meanwhile, and the
         owner of a machine comes first.
         """
@@ -314,6 +315,7 @@ class StagePeer:
             told = await self.core.ask(asked := self.core.replicas())
             stay = [status.position for status in told.values() if status.state == "serving"]
             waits = bool(stay) and not self._returns and bool(self._unfinished())
+            waits |= not stay and any(r.state == "joining" for r in self.core.directory.at(self.core.stage))
             silent = bool(asked) and not told and not silent  # a shutdown ends p2pd too; another is started
             if not waits and not silent and may_leave(self.core.position, stay):
                 return

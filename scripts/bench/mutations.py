@@ -6649,6 +6649,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_council",),
     ),
     Mutation(
+        "take-no-state-of-one-that-leaves",
+        "peers/stage/joining.py",
+        'if r.stage == core.stage and r.state != "joining"]',
+        'if r.stage == core.stage and r.state == "serving"]',
+        "A stage whose last peer leaves while another joins is lost.",
+        ("test_guards",),
+    ),
+    Mutation(
+        "leave-while-the-only-other-one-joins",
+        "peers/stage/server.py",
+        'waits |= not stay and any(r.state == "joining"',
+        'waits |= False and any(r.state == "joining"',
+        "A stage whose last peer leaves while another joins is lost.",
+        ("test_leaving",),
+    ),
+    Mutation(
         "one-of-two-goes-alone-after-a-rest",
         "swarm/protocol/protocol.py",
         "len(in_turn) > (2 if self.belief.needs_proof else 1)",

@@ -16,7 +16,7 @@ from peers.owner.commands import Owner
 from peers.ports import Rank
 from peers.sim.swarm import AuditCompute
 from peers.stage import recovery
-from peers.stage.joining import LOST_S
+from peers.stage.joining import LOST_S, _ask_others
 from peers.stage.microbatches import MAX_WAITING
 from peers.stage.next_stage import NextStage, WorkCall
 from peers.stage.open_step import KeptMicrobatch, OpenStep
@@ -36,7 +36,7 @@ from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Unfreeze
 from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
 from swarm.protocol.step import StepState
-from swarm.records import PeerRecord
+from swarm.records import PeerRecord, State
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import (
     LedgerCounts,
@@ -698,3 +698,12 @@ async def test_the_last_version_is_saved_whatever_the_period_of_checkpoints() ->
         alone.core.compute.state.version = version
         await actions._save()
     assert RUN.checkpoint_every == 0 and saved == [RUN.steps]
+
+
+@pytest.mark.parametrize(("state", "takes"), [("serving", True), ("leaving", True), ("joining", False)])
+async def test_a_newcomer_takes_the_state_of_one_that_serves_or_leaves(state: State, takes: bool) -> None:
+    """A stage whose last peer left while another joined went back to its last checkpoint."""
+    alone = Alone(RUN)
+    alone.line.answers["status"] = lambda peer, _: status(peer=peer, version=1, state=state)
+    seen = await _ask_others(alone.core, [replica(state=state, version=1)])
+    assert seen.replicas == ({"other": Position(Generation(), 1)} if takes else {})

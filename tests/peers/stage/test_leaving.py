@@ -156,3 +156,23 @@ async def test_two_that_leave_in_one_moment_do_not_take_the_newest_version_along
         await asyncio.gather(*gone)
         assert slow.core.version == run.steps
         assert not built.seen(StageLost)
+
+
+@pytest.mark.asyncio
+async def test_the_last_of_a_stage_leaves_once_a_newcomer_has_its_state() -> None:
+    """It left at once, and the newcomer took no state of one that leaves: the run went back."""
+    run = a_run(steps=6)
+    async with swarm(run, replicas=1) as built:
+        await built.until_serving()
+        built.add_trainer("trainer")
+        await built.until_version(2)
+        built.add_peer("new", 1)
+        await built.until(lambda: "new" in built.network.records)
+        assert built.network.records["new"].state == "joining"
+        built.network.stop("new")
+        built.peers["s1p0"].leave()
+        await asyncio.sleep(2.0)
+        built.network.go_on("new")
+        await built.tasks["trainer"]
+        assert built.tasks["s1p0"].done() and not built.seen(StageLost)
+        assert built.peers["new"].core.version == run.steps
