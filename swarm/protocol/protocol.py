@@ -611,11 +611,11 @@ class StepProtocol:
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:
-        new = [commit for commit in commits if commit.t not in self._agreed.commits]
-        believed = [commit for commit in new if self.believes(commit, generation)]
-        if believed:
+        agreed = self._agreed  # of another generation a commit says nothing: no words on it are asked for
+        new = [c for c in commits if generation == agreed.generation and c.t not in agreed.commits]
+        if believed := [commit for commit in new if self.believes(commit, generation)]:
             newest = self._coordinator.newest_version() if self._coordinator.present() else 0
-            self._agreed.learn(believed, generation, newest=max(newest, self._local.version))
+            agreed.learn(believed, generation, newest=max(newest, self._local.version))
 
     def believes(self, commit: Commit, generation: Generation, *, is_told: bool = True) -> bool:
         """Whether a commit is proven, as far as this replica can see; if not, it asks for what is lacking."""

@@ -1171,3 +1171,24 @@ def test_that_another_result_of_its_stage_is_ready_keeps_nobody_from_giving_its_
         )
         s.this.directive_came(again, now=late, seen="bob")
         assert any(isinstance(action, BeginAgain) for action in s.this.ready(now=late).actions) is begins
+
+
+def test_a_commit_of_before_a_rollback_is_looked_at_no_more() -> None:
+    """It says nothing of the step that is done again; all the same a word on it was asked for each second,
+    and no result of that step was given up meanwhile.
+    """
+    s = TwoThatCommit()
+    told = s.tells()["zoe"]
+    status = RunStatus(run=RUN.id, run_coordinator="zoe", commits=(s.commit,))
+    s.this.run_status_came("zoe", status, now=NOW, told=told)
+    s.this.ready(now=NOW)
+    late, anew = NOW + ANSWERED_S + 1.0, Generation(1)
+    by_stage = {stage: [r for r in s.records if r.stage == stage] for stage in (0, 1)}
+    s.this.observe(s.held._replace(generation=anew), by_stage, now=late)
+    again = (StepDirective(t=0, begin_again=True),)
+    s.this.directive_came(
+        Directive(run=RUN.id, stage=1, coordinator="bob", generation=anew, version=0, steps=again),
+        now=late, seen="bob",
+    )  # fmt: skip
+    acts = s.this.ready(now=late).actions
+    assert [type(action) for action in acts] == [BeginAgain]
