@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -96,9 +96,10 @@ class StageCalls:
         self.limits.lost(fault.peer, t=t, since_s=since_s, now=now_s())
         self.fault(fault)
 
-    async def holders(self, microbatch: Microbatch) -> list[PeerId]:
+    async def holders(self, microbatch: Microbatch, *, lacking: bool = False) -> list[PeerId]:
         """Those that have `microbatch` or compute it, without those that their stage leaves out: what they
-        compute is run again.
+        compute is run again. `lacking`: it is said that the stage lacks it, perhaps by a liar: that counts
+        against those that answered it if most others there leave them out.
         """
         now, (t, m), backoff = now_s(), microbatch, self.router.backoff
         peers = [peer for peer in self.router.answering(self.stage) if not backoff.in_backoff(peer, now=now)]
@@ -106,7 +107,10 @@ class StageCalls:
         told = await ask_all(
             self.transport, peers[:MAX_LOCATED], "locate", where, Located, deadline_s=LOCATE_S
         )
-        named = named_by_most({peer: told[peer].left_out for peer in self.heard(list(told))})
+        said = {peer: told[peer].left_out for peer in self.heard(list(told))}
+        if lacking:
+            self.note_lacking(microbatch, named_by_most(said, least=1))
+        named = named_by_most(said)
         for peer in named:
             backoff.charge(peer, t=t, since_s=now, now=now_s(), rounds=BUDGET_ROUNDS)
         return [peer for peer, answer in told.items() if answer.has and peer not in named]
@@ -119,22 +123,18 @@ class StageCalls:
     def answered_by(self, microbatch: Microbatch) -> set[PeerId]:
         return self._answered.get(microbatch, set())
 
-    def note_lacking(self, microbatch: Microbatch) -> set[PeerId]:
-        """Note that the stage lacks a microbatch. Returns those that answered it: there it was lost, or did
-        not count.
-        """
-        peers, now = self.answered_by(microbatch), now_s()
-        for peer in peers:
+    def note_lacking(self, microbatch: Microbatch, left_out: Set[PeerId]) -> None:
+        """Note that the stage lacks a microbatch: answers of those that it leaves out did not count."""
+        now = now_s()
+        for peer in left_out & self.answered_by(microbatch):
             if self._vain_at.get(peer) != microbatch.t:  # with one sum all that is in it may be lost
                 self._vain_at[peer] = microbatch.t
                 account = IN_VAIN + peer
                 self.router.backoff.charge(account, t=microbatch.t, since_s=now, now=now, rounds=1)
-        return peers
 
     def rather_not(self, lacking: Collection[PeerId] = (), *, but: Collection[PeerId] = ()) -> set[PeerId]:
         """The peers, `but` some, that are asked only if no other can be: those of which answers did not count
-        in two steps lately, perhaps since their stage leaves them out; and those that answered what it is
-        `lacking`.
+        in two steps lately; and those that answered what their stage is `lacking`.
         """
         backoff, now, peers = self.router.backoff, now_s(), set(self.router.peers(self.stage)).difference(but)
         peers = {peer for peer in peers if not backoff.in_backoff(peer, now=now)}

@@ -356,8 +356,8 @@ class Trainer:
         try:
             lacking = set[PeerId]()
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
-                lacking = self._first.note_lacking(mb)
-                await self._first.holders(mb)
+                lacking = self._first.answered_by(mb)
+                await self._first.holders(mb, lacking=True)
             route = self._route(mb, lacking=lacking)
             self._latency.began(route)
             peer = route[0]

@@ -70,8 +70,6 @@ class NextStage(StageCalls):
             Refused: several peers refuse it; NotAdmitted: by the charter that one of them knows.
         """
         tried = _Tried(overtaken=overtaken, vain=set(in_vain))
-        if work.deepest == self.stage:
-            self.note_lacking(Microbatch(work.t, work.m))
         while (reason := how.closed()) is None:
             self._refresh_peers()
             try:
@@ -184,5 +182,5 @@ class NextStage(StageCalls):
 
     async def _locate(self, work: Work) -> PeerId | None:
         """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""
-        found = await self.holders(Microbatch(work.t, work.m))
+        found = await self.holders(Microbatch(work.t, work.m), lacking=work.deepest == self.stage)
         return next((peer for peer in found if peer not in self._in_vain(work)), None)

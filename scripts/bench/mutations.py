@@ -5185,7 +5185,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-word-leaves-a-peer-out",
         ROUNDS,
-        "if 2 * len(by) > len(others) and len(by) > 1:",
+        "if 2 * len(by) > len(others) and len(by) >= least:",
         "if by:",
         "One liar has any peer left out.",
         ("test_limits",),
@@ -6683,8 +6683,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "forget-whose-answers-did-not-count-in-the-first-stage",
         "peers/trainer.py",
-        "lacking = self._first.note_lacking(mb)",
-        "lacking = self._first.answered_by(mb)",
+        "await self._first.holders(mb, lacking=True)",
+        "await self._first.holders(mb)",
         "One of two in stage 0 that is left out and takes work all the same gets half of each step.",
         ("test_trainer_news",),
     ),

@@ -150,13 +150,13 @@ def elect(since_s: Mapping[PeerId, float], voice: Mapping[PeerId, int]) -> list[
     return [peer for _, peer in sorted(ranked)]
 
 
-def named_by_most(told: Mapping[PeerId, Collection[PeerId]]) -> set[PeerId]:
-    """The peers that most of the others name, and at least two, of those that said what they know: `told`."""
+def named_by_most(told: Mapping[PeerId, Collection[PeerId]], *, least: int = 2) -> set[PeerId]:
+    """The peers that most of the others name, and `least` of those that said what they know: `told`."""
     named = set[PeerId]()
     for peer in {name for names in told.values() for name in names}:
         others = [teller for teller in told if teller != peer]
         by = [teller for teller in others if peer in told[teller]]
-        if 2 * len(by) > len(others) and len(by) > 1:
+        if 2 * len(by) > len(others) and len(by) >= least:
             named.add(peer)
     return named
 

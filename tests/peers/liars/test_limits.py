@@ -20,6 +20,7 @@ import torch
 from peers.clock import now_s
 from peers.ports import Answer, Request
 from peers.sim.loop import run_virtual
+from peers.stage.next_stage import NextStage, WorkCall
 from peers.stage.open_step import OpenStep
 from peers.stage.server import StagePeer
 from peers.stage_calls import StageCalls
@@ -37,7 +38,7 @@ from swarm.protocol.messages import ReplicaReport
 from swarm.protocol.replica import Action, BeginAllReduce, Fetch
 from swarm.protocol.rounds import StepReport
 from swarm.records import PeerRecord
-from swarm.wire.messages import Located, Work, pack
+from swarm.wire.messages import Located, Work, WorkDone, pack
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.network import CalmNetwork
 from tests.peers.sybils import TRAINER, admitting, give_voice
@@ -601,6 +602,39 @@ async def test_a_crowd_without_voice_has_no_peer_left_out() -> None:
     found = await calls.holders(Microbatch(0, 0))
     assert [peer for peer in (*honest, *crowd) if router.backoff.rests(peer, now=now_s())] == ["x"]
     assert set(found) == {"ann", "bob", "y", "z"}
+    await network.close()
+
+
+@pytest.mark.parametrize(
+    ("there", "by", "vain"),
+    [("ab", "", ""), ("ab", "b", ""), ("ab", "a", "b"), ("abc", "a", "")],
+    ids=["named by nobody", "by itself", "by the only other one", "by one of two others"],
+)
+async def test_no_caller_says_alone_whose_answers_did_not_count(there: str, by: str, vain: str) -> None:
+    """One that sent two microbatches on again, as lacking, had an honest one do nothing for a minute."""
+    network, router = CalmNetwork(), Router()
+    me = network.join("me")
+    router.set_peers(1, there)
+    for peer in there:
+        router.answered(1, peer, 0.1)
+
+        async def locate(request: Request, names: str = "b" if peer in by else "") -> Answer:
+            return Answer(pack(Located(has=False, left_out=tuple(names))))
+
+        async def work(request: Request) -> Answer:
+            await request.accept()
+            return Answer(pack(WorkDone(loss=0.0)))
+
+        transport = network.join(peer).transport
+        transport.serve("locate", locate)
+        transport.serve("work", work)
+    stage = NextStage("run", 1, me.transport, me.directory, router, stages=2, on_fault=lambda fault: None)
+    stage._refresh_peers = lambda: None  # type: ignore
+    how = WorkCall(body=(), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
+    for t in range(2):
+        stage.note_answered(Microbatch(t, 0), "b")
+        await stage.call(Work(run="run", t=t, m=0, version=t, deepest=1), how)
+    assert stage.rather_not() == set(vain)
     await network.close()
 
 

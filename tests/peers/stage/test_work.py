@@ -669,6 +669,7 @@ def test_one_whose_answers_did_not_count_in_two_steps_is_asked_only_if_no_other_
     router.set_peers(1, ["a", "z"])
     nothing: Any = None
     stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
+    router.answered(1, "a", 0.1)
 
     def chosen(t: int) -> str:
         return stage._choose(Work(run="run", t=t, m=9, version=t, route=("z",)), set())  # type: ignore
@@ -676,9 +677,9 @@ def test_one_whose_answers_did_not_count_in_two_steps_is_asked_only_if_no_other_
     for t, goes_to in ((0, "z"), (7, "a"), (8, "a")):
         for mb in (Microbatch(t, 0), Microbatch(t, 1)):  # of one step: they were in one sum
             stage.note_answered(mb, "z")
-            stage.note_lacking(mb)
+            stage.note_lacking(mb, {"z"})
         assert chosen(t) == goes_to
-    stage.note_lacking(Microbatch(0, 0))
+    stage.note_lacking(Microbatch(0, 0), {"z"})
     assert not stage.answered_by(Microbatch(0, 0)), "that was long ago"
     router.failed("a", now=now_s())
     assert chosen(8) == "z"

@@ -23,7 +23,7 @@ from swarm.protocol.ledger import Bitmap
 from swarm.protocol.messages import RunStatus, StepLacking
 from swarm.protocol.worklist import REPLAY_AFTER_S, WorkItem
 from swarm.records import PeerRecord
-from swarm.wire.messages import Hop, Watched, Work, WorkDone, unpack
+from swarm.wire.messages import Hop, Located, Watched, Work, WorkDone, unpack
 from swarm.wire.receipts import Answered, give_receipt
 from tests.peers.alone import Line, Records
 from tests.peers.sybils import admitting
@@ -292,9 +292,10 @@ async def test_what_the_first_stage_did_not_count_goes_to_another_peer_and_so_do
 
     def work(peer: str, _: bytes) -> WorkDone:
         asked.append(peer)
-        return WorkDone(loss=0.0)
+        return WorkDone(loss=0.0, hops=(Hop(stage=0, peer=peer, own_s=0.0, compute_s=0.0),))
 
     this._transport.answers["work"] = work
+    this._transport.answers["locate"] = lambda peer, _: Located(has=False, left_out=("z",) * (peer == "a"))
     for t in range(2):
         this._first.note_answered(Microbatch(t, 0), "z")
         for _ in range(6):
