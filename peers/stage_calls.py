@@ -134,11 +134,14 @@ class StageCalls:
 
     def rather_not(self, lacking: Collection[PeerId] = (), *, but: Collection[PeerId] = ()) -> set[PeerId]:
         """The peers, `but` some, that are asked only if no other can be: those of which answers did not count
-        in two steps lately; and those that answered what their stage is `lacking`.
+        in two steps lately, if another is known; and those that answered what their stage is `lacking`.
         """
         backoff, now, peers = self.router.backoff, now_s(), set(self.router.peers(self.stage)).difference(but)
         peers = {peer for peer in peers if not backoff.in_backoff(peer, now=now)}
-        vain = {peer for peer in peers if peer in lacking or backoff.rests(IN_VAIN + peer, now=now)}
+        vain = {peer for peer in peers if backoff.rests(IN_VAIN + peer, now=now)}
+        if not any(self.router.knows(self.stage, peer) for peer in peers - vain):
+            vain = set[PeerId]()
+        vain |= peers.intersection(lacking)
         return vain if vain < peers else set()  # none waits for a peer that rests
 
     async def refusing(self, refusals: Mapping[PeerId, Refused]) -> set[PeerId]:

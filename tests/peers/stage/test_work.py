@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -683,6 +684,25 @@ def test_one_whose_answers_did_not_count_in_two_steps_is_asked_only_if_no_other_
     assert not stage.answered_by(Microbatch(0, 0)), "that was long ago"
     router.failed("a", now=now_s())
     assert chosen(8) == "z"
+
+
+def test_those_whose_answers_did_not_count_do_not_make_way_for_one_that_is_unknown() -> None:
+    """It got all at once, be it a tarpit: an unknown one gets one microbatch while others can be asked."""
+    router = Router(Backoff())
+    router.set_peers(1, ["ann", "bob"])
+    nothing: Any = None
+    stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
+    for peer in ("ann", "bob"):
+        router.answered(1, peer, 0.1)
+    for t in range(2):
+        for peer in ("ann", "bob"):
+            stage.note_answered(Microbatch(t, 0), peer)
+        stage.note_lacking(Microbatch(t, 0), {"ann", "bob"})
+    router.set_peers(1, ["ann", "bob", "new"])
+    works = [Work(run="run", t=2, m=m, version=2) for m in range(8)]
+    assert Counter(stage._choose(work, set()) for work in works)["new"] == 1  # type: ignore
+    router.answered(1, "new", 0.1)
+    assert {stage._choose(work, set()) for work in works} == {"new"}  # type: ignore
 
 
 def test_a_microbatch_does_not_take_a_route_that_has_failed_here() -> None:
