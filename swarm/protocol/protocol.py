@@ -334,7 +334,8 @@ class StepProtocol:
             return
         self._learn(directive.commits, directive.generation)
         status = self.run_status  # what it was told when it coordinated perhaps lacks no words any more
-        self._learn([c for c in status.commits if c.t >= self._local.version], status.generation)
+        newest = status.commits[-replica.COMMITS_KEPT :]
+        self._learn([c for c in newest if c.t >= self._local.version], status.generation)
         steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation, now))
         self.directive = directive = replace(directive, steps=steps)
         for step in directive.steps:

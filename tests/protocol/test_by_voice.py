@@ -1154,6 +1154,17 @@ def test_a_commit_that_lacked_words_is_looked_at_again_though_another_coordinate
     assert s.this.ready(now=late).actions == [ApplyStep(s.commit)]
 
 
+def test_what_a_liar_told_of_the_run_is_not_all_looked_at_with_each_directive() -> None:
+    """4,000 false commits took 33 ms each time, though each signature is checked once."""
+    s, looked = TwoThatCommit(), list[Commit]()
+    false = [msgspec.structs.replace(s.commit, total_sqnorm=float(number)) for number in range(100)]
+    s.tells()
+    s.this.run_status_came("zoe", RunStatus(run=RUN.id, run_coordinator="zoe", commits=tuple(false)), now=NOW)
+    s.this.belief.commit = lambda commit, *_, **__: bool(looked.append(commit))
+    s.this.directive_came(Directive(run=RUN.id, stage=1, coordinator="bob", version=0), now=NOW, seen="bob")
+    assert looked == false[-len(looked) :] and 0 < len(looked) <= 3
+
+
 def test_that_another_result_of_its_stage_is_ready_keeps_nobody_from_giving_its_own_up() -> None:
     """Two with voice held the sum of two rounds. One told the other's as ready, again and again, and so kept
     its own, by which nothing could be proven: the run stood still for 83 s."""
