@@ -4574,6 +4574,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "let-who-is-seen-cost-its-whole-budget",
+        "swarm/protocol/blame.py",
+        "most_s = 0.0 if self._backoff.cost_s(SEEN + peer, t=self._t) >= SEEN_MOST_S else math.inf",
+        "most_s = math.inf",
+        "One of four that begins its rounds late costs 51 s in 20 steps, as each has to see it for 20 s.",
+        ("test_limits",),
+    ),
+    Mutation(
         "one-of-two-waits-as-one-of-many",
         "swarm/protocol/blame.py",
         "allowed = TIMES_OF_TWO * left / self._backoff.budget_s if pair else 1.0",

@@ -35,6 +35,8 @@ SUSPECTED_LEADING = "!"
 """Of those, the ones while it coordinated."""
 SEEN = "+"
 """What it paid for that it was seen to cause."""
+SEEN_MOST_S = 10.0
+"""So much of that leaves it out: a coordinator's first turn lasts 12.5 s, and the next has to see it anew."""
 UNSEEN = "-"
 """What it paid for that it may have caused, since it had been seen to cause other waits."""
 TIMES_SEEN = 6.0
@@ -180,7 +182,8 @@ class RoundWaits:
                 )
             new_s = seen_s + self._backoff.settled_s(suspected, t=self._t)
         self._backoff.charge(SEEN + peer, t=self._t, since_s=now - seen_s, now=now)
-        return self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now)
+        most_s = 0.0 if self._backoff.cost_s(SEEN + peer, t=self._t) >= SEEN_MOST_S else math.inf
+        return self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now, most_s=most_s)
 
     def _charge_unseen(self, peer: PeerId, new_s: float, waited_s: float, *, leads: bool, now: float) -> bool:
         """Charge a replica, or all owners, for `new_s` of waiting that it may have caused. Returns whether it
