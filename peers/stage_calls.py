@@ -129,8 +129,7 @@ class StageCalls:
         for peer in left_out & self.answered_by(microbatch):
             if self._vain_at.get(peer) != microbatch.t:  # with one sum all that is in it may be lost
                 self._vain_at[peer] = microbatch.t
-                account = IN_VAIN + peer
-                self.router.backoff.charge(account, t=microbatch.t, since_s=now, now=now, rounds=1)
+                self.router.backoff.charge(IN_VAIN + peer, t=microbatch.t, since_s=now, now=now, rounds=1)
 
     def rather_not(self, lacking: Collection[PeerId] = (), *, but: Collection[PeerId] = ()) -> set[PeerId]:
         """The peers, `but` some, that are asked only if no other can be: those of which answers did not count
@@ -140,7 +139,7 @@ class StageCalls:
         peers = {peer for peer in peers if not backoff.in_backoff(peer, now=now)}
         vain = {peer for peer in peers if backoff.rests(IN_VAIN + peer, now=now)}
         if not any(self.router.knows(self.stage, peer) for peer in peers - vain):
-            vain = set[PeerId]()
+            vain.clear()
         vain |= peers.intersection(lacking)
         return vain if vain < peers else set()  # none waits for a peer that rests
 
