@@ -6571,7 +6571,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-that-rests-is-waited-for",
         PROTOCOL,
-        "alone = unfollowed or heard(there, voice) == [self._me]\n",
+        "alone = unfollowed or set(heard(serving, voice)).isdisjoint({*there} - {self._me})\n",
         "alone = unfollowed\n",
         "Two replicas that have each other rest coordinate themselves, and wait for each other's word.",
         ("test_council",),

@@ -198,7 +198,7 @@ class StepProtocol:
         voice = self.belief.voice(stage)
         # Others with voice see another one, which rests for this one: none has reported in this turn.
         unfollowed = stage == self._stage and now - self._followed_s > UNFOLLOWED_S
-        alone = unfollowed or heard(there, voice) == [self._me]
+        alone = unfollowed or set(heard(serving, voice)).isdisjoint({*there} - {self._me})
         if self.belief.needs_proof and alone:
             # What it finds another has to confirm: it goes on under one that rests, too, whose turn ends.
             there = [p for p in serving if p == self._me or not self._backoff.is_away(p, now=now)]

@@ -1203,3 +1203,12 @@ def test_a_commit_of_before_a_rollback_is_looked_at_no_more() -> None:
     )  # fmt: skip
     acts = s.this.ready(now=late).actions
     assert [type(action) for action in acts] == [BeginAgain]
+
+
+def test_strangers_pass_nobody_over_who_alone_has_voice() -> None:
+    """They followed one another for a minute, and all that they computed was run again."""
+    this = protocol_of("cid", record("bob", steps=40), record("cid"), record("dan"))
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    assert this.coordinator(1, now=NOW) == "bob"
+    this._backoff.failed("bob", now=NOW)
+    assert this.coordinator(1, now=NOW) != "bob", "it is away"
