@@ -1392,8 +1392,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "follow-an-overtaken-directive",
         PROTOCOL,
-        " and directive.is_overtaken_by(last):",
-        " and False:",
+        "if overtaken and not is_gone(self._led_s, now=now):",
+        "if False:",
         "A late directive takes a replica back to an older plan.",
         ("test_council",),
     ),

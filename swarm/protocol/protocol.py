@@ -323,7 +323,8 @@ class StepProtocol:
         `seen`: the coordinator, if the caller has just found it.
         """
         last = self.directive
-        if last and last.coordinator == directive.coordinator and directive.is_overtaken_by(last):
+        overtaken = last and last.coordinator == directive.coordinator and directive.is_overtaken_by(last)
+        if overtaken and not is_gone(self._led_s, now=now):  # else it began anew, with its clock put back
             return
         seen = seen or self.coordinator(self._stage, now=now)
         if directive.coordinator == seen:
@@ -425,8 +426,7 @@ class StepProtocol:
     def _lead(self, now: float) -> None:
         """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""
         stage = self._coordinator
-        gone = [p for p, member in stage.members.items() if is_gone(member.seen_s, now=now)]
-        for peer in gone:
+        for peer in [p for p, member in stage.members.items() if is_gone(member.seen_s, now=now)]:
             self.lost(peer)
         if heard(stage.members, stage.voice) not in ([], [self._me]):
             self._followed_s = now

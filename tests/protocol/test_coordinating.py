@@ -116,6 +116,15 @@ def test_a_directive_that_was_overtaken_is_passed_over() -> None:
     assert protocol.directive == directive("a", number=2)
 
 
+def test_a_coordinator_that_was_started_again_with_its_clock_put_back_is_followed_soon() -> None:
+    """Its numbers begin with the time: for ever they were lower than those of its last life."""
+    protocol = protocol_of("b", others=(record("a", 1, 1.0),))
+    before, after = 2 * 10**15, 10**15
+    for number, at_s, followed in ((before, 0.0, before), (after, 3.0, before), (after, 4.0, after)):
+        protocol.directive_came(directive("a", number=number), now=NOW + at_s)
+        assert protocol.directive == directive("a", number=followed)
+
+
 def test_a_commit_of_a_step_that_the_stage_has_not_reached_is_not_remembered() -> None:
     agreed = Agreed(Generation())
     agreed.learn([Commit(2, 1.0), Commit(3, 1.0)], Generation(), newest=2)
