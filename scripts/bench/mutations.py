@@ -4568,7 +4568,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-round-waits-for-none",
         "swarm/protocol/blame.py",
-        "max(HELD_UP_S, allowed * rest_s)",
+        "max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)",
         "0.0",
         "A slow line that is worth it is left out.",
         ("test_limits",),
@@ -4584,8 +4584,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "one-of-two-waits-as-one-of-many",
         "swarm/protocol/blame.py",
-        "allowed = TIMES_OF_TWO * left / self._backoff.budget_s if pair else 1.0",
-        "allowed = 1.0",
+        "(TIMES_OF_TWO if pair else 1.0) * rest_s",
+        "rest_s",
         "Of two equal peers on slow lines one leaves the other out.",
         ("test_limits",),
     ),
@@ -4627,22 +4627,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if pair and coordinator != self._me and not self._voice:\n",
         "        if False:\n",
         "In a run that names nobody each of two leaves the other out, and both coordinate.",
-        ("test_limits",),
-    ),
-    Mutation(
-        "allow-one-of-two-as-much-whatever-it-cost",
-        "swarm/protocol/blame.py",
-        "TIMES_OF_TWO * left / self._backoff.budget_s if pair",
-        "TIMES_OF_TWO if pair",
-        "One of two that begins its rounds late costs 32 s in 20 steps, and not 26.",
-        ("test_limits",),
-    ),
-    Mutation(
-        "allow-a-suspect-of-two-as-much",
-        "swarm/protocol/blame.py",
-        "for account in (peer, SUSPECTED + peer))",
-        "for account in (peer,))",
-        "One of two that checks sums late in stage 0 costs 90 s in 20 steps.",
         ("test_limits",),
     ),
     Mutation(

@@ -35,7 +35,7 @@ SUSPECTED_LEADING = "!"
 """Of those, the ones while it coordinated."""
 SEEN = "+"
 """What it paid for that it was seen to cause."""
-SEEN_MOST_S = 10.0
+SEEN_MOST_S = 9.0
 """So much of that leaves it out: a coordinator's first turn lasts 12.5 s, and the next has to see it anew."""
 UNSEEN = "-"
 """What it paid for that it may have caused, since it had been seen to cause other waits."""
@@ -223,9 +223,7 @@ class RoundWaits:
         self._waited_s[peer] += waited_s
         rest_s = now - self._opened_s - self._waited_s[peer]
         held_s = self._before_s.get(peer, 0.0) + self._waited_s[peer]
-        left = min(self._backoff.left_s(account, t=self._t) for account in (peer, SUSPECTED + peer))
-        allowed = TIMES_OF_TWO * left / self._backoff.budget_s if pair else 1.0
-        late_s = held_s - max(HELD_UP_S, allowed * rest_s)
+        late_s = held_s - max(HELD_UP_S, (TIMES_OF_TWO if pair else 1.0) * rest_s)
         if late_s > 0:
             self._held_s[peer] = held_s
         return late_s

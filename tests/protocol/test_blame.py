@@ -346,10 +346,10 @@ def test_a_round_waits_for_one_as_long_as_its_step_takes_otherwise_and_then_it_i
     waits, backoff = waits_of()
     assert not waits.wait(awaited("bob"), 1.0, coordinator="ann", now=101.0)
     assert not backoff.was_charged("bob", t=7), "the step took a second before"
-    assert not waits.wait(awaited("bob"), 9.0, coordinator="ann", now=110.0)
-    assert backoff.left_s("bob", t=7) == BUDGET_S - 9.0
-    assert waits.wait(awaited("bob"), 1.0, coordinator="ann", now=111.0) == ["bob"], "it was seen for 10 s"
-    assert backoff.rests("bob", now=111.0)
+    assert not waits.wait(awaited("bob"), 8.0, coordinator="ann", now=109.0)
+    assert backoff.left_s("bob", t=7) == BUDGET_S - 8.0
+    assert waits.wait(awaited("bob"), 1.0, coordinator="ann", now=110.0) == ["bob"], "it was seen for 9 s"
+    assert backoff.rests("bob", now=110.0)
 
 
 def test_of_a_moment_nobody_is_charged() -> None:
@@ -374,21 +374,6 @@ def test_one_of_two_may_take_four_times_as_long() -> None:
     assert not backoff.was_charged("bob", t=7)
     waits.wait(awaited("bob", of=2), 1.0, coordinator="ann", now=105.0)
     assert backoff.left_s("bob", t=7) == BUDGET_S - 1.0
-
-
-@pytest.mark.parametrize("seen", [True, False])
-def test_one_of_two_that_has_cost_half_of_its_budget_may_take_twice_as_long(seen: bool) -> None:
-    """Of seven steps that it held up for 4.5 s each a third was allowed: 39 s in 20 steps."""
-    waits, backoff = waits_of()
-    account = "bob" if seen else SUSPECTED + "bob"
-    backoff.charge(account, t=7, since_s=99.0 - BUDGET_S / 2, now=99.0)
-    before_s = backoff.left_s("bob", t=7)
-    waits.wait(awaited("bob", of=2), 2.0, coordinator="ann", now=102.0)
-    assert backoff.left_s("bob", t=7) == before_s
-    waits.wait(awaited("bob", of=2), 0.5, coordinator="ann", now=102.5)
-    assert backoff.cost_s(SEEN + "bob", t=7) == pytest.approx(0.5 if seen else 0.0, abs=0.2)
-    waits.wait(awaited("bob", of=2), 1.0, coordinator="ann", now=103.5)
-    assert backoff.left_s("bob", t=7) < before_s - 1.0
 
 
 def test_others_charge_members_and_the_coordinator_and_end_its_round_where_a_third_has_voice() -> None:
