@@ -4582,6 +4582,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_limits",),
     ),
     Mutation(
+        "a-loss-is-no-number",
+        "swarm/protocol/coordinator.py",
+        "by_m.update((m, loss) for m, loss in of if math.isfinite(loss))",
+        "by_m.update(of)",
+        "One that says it has all of a step, before others have, makes its loss none.",
+        ("test_attack",),
+    ),
+    Mutation(
         "one-of-two-waits-as-one-of-many",
         "swarm/protocol/blame.py",
         "(TIMES_OF_TWO if pair else 1.0) * rest_s",

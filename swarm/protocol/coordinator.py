@@ -5,6 +5,7 @@ Nothing here is kept on disk or handed over: a peer that takes over is told ever
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import TypeAlias
@@ -311,14 +312,17 @@ class StageCoordinator:
         return {peer for peer, name in alone.items() if name != running or now - since[peer, name] > ALONE_S}
 
     def _note_loss(self, t: int, steps: Iterable[PeerId]) -> None:
-        """Note the mean loss of a step whose microbatches are all there, with those that count."""
+        """Note the mean loss of a step whose microbatches are all there, with those that count. What is no
+        number counts as nothing: one that lies says it before the others say what they found.
+        """
         if self._stage != self._run.S - 1 or t in self.losses:
             return
         by_m: dict[int, float] = {}
         for member in map(self.members.__getitem__, steps):
             for step, row in zip(member.report.steps, member.losses, strict=False):
                 if step.t == t:
-                    by_m.update(zip(members_of(step.done), row, strict=False))
+                    of = zip(members_of(step.done), row, strict=False)
+                    by_m.update((m, loss) for m, loss in of if math.isfinite(loss))
         if by_m and len(by_m) == self._run.microbatches(t):
             self.losses[t] = mean_of([*by_m.values()])
 
