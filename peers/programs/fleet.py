@@ -305,14 +305,15 @@ class Fleet:
                 if code not in (0, STOPPED):
                     text = f"the peer on {label} ended with exit code {code}; the others go on"
                     self._emit(Trouble(text=text))
-                return 1 if code < 0 else code  # a signal ended it
+                break
             wait_s = self._restart_s if time.monotonic() - began > DID_WELL_S else wait_s
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"the peer on {label} died ({why}): it is started again in {wait_s:.0f} s"
             self._emit(Trouble(text=f"{text}; the others go on"))
             if await happens(self._leaving, wait_s):
-                return 1 if code < 0 else code
+                break
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return 1 if code < 0 else code  # a signal ended it
 
     async def _once(self, label: str, words: Sequence[str]) -> int:
         def say(_: Child, line: str) -> None:

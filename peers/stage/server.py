@@ -306,9 +306,8 @@ class StagePeer:
         """Wait until a replica that stays has these weights: two that leave would take them along.
 
         One that leaves the run waits for the steps that its sums are part of, too, and the last one for a
-        newcomer. What a pause or a move
-        would wait for is run again instead: it is less than what the peer could compute meanwhile, and the
-        owner of a machine comes first.
+        newcomer. What a pause or a move would wait for is run again instead: it is less than what the peer
+        could compute meanwhile, and the owner of a machine comes first.
         """
         silent = False
         while now_s() < until:
