@@ -55,7 +55,8 @@ RECOVERY = "peers/stage/recovery.py"
 TIED_WEIGHTS = "peers/stage/tied_weights.py"
 PAUSE = "peers/stage/pause.py"
 COORDINATION = "peers/stage/coordination.py"
-TRAINER = "peers/trainer.py"
+TRAINER = "peers/trainer/trainer.py"
+RUN_WATCH = "peers/trainer/run_watch.py"
 CHECKPOINT = "peers/storage/checkpoint.py"
 CATALOG = "peers/transfer/catalog.py"
 COMPUTE = "swarm/model/stage.py"
@@ -1660,8 +1661,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainer-leaves-early",
         TRAINER,
-        "return self._held_by_all >= self._last_step",
-        "return self._version >= self._last_step",
+        "return self._watch.held_by_all >= self._last_step",
+        "return self._watch.version >= self._last_step",
         "The trainer goes home when one stage has the last version; a stage that is lost then stays so.",
         ("test_trainer_news", "test_loops", "test_stage_lost"),
     ),
@@ -2339,8 +2340,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- a trainer ---
     Mutation(
         "follow-who-lags-behind",
-        TRAINER,
-        "        if watched.generation < self._generation and not believed:\n"
+        RUN_WATCH,
+        "        if watched.generation < self.generation and not believed:\n"
         "            return  # a peer that has not heard of it yet\n",
         "",
         "A trainer jumps ahead to a version of before the run went back.",
@@ -2348,15 +2349,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "lacking-of-another-generation",
-        TRAINER,
-        "        if status.generation != self._generation:\n            return\n",
+        RUN_WATCH,
+        "        if status.generation != self.generation:\n            return\n",
         "",
         "A trainer runs what was lacking before the run went back.",
         ("test_trainer_news", "test_trainer_alone", "test_stage_lost", "test_latecomers"),
     ),
     Mutation(
         "believe-that-the-run-is-over",
-        TRAINER,
+        RUN_WATCH,
         " or (over and run.version < self._last_step):",
         ":",
         "A trainer goes home because one peer says that the run is over.",
@@ -2372,16 +2373,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "ask-again-who-refuses-to-tell",
-        TRAINER,
-        "                if isinstance(error, Refused) and last is not None:\n",
+        RUN_WATCH,
+        "                if isinstance(error, Refused) and self._peer is not None:\n",
         "                if False:\n",
         "A trainer asks a peer that serves nothing how the run is, for ever.",
         ("test_attack",),
     ),
     Mutation(
         "impossible-news",
-        TRAINER,
-        'check_position(watched.generation, watched.version, self._run, what="a status")',
+        RUN_WATCH,
+        'check_position(watched.generation, version, self._run, what="a status")',
         "pass",
         "A trainer goes home because one peer says that the run is past its end.",
         (
@@ -2391,7 +2392,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "news-of-microbatches-that-are-not",
-        TRAINER,
+        RUN_WATCH,
         "                        check_bitmap(bitmap, self._run.microbatches(lacks.t))\n",
         "                        pass\n",
         "A trainer notes a time for each of half a million microbatches.",
@@ -2419,7 +2420,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "offer-before-being-told",
         TRAINER,
-        "        if not self._told:\n            return  # a trainer",
+        "        if not self._watch.told:\n            return  # a trainer",
         "        if False:\n            return  # a trainer",
         "A trainer that comes late offers steps that are long over.",
         ("test_trainer_news", "test_latecomers"),
@@ -6674,7 +6675,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "send-again-what-the-first-stage-did-not-count-to-the-same",
-        "peers/trainer.py",
+        TRAINER,
         "route = self._route(mb, lacking=lacking)",
         "route = self._route(mb)",
         "A trainer sends what did not count to the same peer again.",
@@ -6682,7 +6683,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "forget-whose-answers-did-not-count-in-the-first-stage",
-        "peers/trainer.py",
+        TRAINER,
         "await self._first.holders(mb, lacking=True)",
         "await self._first.holders(mb)",
         "One of two in stage 0 that is left out and takes work all the same gets half of each step.",
@@ -6982,23 +6983,23 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "losses-of-steps-to-come",
-        "peers/trainer.py",
-        "            if 0 <= t < watched.version:",
+        RUN_WATCH,
+        "            if 0 <= t < version:",
         "            if 0 <= t < self._run.steps:",
         "A peer once tells a trainer what losses all steps to come will have, and these are shown.",
         ("test_trainer_news",),
     ),
     Mutation(
         "follow-a-generation-that-one-says",
-        "peers/trainer.py",
-        "leaps = over or (at.generation, at.version - 1) > (self._generation, self._version)",
-        "leaps = over or at.version - 1 > self._version",
+        RUN_WATCH,
+        "leaps = over or (at.generation, at.version - 1) > (self.generation, self.version)",
+        "leaps = over or at.version - 1 > self.version",
         "A peer says a later generation each time, and its trainer trains nothing any more.",
         ("test_lying_coordinators", "test_trainer_news"),
     ),
     Mutation(
         "one-step-at-a-time-is-not-asked-about",
-        "peers/trainer.py",
+        RUN_WATCH,
         "        if not leaps and now_s() - self._asked_at < ASKED_S:",
         "        if not leaps:",
         "A peer tells its trainer of steps that are long over, one at a time, and no other peer is watched.",
@@ -7006,7 +7007,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "steps-that-no-peer-has-taken-are-news",
-        "peers/trainer.py",
+        RUN_WATCH,
         "if at > run._replace(version=run.version + ahead) or (over",
         "if (over",
         "A peer tells its trainer of steps that no peer has taken, and those that are due are not trained.",
@@ -7014,7 +7015,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "steps-long-over-are-news",
-        "peers/trainer.py",
+        RUN_WATCH,
         "        if at < min(run, self._reached):",
         "        if False:",
         "A peer tells its trainer of steps that are long over, one at a time, and no other peer is watched.",
@@ -7022,7 +7023,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "trainers-check-no-receipt",
-        "peers/trainer.py",
+        TRAINER,
         "            check_answer(self._transport.signer, self._run, peer, 0, *said)\n",
         "",
         "A liar of stage 0 that signs nothing, or something else, is audited by no trainer.",
@@ -7062,9 +7063,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "watch-one-peer-for-ever",
-        TRAINER,
-        " or now - max(since_s, self._step_began) > SAME_S",
-        "",
+        RUN_WATCH,
+        "if now - max(self._since_s, self.step_began_s) <= SAME_S:",
+        "if True:",
         "One peer that says that nothing is lacking stops its trainer.",
         ("test_trainer_news",),
     ),
@@ -7094,7 +7095,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "call-a-stage-lost-that-is-about-to-pause",
-        "peers/trainer.py",
+        TRAINER,
         'not any(r.state == "leaving" for r in self._directory.at(stage))',
         "True",
         "The owner of a stage's only peer pauses it, and all hear that the run goes back to a checkpoint.",
@@ -7158,7 +7159,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "see-not-who-was-passed-by",
-        "peers/trainer.py",
+        TRAINER,
         "self._router.passed_by(stage, peer, min(took_s, open_s))",
         "pass",
         "A peer that its caller does not know yet gets nothing for half a minute, then twice as long.",
@@ -7222,7 +7223,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "shares-by-speed-where-links-limit",
-        "peers/trainer.py",
+        TRAINER,
         "links_s = self._latency.busy_s(hop.peer, *beside)",
         "links_s = 0.0",
         "A fast device behind slow links gets most of the work: steps take up to 2.5 times as long.",
@@ -7278,7 +7279,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "try-unknown-ones-in-each-stage-of-a-route",
-        "peers/trainer.py",
+        TRAINER,
         "            known = known or not self._router.knows(stage, found.peer)\n",
         "",
         "One microbatch waits for several identities that never answer, and the honest one is blamed.",
@@ -7607,7 +7608,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-charge-no-refusal",
         TRAINER,
-        "if peer is not None and mb.t <= self._version:",
+        "if peer is not None and mb.t <= self._watch.version:",
         "if False:",
         "A peer of stage 0 takes seconds to say that it is busy, each time, for ever.",
         ("test_limits",),
@@ -7654,9 +7655,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "watch-a-liar",
-        TRAINER,
-        "                        self._verdicts.ask_soon(about=last)\n",
-        "                        pass\n",
+        RUN_WATCH,
+        "            self._verdicts.ask_soon(about=last)\n",
+        "            pass\n",
         "A peer that all others left out leads a trainer back to version 0, again and again.",
         ("test_two_replicas",),
     ),
@@ -7687,7 +7688,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "evaluate-by-strangers",
         TRAINER,
-        "counted = set(self._counted(stage))",
+        "counted = set(self._voices.counted(stage))",
         "counted = set(self._router.peers(stage))",
         "Two identities without work decide what the curve of a run shows.",
         ("test_evaluation",),
@@ -8290,7 +8291,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "ask-the-only-one-for-no-news",
-        TRAINER,
+        RUN_WATCH,
         "        backoff.relent(peers, now=now)",
         "        pass",
         "A trainer whose only peer of stage 0 is left out hears for a minute of nothing.",

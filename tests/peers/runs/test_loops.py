@@ -838,7 +838,7 @@ async def test_while_a_stage_has_no_peer_no_microbatch_is_said_to_run_again() ->
         await s.until_version(1)
         s.kill_and_forget("s1p0")
         await s.until(lambda: trainer._served == {0})  # type: ignore
-        said, t = len(s.seen(Replayed)), trainer._version  # type: ignore
+        said, t = len(s.seen(Replayed)), trainer._watch.version  # type: ignore
         for _ in range(20):
             trainer._todo.lacking(t, [0, 255], now=now_s())  # type: ignore
             await asyncio.sleep(1.0)

@@ -96,7 +96,7 @@ async def test_news_that_cannot_be_are_not_believed() -> None:
             (Generation(-1, 0), 2, "an impossible generation"),
         ):
             with pytest.raises(BadAnswer, match=text):
-                trainer._learn(
+                trainer._watch.learn(
                     "liar", Watched(revision=1, generation=generation, version=version, status=RunStatus())
                 )
         await s.until_finished()

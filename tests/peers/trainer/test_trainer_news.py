@@ -14,7 +14,9 @@ from peers.clock import now_s
 from peers.events import PeerLost, RolledBack
 from peers.islands.trainers import IslandTrainers
 from peers.sim.network import SimSigner
-from peers.trainer import ASKED_S, AWAKE_S, SAME_S, SLEPT_S, SLOW_S, Trainer, TrainerSettings
+from peers.trainer import Trainer, TrainerSettings
+from peers.trainer.run_watch import ASKED_S, SAME_S
+from peers.trainer.trainer import AWAKE_S, SLEPT_S, SLOW_S
 from swarm.errors import BadAnswer, Stale
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
@@ -77,16 +79,16 @@ async def test_what_the_trainer_of_an_island_says_of_a_stage_names_its_cell() ->
 
 def hears(this: Any, version: int, generation: Generation = FIRST, **status: Any) -> None:
     told = RunStatus(**{"run": RUN.id, "generation": generation, "version": version, **status})
-    this._learn("p", Watched(revision=1, generation=generation, version=version, status=told))
+    this._watch.learn("p", Watched(revision=1, generation=generation, version=version, status=told))
 
 
 async def test_after_the_run_went_back_a_peer_that_lags_behind_is_not_followed() -> None:
     this: Any = trainer()
     hears(this, 3)
     hears(this, 0, BACK)
-    assert (this._version, this._generation) == (0, BACK)
+    assert (this._watch.version, this._watch.generation) == (0, BACK)
     hears(this, 4)
-    assert (this._version, this._generation) == (0, BACK)
+    assert (this._watch.version, this._watch.generation) == (0, BACK)
 
 
 async def test_no_peer_says_the_loss_of_a_step_that_is_to_come() -> None:
@@ -100,10 +102,10 @@ async def test_what_another_generation_lacked_is_not_run() -> None:
     this: Any = trainer()
     hears(this, 0, BACK)
     old = RunStatus(run=RUN.id, version=0, held_by_all=0, lacking=(StepLacking(t=0, by_stage=(ALL, ALL)),))
-    this._learn("p", Watched(revision=2, generation=BACK, version=0, status=old))
-    assert this._held_by_all == -1 and this._todo.next_wakeup(0, now=0.0) is None
+    this._watch.learn("p", Watched(revision=2, generation=BACK, version=0, status=old))
+    assert this._watch.held_by_all == -1 and this._todo.next_wakeup(0, now=0.0) is None
     hears(this, 0, BACK, held_by_all=0, lacking=old.lacking)
-    assert this._held_by_all == 0 and this._todo.next_wakeup(0, now=0.0) is not None
+    assert this._watch.held_by_all == 0 and this._todo.next_wakeup(0, now=0.0) is not None
 
 
 async def test_a_trainer_offers_nothing_before_it_was_told_how_far_the_run_is() -> None:
@@ -125,7 +127,7 @@ async def test_a_trainer_asks_the_only_one_there_for_news_though_it_cost_too_muc
     line.answers["watch"] = lambda peer, header: Watched(
         generation=FIRST, version=0, revision=line.calls["watch"], status=RunStatus(run=RUN.id)
     )
-    this._start_work = lambda: None  # it waits for what others lack
+    this._start_work = this._refresh_peers  # it waits for what others lack
     training = asyncio.create_task(this.run())
     await asyncio.sleep(5.0)
     line.calls.clear()
@@ -173,15 +175,15 @@ async def test_where_the_run_is_all_stages_bear_out_each_leap_and_the_rest_now_a
     async def is_true(version: int, generation: Generation = FIRST, **status: Any) -> bool:
         told = RunStatus(run=RUN.id, **status)
         said = Watched(revision=1, generation=generation, version=version, status=told)
-        return await this._is_borne_out(said)
+        return await this._watch.is_borne_out(said)
 
-    monkeypatch.setattr("peers.trainer.run_position", position)
+    monkeypatch.setattr("peers.trainer.run_watch.run_position", position)
     assert await is_true(0) and await is_true(5)
     assert not await is_true(6) and not await is_true(0, BACK) and not await is_true(4, held_by_all=8)
     assert await is_true(1), "a step further, and they were asked just now"
     await asyncio.sleep(ASKED_S)
     assert not await is_true(1), "all had 4 by then"
-    this._version = 5
+    this._watch.version = 5
     assert not await is_true(6) and await is_true(4)
 
 
@@ -211,7 +213,7 @@ async def test_news_that_cannot_be_change_nothing(
     this: Any = trainer()
     with pytest.raises(BadAnswer):
         hears(this, version, generation, **status)
-    assert (this._version, this._todo.next_wakeup(0, now=0.0)) == (0, None)
+    assert (this._watch.version, this._todo.next_wakeup(0, now=0.0)) == (0, None)
 
 
 async def test_after_a_sleep_of_its_own_no_stage_is_called_lost_at_once() -> None:

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
-
-import numpy as np
 
 from peers import events
 from peers.audit.asking import AuditCaller
@@ -28,7 +24,8 @@ from peers.islands.directory import own_directory
 from peers.liveness_probe import Prober
 from peers.ports import Directory, Transport
 from peers.stage_calls import MAX_PAUSE_S, StageCalls
-from peers.status_query import run_position
+from peers.trainer.run_watch import RunWatch
+from peers.trainer.samples import Batches, Fetching, entering, samples_of
 from peers.voices import Voices
 from peers.vouching.giver import VoucherGiver
 from peers.vouching.tickets import check_answer, hops_shown
@@ -36,38 +33,19 @@ from peers.waiting import end_tasks, happens, report_bug
 from swarm.data import sample_offsets, trainer_order
 from swarm.errors import Busy, NotNow, PeerFault, Refused, SetupError, Stale, SwarmError, count, lasting
 from swarm.floats import mean_of
-from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
+from swarm.ids import Microbatch, PeerId, Stage
 from swarm.manifest import Run
 from swarm.model.stage_io import input_metas
 from swarm.policy.backoff import Backoff
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window, moving_share
-from swarm.protocol.ledger import check_bitmap
-from swarm.protocol.rollback import check_position
+from swarm.protocol.ledger import Bitmap
 from swarm.protocol.voice import heard
 from swarm.protocol.worklist import WorkItem, WorkList
 from swarm.records import PeerRecord
-from swarm.wire.buffers import Buffer
-from swarm.wire.messages import (
-    MAX_HOPS,
-    MAX_LONG_BYTES,
-    Watch,
-    Watched,
-    Work,
-    WorkDone,
-    as_bad_answer,
-    pack,
-    unpack_answer,
-)
+from swarm.wire.messages import MAX_HOPS, Work, WorkDone
 
-WATCH_S = 3.0
-"""Limit for one look at the run; the answer is held back at most a second."""
-SAME_S = 10.0
-"""While no step is taken, another peer is watched after so long: one may hide what it knows."""
-ASKED_S = 5.0
-"""Sooner than a peer is believed that says the run went back."""
-MAX_STAGES_ASKED = 8
 SLOW_S = 30.0
 """A step that takes so long is told of, and again after as long."""
 SLEPT_S, AWAKE_S = 10.0, 20.0
@@ -76,36 +54,6 @@ IDLE_S = 0.25
 """The loop looks again at least this often."""
 STALE_S = 0.1
 """How long to wait for the run's status after a peer said that a step is over."""
-BACK_AFTER_S = 6.0
-"""The run is where it is said to be, if that has been earlier than we knew for so long: all peers that held
-more are dead, and others came back from older checkpoints. One peer that lags behind has caught up by
-then."""
-
-
-class Batches(Protocol):
-    """The run's data, as `peers.storage.dataset` opens it."""
-
-    def batch(self, offsets: list[int]) -> np.ndarray | list[np.ndarray]:
-        """Tokens [B, T+1] in the run's narrow dtype; of samples that code makes an array for each input."""
-        ...
-
-
-@runtime_checkable
-class Proving(Protocol):
-    """What a run with a `data.root` needs besides."""
-
-    def prove(self, run: Run, offsets: list[int]) -> bytes:
-        """What goes with the samples; see `swarm.data.prove_samples`."""
-        ...
-
-
-@runtime_checkable
-class Fetching(Protocol):
-    """Data that may be far away: then `batch` fetches them, and may take long."""
-
-    def has(self, offsets: list[int]) -> bool:
-        """Whether nothing has to be fetched for these samples."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,29 +64,6 @@ class TrainerSettings:
     """Microbatches in flight; None: found while running."""
     steps: int | None = None
     """Stop when the run has taken this many steps; None: all of the manifest's."""
-
-
-def entering(run: Run, rows: np.ndarray | list[np.ndarray]) -> list[Buffer]:
-    """What stage 0 is sent of a microbatch: tokens, or the inputs of a custom model.
-
-    Raises:
-        SetupError: the samples do not fit the model.
-    """
-    if isinstance(rows, np.ndarray) and not run.brings_model:
-        return [np.ascontiguousarray(rows).data.cast("B")]
-    from swarm.model.custom import model_inputs
-    from swarm.wire.codec import encode
-
-    return [buffer for tensor in model_inputs(run, rows) for buffer in encode(tensor, "none").buffers]
-
-
-def samples_of(run: Run, batches: Batches, offsets: list[int]) -> tuple[list[Buffer], list[Buffer]]:
-    """What stage 0 is sent of samples, and what proves that they are the run's, if it is asked for."""
-    body = entering(run, batches.batch(offsets))
-    if not run.data.root:
-        return body, []
-    assert isinstance(batches, Proving), "a run with a data.root has one array of tokens"
-    return body, [batches.prove(run, offsets)]
 
 
 def nothing_to_do(run: Run, version: int, last_step: int) -> str:
@@ -154,17 +79,6 @@ def nothing_to_do(run: Run, version: int, last_step: int) -> str:
 class Trainer:
     """Runs microbatches until the run is finished, or `leave` is called."""
 
-    _generation, _version = Generation(), 0
-    """Where the run is, as far as is known."""
-    _told = False
-    """That was heard from a peer."""
-    _behind_since: float | None = None
-    """Since when it is said to be earlier."""
-    _asked_at, _reached = -math.inf, Position()
-    """When the peers of all stages bore that out last, and what they had reached."""
-    _held_by_all = -1
-    """The version that every stage has: until it is the last one, some stage may be lost and need this
-    trainer."""
     _startable = -1
     """The newest step that a microbatch could be started of, were one due."""
     _leaving = False
@@ -188,7 +102,11 @@ class Trainer:
         self._router = Router(Backoff(probed=True), caller=me)
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
-        self._voices = Voices(run, transport.signer, directory, lambda: self._version)
+        self._last_step = min(settings.steps or run.steps, run.steps)
+        self._voices = Voices(run, transport.signer, directory, lambda: self._watch.version)
+        self._watch = RunWatch(
+            run, self._last_step, transport, directory, self._router, self._verdicts, self._voices, self
+        )
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._first = StageCalls(
             run.id, 0, transport, directory, self._router, run.S,
@@ -218,12 +136,11 @@ class Trainer:
         """Whether this trainer is needed no more once its own steps are taken."""
         self.losses: dict[Microbatch, float] = {}
         """Of every microbatch that this trainer got an answer for."""
-        self.step_losses: dict[int, float] = {}
-        """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
-        self._step_began = self._slow_told = now_s()
+        self.step_losses = self._watch.step_losses
+        self._slow_told = now_s()
         self._evaluations = Evaluations(
             run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
-            transport, self._counted, self._route_of_counted,
+            transport, self._voices.counted, self._route_of_counted,
             lambda fault: self._router.failed(fault.peer, now=now_s(), silent=fault.silent), emit,
             self._pace.horizon_s,
         )  # fmt: skip
@@ -236,15 +153,11 @@ class Trainer:
     @property
     def is_done(self) -> bool:
         """Whether each stage has all steps that this trainer is for."""
-        return self._held_by_all >= self._last_step
-
-    @property
-    def _last_step(self) -> int:
-        return min(self._settings.steps or self._run.steps, self._run.steps)
+        return self._watch.held_by_all >= self._last_step
 
     @property
     def _newest_open(self) -> int:
-        return min(self._version + (1 if self._run.delayed_updates else 0), self._last_step - 1)
+        return min(self._watch.version + (1 if self._run.delayed_updates else 0), self._last_step - 1)
 
     @property
     def _in_flight(self) -> int:
@@ -258,7 +171,7 @@ class Trainer:
         Raises:
             SetupError: the run cannot go on, with the reason (not admitted, diverged, samples that change).
         """
-        watching = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._watch.run())
         probing = asyncio.create_task(self._prober.run())
         try:
             while not (self._leaving or (self.is_done and self.may_end())):
@@ -273,8 +186,8 @@ class Trainer:
                 await self._wait_for_change()
             if not self._leaving and self._last_step == self._run.steps:
                 await self._evaluations.last(self._router.peers(0))
-            if self._told and not self.losses and not self._leaving:
-                self._emit(events.Note(text=nothing_to_do(self._run, self._version, self._last_step)))
+            if self._watch.told and not self.losses and not self._leaving:
+                self._emit(events.Note(text=nothing_to_do(self._run, self._watch.version, self._last_step)))
         finally:
             await end_tasks((watching, probing, *self._running))
             await self._evaluations.close()
@@ -304,11 +217,11 @@ class Trainer:
         but never keep work of an open step out of it: that step is what they wait for.
         """
         self._refresh_peers()
-        if not self._told:
+        if not self._watch.told:
             return  # a trainer that joins late would offer steps that are long over
         # A step that is evaluated begins once that is done: its weights are gone with it.
-        self._evaluations.stop(before=self._version)
-        due = self._evaluations.first_due(self._version)
+        self._evaluations.stop(before=self._watch.version)
+        due = self._evaluations.first_due(self._watch.version)
         if due <= self._newest_open:
             self._evaluations.begin(int(due), self._router.peers(0))
         opened = int(min(self._newest_open, due - 1))
@@ -363,7 +276,7 @@ class Trainer:
             peer = route[0]
             ran, done, took_s = await self._first.unless_late(
                 peer, mb.t, self._call(route, item), partial(another, peer),
-                lambda: self._step_began if mb.t <= self._version else math.inf,
+                lambda: self._watch.step_began_s if mb.t <= self._watch.version else math.inf,
             )  # fmt: skip
         except NoPeerForStage as none:
             await asyncio.sleep(min(0.5, max(0.05, none.retry_at - now_s())))
@@ -373,8 +286,9 @@ class Trainer:
         except NotNow as later:
             if isinstance(later, Busy):
                 self._window.refused()
-            if peer is not None and mb.t <= self._version:  # until its step is open it is to wait
-                self._first.limits.put_off(peer, t=mb.t, since_s=max(began, self._step_began), now=now_s())
+            if peer is not None and mb.t <= self._watch.version:  # until its step is open it is to wait
+                since_s = max(began, self._watch.step_began_s)
+                self._first.limits.put_off(peer, t=mb.t, since_s=since_s, now=now_s())
             await asyncio.sleep(min(MAX_PAUSE_S, later.retry_after_s))
         except Stale:
             # One peer's word that the step is over is no proof: the run coordinator's picture will show it.
@@ -400,8 +314,8 @@ class Trainer:
         self._first.note_answered(mb, route[0])
         self._todo.finished(mb)
         self._pace.answered(now=now)
-        if t == self._version and now - max(self._step_began, self._slow_told) >= SLOW_S:
-            self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._step_began
+        if t == self._watch.version and now - max(self._watch.step_began_s, self._slow_told) >= SLOW_S:
+            self._slow_told, count, after_s = now, self._run.microbatches(t), now - self._watch.step_began_s
             self._emit(events.Working(t=t, done=self._todo.ran(t), count=count, after_s=after_s))
         self._first.limits.answered(took_s, now=now)
         self._learn_speeds(mb, route, done, took_s)
@@ -426,7 +340,7 @@ class Trainer:
         """Learn from what each stage and each link took of a microbatch."""
         known = [peer if self._router.knows(stage, peer) else "" for stage, peer in enumerate(route)]
         hops = hops_shown(self._transport.signer, self._run, mb, done, known)
-        open_s = now_s() - self._step_began if mb.t >= self._version else took_s
+        open_s = now_s() - self._watch.step_began_s if mb.t >= self._watch.version else took_s
         parts, answered = [(hop.own_s, hop.device_s) for hop in hops], {hop.peer for hop in hops}
         for hop in hops:
             if 0 <= hop.own_s <= took_s:  # its upload took no longer either, whatever is said of that
@@ -455,16 +369,13 @@ class Trainer:
             moving = moving_share([*parts, (least_s, least_s)])
             self._window.answered(in_flight=self._in_flight, moving=moving)
 
-    def _counted(self, stage: Stage) -> list[PeerId]:
-        return heard(self._router.peers(stage), self._voices.of(stage))
-
     def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:
         """One peer of each stage whose word counts; none of the `used` ones where there are others."""
         without = set[PeerId]()
         for stage in range(self._run.S):
-            counted = set(self._counted(stage))
+            counted = set(self._voices.counted(stage))
             without.update(set(self._router.peers(stage)) - (counted.difference(used) or counted))
-        return self._route(Microbatch(self._version, 0), known=True, without=without)
+        return self._route(Microbatch(self._watch.version, 0), known=True, without=without)
 
     def _route(
         self, mb: Microbatch, *, known: bool = False, without: Collection[PeerId] = (),
@@ -552,149 +463,53 @@ class Trainer:
             self._served.discard(stage)  # who leaves may be about to pause
             paused = sum(record.state == "paused" for record in self._directory.at(stage))
             waits = f"stage {stage} has only {count(paused, 'paused peer')}: the run waits until one resumes"
-            self._emit(
-                events.Trouble(text=waits) if paused else events.StageLost(stage=stage, version=self._version)
-            )
+            lost = events.StageLost(stage=stage, version=self._watch.version)
+            self._emit(events.Trouble(text=waits) if paused else lost)
         if serving and not self._settings.window:
             self._rooms[stage] = sum(record.max_inflight for record in serving)
             self._window.set_largest(min(self._rooms.values()))
 
-    async def _watch(self) -> None:
-        """Follow the run coordinator's picture of the run, through any peer of stage 0."""
-        seen, since_s, doubted = -1, now_s(), False
-        last: PeerId | None = None
-        while True:
-            try:
-                now, peers = now_s(), self._watchable()
-                if not peers:
-                    await self._directory.refresh({0})
-                    self._refresh_peers()
-                    await asyncio.sleep(0.1)
-                    continue
-                if last not in peers or doubted or now - max(since_s, self._step_began) > SAME_S:
-                    if last in peers and not doubted:
-                        self._verdicts.ask_soon(about=last)
-                    place = peers.index(last) + 1 if last in peers else 0
-                    seen, since_s, doubted = -1, now, False
-                    last = peers[place % len(peers)]
-                watch = Watch(run=self._run.id, seen=seen, generation=self._generation, version=self._version)
-                answer = await self._transport.call(
-                    last, "watch", pack(watch), max_answer_bytes=MAX_LONG_BYTES, deadline_s=WATCH_S
-                )
-                watched = unpack_answer(last, answer.header, Watched, answer.body)
-                doubted = not await self._is_borne_out(watched)
-                if doubted:
-                    await asyncio.sleep(IDLE_S)
-                    continue
-                seen = watched.revision
-                self._learn(last, watched)
-            except PeerFault as fault:
-                self._router.failed(fault.peer, now=now_s(), silent=fault.silent)
-                last = None
-            except SwarmError as error:
-                if isinstance(error, Refused) and last is not None:
-                    self._router.failed(last, now=now_s())  # it serves nothing: ask the next one
-                last = None
-                await asyncio.sleep(IDLE_S)
-            await asyncio.sleep(0.02)  # progress need not be followed more closely
+    # -- what follows from where the run is ---------------------------------------------------------
 
-    def _watchable(self) -> list[PeerId]:
-        """The peers of stage 0 that can be asked now, and whose word counts."""
-        now, backoff = now_s(), self._router.backoff
-        # Those that join have nothing to tell, but should know that there is a trainer.
-        peers = self._router.peers(0) or [r.peer for r in self._directory.at(0) if r.state == "joining"]
-        backoff.relent(peers, now=now)  # what it waits for may be said by the only one there
-        return heard([p for p in peers if not backoff.in_backoff(p, now=now)], self._voices.of(0))
-
-    async def _is_borne_out(self, watched: Watched) -> bool:
-        """Whether the run is where a peer says, by those of all stages whose word counts. They are asked of
-        each leap, and now and then of what is none: it may be a lie each time. What all had reached when they
-        were asked before a peer that is up to date has reached as well.
-        """
-        over, at, steps = watched.status.held_by_all >= self._last_step, watched.position, range(self._run.S)
-        leaps = over or (at.generation, at.version - 1) > (self._generation, self._version)
-        if not leaps and now_s() - self._asked_at < ASKED_S:
-            return True
-        dice = random.Random(f"{self._transport.peer_id} {now_s()}")
-        asked = steps if leaps else dice.sample(steps, min(MAX_STAGES_ASKED, len(steps)))
-        run = await run_position(self._run, self._transport, map(self._counted, asked))
-        if run is None:
-            return True  # they are silent, or gone
-        ahead = 2 if self._run.delayed_updates else 1  # some may take a step a moment later
-        if at > run._replace(version=run.version + ahead) or (over and run.version < self._last_step):
-            return False
-        if at < min(run, self._reached):
-            return False
-        self._asked_at, self._reached = now_s(), run
-        return True
-
-    def _learn(self, peer: PeerId, watched: Watched) -> None:
-        status, now = watched.status, now_s()
-        with as_bad_answer(peer):
-            check_position(watched.generation, watched.version, self._run, what="a status")
-        for t, loss in status.losses:
-            if 0 <= t < watched.version:  # of one that is to come it would be kept for ever
-                self.step_losses.setdefault(t, loss)
-        if watched.position >= Position(self._generation, self._version):
-            self._behind_since = None
-        elif self._behind_since is None:
-            self._behind_since = now
-        believed = self._behind_since is not None and now - self._behind_since > BACK_AFTER_S
-        if watched.generation < self._generation and not believed:
-            return  # a peer that has not heard of it yet
-        if watched.generation > self._generation or believed:
-            self._go_back(watched.generation, watched.version)
-        if not self._told:  # what was done before this trainer came is not told
-            self._version, self._step_began = watched.version, now
-            self._todo.stepped(watched.version)
-        self._set_version(watched.version)
-        self._told = True
-        if status.generation != self._generation:
-            return
-        self._held_by_all = status.held_by_all
-        for lacks in status.lacking:
-            if len(lacks.by_stage) == self._run.S and self._version <= lacks.t < self._run.steps:
-                with as_bad_answer(peer):
-                    for bitmap in lacks.by_stage:
-                        check_bitmap(bitmap, self._run.microbatches(lacks.t))
-                self._todo.lacking(lacks.t, lacks.by_stage, now=now)
+    def changed(self) -> None:
+        """As `Follower.changed`."""
         self._changed.set()
 
-    def _go_back(self, generation: Generation, version: int) -> None:
-        """Follow the run to an earlier version: a stage lost all of its replicas."""
-        self._generation, self._behind_since = generation, None
-        self._past.clear()
-        if not self._told or version >= self._version:
-            return
-        self._emit(events.RolledBack(stage=-1, step=version))
-        self._version, self._step_began = version, now_s()
-        self._todo.went_back(version)
-        self._attempts.clear()
+    def lacks(self, t: int, by_stage: Sequence[Bitmap]) -> None:
+        """As `Follower.lacks`: they are run again, if no other trainer does."""
+        self._todo.lacking(t, by_stage, now=now_s())
 
-    def _set_version(self, version: int) -> None:
-        """Note that the run took steps: say so, and forget what belongs to them."""
-        if version <= self._version:
-            return
-        now = now_s()
-        run, steps = self._run, range(self._version, version)
+    def took_steps(self, steps: range, took_s: float) -> None:
+        """As `Follower.took_steps`: say so, and forget what belongs to them."""
+        if steps:
+            self._tell_steps(steps, took_s)
+            self._vouchers.stepped(steps.start, steps.stop)
+            self._pace.stepped(self._todo.ran(steps[-1]) / max(1, self._run.microbatches(steps[-1])))
+        self._todo.stepped(steps.stop)
+        for stale in [mb for mb in self._attempts if mb.t < steps.stop]:
+            del self._attempts[stale]
+        self._changed.set()
+
+    def went_back(self, steps: range) -> None:
+        """As `Follower.went_back`: say so, and run them again."""
+        self._past.clear()
+        if steps:
+            self._emit(events.RolledBack(stage=-1, step=steps.start))
+            self._todo.went_back(steps.start)
+            self._attempts.clear()
+
+    def _tell_steps(self, steps: range, took_s: float) -> None:
+        run = self._run
         tokens = sum(map(run.microbatches, steps)) * run.tokens_per_step / run.M
-        rate = tokens / max(1e-6, now - self._step_began)
-        counts = tuple(len(self._router.peers(stage)) for stage in range(self._run.S))
+        counts = tuple(len(self._router.peers(stage)) for stage in range(run.S))
         for t in steps:
             meets = run.meets_at(t)
             self._emit(
                 events.StepDone(
-                    t=t, steps=self._last_step, loss=self.loss_of(t), tokens_per_s=0.0 if meets else rate,
-                    peers=counts, losses=self._losses_of(t), meeting=meets,
+                    t=t, steps=self._last_step, loss=self.loss_of(t), peers=counts, losses=self._losses_of(t),
+                    tokens_per_s=0.0 if meets else tokens / max(1e-6, took_s), meeting=meets,
                 )
             )  # fmt: skip
-        self._vouchers.stepped(self._version, version)
-        self._pace.stepped(self._todo.ran(version - 1) / max(1, run.microbatches(version - 1)))
-        self._version, self._step_began = version, now
-        self._todo.stepped(version)
-        for stale in [mb for mb in self._attempts if mb.t < version]:
-            del self._attempts[stale]
-        self._changed.set()
 
     def _losses_of(self, t: int) -> tuple[float, ...]:
         found = [self.losses.pop(Microbatch(t, m), None) for m in range(self._run.microbatches(t))]
