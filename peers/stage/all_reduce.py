@@ -29,8 +29,8 @@ from swarm.model.reductions import sqnorm, vectors_digest
 from swarm.policy.timeouts import AdaptiveTimeout, is_too_slow, most_s
 from swarm.protocol.blame import ALL_OWNERS, Awaited
 from swarm.protocol.rounds import Plan, Prepared
-from swarm.wire import whole_numbers
-from swarm.wire.codec import Encoded, TensorMeta, decode, dtype_name, encode, encoded_sizes, host_empty
+from swarm.wire.chunks import chunk_may_have, chunk_meta, most_chunk_bytes, pack_chunk, unpack_chunk
+from swarm.wire.codec import TensorMeta, host_empty
 from swarm.wire.messages import Part, PartDone, as_bad_answer, pack, unpack, unpack_answer
 
 CHUNK_ELEMENTS = 1 << 20
@@ -348,7 +348,7 @@ class AllReduce:
         chunk.contributions.clear()
         try:
             result = self._answer(total)
-            meta, buffers = packed(result, name="a reduced gradient")
+            meta, buffers = pack_chunk(result, name="a reduced gradient")
         except Refused as refused:
             fail(chunk.result, refused)
             return
@@ -425,7 +425,7 @@ class AllReduce:
             body: Sequence[Buffer] = ()
             if this.contributes(self._me):
                 meta, body = await asyncio.to_thread(
-                    packed, this.total[start : start + numel], name="a gradient sum"
+                    pack_chunk, this.total[start : start + numel], name="a gradient sum"
                 )
                 tensors = (meta,)
             part = Part(
@@ -450,7 +450,7 @@ class AllReduce:
     async def _call_until_ready(
         self, owner: PeerId, part: Part, body: Sequence[Buffer], limit_s: float
     ) -> Answer:
-        most = part.numel * 8 + part.numel // 8 + 9 * whole_numbers.BLOCK  # the last block is a whole one
+        most = most_chunk_bytes(part.numel, self._dtype)
         for attempt in range(NOT_READY_RETRIES):
             fault_point("reduce")
             try:
@@ -475,7 +475,7 @@ class AllReduce:
             raise Refused(
                 "the contribution does not fit the ledger: something was expected exactly if it is not empty"
             )
-        if part.tensors and not fits(part.tensors[0], request.body_sizes, self._sum_dtype):
+        if part.tensors and not chunk_may_have(request.body_sizes, part.numel, self._sum_dtype):
             raise Refused("the announced buffers do not fit the tensor")
         this.came_s.setdefault(request.peer, now_s())
         this.requests[request.peer, part.start] = request, now_s()
@@ -524,29 +524,9 @@ def read_part(
         raise Refused(f"{len(metas)} tensors where one chunk was expected")
     if crc is not None and checksum(body) != crc:
         raise Refused("the checksum of a chunk does not fit its bytes")
-    expected = TensorMeta((numel,), dtype_name(dtype), "none")
-    if metas[0] != expected:
+    if metas[0] != (expected := chunk_meta(numel, dtype)):
         raise Refused(f"a chunk is {metas[0].words}; expected {expected.words}")
-    if dtype == torch.int64:
-        return whole_numbers.unpack(body, numel, name="a chunk")
-    return decode(expected, body, name="a chunk")
-
-
-def packed(total: torch.Tensor, *, name: str) -> Encoded:
-    """A chunk of a sum, as it is sent."""
-    if total.dtype == torch.int64:
-        meta = TensorMeta((total.numel(),), dtype_name(total.dtype), "none")
-        return Encoded(meta, whole_numbers.pack(total))
-    return encode(total, "none", name=name)
-
-
-def fits(meta: TensorMeta, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a sum of `dtype` with this meta may come in buffers of these sizes."""
-    due = encoded_sizes(meta)
-    if dtype != torch.int64:
-        return list(sizes) == due
-    widths, most = whole_numbers.most_bytes(math.prod(meta.shape))
-    return len(sizes) == 2 and sizes[0] == widths and sizes[1] <= most
+    return unpack_chunk(body, numel, dtype)
 
 
 def holds(round_name: str, reduced: torch.Tensor, sqnorm: Callable[[torch.Tensor], float]) -> Prepared:

@@ -34,8 +34,8 @@ from swarm.policy.timeouts import most_s
 from swarm.protocol.rollback import check_generation
 from swarm.protocol.rounds import NO_VOICE, Commit
 from swarm.protocol.voice import heard, weight
-from swarm.wire import whole_numbers
-from swarm.wire.codec import TensorMeta, chunk_digest, decode, dtype_name
+from swarm.wire.chunks import most_chunk_bytes, unpack_chunk
+from swarm.wire.codec import chunk_digest
 from swarm.wire.messages import (
     Ack,
     CloseLease,
@@ -533,11 +533,7 @@ class _Pull:
         unpack_answer(source, answer.header, Ack)
         room = self._partial.chunks[index]
         with as_bad_answer(source):
-            if room.dtype == torch.int64:
-                chunk = whole_numbers.unpack(answer.body, room.numel(), name="a chunk")
-            else:
-                form = TensorMeta((room.numel(),), dtype_name(room.dtype), "none")
-                chunk = decode(form, answer.body)
+            chunk = unpack_chunk(answer.body, room.numel(), room.dtype)
         if await asyncio.to_thread(chunk_digest, chunk) != self._hashes[index]:
             raise BadAnswer(source, f"chunk {index} of {self._of.wanted.name} does not fit its digest")
         if index not in self._missing:
@@ -553,7 +549,7 @@ class _Pull:
     async def _ask(self, source: PeerId, lease: str, index: int) -> Answer:
         header = pack(FetchChunk(run=self._of.wanted.question.run, lease=lease, index=index))
         chunk = self._partial.chunks[index]
-        most = sum(whole_numbers.most_bytes(chunk.numel())) if chunk.dtype == torch.int64 else chunk.nbytes
+        most = most_chunk_bytes(chunk.numel(), chunk.dtype)
         # All that is in flight may share one line.
         shared_bytes = len(self.active) * IN_FLIGHT * self._chunk_bytes
         limit_s = self._of.most_s(source, min(self._total_bytes - self._here_bytes, shared_bytes))

@@ -474,7 +474,7 @@ async def test_contributions_of_others_than_members_are_refused(open_group: Grou
         ({"crc": 1}, "the checksum of a chunk does not fit its bytes"),
         (
             {"tensors": (TensorMeta((4,), "float64", "bf16"),)},
-            "the announced buffers do not fit the tensor",
+            "a chunk is float64[4] as bf16; expected float64[4] as none",
         ),
         (
             {"tensors": (TensorMeta((4,), "int64", "none"),)},
@@ -484,7 +484,10 @@ async def test_contributions_of_others_than_members_are_refused(open_group: Grou
             {"tensors": (TensorMeta((2, 2), "float64", "none"),)},
             "a chunk is float64[2, 2] as none; expected float64[4] as none",
         ),
-        ({"tensors": (TensorMeta((4,), "complex", "none"),)}, "unknown dtype 'complex'"),
+        (
+            {"tensors": (TensorMeta((4,), "complex", "none"),)},
+            "a chunk is complex[4] as none; expected float64[4] as none",
+        ),
     ],
 )
 async def test_a_contribution_that_does_not_fit_is_refused(
@@ -497,6 +500,11 @@ async def test_an_empty_contribution_is_expected_exactly_of_an_empty_ledger(open
     text = "the contribution does not fit the ledger: something was expected exactly if it is not empty"
     assert await refusal(open_group, open_group.part(tensors=(), crc=0), []) == text
     assert await refusal(open_group, open_group.part(tensors=open_group.part().tensors * 2)) == text
+
+
+async def test_buffers_that_no_chunk_comes_in_are_refused_before_they_come(open_group: Group) -> None:
+    text = "the announced buffers do not fit the tensor"
+    assert await refusal(open_group, open_group.part(), [bytes(8)]) == text
 
 
 async def test_a_contribution_that_is_not_finite_is_refused(open_group: Group) -> None:

@@ -459,9 +459,9 @@ NOT_ITS_OWN = "offers something that is not stage 0: "
         (
             "chunk",
             lambda answer: Answer(answer.header, []),
-            "a tensor came in buffers of [] bytes; expected [24]",
+            "a chunk came in buffers of [] bytes; expected [24]",
         ),
-        ("chunk", with_body(23), "a tensor came in buffers of [23] bytes; expected [24]"),
+        ("chunk", with_body(23), "a chunk came in buffers of [23] bytes; expected [24]"),
         ("chunk", lambda answer: Answer(answer.header, [bytes(25)]), "an answer of 25 bytes; at most 24 fit"),
         ("state", offered(tensors=()), NOT_ITS_OWN + "[]"),
         ("state", offered(tensors=(VIRUS,)), NOT_ITS_OWN + "['virus']"),

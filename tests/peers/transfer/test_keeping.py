@@ -466,7 +466,7 @@ async def test_a_state_that_is_not_finite_is_not_kept_though_its_hashes_fit(tmp_
         }
         s.add_trainer("trainer")
         await s.until_finished()
-        why = "could not download stage 1: peer s1p0: a tensor is not finite"
+        why = "could not download stage 1: peer s1p0: a chunk is not finite"
         text = f"version {RUN.steps} of stage 1 is not kept: {why}"
         await s.until(lambda: text in [event.text for event in s.seen(Trouble)])
         asked = s.network.peers["s1p0"].transport.calls["state"]
