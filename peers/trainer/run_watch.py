@@ -89,7 +89,7 @@ class RunWatch:
         self._transport, self._directory, self._router = transport, directory, router
         self._verdicts, self._voices, self._follower = verdicts, voices, follower
         self.step_losses: dict[int, float] = {}
-        """Mean loss of each step over exactly its M microbatches, from the last stage's ledgers."""
+        """What was told of the last steps; see `Trainer.step_losses`."""
         self.step_began_s = self._since_s = now_s()
 
     async def run(self) -> None:
@@ -173,9 +173,7 @@ class RunWatch:
         status, now, version = watched.status, now_s(), watched.version
         with as_bad_answer(peer):
             check_position(watched.generation, version, self._run, what="a status")
-        for t, loss in status.losses:
-            if 0 <= t < version:  # of one that is to come it would be kept for ever
-                self.step_losses.setdefault(t, loss)
+        self.step_losses = dict(status.losses)
         if watched.position >= Position(self.generation, self.version):
             self._behind_since = None
         elif self._behind_since is None:

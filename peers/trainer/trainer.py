@@ -81,7 +81,8 @@ class Trainer:
 
     _startable = -1
     """The newest step that a microbatch could be started of, were one due."""
-    _leaving = False
+    _ran = _leaving = False
+    """Some microbatch of this trainer was answered; it is to end."""
     _failure: SwarmError | None = None
     _looked_s, _woke_s = math.inf, -math.inf
     """When it last looked at the records, in Unix seconds, which go on while a machine sleeps; and when that
@@ -135,8 +136,7 @@ class Trainer:
         self.may_end: Callable[[], bool] = lambda: True
         """Whether this trainer is needed no more once its own steps are taken."""
         self.losses: dict[Microbatch, float] = {}
-        """Of every microbatch that this trainer got an answer for."""
-        self.step_losses = self._watch.step_losses
+        """Of the microbatches of open steps that this trainer got an answer for."""
         self._slow_told = now_s()
         self._evaluations = Evaluations(
             run, None if held_out is None else lambda offsets: entering(run, held_out.batch(offsets)),
@@ -149,6 +149,11 @@ class Trainer:
     def replayed(self) -> int:
         """Microbatches run again because a peer died with them."""
         return self._todo.replayed
+
+    @property
+    def step_losses(self) -> dict[int, float]:
+        """Mean losses of the last steps, over exactly their M microbatches, from the last stage's ledgers."""
+        return self._watch.step_losses
 
     @property
     def is_done(self) -> bool:
@@ -186,7 +191,7 @@ class Trainer:
                 await self._wait_for_change()
             if not self._leaving and self._last_step == self._run.steps:
                 await self._evaluations.last(self._router.peers(0))
-            if self._watch.told and not self.losses and not self._leaving:
+            if self._watch.told and not self._ran and not self._leaving:
                 self._emit(events.Note(text=nothing_to_do(self._run, self._watch.version, self._last_step)))
         finally:
             await end_tasks((watching, probing, *self._running))
@@ -309,8 +314,9 @@ class Trainer:
                 self._todo.failed(mb)
 
     def _answered(self, mb: Microbatch, route: Sequence[PeerId], done: WorkDone, took_s: float) -> None:
-        t, now = mb.t, now_s()
-        self.losses[mb] = done.loss
+        t, now, self._ran = mb.t, now_s(), True
+        if t >= self._watch.version:  # else nobody asks for it any more
+            self.losses[mb] = done.loss
         self._first.note_answered(mb, route[0])
         self._todo.finished(mb)
         self._pace.answered(now=now)
@@ -486,8 +492,8 @@ class Trainer:
             self._vouchers.stepped(steps.start, steps.stop)
             self._pace.stepped(self._todo.ran(steps[-1]) / max(1, self._run.microbatches(steps[-1])))
         self._todo.stepped(steps.stop)
-        for stale in [mb for mb in self._attempts if mb.t < steps.stop]:
-            del self._attempts[stale]
+        self._attempts = Counter({mb: tried for mb, tried in self._attempts.items() if mb.t >= steps.stop})
+        self._past = {peer: t for peer, t in self._past.items() if t >= steps.stop}
         self._changed.set()
 
     def went_back(self, steps: range) -> None:
@@ -503,22 +509,17 @@ class Trainer:
         tokens = sum(map(run.microbatches, steps)) * run.tokens_per_step / run.M
         counts = tuple(len(self._router.peers(stage)) for stage in range(run.S))
         for t in steps:
-            meets = run.meets_at(t)
+            meets, own = run.meets_at(t), self._losses_of(t)
+            loss = self.step_losses.get(t, mean_of(own) if own else None)
+            losses = tuple(own) if len(own) == run.microbatches(t) else ()
             self._emit(
                 events.StepDone(
-                    t=t, steps=self._last_step, loss=self.loss_of(t), peers=counts, losses=self._losses_of(t),
+                    t=t, steps=self._last_step, loss=loss, peers=counts, losses=losses,
                     tokens_per_s=0.0 if meets else tokens / max(1e-6, took_s), meeting=meets,
                 )
             )  # fmt: skip
 
-    def _losses_of(self, t: int) -> tuple[float, ...]:
+    def _losses_of(self, t: int) -> list[float]:
+        """Of the microbatches of step `t` that this trainer ran: they are asked for once."""
         found = [self.losses.pop(Microbatch(t, m), None) for m in range(self._run.microbatches(t))]
-        return tuple(loss for loss in found if loss is not None) if None not in found else ()
-
-    def loss_of(self, t: int) -> float | None:
-        """The mean loss of step `t`: of all microbatches if known, else of those that this trainer ran."""
-        if t in self.step_losses:
-            return self.step_losses[t]
-        all_of = [Microbatch(t, m) for m in range(self._run.microbatches(t))]
-        own = [self.losses[mb] for mb in all_of if mb in self.losses]
-        return mean_of(own) if own else None
+        return [loss for loss in found if loss is not None]

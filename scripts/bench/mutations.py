@@ -6984,8 +6984,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "losses-of-steps-to-come",
         RUN_WATCH,
-        "            if 0 <= t < version:",
-        "            if 0 <= t < self._run.steps:",
+        "self.step_losses = dict(status.losses)",
+        "self.step_losses |= dict(status.losses)",
         "A peer once tells a trainer what losses all steps to come will have, and these are shown.",
         ("test_trainer_news",),
     ),

@@ -92,10 +92,41 @@ async def test_after_the_run_went_back_a_peer_that_lags_behind_is_not_followed()
 
 
 async def test_no_peer_says_the_loss_of_a_step_that_is_to_come() -> None:
-    this: Any = trainer()
-    hears(this, 3, losses=((-1, 9.0), (2, 1.0), (3, 9.0), (5, 9.0)))
+    this, said = trainer(), list[Any]()
+    this._emit = said.append
+    hears(this, 3, losses=((-1, 9.0), (2, 1.0), (3, 9.0), (4, 9.0)))
     hears(this, 4, losses=((2, 9.0), (3, 2.0)))
-    assert this.step_losses == {2: 1.0, 3: 2.0}
+    hears(this, 5)
+    assert [(event.t, event.loss) for event in said] == [(3, 2.0), (4, None)]
+
+
+async def test_a_trainer_keeps_no_loss_of_a_step_that_is_over() -> None:
+    """What was answered after the news of its step was kept for ever, and what each step came to."""
+    this: Any = trainer()
+    for version in range(1, 8):
+        hears(this, version, losses=((version - 1, 1.0),))
+        this._answered(Microbatch(version - 1, 0), ["p"], WorkDone(loss=1.0, tensors=(), hops=()), 0.1)
+    assert not this.losses and this.step_losses == {6: 1.0}
+
+
+async def test_a_trainer_that_has_run_something_does_not_say_why_it_has_run_nothing() -> None:
+    for ran in (False, True):
+        this, _, said = listening()
+        hears(this, 7, held_by_all=7)
+        if ran:
+            this._answered(Microbatch(7, 0), ["p"], WorkDone(loss=1.0, tensors=(), hops=()), 0.1)
+        hears(this, 8, held_by_all=8)
+        await this.run()
+        assert ("the run has taken all of its 8 steps" in said) is not ran
+
+
+async def test_a_trainer_forgets_who_said_that_a_step_is_over_when_it_is() -> None:
+    """Peers come and go, each under another name."""
+    this: Any = trainer()
+    for version in range(1, 8):
+        this._past[f"p{version}"] = this._attempts[Microbatch(version - 1, 0)] = version - 1
+        hears(this, version)
+    assert not this._past and not this._attempts
 
 
 async def test_what_another_generation_lacked_is_not_run() -> None:
