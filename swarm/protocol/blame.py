@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from swarm.ids import Generation, PeerId
 from swarm.policy.backoff import AGAIN_S, BUDGET_ROUNDS, BUDGET_S, Backoff
 from swarm.policy.timeouts import MIN_S, AdaptiveTimeout
-from swarm.protocol.ledger import everything, union_of
+from swarm.protocol.ledger import everything, forget_before, union_of
 from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
 
@@ -177,9 +177,7 @@ class RoundWaits:
         if self._backoff.was_charged(suspected, t=self._t):
             seen_s = min(self._seen_s[peer], late_s)
             if seen_s < AGAIN_S:
-                return (
-                    False  # it pays for what may have been another's fault: a moment is not enough for that
-                )
+                return False  # it pays for what may have been another's fault: a moment is not enough
             new_s = seen_s + self._backoff.settled_s(suspected, t=self._t)
         self._backoff.charge(SEEN + peer, t=self._t, since_s=now - seen_s, now=now)
         most_s = 0.0 if self._backoff.cost_s(SEEN + peer, t=self._t) >= SEEN_MOST_S else math.inf
@@ -252,9 +250,7 @@ class Blame:
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
-        for known in (self._planned_s, self._round_s, self._began_s):
-            for t in [t for t in known if t < newest]:
-                del known[t]
+        forget_before(newest, self._planned_s, self._round_s, self._began_s)
         self._retracting = {at: of for at, of in self._retracting.items() if at[0] >= newest}
         self._judged = {name: t for name, t in self._judged.items() if t >= newest}
         for waits in (self._computing, self._preparing):

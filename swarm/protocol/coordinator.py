@@ -19,7 +19,7 @@ from swarm.manifest import Run
 from swarm.policy.backoff import Backoff
 from swarm.protocol import rounds
 from swarm.protocol.blame import Blame
-from swarm.protocol.ledger import Bitmap, members_of
+from swarm.protocol.ledger import Bitmap, forget_before, members_of
 from swarm.protocol.messages import (
     LOSSES_KEPT,
     MAX_LEFT_OUT,
@@ -81,8 +81,7 @@ class Agreed:
         for commit in commits:
             if commit.t not in self.commits and commit.t <= newest:
                 self.commits[commit.t] = commit
-                for t in [t for t in self.commits if t < commit.t - 4]:
-                    del self.commits[t]
+                forget_before(commit.t - 4, self.commits)
 
     def known(self, local: Local) -> dict[int, Commit]:
         """The commits of the present generation: heard of, or taken by this replica."""
@@ -187,10 +186,13 @@ class StageCoordinator:
             self._decide_step(t, now)
         if not self._all_left_out() <= before:
             self.forget_answers()  # another coordinator may have told their results since
+        self.forget(newest)
+
+    def forget(self, newest: int) -> None:
+        """Steps before `newest` are over, also where others coordinate; their losses are told for a while."""
         self.blame.forget(newest)
-        for known in (self._plans, self._rounds, self._alone_since, self._told_ready):
-            for t in [t for t in known if t < newest]:
-                del known[t]
+        forget_before(newest, self._plans, self._rounds, self._alone_since, self._told_ready)
+        forget_before(newest - LOSSES_KEPT, self.losses)
 
     def _all_left_out(self) -> set[tuple[int, PeerId]]:
         return {(t, peer) for t, peers in self._left_out.items() for peer in peers}
@@ -501,6 +503,7 @@ class RunCoordinator:
                 commit = rounds.decide_commit(t, self._run.S, known, self._agreed.commits)
                 if commit is not None and believes(commit):
                     self._agreed.commits[t] = commit
+                    forget_before(t - 4, self._agreed.commits)
             if t >= version:
                 silent = rounds.StepSummary(t=t)
                 by_stage = [known.get(stage, silent).unclaimed for stage in range(self._run.S)]

@@ -11,10 +11,11 @@ Bitmaps are Python integers: bit `m` stands for microbatch `(t, m)`. `Bitmap` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from enum import Enum
 from functools import lru_cache, reduce
 from operator import or_
+from typing import Any
 
 from swarm.errors import Refused
 
@@ -206,3 +207,10 @@ def check_bitmap(bitmap: int, microbatches: int) -> None:
     """Raise Refused if a bitmap that a peer sent has more bits than the step has microbatches."""
     if bitmap > everything(microbatches):
         raise Refused(f"the ledger names a microbatch beyond {microbatches - 1}")
+
+
+def forget_before(t: int, *known: MutableMapping[int, Any]) -> None:
+    """Drop what is known, by step, of the steps before `t`."""
+    for by_step in known:
+        for old in [step for step in by_step if step < t]:
+            del by_step[old]

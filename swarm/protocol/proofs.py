@@ -16,6 +16,7 @@ from swarm.errors import Refused, short
 from swarm.floats import total_of
 from swarm.ids import Generation, PeerId, Stage
 from swarm.manifest import Run
+from swarm.protocol.ledger import forget_before
 from swarm.protocol.messages import ReplicaReport, StageSummary
 from swarm.protocol.rounds import PROOFS, Commit, FetchResult, Prepared, Proof
 from swarm.protocol.statements import Signer, Statement, is_signed, sign
@@ -158,9 +159,7 @@ class Belief:
         """
         self._excused[t] = self._excused.get(t, set()).union(peers) - able
         self._idle[t] = self._idle.get(t, set()).difference(peers, able) | idle
-        for known in (self._excused, self._idle):
-            for old in [old for old in known if old < t - KEPT_STEPS]:
-                del known[old]
+        forget_before(t - KEPT_STEPS, self._excused, self._idle)
 
     def goes_without_again(self) -> bool:
         """Whether the word is lacking of those only that the last `KEPT_STEPS` steps were done without, and

@@ -134,6 +134,7 @@ class StepProtocol:
         """Take in this replica's state, and what the directory says of its stage and of stage 0."""
         if (local.version, local.generation) != (self._local.version, self._local.generation):
             self._moved_s, self._backoff.unclear_rounds = now, 0
+            self._coordinator.forget(local.version - 1)
             if self._goes_by_strangers and local.version >= self._coordinator.run_version:
                 self._behind_since = None  # it has what they had
             alone = local.version == self._local.version + 1 and not self.belief.is_passed(local.version)

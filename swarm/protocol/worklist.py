@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from swarm.ids import Microbatch, Stage
-from swarm.protocol.ledger import everything, members_of, union_of
+from swarm.protocol.ledger import everything, forget_before, members_of, union_of
 
 REPLAY_AFTER_S = 0.4
 """How long a finished microbatch must be reported lacking before it is run again: several reports."""
@@ -61,8 +61,7 @@ class WorkList:
     def stepped(self, version: int) -> None:
         """Note that the run's weights are at `version`: steps before it are over."""
         self._oldest = max(self._oldest, version)
-        for t in [t for t in self._steps if t < self._oldest]:
-            del self._steps[t]
+        forget_before(self._oldest, self._steps)
 
     def went_back(self, version: int) -> None:
         """Note that the run goes on from `version`, which it had passed: what came since is done again."""
@@ -121,13 +120,8 @@ class WorkList:
 
     def next_wakeup(self, newest: int, *, now: float) -> float | None:
         """When a lacking microbatch of a step up to `newest` becomes due; None: no timer needed."""
-        due = [
-            due_s
-            for t, step in self._steps.items()
-            if t <= newest
-            for m, due_s in step.due_s.items()
-            if not step.running >> m & 1
-        ]
+        steps = [step for t, step in self._steps.items() if t <= newest]
+        due = [due_s for step in steps for m, due_s in step.due_s.items() if not step.running >> m & 1]
         return max(now, min(due)) if due else None
 
     def _fresh(self, t: int) -> WorkItem | None:

@@ -11,11 +11,12 @@ from swarm.ids import Generation
 from swarm.manifest import audit_run
 from swarm.policy.backoff import Backoff
 from swarm.protocol.coordinator import Agreed
-from swarm.protocol.messages import Directive, ReplicaReport, StageSummary
+from swarm.protocol.messages import LOSSES_KEPT, Directive, ReplicaReport, StageSummary
 from swarm.protocol.protocol import GONE_AFTER_S, LED_S, StepProtocol
 from swarm.protocol.replica import Local
 from swarm.protocol.rounds import Commit
 from swarm.records import PeerRecord
+from tests.protocol.world import make
 
 RUN = audit_run(stages=2, steps=8, microbatches_per_step=4)
 NOW = 100.0
@@ -175,3 +176,19 @@ def test_while_steps_are_late_the_coordinator_that_the_others_follow_may_push() 
     protocol.hear_directive("a", directive("a"), now=NOW)
     protocol.hear_directive("c", directive("c", number=3), now=NOW)
     assert protocol.directive == directive("a")
+
+
+def test_what_is_known_of_steps_that_are_over_does_not_grow_with_the_run() -> None:
+    """The run coordinator kept each commit, a replica the name of each round, the last stage each loss."""
+    world = make(stages=2, microbatches=1, steps=100)
+    for name, stage in (("ann", 0), ("bob", 0), ("cid", 1), ("dan", 1)):
+        world.add(name, stage).protocol._coordinator.losses |= dict.fromkeys(range(-LOSSES_KEPT, 0), 1.0)
+    for _ in range(10):
+        for name in ("ann", "cid"):
+            world.compute(name, [0])
+        world.run_for(1.0)
+    for replica in world.live():
+        protocol = replica.protocol
+        assert replica.position.version >= 9
+        assert len(protocol._agreed.commits) <= 5 and len(protocol._coordinator._rounds) <= 2
+        assert len(protocol._coordinator.losses) <= LOSSES_KEPT + 2
