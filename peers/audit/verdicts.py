@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from peers import events
 from peers.islands.directory import DirectoryView
@@ -42,8 +43,8 @@ class Verdicts:
         self._named: set[PeerId] = set()
         """Whose contribution an auditor of the owner found false."""
         self._asking: set[PeerId] = set()
-        self._left_out: dict[PeerId, asyncio.Future[None]] = {}
-        """Ends the calls to a peer when it is: of all that were called."""
+        self._left_out: WeakValueDictionary[PeerId, asyncio.Future[None]] = WeakValueDictionary()
+        """Ends the calls to a peer when it is, as long as there are any."""
         self.on_conviction: Callable[[PeerId], None] = lambda peer: None
         self._tasks = TaskKeeper()
 
@@ -71,6 +72,8 @@ class Verdicts:
             PeerGone: it was shown to lie meanwhile.
         """
         left_out = self._left_out.setdefault(peer, asyncio.get_running_loop().create_future())
+        if peer in self.convicted:
+            fail(left_out, PeerGone(peer, "it is left out"))
         return await unless(left_out, call)
 
     def ask_soon(self, about: PeerId = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from dataclasses import replace
 
@@ -9,14 +10,16 @@ import msgspec
 import pytest
 
 from peers.audit.convictions import Convictions
+from peers.audit.verdicts import Verdicts
 from peers.sim.network import SimSigner
 from swarm.digest import DIGEST_BYTES
-from swarm.errors import Refused
+from swarm.errors import PeerGone, Refused
 from swarm.manifest import audit_run
 from swarm.protocol.statements import sign
 from swarm.wire.evidence import ShowEvidence, WrongAnswer
 from swarm.wire.messages import pack
 from swarm.wire.receipts import Answered
+from tests.peers.alone import Line, Records
 from tests.peers.liars.test_false_sums import convicted, one_more, value
 from tests.peers.loops import Swarm, swarm
 from tests.peers.sybils import TRAINER, add_liar, admitting, give_voice
@@ -146,3 +149,17 @@ async def test_what_nobody_has_to_be_believed_for_convicts_one_of_two_in_all_sta
         s.add_trainer(TRAINER)
         honest = [name for name in s.peers if name != LIAR]
         await s.until(lambda: all(convicted(s)[name] == {LIAR} for name in honest), limit_s=60.0)
+
+
+async def test_nothing_is_kept_of_peers_that_were_called_and_are_gone() -> None:
+    """A future of each was: peers come and go, each under another name."""
+    verdicts = Verdicts(RUN, Line("trainer"), Records(), lambda _: None)  # type: ignore[arg-type]
+    for number in range(9):
+        await verdicts.while_trusted(f"p{number}", asyncio.sleep(0))
+    assert not verdicts._left_out
+    calling = asyncio.ensure_future(verdicts.while_trusted(LIAR, asyncio.sleep(9.0)))
+    await asyncio.sleep(1.0)
+    verdicts.leave_out(LIAR, "it lies")
+    for call in (calling, verdicts.while_trusted(LIAR, asyncio.sleep(9.0))):
+        with pytest.raises(PeerGone, match="it is left out"):
+            await call
