@@ -52,8 +52,9 @@ class LinkLatency:
             # What its bytes take each way: both are about as many, and it carries both at once.
             busy_s = max(LEAST_S, (self._least_s[link] - rtt_s) / 2)
             for side in ((link[1], "before"), (link[0], "after")):
-                links, per_s = self._sides.get(side, (0, 0.0))
-                self._sides[side] = links + by, per_s + by / busy_s
+                links, per_s = self._sides.pop(side, (0, 0.0))
+                if links + by:
+                    self._sides[side] = links + by, per_s + by / busy_s
 
     def least_s(self, here: PeerId, there: PeerId) -> float:
         """Without other transfers in the way; 0 before the first measurement."""

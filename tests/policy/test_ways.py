@@ -149,3 +149,11 @@ def test_equal_ways_between_equal_peers_are_all_used_alike(names: tuple[str, ...
             ways.took(*gone, 0.2)
     assert len(used) == 16
     assert max(used.values()) <= 36
+
+
+def test_what_is_known_of_a_peer_whose_ways_are_forgotten_is_forgotten_too() -> None:
+    ways = LinkLatency()
+    for number in range(MAX_PAIRS + 10):
+        ways.took(f"p{number}", "b", 0.2, rtt_s=0.1)
+    assert len(ways._least_s) == len(ways._rtt_s) == MAX_PAIRS == len(ways._sides) - 1
+    assert ways.busy_s("p0", 0, 1) == 0.0 < ways.busy_s("p10", 0, 1)
