@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from peers.sim.loop import Process, VirtualLoop
 from peers.sim.throughput.members import Members, Trace
-from peers.sim.throughput.trainers import Trainers
+from peers.sim.throughput.trainer import Trainer
 from peers.sim.throughput.world import Settings, ThroughputReport, World
 from swarm.errors import SetupError, did_you_mean, stages_named
 from swarm.ids import Stage
@@ -59,8 +59,8 @@ def simulate(
     loop, everybody = VirtualLoop(), Process("everybody")
     with loop.running():
         world = World(loop, network, job, settings or Settings(), seed)
-        report, trainers = world.report, Trainers(world)
-        members = Members(world, trainers, layout)
+        report, trainer = world.report, Trainer(world)
+        members = Members(world, trainer, layout)
 
         async def live() -> None:
             if trace is None:
@@ -69,7 +69,7 @@ def simulate(
                 loop.create_task(members.follow(trace))
             if world.settings.rebalance_every_s:
                 loop.create_task(members.rebalance())
-            loop.call_later(0.0, trainers.start_all)  # when all that begin together are there
+            loop.call_later(0.0, trainer.start_all)  # when all that begin together are there
 
         def over() -> bool:
             progress(loop.now_s)
@@ -84,7 +84,7 @@ def simulate(
         for peer in world.peers.values():
             members.count_out(peer)
         report.version, report.events = world.version, loop.callbacks
-        report.replayed, report.open = trainers.replayed, world.open
+        report.replayed, report.open = trainer.replayed, world.open
     return report
 
 

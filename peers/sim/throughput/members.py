@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from peers.sim.dice import Dice
-from peers.sim.throughput.trainers import Trainers
+from peers.sim.throughput.trainer import Trainer
 from peers.sim.throughput.world import Moved, Peer, World
 from peers.stage.moving import BOUNDARY_S
 from peers.waiting import happens
@@ -42,8 +42,8 @@ DOWNLOAD_PARTS = 32
 class Members:
     """Keeps `world.peers` and `world.stages`."""
 
-    def __init__(self, world: World, trainers: Trainers, layout: Sequence[Stage]) -> None:
-        self._world, self._trainers = world, trainers
+    def __init__(self, world: World, trainer: Trainer, layout: Sequence[Stage]) -> None:
+        self._world, self._trainer = world, trainer
         self._loop, self._report, self._job = world.loop, world.report, world.job
         world.on_released = self._leave_if_drained
         self._layout = list(layout)
@@ -98,8 +98,8 @@ class Members:
         """Bring `device` to `stage`: it serves when it has the state, or stands by."""
         world, job, now_s = self._world, self._job, self._loop.now_s
         there, settings = world.network.devices[device], world.settings
-        forward_s = job.forward_flops[stage] / there.flops_per_s + settings.job_s
-        backward_s = BACKWARD_FORWARDS * job.forward_flops[stage] / there.flops_per_s + settings.job_s
+        forward_s = job.forward_flops[stage] / there.flops_per_s
+        backward_s = BACKWARD_FORWARDS * job.forward_flops[stage] / there.flops_per_s
         open_steps = 1 + settings.delayed_updates
         room = int(min(settings.max_inflight, job.room(stage, there), open_steps * job.microbatches))
         carried = world.packed if there.upload_bps <= SLOW_BPS else job
@@ -147,17 +147,17 @@ class Members:
         report.recomputed += (world.version - back_to) * self._job.microbatches * self._job.stages
         world.version = back_to
         del report.step_ends_s[back_to:]
-        self._trainers.went_back(back_to)
+        self._trainer.went_back(back_to)
 
     def _serve(self, peer: Peer) -> None:
         world, now_s = self._world, self._loop.now_s
         peer.serving, peer.served_from_s = True, now_s
         peer.mean_load()  # from now on
         world.stages[peer.stage][peer.name] = peer
-        self._trainers.set_peers(peer.stage)
+        self._trainer.set_peers(peer.stage)
         world.filled(peer.stage)
         if now_s > 0.0:  # those that begin together are all there before anything starts
-            self._trainers.start_all()
+            self._trainer.start_all()
 
     def count_out(self, peer: Peer) -> None:
         """Add what a peer did in its stage to the report."""
@@ -186,10 +186,10 @@ class Members:
         there = self._world.stages[peer.stage]
         if there.get(peer.name) is peer:
             del there[peer.name]
-        self._trainers.set_peers(peer.stage)
+        self._trainer.set_peers(peer.stage)
         self._call_spares()
         peer.fail_all()
-        self._trainers.report_soon()
+        self._trainer.report_soon()
 
     # -- the choice of stages ---------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class Members:
         """Have a peer finish what it has, and then go to a stage; to its own: to stand by there."""
         peer.draining_to = to_stage
         del self._world.stages[peer.stage][peer.name]
-        self._trainers.set_peers(peer.stage)
+        self._trainer.set_peers(peer.stage)
         self._leave_if_drained(peer)
 
     def _leave_if_drained(self, peer: Peer) -> None:
@@ -296,7 +296,7 @@ class Members:
             return
         self._leave(peer)
         self._world.lose(peer)
-        self._trainers.report_soon()
+        self._trainer.report_soon()
         self._add(peer.device, to_stage, peer.name, spare=to_stage == peer.stage)
 
 

@@ -28,8 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Assumptions about the run and the live system. Defaults are those of the code, or measured."""
 
     window: int | None = None
-    """Microbatches that a trainer keeps in flight; None: it learns how many (`swarm/policy/window.py`)."""
-    trainers: int = 1
+    """Microbatches that the trainer keeps in flight; None: it learns how many (`swarm/policy/window.py`)."""
     delayed_updates: bool = False
     rebalance_every_s: float = 60.0
     """0: no peer moves."""
@@ -37,12 +36,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps; where a run goes back to when a stage has lost all its members."""
     detect_s: float = 0.1
     """Until a death is known: connections of a killed process break at once, silence takes 3.5 s."""
-    report_s: float = 0.1
-    """Between reports of what is lacking."""
     step_s: float = 0.0
     """Seconds at the end of a step besides the all-reduce and the latencies: optimizer, digest."""
-    job_s: float = 0.0
-    """Seconds of each forward and each backward besides its arithmetic."""
     max_inflight: float = math.inf
     """Microbatches that a peer takes at most; fewer if its memory holds fewer."""
     bin_s: float = 60.0

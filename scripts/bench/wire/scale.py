@@ -42,7 +42,7 @@ import numpy as np
 
 from peers.sim.dice import Dice
 from peers.sim.throughput.engine import simulate
-from peers.sim.throughput.trainers import Trainer, Trainers
+from peers.sim.throughput.trainer import Trainer
 from peers.sim.throughput.world import Peer, Settings
 from scripts.bench.common.arguments import parser_of
 from scripts.bench.common.harness import machine, report
@@ -209,24 +209,24 @@ def event_speed() -> dict[str, Any]:
         backward_bytes=(1e6,) * 7, gradient_bytes=(1e8,) * 8, state_bytes=(0.0,) * 8,
         activation_bytes=(0.0,) * 8,
     )  # fmt: skip
-    choose, routing_s = Trainers._route, 0.0
+    choose, routing_s = Trainer._route, 0.0
 
-    def timed(self: Trainers, trainer: Trainer, t: int, m: int) -> list[Peer]:
+    def timed(self: Trainer, t: int, m: int) -> list[Peer]:
         """Adds up the CPU seconds of choosing routes."""
         nonlocal routing_s
         began_s = time.process_time()
-        hops = choose(self, trainer, t, m)
+        hops = choose(self, t, m)
         routing_s += time.process_time() - began_s
         return hops
 
-    Trainers._route = timed
+    Trainer._route = timed
     try:
         began_s = time.process_time()
         layout = [i // 8 for i in range(64)]
         found = simulate(network, job, layout, end_s=600.0, settings=Settings(rebalance_every_s=0.0))
         took_s = time.process_time() - began_s
     finally:
-        Trainers._route = choose
+        Trainer._route = choose
     return {
         "peers": 64,
         "stages": 8,

@@ -1,4 +1,4 @@
-"""Trainers: the microbatches that they start, their way through the stages and back, and which run again.
+"""The trainer: the microbatches that it starts, their way through the stages and back, and which run again.
 
 A microbatch is a coroutine, and each stage a call of it, as in `peers/stage/next_stage.py`.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -20,31 +19,19 @@ from swarm.policy.window import Window, moving_share
 from swarm.protocol.ledger import Claim
 from swarm.protocol.worklist import WorkItem, WorkList
 
-
-@dataclass(slots=True, eq=False)
-class Trainer:
-    """A trainer with the live policies. All share the work list, as if claims were known to all at once."""
-
-    device: int
-    """The device that it is next to."""
-    window: Window
-    router: Router
-    link_latency: LinkLatency = field(default_factory=LinkLatency)
-    pace: Pace = field(default_factory=Pace)
-    running: int = 0
-    shared: int = 0
-    """Microbatches of the open step that it ran."""
+REPORT_S = 0.1
+"""Between reports of what is lacking."""
 
 
 class Flight:
     """A microbatch in flight: forward through a peer of each stage, and back."""
 
     __slots__ = (
-        "began_s", "deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t", "trainer",
+        "began_s", "deepest", "hops", "latency_s", "m", "microbatch", "own_s", "route", "t",
     )  # fmt: skip
 
-    def __init__(self, trainer: Trainer, work: WorkItem, hops: list[Peer], began_s: float) -> None:
-        self.trainer, self.hops, self.deepest, self.began_s = trainer, hops, work.deepest, began_s
+    def __init__(self, work: WorkItem, hops: list[Peer], began_s: float) -> None:
+        self.hops, self.deepest, self.began_s = hops, work.deepest, began_s
         self.route = [hop.name for hop in hops]
         """As it was chosen."""
         self.microbatch = work.microbatch
@@ -55,24 +42,19 @@ class Flight:
         """Per stage, its time there without the stages behind it."""
 
 
-class Trainers:
-    """All trainers of a run, with the live `Router`, `Window` and `WorkList`."""
+class Trainer:
+    """With the live `Router`, `Window` and `WorkList`; next to the first device."""
 
     def __init__(self, world: World) -> None:
         self._world, self._loop, self._settings, self._job = world, world.loop, world.settings, world.job
-        self._jobs = self._job, self._job.packed or self._job
-        count, window = self._settings.trainers, self._settings.window
+        self._jobs, window = (self._job, self._job.packed or self._job), self._settings.window
         self._work = WorkList(self._order)
-        self._trainers = [
-            Trainer(
-                device=i * len(world.network) // count,
-                router=Router(caller=f"t{i}"),
-                window=Window(
-                    start=window or 2 * self._job.stages, largest=window or 1024, fixed=bool(window)
-                ),
-            )
-            for i in range(count)
-        ]
+        self._router, self._links, self._pace = Router(caller="t0"), LinkLatency(), Pace()
+        self._window = Window(
+            start=window or 2 * self._job.stages, largest=window or 1024, fixed=bool(window)
+        )
+        self._running = self._shared = 0
+        """Microbatches in flight, and those of the open step that it ran."""
         self._in_flight: dict[int, int] = {}
         """Step -> microbatches in flight, as bits."""
         self._journeys: set[asyncio.Task[None]] = set()
@@ -89,18 +71,14 @@ class Trainers:
     # -- starts -----------------------------------------------------------------------------------
 
     def start_all(self) -> None:
-        """Start as many microbatches as the windows hold."""
-        for trainer in self._trainers:
-            self._start(trainer)
-
-    def _start(self, trainer: Trainer) -> None:
+        """Start as many microbatches as the window holds."""
         now_s, newest = self._loop.now_s, self._world.version + self._settings.delayed_updates
-        while not self._world.empty and trainer.running < trainer.window.size:
+        while not self._world.empty and self._running < self._window.size:
             work = self._work.next(newest, now=now_s)
             if work is None:
                 self._wake_when_due(newest)
                 return
-            if not self._launch(trainer, work):
+            if not self._launch(work):
                 return
 
     def _wake_when_due(self, newest: int) -> None:
@@ -111,32 +89,32 @@ class Trainers:
         if due_s is not None:
             self._wakeup = self._loop.call_at(max(due_s, self._loop.now_s + 0.001), self.start_all)
 
-    def _launch(self, trainer: Trainer, work: WorkItem) -> bool:
+    def _launch(self, work: WorkItem) -> bool:
         """Send a microbatch on its way; False if some stage cannot be reached."""
         t, m = work.microbatch
-        hops = self._route(trainer, t, m)
+        hops = self._route(t, m)
         if not hops:
             self._work.failed(work.microbatch)
             return False
-        trainer.running += 1
+        self._running += 1
         self._in_flight[t] = self._in_flight.get(t, 0) | 1 << m
-        flight = Flight(trainer, work, hops, self._loop.now_s)
-        trainer.link_latency.began(flight.route)
+        flight = Flight(work, hops, self._loop.now_s)
+        self._links.began(flight.route)
         journey = self._loop.create_task(self._journey(flight))
         self._journeys.add(journey)
-        journey.add_done_callback(partial(self._ended, trainer))
+        journey.add_done_callback(self._ended)
         return True
 
-    def _ended(self, trainer: Trainer, journey: asyncio.Task[None]) -> None:
+    def _ended(self, journey: asyncio.Task[None]) -> None:
         self._journeys.discard(journey)
         if not journey.cancelled():
             journey.result()  # a bug is told
-        trainer.running -= 1
-        self._start(trainer)
+        self._running -= 1
+        self.start_all()
 
-    def _route(self, trainer: Trainer, t: int, m: int) -> list[Peer]:
+    def _route(self, t: int, m: int) -> list[Peer]:
         """A peer of each stage: one that holds the microbatch, or the router's; none if a stage has none."""
-        horizon_s = trainer.pace.horizon_s(
+        horizon_s = self._pace.horizon_s(
             self._work.unstarted(t) + (self._job.microbatches if self._settings.delayed_updates else 0)
         )
         hops: list[Peer] = []
@@ -146,9 +124,9 @@ class Trainers:
                 continue
             latency_s = None
             if hops:
-                latency_s = partial(trainer.link_latency.price_s, hops[-1].name)
+                latency_s = partial(self._links.price_s, hops[-1].name)
             try:
-                route = trainer.router.route(
+                route = self._router.route(
                     stage, now=self._loop.now_s, horizon_s=horizon_s, latency_s=latency_s
                 )
             except NoPeerForStage:
@@ -167,8 +145,7 @@ class Trainers:
     # -- the way of a microbatch ------------------------------------------------------------------
 
     async def _journey(self, flight: Flight) -> None:
-        trainer, first = flight.trainer, flight.hops[0]
-        latency_s = self._world.lines.latency_s(trainer.device, first.device)
+        latency_s = self._world.lines.latency_s(0, flight.hops[0].device)
         try:
             # The first requests of a step were sent ahead, and wait where they are needed.
             if latency_s and self._loop.now_s > self._stepped_s:
@@ -185,7 +162,7 @@ class Trainers:
         else:
             self._answered(flight)
         finally:
-            trainer.link_latency.ended(flight.route)
+            self._links.ended(flight.route)
 
     async def _visit(self, flight: Flight, stage: Stage) -> None:
         """Take a microbatch, whose activations have arrived, through `stage` and those behind it, and back.
@@ -218,7 +195,7 @@ class Trainers:
         peer, loop, last = flight.hops[stage], self._loop, stage == self._job.stages - 1
         began_s, behind_s = loop.now_s, 0.0
         forward_s, backward_s = peer.job_s
-        caller = flight.hops[stage - 1].device if stage else flight.trainer.device
+        caller = flight.hops[stage - 1].device if stage else 0
         await peer.take_room(2 * self._world.lines.latency_s(caller, peer.device))
         try:
             await peer.compute(flight.t, forward_s + backward_s if last else forward_s)
@@ -249,7 +226,7 @@ class Trainers:
                 if not here.alive:
                     raise
                 gone.add(there.name)
-                route = flight.trainer.router.route(stage + 1, now=self._loop.now_s, exclude=gone)
+                route = self._router.route(stage + 1, now=self._loop.now_s, exclude=gone)
                 flight.hops[stage + 1] = self._world.stages[stage + 1][route.peer]
                 continue
             took_s += await self._send(there, here, *(each.backward_bytes[stage] for each in self._jobs))
@@ -277,35 +254,33 @@ class Trainers:
             self._in_flight[flight.t] &= ~(1 << flight.m)
 
     def _answered(self, flight: Flight) -> None:
-        trainer, now_s, report = flight.trainer, self._loop.now_s, self._world.report
+        now_s, report = self._loop.now_s, self._world.report
         self._work.finished(flight.microbatch)
-        trainer.pace.answered(now=now_s)
-        trainer.shared += flight.t == self._world.version
+        self._pace.answered(now=now_s)
+        self._shared += flight.t == self._world.version
         for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False):
             if latency_s > 0.0:
                 trip_s = 2 * self._world.lines.latency_s(here.device, there.device)
-                trainer.link_latency.took(here.name, there.name, latency_s, trip_s)
+                self._links.took(here.name, there.name, latency_s, trip_s)
         if all(own_s > 0.0 for own_s in flight.own_s):
-            trainer.window.answered(in_flight=trainer.running, moving=self._moving_share(flight))
+            self._window.answered(in_flight=self._running, moving=self._moving_share(flight))
         open_s = self._stepped_s if flight.t >= self._world.version else 0.0
         took_s = now_s - max(flight.began_s, open_s)
         for hop, own_s in zip(flight.hops, flight.own_s, strict=True):
             if own_s > 0.0:
-                beside = (trainer.router.count(hop.stage + by) for by in (-1, 1))
-                work_s = max(hop.work_s, trainer.link_latency.busy_s(hop.name, *beside))
-                trainer.router.answered(
-                    hop.stage, hop.name, work_s, took_s, now=now_s, share=trainer.pace.share
-                )
+                beside = (self._router.count(hop.stage + by) for by in (-1, 1))
+                work_s = max(hop.work_s, self._links.busy_s(hop.name, *beside))
+                share = self._pace.share
+                self._router.answered(hop.stage, hop.name, work_s, took_s, now=now_s, share=share)
         number = int(now_s / self._settings.bin_s)
         report.answered += [0] * (number + 1 - len(report.answered))
         report.answered[number] += 1
 
     def _moving_share(self, flight: Flight) -> float:
-        trainer = flight.trainer
-        here_s = self._world.lines.latency_s(trainer.device, flight.hops[0].device)
+        here_s = self._world.lines.latency_s(0, flight.hops[0].device)
         stages = [(own_s, sum(hop.job_s)) for hop, own_s in zip(flight.hops, flight.own_s, strict=True)]
         links = [
-            (latency_s, trainer.link_latency.least_s(here.name, there.name))
+            (latency_s, self._links.least_s(here.name, there.name))
             for (here, there), latency_s in zip(pairwise(flight.hops), flight.latency_s, strict=False)
         ]
         return moving_share([*stages, *links, (2 * here_s, 2 * here_s)])
@@ -320,7 +295,7 @@ class Trainers:
     async def _report(self) -> None:
         again = True
         while again:
-            await asyncio.sleep(self._settings.report_s)
+            await asyncio.sleep(REPORT_S)
             for t in self._world.damaged:
                 in_flight = self._in_flight.get(t, 0)
                 lacking = [bitmap & ~in_flight for bitmap in self._world.lacking(t)]
@@ -329,20 +304,17 @@ class Trainers:
             again = bool(self._world.damaged)
 
     def set_peers(self, stage: Stage) -> None:
-        """Tell all trainers the peers that serve a stage now."""
-        names = list(self._world.stages[stage])
-        rooms = [sum(peer.room for peer in there.values()) for there in self._world.stages]
-        for trainer in self._trainers:
-            trainer.router.set_peers(stage, names)
-            if self._settings.window is None:
-                trainer.window.set_largest(min(filter(None, rooms), default=1))
+        """Note the peers that serve a stage now."""
+        self._router.set_peers(stage, list(self._world.stages[stage]))
+        if self._settings.window is None:
+            rooms = [sum(peer.room for peer in there.values()) for there in self._world.stages]
+            self._window.set_largest(min(filter(None, rooms), default=1))
 
     def _stepped(self, t: int) -> None:
         self._in_flight.pop(t, None)
         self._work.stepped(self._world.version)
-        for trainer in self._trainers:
-            trainer.pace.stepped(trainer.shared / self._job.microbatches)
-            trainer.shared = 0
+        self._pace.stepped(self._shared / self._job.microbatches)
+        self._shared = 0
         self._stepped_s = self._loop.now_s
         self.start_all()
 
