@@ -318,13 +318,10 @@ SAME_S = 1.0
 
 
 def _with_signals(
-    run: Callable[[], Coroutine[Any, Any, Any]],
-    leave: Callable[[], Coroutine[Any, Any, None]] | None,
-    *,
-    on_leave: Callable[[], None] = lambda: None,
-    ends_now: Callable[[SwarmError], bool] = lambda _: False,
+    run: Callable[[], Coroutine[Any, Any, Any]], leave: Callable[[], Coroutine[Any, Any, None]] | None, *,
+    on_leave: Callable[[], None] = lambda: None, ends_now: Callable[[SwarmError], bool] = lambda _: False,
     preparing: Callable[[], bool] = lambda: False,
-) -> int:
+) -> int:  # fmt: skip
     """Run to the end. First SIGINT or SIGTERM: `leave()`, or cancel without one. Second, or while it is
     `preparing`: cancel at once. One of another kind within `SAME_S` is no second one.
 

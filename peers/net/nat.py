@@ -110,12 +110,9 @@ class DialBack:
     """Answers `reach`. Cannot be made to dial any host but that of the asker's own connection."""
 
     def __init__(
-        self,
-        control: DaemonControl,
-        relays: Callable[[], Iterable[str]],
-        is_relay: Callable[[], bool],
+        self, control: DaemonControl, relays: Callable[[], Iterable[str]], is_relay: Callable[[], bool],
         own: Callable[[], Iterable[str]],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`relays`: addresses of peers that may relay; `is_relay`: whether we do; `own`: our addresses."""
         self._control, self._relays, self._is_relay, self._own = control, relays, is_relay, own
         self.most_per_host = MAX_PER_HOST

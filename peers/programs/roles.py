@@ -122,12 +122,9 @@ class Networked(Generic[OptionsT]):
 
     @contextlib.asynccontextmanager
     async def _joined(
-        self,
-        role: RoleName,
-        run: arg.MemberOptions,
-        prepare: Callable[[], PreparedT],
+        self, role: RoleName, run: arg.MemberOptions, prepare: Callable[[], PreparedT],
         accepts: Callable[[Run], object] = lambda _: None,
-    ) -> AsyncIterator[tuple[Node, Run, PreparedT]]:
+    ) -> AsyncIterator[tuple[Node, Run, PreparedT]]:  # fmt: skip
         """The node in the network, the run's manifest, and what `prepare` found; an error of `accepts` is
         raised at once.
 

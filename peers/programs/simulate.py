@@ -88,14 +88,9 @@ def read_layout(text: str, name: str, network: Network, run: Run) -> list[Stage]
 
 
 def simulate_run(
-    run: Run,
-    network: Network,
-    trace: Trace | None,
-    *,
-    end_s: float,
-    seed: int,
+    run: Run, network: Network, trace: Trace | None, *, end_s: float, seed: int,
     layout: Sequence[Stage] | None = None,
-) -> ThroughputReport:
+) -> ThroughputReport:  # fmt: skip
     """The run on the network. Without a layout, or a trace, stages are about equally fast; with a trace every
     device that comes later goes where it is needed."""
     job = job_of(run)
@@ -123,14 +118,9 @@ def simulate_run(
 
 
 def simulate_cells(
-    run: Run,
-    network: Network,
-    trace: Trace | None = None,
-    *,
-    end_s: float,
-    seed: int,
+    run: Run, network: Network, trace: Trace | None = None, *, end_s: float, seed: int,
     layout: Sequence[Stage] | None = None,
-) -> IslandsReport:
+) -> IslandsReport:  # fmt: skip
     """A run of islands; without a layout near devices are on one island, as `swarm plan` begins its search.
 
     Raises:

@@ -123,11 +123,9 @@ class Dataset:
 
 
 def open_dataset(
-    run: Run,
-    files: Sequence[str | Path] | None = None,
-    tokenizer: str | Path | None = None,
+    run: Run, files: Sequence[str | Path] | None = None, tokenizer: str | Path | None = None,
     cache_bytes: int = DEFAULT_BYTES,
-) -> Dataset:
+) -> Dataset:  # fmt: skip
     """The tokens that `run` trains on: those of an index, from the cache, or made now.
 
     Args:

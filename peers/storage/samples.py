@@ -142,11 +142,9 @@ def open_samples(run: Run) -> Samples:
 
 
 def open_data(
-    run: Run,
-    files: Sequence[str | Path] | None = None,
-    tokenizer: str | Path | None = None,
+    run: Run, files: Sequence[str | Path] | None = None, tokenizer: str | Path | None = None,
     cache_bytes: int = DEFAULT_BYTES,
-) -> Dataset | Samples:
+) -> Dataset | Samples:  # fmt: skip
     """What a run trains on; all else as `peers.storage.dataset.open_dataset` takes them.
 
     Raises:

@@ -77,14 +77,9 @@ def check_cells(network: Network, job: StepWork, islands: IslandLayout) -> None:
 
 
 def search_islands(
-    network: Network,
-    job: StepWork,
-    islands: IslandLayout,
-    *,
-    seed: int,
-    budget_s: float = 0.0,
+    network: Network, job: StepWork, islands: IslandLayout, *, seed: int, budget_s: float = 0.0,
     spent_s: Callable[[], float] = lambda: 0.0,
-) -> IslandsPlan:
+) -> IslandsPlan:  # fmt: skip
     """The better of two divisions into islands, the devices of each in the stages where the search puts them.
 
     `job`: that of an island.
@@ -174,13 +169,9 @@ def meeting_bytes(job: StepWork, islands: IslandLayout, cell_N: np.ndarray) -> f
 
 
 def propose(
-    network: Network,
-    job_of_islands: Callable[[int], StepWork],
-    islands: IslandLayout,
-    counts: Sequence[int],
-    *,
-    seed: int,
-) -> tuple[IslandLayout, IslandsPlan] | None:
+    network: Network, job_of_islands: Callable[[int], StepWork], islands: IslandLayout, counts: Sequence[int],
+    *, seed: int,
+) -> tuple[IslandLayout, IslandsPlan] | None:  # fmt: skip
     """The fastest of so many islands each, that meet as seldom as they must; None: none can be.
 
     `job_of_islands`: the job of one of so many; `islands`: what is said of them, for any count.

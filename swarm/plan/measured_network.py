@@ -148,13 +148,9 @@ def _regions(count: int, rtt_s: Mapping[tuple[int, int], float]) -> list[int]:
 
 
 def _lines(
-    measured: Mapping[tuple[int, int], float],
-    region_of: Sequence[int],
-    *,
-    join: Callable[[np.ndarray, np.ndarray], np.ndarray],
-    free: float,
-    default: float,
-) -> np.ndarray:
+    measured: Mapping[tuple[int, int], float], region_of: Sequence[int], *,
+    join: Callable[[np.ndarray, np.ndarray], np.ndarray], free: float, default: float,
+) -> np.ndarray:  # fmt: skip
     """[R, R] what lies between regions: measured (the median), else the best path around, else the usual.
 
     Args:

@@ -50,14 +50,9 @@ class Placement:
 
 
 def search_overlapped(
-    network: Network,
-    job: StepWork,
-    *,
-    seed: int,
-    budget_s: float = 0.0,
-    spent_s: Callable[[], float] = lambda: 0.0,
-    survive: bool = False,
-) -> Placement:
+    network: Network, job: StepWork, *, seed: int, budget_s: float = 0.0,
+    spent_s: Callable[[], float] = lambda: 0.0, survive: bool = False,
+) -> Placement:  # fmt: skip
     """A division of small predicted step time, with as many replicas of each stage as are good for it;
     without a budget the best of those that are made by rule.
 
@@ -252,14 +247,9 @@ def _kinds(network: Network) -> np.ndarray:
 
 
 def _walk(
-    overlap: Overlap,
-    start_RN: np.ndarray,
-    kinds_N: np.ndarray,
-    heats_s: np.ndarray,
-    rng: np.random.Generator,
-    share: Callable[[], float],
-    survive: bool,
-) -> tuple[np.ndarray, np.ndarray]:
+    overlap: Overlap, start_RN: np.ndarray, kinds_N: np.ndarray, heats_s: np.ndarray,
+    rng: np.random.Generator, share: Callable[[], float], survive: bool,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Annealing of R divisions side by side, by moves and swaps of single devices, until `share` of its time
     is 1; the best that each met, and its seconds.
     """

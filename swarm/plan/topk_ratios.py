@@ -27,12 +27,9 @@ VALUES = "blockwise8"
 
 def boundary_codecs(
     bandwidths_bps: Callable[[int, str], tuple[float, float]],
-    bytes_of: Callable[[int, str], tuple[float, float]],
-    base: Sequence[str],
-    *,
-    least: float,
+    bytes_of: Callable[[int, str], tuple[float, float]], base: Sequence[str], *, least: float,
     enough_s: float = 0.0,
-) -> tuple[str, ...]:
+) -> tuple[str, ...]:  # fmt: skip
     """The codec of what each boundary sends forward.
 
     Args:

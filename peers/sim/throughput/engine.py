@@ -31,17 +31,10 @@ STEPS = 16
 
 
 def simulate(
-    network: Network,
-    job: StepWork,
-    layout: Sequence[Stage],
-    *,
-    end_s: float,
-    settings: Settings | None = None,
-    trace: Trace | None = None,
-    steps: int | None = None,
-    seed: int = 0,
+    network: Network, job: StepWork, layout: Sequence[Stage], *, end_s: float,
+    settings: Settings | None = None, trace: Trace | None = None, steps: int | None = None, seed: int = 0,
     progress: Callable[[float], None] = lambda _: None,
-) -> ThroughputReport:
+) -> ThroughputReport:  # fmt: skip
     """A run from version 0, until `end_s` or after `steps` steps.
 
     Args:
@@ -167,16 +160,9 @@ class IslandsReport:
 
 
 def simulate_islands(
-    network: Network,
-    job: StepWork,
-    islands: IslandLayout,
-    cell_of: Sequence[int] | np.ndarray,
-    *,
-    end_s: float,
-    settings: Settings | None = None,
-    trace: Trace | None = None,
-    seed: int = 0,
-) -> IslandsReport:
+    network: Network, job: StepWork, islands: IslandLayout, cell_of: Sequence[int] | np.ndarray, *,
+    end_s: float, settings: Settings | None = None, trace: Trace | None = None, seed: int = 0,
+) -> IslandsReport:  # fmt: skip
     """The first steps of each island, for at most `end_s`; with a trace all until then. `job`: of one;
     `cell_of`: of every device.
 

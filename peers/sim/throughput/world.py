@@ -132,15 +132,9 @@ class Peer:
     """
 
     def __init__(
-        self,
-        loop: VirtualLoop,
-        device: int,
-        name: PeerId,
-        stage: Stage,
-        job_s: tuple[float, float],
-        upload_s: float,
-        room: int,
-    ) -> None:
+        self, loop: VirtualLoop, device: int, name: PeerId, stage: Stage, job_s: tuple[float, float],
+        upload_s: float, room: int,
+    ) -> None:  # fmt: skip
         """
         Args:
             job_s: forward and backward of a microbatch.
