@@ -119,7 +119,7 @@ TOP_PAD_BYTES = 64 << 20
 """What the heap grows by at a time."""
 
 
-def tune_malloc(*, arenas: int = 1) -> bool:
+def tune_malloc() -> bool:
     """Keep freed memory for the next microbatch instead of giving it back to the kernel.
 
     Call it first thing in a process, before threads start. One arena, since per-thread arenas multiply what
@@ -132,7 +132,7 @@ def tune_malloc(*, arenas: int = 1) -> bool:
     except (OSError, AttributeError):
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
-    settings = ((M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES), (M_TOP_PAD, TOP_PAD_BYTES), (M_ARENA_MAX, arenas))
+    settings = ((M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES), (M_TOP_PAD, TOP_PAD_BYTES), (M_ARENA_MAX, 1))
     taken = [mallopt(name, value) == 1 for name, value in settings]
     taken.append(any(mallopt(M_MMAP_THRESHOLD, value) == 1 for value in MMAP_THRESHOLD_BYTES))
     return all(taken)

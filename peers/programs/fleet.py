@@ -291,10 +291,6 @@ class Fleet:
         for child in self._running.values():
             child.signal(signal.SIGINT)
 
-    async def connected(self) -> int:
-        """It is in no network itself: what counts is whether its peers run."""
-        return len(self._running)
-
     async def _keep(self, label: str, words: Sequence[str]) -> int:
         """Run one peer, again and again if need be; its last exit code."""
         wait_s = self._restart_s

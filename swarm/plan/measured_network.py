@@ -33,7 +33,6 @@ class Machine(NamedTuple):
     name: str
     flops_per_s: float = 0.0
     """0 = not measured yet."""
-    memory_bytes: float = math.inf
     upload_bps: float = 0.0
     """To all others together; 0 = not measured."""
 
@@ -90,7 +89,6 @@ def estimate(machines: Sequence[Machine], pairs: Iterable[Pair]) -> Estimate:
             name=m.name,
             region=region_of[i],
             flops_per_s=m.flops_per_s if _real(m.flops_per_s, math.inf) else usual,
-            memory_bytes=m.memory_bytes,
             upload_bps=m.upload_bps if _real(m.upload_bps, MAX_BPS) else math.inf,
         )
         for i, m in enumerate(machines)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from peers.sim.dice import Dice
 from peers.sim.lines import SharedLines
 from peers.sim.loop import VirtualLoop
 from peers.stage.device import MeanLength
@@ -238,7 +237,7 @@ class World:
     ) -> None:
         self.network, self.job, self.settings, self.seed = network, job, settings, seed
         self.packed = job.packed or job
-        self.loop, self.lines, self.dice = loop, SharedLines(network), Dice(seed)
+        self.loop, self.lines = loop, SharedLines(network)
         self.report = ThroughputReport(
             job.microbatches, job.stages, busy_s=[0.0] * job.stages, there_s=[0.0] * job.stages,
             empty_s=[0.0] * job.stages, bin_s=settings.bin_s,
