@@ -300,7 +300,7 @@ def symptoms() -> list[str]:
     text = re.sub(FENCE, "", (DOCS / "troubleshooting.md").read_text())
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
     found = [re.match(r"`([^`]+)` — ", part) for part in paragraphs]
-    more = re.findall(r"`(…'s weights[^`]*|peer … tells[^`]*|a bug in swarm[^`]*)`", " ".join(paragraphs))
+    more = re.findall(r"`(…'s weights[^`]*|peer … reports[^`]*|a bug in swarm[^`]*)`", " ".join(paragraphs))
     return [match[1] for match in found if match] + more
 
 
