@@ -330,7 +330,7 @@ class Options:
 class ProcessOptions(Options):
     """Of a role: what its process does besides. Not for the role itself."""
 
-    log_format: str = option(None, "events as words or as JSON lines", "text", choices=("text", "json"))
+    log_format: str = option(None, "events: words or JSON (default: text)", "text", choices=("text", "json"))
     metrics: Listen | None = optional(LISTEN, "numbers for Prometheus at /metrics (default IP: 127.0.0.1)")
     health: Path | None = optional(SOCKET, "answer `swarm health SOCKET`, on a unix socket made there")
     die_with_parent: int | None = optional(PID, argparse.SUPPRESS)
@@ -347,7 +347,7 @@ class MemberOptions(RunOptions):
     """The same, of a role in it."""
 
     token: str | None = optional(
-        TOKEN, "from the owner, who made it with swarm invite; keep your --identity", group=RUN
+        TOKEN, "from the owner (swarm invite); with it always give the same --identity", group=RUN
     )
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=RUN)
     max_upload: float | None = optional(
@@ -367,7 +367,7 @@ class NetworkOptions(Options):
     host: str = option(
         IP, "listen here (default: 0.0.0.0; 127.0.0.1 while all else is on this machine)", "", group=NETWORK
     )
-    port: int = option(PORT, "default: any free port", 0, group=NETWORK)
+    port: int = option(PORT, "listen at this (default: any free port)", 0, group=NETWORK)
     announce: tuple[str, ...] = repeated(
         ADDRESS, "tell others this address (behind a router), HOST:PORT; repeatable", group=NETWORK
     )
@@ -434,9 +434,9 @@ class PeerOptions(MemberOptions, NetworkOptions):
     swarm peer @join.txt --device all --identity keys/
     """
 
-    stage: Literal["auto"] | int = option(STAGE, "default: the one that needs a peer most", "auto")
+    stage: Literal["auto"] | int = option(STAGE, "serve it (default: the one that needs a peer most)", "auto")
     device: str = option(
-        DEVICES, "default: CUDA if there is, else CPU; all, or cuda:0,cuda:2: a peer for each", "auto"
+        DEVICES, "all, or cuda:0,cuda:2: a peer for each (default: CUDA if there is, else CPU)", "auto"
     )
     stages: tuple[int | None, ...] = option(
         STAGES, "with several devices: the stage of each, such as 0,1,2,3; - for no peer on it", ()
@@ -454,7 +454,7 @@ class PeerOptions(MemberOptions, NetworkOptions):
     checkpoint_dir: Path | None = optional(DIR, "save checkpoints here, and resume from here")
     keep: int = option(COUNT, "checkpoints to keep (default: %(default)s)", 2)
     leave_within: float = option(SECONDS, "seconds to finish in on Ctrl-C (default: %(default)s)", 25.0)
-    pause_within: float = option(SECONDS, "the same when you pause it (default: %(default)s)", 5.0)
+    pause_within: float = option(SECONDS, "seconds to finish in on swarm pause (default: %(default)s)", 5.0)
     pause_when_busy: bool = switch("pause while other programs want the GPU (needs nvidia-ml-py)")
     max_vram: int | None = optional(
         MEMORY, "use no more of the device's memory than this, such as 6GiB (default: what is free)"
@@ -471,7 +471,7 @@ class TrainOptions(MemberOptions, NetworkOptions):
     data: tuple[Path | str, ...] = several(DATA, DATA_HELP)
     tokenizer: Path | None = optional(NEEDED_FILE, TOKENIZER_HELP)
     cache_size: int = option(
-        MEMORY, "of tokens from other machines, keep so many on this disk (default: 32GiB)", 32 << 30
+        MEMORY, "keep so much of the data of other machines on this disk (default: 32GiB)", 32 << 30
     )
     no_share: bool = switch("of an index: give no blocks to other trainers of the run")
     eval_data: tuple[Path | str, ...] = several(DATA, EVAL_HELP)

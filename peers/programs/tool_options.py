@@ -74,7 +74,7 @@ class ComputedOptions(ModelOptions):
     """Weights that are computed with."""
 
     tokenizer: Path | None = optional(arg.FILE, arg.TOKENIZER_HELP, group=arg.WEIGHTS)
-    device: str = option(arg.DEVICE, "default: %(default)s", "cpu", group=arg.WEIGHTS)
+    device: str = option(arg.DEVICE, "compute on this (default: %(default)s)", "cpu", group=arg.WEIGHTS)
 
 
 class ManifestOptions(arg.Options):
@@ -119,7 +119,7 @@ class InitOptions(arg.Options):
     start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
     peers: Door = option(None, "who may serve a stage (default: open)", "open", choices=DOORS)
     keepers: Door = option(None, "who may keep checkpoints (default: open)", "open", choices=DOORS)
-    work_bits: int = option(WORK_BITS, "a stamp of so many bits, where it is open: 27 = 3 minutes", 0)
+    work_bits: int = option(WORK_BITS, "a stamp of so many bits, where open; 27: 3 minutes (default: 0)", 0)
     days: float = option(DAYS, f"until the charter expires {RENEWAL}", 30.0)
 
 
@@ -158,7 +158,7 @@ class BanOptions(arg.RunOptions):
     swarm ban PEER @join.txt --owner myrun/owner.key --why 'wrong gradients'
     """
 
-    peer: str = option(arg.PEER_ID_KIND, "whom", positional=True)
+    peer: str = option(arg.PEER_ID_KIND, "its id", positional=True)
     why: str = option(WORDS, "what others are told")
     owner: Path = option(arg.FILE, OWNER_HELP)
 
@@ -169,7 +169,7 @@ class UnbanOptions(arg.RunOptions):
     swarm unban PEER @join.txt --owner myrun/owner.key
     """
 
-    peer: str = option(arg.PEER_ID_KIND, "whom", positional=True)
+    peer: str = option(arg.PEER_ID_KIND, "its id", positional=True)
     owner: Path = option(arg.FILE, OWNER_HELP)
 
 
@@ -197,7 +197,7 @@ class CharterOptions(arg.RunOptions):
     trusted_stages: tuple[int, ...] | None = optional(
         INTEGER, "only named or invited peers serve these, on all islands; -1: last; no N: none", nargs="*"
     )
-    work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where open; who has none ends")
+    work_bits: int | None = optional(WORK_BITS, "a stamp of so many bits, where open; peers without one end")
 
 
 class RevokeOptions(arg.RunOptions):
@@ -206,7 +206,7 @@ class RevokeOptions(arg.RunOptions):
     swarm revoke @join.txt --identity stolen.key
     """
 
-    identity: Path = option(arg.FILE, "the key")
+    identity: Path = option(arg.FILE, "the file of the key")
 
 
 class AuditOptions(arg.MemberOptions, arg.NetworkOptions):
@@ -317,7 +317,7 @@ class CheckOptions(arg.Options):
     swarm check --port 31337 --join ADDRESS
     """
 
-    device: str = option(arg.OptionKind(str, "auto|cpu|cuda[:N]|mps"), "the device you will use", "auto")
+    device: str = option(arg.OptionKind(str, "auto|cpu|cuda[:N]|mps"), "to use (default: auto)", "auto")
     host: str = option(arg.IP, "listen here (default: 127.0.0.1; with --join, 0.0.0.0)", "")
     port: int = option(arg.PORT, "port to listen on (default: any)", 0)
     join: tuple[str, ...] = repeated(
@@ -347,7 +347,7 @@ class DemoOptions(arg.Options):
     manifest: Path | None = optional(arg.FILE, "train this run instead of the built-in one")
     eval_data: tuple[Path | str, ...] = several(arg.DATA, arg.EVAL_HELP)
     start: Path | None = optional(arg.NEEDED_FILE, arg.START_HELP)
-    seed: int | None = optional(arg.SEED, "of weights, data and kills")
+    seed: int | None = optional(arg.SEED, "of weights, data and kills (default: 1)")
     yes: bool = switch(YES_HELP)
     json: bool = switch("print a JSON object as the last line of stdout")
     verify: bool = switch("train the same in one process too, and compare every loss and weight")
@@ -386,7 +386,7 @@ class GenerateOptions(ComputedOptions):
     prompt: str = option(TEXT, "what to continue (default: %(default)r)", "The ", positional=True)
     tokens: int = option(arg.COUNT, "how many to write (default: %(default)s)", 200)
     temperature: float = option(TEMPERATURE, "0 = always the likeliest (default: 0.8)", 0.8)
-    seed: int = option(arg.SEED, "default: %(default)s", 0)
+    seed: int = option(arg.SEED, "of the words that are drawn (default: %(default)s)", 0)
 
 
 class EvalOptions(ComputedOptions):
@@ -423,7 +423,7 @@ class VerifyOptions(arg.Options):
     scratch: Path | None = optional(
         arg.DIR, "put there what is not being computed: one stage at a time is in memory (default: all are)"
     )
-    device: str = option(arg.DEVICE, "of the kind that the peers had: then bits are compared", "cpu")
+    device: str = option(arg.DEVICE, "of the peers' kind: then bits are compared (default: cpu)", "cpu")
 
 
 class PlanOptions(MaybeMembership):
@@ -436,8 +436,8 @@ class PlanOptions(MaybeMembership):
     manifest: Path | None = optional(arg.FILE, TERMS_HELP)
     devices: Path | None = optional(arg.FILE, "the machines and what lies between them (TOML)")
     allow_code: tuple[str, ...] = repeated(arg.WORD, arg.ALLOW_HELP)
-    seed: int = option(arg.SEED, "default: %(default)s", 0)
-    budget: float = option(arg.SECONDS, "CPU seconds to search for (default: %(default)s)", 5.0)
+    seed: int = option(arg.SEED, "of the search (default: %(default)s)", 0)
+    budget: float = option(arg.SECONDS, "CPU seconds to search (default: %(default)s)", 5.0)
     survive_region: bool = switch(
         "have devices of two regions in every stage, so that one region may be lost"
     )
@@ -465,9 +465,9 @@ class SimulateOptions(arg.Options):
     layout: Path | None = optional(
         arg.FILE, "which of them serve which stage: what swarm plan --json printed (default: by their speed)"
     )
-    hours: float = option(HOURS, "of virtual time (default: %(default)s)", 1.0)
+    hours: float = option(HOURS, "hours of virtual time (default: %(default)s)", 1.0)
     """A trace that is shorter ends it."""
-    seed: int = option(arg.SEED, "of all chance (default: %(default)s)", 0)
+    seed: int = option(arg.SEED, "of all that is drawn (default: %(default)s)", 0)
     json: bool = switch(JSON_HELP)
 
 
@@ -507,7 +507,7 @@ class TokenizeOptions(arg.Options):
     )
     field: str = option(arg.WORD, "of rows, the one with the text (default: %(default)s)", "text")
     vocab_size: int | None = optional(arg.COUNT, "of the model (default: as many as the tokenizer has)")
-    weights: tuple[int, ...] = several(arg.COUNT, "of each file in a mixture: samples of so many from it")
+    weights: tuple[int, ...] = several(arg.COUNT, "for a mixture: samples from each file, such as 7 2 1")
     jobs: int | None = optional(arg.COUNT, "processes (default: one for each core)")
 
 
@@ -523,7 +523,7 @@ class GraphOptions(arg.Options):
         "package.module:function of an installed package, hf:CONFIG.json of transformers, or a manifest "
         "(.toml); a function gives (module, inputs), or (module, inputs, loss, targets)",
     )
-    stages: int = option(arg.COUNT, "default: %(default)s", 1)
+    stages: int = option(arg.COUNT, "cut it into so many (default: %(default)s)", 1)
     rows: int = option(arg.COUNT, "samples, for hf: (default: %(default)s)", 2)
     length: int = option(arg.COUNT, "tokens, for hf: (default: %(default)s)", 128)
     calibrate: bool = switch(
