@@ -16,6 +16,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from peers import cli, options
+from peers.programs import tool_options
 from swarm import manifest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,14 @@ TABLES = (
     (manifest.IslandsSpec, "[islands]"),
 )
 
+SHARED: dict[str, tuple[type, ...]] = {
+    "Every role": (options.ProcessOptions, options.NetworkOptions),
+    "Every member of a run": (options.MemberOptions,),
+    "Which run": (options.RunOptions,),
+    "Which weights": (options.WeightsOptions, tool_options.ModelOptions),
+}
+"""Arguments of several commands, under one heading instead of at each of them."""
+
 
 def said(cls: type) -> dict[str, str]:
     """The text below each name of a class."""
@@ -65,10 +74,13 @@ def table(heads: str, rows: Iterable[Iterable[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (names, ["---"] * len(names), *lines)] + [""]
 
 
-def arguments(cls: type) -> list[str]:
-    """The arguments of a command, or of all roles."""
+def arguments(cls: type, *, but: Iterable[type] = ()) -> list[str]:
+    """The arguments of a command, or of a class that several share; without those that it has of `but`."""
+    elsewhere = [one for base in but for one in fields(base)]
     rows = []
     for one in fields(cls):
+        if any(one is other for other in elsewhere):
+            continue
         told = one.metadata
         kind, more = told["kind"], told["more"]
         if told["help"] == argparse.SUPPRESS:
@@ -85,9 +97,19 @@ def command(name: str) -> list[str]:
     """What `swarm NAME --help` says."""
     cls = cli.options_of(name)
     text, _, examples = options.description(cls)
-    also = "Also what [every role](#every-role) takes.\n\n" if name in cli.ROLES else ""
+    shared = [head for head, classes in SHARED.items() if issubclass(cls, classes)]
+    links = ", ".join(f"[{head[0].lower()}{head[1:]}](#{head.lower().replace(' ', '-')})" for head in shared)
+    also = [f"Also: {links}.", ""] if links else []
     shown = ["```", *examples, "```", ""]
-    return [f"### swarm {name}", "", text, "", *shown, *arguments(cls), *also.splitlines()]
+    of_others = [one for head in shared for one in SHARED[head]]
+    return [f"### swarm {name}", "", text, "", *shown, *arguments(cls, but=of_others), *also]
+
+
+def shared_arguments(heading: str) -> list[str]:
+    """What all commands take that link to a heading."""
+    tables = [arguments(cls, but=cls.__mro__[1:-2]) for cls in SHARED[heading]]
+    rows = [row for lines in tables for row in lines[2:-1]]
+    return [f"### {heading}", "", *tables[0][:2], *rows, ""]
 
 
 def keys(spec: type) -> list[str]:
@@ -125,11 +147,7 @@ def page() -> str:
         "`--traceback`, which shows where in the code an error comes from.",
         "",
         *(line for name in cli.COMMANDS for line in command(name)),
-        "### Every role",
-        "",
-        f"{', '.join(f'`{role}`' for role in cli.ROLES)}:",
-        "",
-        *arguments(options.ProcessOptions),
+        *(line for heading in SHARED for line in shared_arguments(heading)),
         "## Keys of a manifest",
         "",
         "A key without a default must be given. [What a manifest is](manifest.md).",

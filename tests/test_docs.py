@@ -25,7 +25,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import swarm
-from peers.cli import ROLES, Exit, build_parser, takes_join_file
+from peers.cli import Exit, build_parser, takes_join_file
 from peers.options import VARIABLES
 from scripts import tree
 from scripts.bench import tables
@@ -427,7 +427,9 @@ def test_the_reference_has_every_command_argument_key_code_and_variable() -> Non
     for name, command in each.choices.items():
         part = page.partition(f"\n### swarm {name}\n")[2].partition("\n### swarm ")[0]
         assert command.description in part
-        part += page.partition("\n### Every role\n")[2] if name in ROLES else ""
+        for heading in re.findall(r"\]\(#([\w-]+)\)", part):
+            (shared,) = (one for one in tree.reference.SHARED if one.lower().replace(" ", "-") == heading)
+            part += page.partition(f"\n### {shared}\n")[2].partition("\n### ")[0]
         flags = {action.option_strings[-1] for action in command._actions if action.option_strings}
         assert not [flag for flag in flags - hidden if f"\n| `{flag}" not in part], name
     keys = {line.partition(" = ")[0] for line in example_run().to_toml().splitlines() if " = " in line}
