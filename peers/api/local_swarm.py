@@ -74,7 +74,8 @@ class LocalSwarm:
         return self._processes.tally
 
     def kill(self, stage: Stage | None = None) -> PeerId:
-        """Kill a peer of that stage, or of any, with SIGKILL at its work; another takes its place."""
+        """Kill a peer of that stage, or of any, with SIGKILL at its work; another takes its place. Raises
+        SetupError: there is no such stage, or no peer that takes over the weights of a last one can start."""
         return self._running.call(self._processes.kill(stage))
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -64,10 +64,9 @@ class Run:
             data: samples, anything with a length that gives a tuple of arrays for each number, one array for
                 each input and target; or a tuple of arrays that have the samples along their first dimension;
                 or a manifest's table `[data]`.
-            inputs: an example of what the module is called with: a tensor, a tuple, or a dict by name, each
-                with the batch first. Left out: as the samples have them.
+            inputs: example tensors, the batch first: one, a tuple, or a dict by name (default: the samples').
             loss: `loss(module(*inputs), *targets)`; left out, the module gives its loss itself.
-            targets: an example of them. Left out: what samples have besides the inputs.
+            targets: example tensors of them. Left out: what samples have besides the inputs.
             stages: pieces that the model is cut into.
             vocab_size: integers in the data are less. Left out: as the samples have them.
             batch: the manifest's table `[batch]`; left out, as many rows as the example has.
