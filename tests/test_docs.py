@@ -1,7 +1,7 @@
 """The README and docs/: commands that work, messages that are really said, links that lead somewhere, pages
 made from data that are up to date.
 
-Every command of a page is read: options, files of this repository, arguments of the image. Those of `swarm`
+Every command of a page is read: options, files of this repository, arguments of the image. Most of `swarm`
 are also run, by tests/process/users/test_docs_run.py.
 """
 

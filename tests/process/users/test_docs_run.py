@@ -1,4 +1,8 @@
-"""The commands of docs/ are run as a reader would, on loopback, with a small model and a short text."""
+"""Commands of the pages are run as a reader would, on loopback, with a small model and a short text.
+
+Those that start a run, join, keep, watch and use it, and those that plan it. An owner's commands and
+`swarm up` are run by the tests of these programs.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +103,8 @@ def test_a_public_run_is_started_joined_kept_watched_and_used(tmp_path: Path) ->
                 dashboard.send_signal(signal.SIGINT)
                 assert ("the dashboard is at http://127.0.0.1:" in said) == (nth == 1), said
                 dashboard.stdout.read()
+        reader.run(reader.words("README.md", "export"))  # of a run that is not at its end
+        assert reader.run(reader.words("README.md", "generate")).startswith("Once upon a time ")
         keeper.signal(signal.SIGINT)
         assert keeper.wait() == 0
     said = reader.run(reader.words("docs/public-run.md", "verify"))
