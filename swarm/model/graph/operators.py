@@ -21,7 +21,7 @@ DRAWN: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("randn", "randn_like"), ("normal", ())),
     "normal": ("normal", ("mean", "std")),
     "bernoulli": ("bernoulli", ("p",)),
-    "randint": ("integers", ("low", "high")),
+    **dict.fromkeys(("randint", "randint_like"), ("integers", ("low", "high"))),
     "uniform_": ("uniform", ("from", "to")),
     "normal_": ("normal", ("mean", "std")),
     "bernoulli_": ("bernoulli", ("p",)),

@@ -111,7 +111,8 @@ class Draws(nn.Module):
         y = y / (1.0 + torch.empty(5, dtype=x.dtype).exponential_(2.0))
         y[1:3].normal_(0.0, 0.1)
         self.drop(y.view(6, -1))
-        return functional.dropout2d(y, 0.4, True, True).square().sum()
+        y = functional.dropout2d(y, 0.4, True, True)
+        return (y.square() + torch.randint_like(x, 9) * torch.randint_like(y, 2, 5)).sum()
 
     def by_hand(self, x: torch.Tensor, chance: SeededRandom) -> torch.Tensor:
         def drawn(kind: str, number: int, *others: object, shape: tuple[int, ...] = (5,)) -> torch.Tensor:
@@ -127,7 +128,9 @@ class Draws(nn.Module):
         y = y / (1.0 + drawn("exponential", 7, 2.0))
         y = torch.cat([y[:1], drawn("normal", 8, 0.0, 0.1, shape=(2, 4, 5, 5)), y[3:]])
         y = chance.drop(y, 0.3, "drop")
-        return (y * chance.drop(torch.ones(6, 4, 1, 1, dtype=y.dtype), 0.4, "#9")).square().sum()
+        y = y * chance.drop(torch.ones(6, 4, 1, 1, dtype=y.dtype), 0.4, "#9")
+        whole = drawn("integers", 10, 0, 9, shape=x.shape) * drawn("integers", 11, 2, 5, shape=x.shape)
+        return (y.square() + whole).sum()
 
 
 def test_random_numbers_are_drawn_of_run_microbatch_and_place_and_of_nothing_else() -> None:
