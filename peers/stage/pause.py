@@ -64,8 +64,7 @@ class PausedPeer:
 
     def _keep(self, kept: Snapshot | None) -> None:
         self.kept = kept
-        for version, tensors in kept.versions if kept else ():
-            self._store.pin(version, tensors)
+        self._store.pinned = dict(kept.versions) if kept else {}
 
     async def begin(self, spare: Spare | None, emit: Emit) -> None:
         """Take the place of the `StagePeer` that served here: from now on no caller needs it.

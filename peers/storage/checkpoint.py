@@ -236,7 +236,6 @@ class Checkpoint:
         atomic_file.unlink(self.path)
         with contextlib.suppress(OSError):  # replicas that save to the same folder prune it too
             atomic_file.unlink(*self._folder.glob(f"stage-{self._stage}-*.safetensors"))
-        with contextlib.suppress(OSError):
             self._folder.rmdir()
 
 

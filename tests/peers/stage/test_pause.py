@@ -93,6 +93,20 @@ async def test_of_islands_the_owner_hears_which_stage_of_which() -> None:
         assert owner.words.startswith(f"paused at {place}, swarm pause; the device is free")
 
 
+async def test_what_was_saved_before_a_pause_is_given_out_meanwhile() -> None:
+    """A keeper has perhaps only begun to fetch it, and of another stage there is nothing newer."""
+    run = audit_run(stages=1, steps=40, microbatches_per_step=8)
+    async with swarm(run, replicas=1) as s:
+        s.add_trainer("trainer")
+        await s.until_version(2)
+        peer = s.peers["s0p0"]
+        peer.store.pin(2, peer.core.compute.state.copy())
+        await s.until_version(4)
+        said = await pause(s, "s0p0")
+        answer = await s.add_stranger().send("s0p0", "saved", AskSaved(run=run.id))
+        assert unpack(answer.header, Saved).stages[0].versions == (2, said.version)
+
+
 async def test_what_the_last_meeting_left_outlives_a_pause() -> None:
     """Nobody else may have it: an island that is lost begins there."""
     run = audit_run(stages=1, steps=40, microbatches_per_step=8)
