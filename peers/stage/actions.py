@@ -188,8 +188,7 @@ class Actions:
             fault_point("frozen")
             step.exchange(plan.round)
             if core.run.meets_at(step.t):
-                reduced = await self._meeting.difference(step)
-                held = await asyncio.to_thread(_changed, plan.round, reduced)
+                reduced, held = await self._changed(step, plan.round)
             else:
                 gave_all = functools.partial(step.give_all, plan.round)
                 reduced, held = await self._all_reduce.run(plan, step.t, *frozen, gave_all, wait)
@@ -210,6 +209,12 @@ class Actions:
         finally:
             step.opened_s = waits.opened_s
             step.end_round(plan.round, failed=False)
+
+    async def _changed(self, step: OpenStep, round_name: str) -> tuple[torch.Tensor, Prepared]:
+        """At a meeting what this island has changed, as the result of a round."""
+        changed = await self._meeting.difference(step)
+        digest = await asyncio.to_thread(vectors_digest, [changed], on_device=False)
+        return changed, Prepared(round_name, 0.0, digest)
 
     async def _thaw(self, step: OpenStep) -> None:
         """Open the sum again, once no replica can receive a mixture of before and after."""
@@ -233,8 +238,7 @@ class Actions:
             core.emit(events.PeerLost(peer=fault.peer, stage=core.stage, why=fault.why))
 
         if core.run.meets_at(step.t):  # replicas have changed the same
-            reduced = await self._meeting.difference(step)
-            held = await asyncio.to_thread(_changed, wanted.round, reduced)
+            reduced, held = await self._changed(step, wanted.round)
         elif are_checked(core.run) and step.gave_all == wanted.round:
             value = await core.device.run(Rank.STEP, step.t, core.compute.sums.value_of_answer)
             try:
@@ -360,7 +364,3 @@ class Actions:
         """Wait until what is being written is on the disk."""
         if self._writer is not None:
             await self._writer.close(limit_s)
-
-
-def _changed(round_name: str, difference: torch.Tensor) -> Prepared:
-    return Prepared(round_name, 0.0, vectors_digest([difference], on_device=False))

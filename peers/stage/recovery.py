@@ -113,12 +113,9 @@ class Recovery:
         if not replicas:
             return False
         counted = {replica: replicas[replica] for replica in heard(replicas, core.voice())}
-        if is_one_step(core.position, max(counted.values())) and core.version in core.steps:
-            ahead = [replica for replica, position in counted.items() if position > core.position]
-            if await self._one_step(ahead):
-                await self.reached()
-                return True
-        if not await self.download(list(replicas)):
+        ahead = [replica for replica, position in counted.items() if position > core.position]
+        is_near = is_one_step(core.position, max(counted.values())) and core.version in core.steps
+        if not (is_near and await self._one_step(ahead)) and not await self.download(list(replicas)):
             return False
         await self.reached()
         return True
@@ -180,11 +177,11 @@ class Recovery:
         commit = found.opened.last_commit
         if generation is None and commit is not None and self._coordination.believes(commit):
             core.remember(commit)
-        source = found.sources[0] if found.sources else ""
         self._emit(
             events.StateFetched(
-                stage=self._stage, version=found.opened.version, source=source, sources=len(found.sources),
-                bytes=sum(t.nbytes for t in found.tensors.values()), seconds=now_s() - began,
+                stage=self._stage, version=loaded, source=next(iter(found.sources), ""),
+                sources=len(found.sources), bytes=sum(t.nbytes for t in found.tensors.values()),
+                seconds=now_s() - began,
             )
         )  # fmt: skip
         return True

@@ -18,7 +18,7 @@ from peers.stage.open_step import OpenStep
 from peers.status_query import ask_status
 from peers.voices import Membership, Voices
 from peers.waiting import TaskKeeper, happens, pulse
-from swarm.errors import Leaving, NotReady, PeerFault, Stale, SwarmError
+from swarm.errors import Leaving, NotReady, PeerFault, SetupError, Stale, SwarmError
 from swarm.ids import Generation, Microbatch, PeerId, Position, Stage
 from swarm.manifest import Run
 from swarm.model.gradient_sum import SumLost
@@ -312,9 +312,7 @@ class StageCore:
         step.close(taken=True)
         await step.stopped()
         await self.audits.ended(AUDITS_S)
-        await self.device.run(
-            Rank.STEP, commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm
-        )
+        await self._overwrite(commit.t, self.compute.apply, commit.t, step.whole, commit.total_sqnorm)
         self.taken_at.append((self.version, now_s()))
         self.trail.took(commit.t, step.prepared.digest, commit.total_sqnorm)
         self.applied = step
@@ -331,6 +329,18 @@ class StageCore:
             )
         await self.open_steps()
         self._hashing = asyncio.get_running_loop().create_task(self.refresh_digest())
+
+    async def _overwrite(self, t: int, job: Callable[..., None], *args: object) -> None:
+        """Have the device change the weights in place. Raises SetupError: that broke part-way. What is left
+        is of no version: no peer gets it, no pause keeps it, and this peer ends.
+        """
+        try:
+            await self.device.run(Rank.STEP, t, job, *args)
+        except Exception as error:
+            if isinstance(error, SwarmError) or not self.joined:
+                raise  # nothing was changed, or nobody has it yet
+            self.joined, self.device.failure = False, error
+            raise SetupError(f"the weights of stage {self.stage} are lost here: {error}") from error
 
     async def refresh_digest(self) -> None:
         """Hash the weights when the device has nothing better to do, and tell the coordinator."""
@@ -359,7 +369,7 @@ class StageCore:
             self.steps.clear()
             for step in closed:
                 await step.stopped()
-            await self.device.run(Rank.STEP, version, self.compute.load_state, version, tensors)
+            await self._overwrite(version, self.compute.load_state, version, tensors)
             self.applied, self.commits, self.generation = None, {}, position.generation
             self.trail.begin(version)
             self.taken_at.clear()

@@ -79,9 +79,8 @@ def sync_folder(folder: Path) -> None:
     """Make renames in `folder` survive a power cut, where the filesystem can."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    except OSError:
-        pass  # network filesystems refuse this; the rename itself is still atomic
+        with contextlib.suppress(OSError):  # network filesystems refuse this; the rename is still atomic
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -100,14 +99,12 @@ def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove temporary files whose writers are gone."""
-    found: list[Path] = []
     with contextlib.suppress(OSError):  # others may remove the folder meanwhile
-        found = list(folder.glob(TEMPORARY + "*"))
-    for path in found:
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_AFTER_S:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
-                path.unlink()
+        for path in list(folder.glob(TEMPORARY + "*")):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_AFTER_S:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+                    path.unlink()
 
 
 @contextlib.contextmanager

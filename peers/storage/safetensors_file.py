@@ -118,11 +118,10 @@ def write(
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest, written = hashlib.sha256(), 0
+    digest = hashlib.sha256()
 
     def blocks() -> Iterable[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little")
-        yield text
+        yield len(text).to_bytes(8, "little") + text
         for name in order:
             tensor = value(name)
             assert info(tensor) == info(shapes[name])
@@ -134,8 +133,7 @@ def write(
             digest.update(part)
             atomic_file.write_all(file, part)
             progress(len(part))
-        written += len(block)
-    return digest.hexdigest(), written
+    return digest.hexdigest(), 8 + len(text) + at
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

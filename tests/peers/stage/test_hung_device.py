@@ -1,12 +1,18 @@
-"""A device that hangs while its peer still talks: replicas would wait for it for ever."""
+"""A device that hangs while its peer still talks: replicas would wait for it for ever. Or one that breaks
+while weights change: what it leaves is of no version."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
+import torch
 
 from peers.clock import now_s
+from peers.events import StateFetched
 from peers.owner.control_socket import DONE_S
 from peers.ports import Rank
 from peers.sim.device import SimDevice
@@ -14,6 +20,7 @@ from peers.stage import device as stage
 from peers.stage.settings import StageSettings
 from swarm.errors import DeviceHangs, SetupError
 from swarm.manifest import audit_run
+from swarm.model.stage import StageCompute
 from tests.peers.loops import Swarm, swarm
 from tests.seeds import some
 
@@ -215,3 +222,47 @@ def test_the_owner_waits_for_a_slow_job_but_not_for_long() -> None:
     assert stage.longest_job_s(1.0, 600.0, owner_waits=True) == 30.0
     assert stage.longest_job_s(40.0, 600.0, owner_waits=True) == 80.0
     assert stage.longest_job_s(100.0, 600.0, owner_waits=True) == 90.0 < DONE_S
+
+
+# --- what breaks part-way ---
+
+
+def out_of_memory(compute: StageCompute, method: str, then: Callable[[], object]) -> None:
+    """From now on `method` changes the weights, breaks, and leaves the version as it was."""
+    part = compute.state._optimizer if method == "step" else compute.state  # type: ignore
+    change = getattr(part, method)
+
+    def broken(*args: Any, **more: Any) -> None:
+        version = compute.version
+        change(*args, **more)
+        compute.state.version = version
+        then()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    setattr(part, method, broken)
+
+
+async def test_nobody_gets_what_a_step_that_broke_part_way_has_left() -> None:
+    """A newcomer, or this peer after a pause, would go on from it, and count microbatches once more."""
+    async with swarm(audit_run(stages=2, steps=3, microbatches_per_step=8), replicas=1) as s:
+        s.add_trainer("trainer")
+        await s.until_version(1)
+        peer, task = s.peers.pop("s1p0"), s.tasks.pop("s1p0")
+        out_of_memory(peer.core.compute, "step", lambda: s.add_peer("late", 1))
+        await s.until(task.done, limit_s=30.0)
+        with pytest.raises(SetupError, match="the weights of stage 1 are lost here: CUDA out of memory"):
+            await task
+        assert not s.seen(StateFetched) and not peer.core.joined
+
+
+async def test_nor_what_a_download_that_broke_part_way_has_left() -> None:
+    async with swarm(audit_run(stages=1, steps=3, microbatches_per_step=8)) as s:
+        await s.until_serving()
+        peer, task = s.peers.pop("s0p0"), s.tasks.pop("s0p0")
+        out_of_memory(peer.core.compute, "load", lambda: s.add_peer("late", 0))
+        with suppress(torch.OutOfMemoryError):
+            await peer._recovery.download(["s0p1"])  # type: ignore
+        await s.until(task.done, limit_s=30.0)
+        with pytest.raises(SetupError, match="the device of stage 0 failed: CUDA out of memory"):
+            await task
+        assert "s0p0" not in {event.source for event in s.seen(StateFetched)}
