@@ -45,13 +45,13 @@ class Islands:
 
     def voice(self, stages: Iterable[Stage] | None = None) -> dict[PeerId, int]:
         """How much the word of each peer counts that serves one of these stages, on any island; None: all."""
-        found = [one.voices.of_all(stages) for one in self.all]
-        return {peer: weight for voices in found for peer, weight in voices.items()}
+        return {peer: weight for one in self.all for peer, weight in one.voices.of_all(stages).items()}
 
     async def others_records(self) -> list[PeerRecord]:
-        """The records of all peers of other islands, by their stages there."""
+        """The records of all peers of other islands, by their stages there, and of keepers, as they are."""
         S, records = self.own.S, await self._directory.lookup_all()
-        return [replace(r, stage=r.stage % S) for r in records if r.stage // S in self.others]
+        there = [r for r in records if r.stage == NO_STAGE or r.stage // S in self.others]
+        return [replace(r, stage=r.stage if r.stage == NO_STAGE else r.stage % S) for r in there]
 
 
 def telling_cells(run: Run, emit: Emit) -> Emit:

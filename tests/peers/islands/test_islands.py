@@ -18,10 +18,12 @@ from peers.events import Note
 from peers.islands.trainers import IslandTrainers
 from peers.ports import Answer
 from peers.sim.loop import WORLD
+from peers.storage.checkpoint import Checkpoint
 from peers.trainer import TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.leases import Snapshot
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
+from swarm.model.layout import initial_state
 from swarm.model.reference import SingleProcess
 from swarm.wire.messages import Opened, OpenHeld
 from tests.model.chain import batch_of, tiny_run
@@ -259,6 +261,22 @@ async def test_what_a_cell_has_between_meetings_is_no_state_of_another_island() 
         train(s, "again")
         await s.until_finished(limit_s=200.0)
         assert_counted(s)
+
+
+async def test_each_island_goes_on_from_what_a_keeper_has(tmp_path: Path) -> None:
+    """All machines but the keeper's were gone, and those of the first island come back later."""
+    run = counting()
+    for stage in range(run.S):
+        Checkpoint(tmp_path, run, stage, 3).save(initial_state(run, stage))
+    async with swarm(run, replicas=0) as s:
+        end = s.network.join("keeper")
+        settings = KeepingSettings(folder=tmp_path)
+        s.start(end, CheckpointKeeper(run, end.transport, end.directory, settings, s.events.append).run())
+        await s.until(lambda: "keeper" in s.network.records)
+        for cell in (2, 3):
+            s.add_peer(f"s{cell}p0", cell)
+        await s.until_serving()
+        assert [peer.core.version for _, peer in s.live()] == [3, 3]
 
 
 async def test_a_keeper_keeps_nothing_that_an_island_has_between_meetings(tmp_path: Path) -> None:
