@@ -282,8 +282,7 @@ def open_text(run: Run, files: tuple[Path | str, ...], tokenizer: Path | None) -
         code, *more = files
         if more:
             raise SetupError("samples are made by one function: give one package.module:function with --data")
-        other = replace(run, data=replace(run.data, code=str(code), sha256="", tokens=0))
-        return open_data(other)
+        return open_data(replace(run, data=replace(run.data, code=str(code), sha256="", tokens=0)))
     other = replace(run, data=replace(run.data, source="files", sha256="", tokens=0, root="", mixture=""))
     return open_data(other, files, tokenizer)
 

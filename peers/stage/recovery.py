@@ -278,8 +278,7 @@ class Recovery:
         records = await self._directory.lookup_all()
         keepers = {record.peer for record in records if is_keeper(record)}
         faults: list[PeerFault] = []
-        saved = await self._ask_saved(records, faults.append)
-        sources = saved.sources
+        sources = (await self._ask_saved(records, faults.append)).sources
         from_keeper = any(not keepers.isdisjoint(peers) for had in sources.values() for peers in had.values())
         have = {stage: set(versions) for stage, versions in sources.items()}
         have[self._stage] |= set(await asyncio.to_thread(self._store.versions))

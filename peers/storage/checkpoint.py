@@ -261,8 +261,7 @@ def saved_steps(folder: str | Path, run: Run, stage: Stage, *, tell: Tell = unhe
 
     Each file is read once to verify it, and again only when it changed. `tell`: told of each damaged one.
     """
-    steps = _saved(folder, run, [stage]).items()
-    return [step for step, (one,) in steps if one.is_whole(tell)]
+    return [step for step, (one,) in _saved(folder, run, [stage]).items() if one.is_whole(tell)]
 
 
 def found_steps(folder: str | Path, run: Run, stage: Stage) -> list[int]:

@@ -243,11 +243,10 @@ class _Cache(NamedTuple):
 
     def lookup(self, key: str) -> Index | None:
         """What the source with this key became, if it is here and whole."""
-        try:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
             root = (self.folder / key).read_text("ascii")
-        except (OSError, UnicodeDecodeError):
-            return None
-        return self.index(root) if root.isalnum() else None
+            return self.index(root) if root.isalnum() else None
+        return None
 
     def fill(self, key: str, files: Sequence[Path], tokenizer: Tokenizer, vocab_size: int) -> Index:
         """Make the tokens and keep them."""

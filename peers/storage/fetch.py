@@ -14,10 +14,12 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from swarm.installed import first_line
 
 HUB = "https://huggingface.co"
+_HTTP = ("http://", "https://")
 _HUB_FILE = re.compile(r"hf://(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)")
 ANSWER_S = 30.0
 """A server that sends nothing for so long is taken for gone."""
@@ -46,7 +48,10 @@ def beside(index: str, address: str) -> str:
         return address if is_far(address) else str(Path(index).parent / address)
     if is_far(address) and address.partition("://")[0] not in STORES:
         raise ValueError(address)
-    return address if is_far(address) else f"{index.rpartition('/')[0]}/{address.lstrip('/')}"
+    if is_far(address):
+        return address
+    path = address.lstrip("/")  # in which any character may be
+    return f"{index.rpartition('/')[0]}/{quote(path) if index.startswith(_HTTP) else path}"
 
 
 def read(
@@ -69,7 +74,7 @@ def read(
     try:
         if address.startswith("hf://"):
             return _over_http(_at_hub(address), start, count, os.environ.get("HF_TOKEN", ""))
-        if address.startswith(("http://", "https://")):
+        if address.startswith(_HTTP):
             return _over_http(address, start, count, named_by=named_by)
         import fsspec.core
 
@@ -100,7 +105,7 @@ def _at_hub(address: str) -> str:
         raise FileNotFoundError(2, f"{address} is no hf://[datasets/]OWNER/NAME[@REVISION]/FILE")
     kind, repository, revision, file = found.groups(default="")
     hub = os.environ.get("HF_ENDPOINT") or HUB
-    return f"{hub}/{kind}{repository}/resolve/{revision or 'main'}/{file}"
+    return f"{hub}/{kind}{repository}/resolve/{revision or 'main'}/{quote(file)}"
 
 
 _private: set[str] = set()

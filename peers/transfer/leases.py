@@ -228,8 +228,7 @@ class Leases:
 
     async def _serve_close(self, request: Request) -> Answer:
         """The caller has all that it wants of a lease. A copy stays a while for others."""
-        wanted = unpack(request.header, CloseLease, *self._runs)
-        lease = self._leases.get(wanted.lease)
+        lease = self._leases.get(unpack(request.header, CloseLease, *self._runs).lease)
         if lease is not None:
             lease.left_by(request.peer)
         return Answer(pack(Ack()))

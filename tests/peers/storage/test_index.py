@@ -286,6 +286,26 @@ def test_the_cache_stays_within_its_bound_and_keeps_what_was_used_last(
     assert_right(data, EVERYWHERE)
 
 
+STRANGE = "is this 100 %? ü #1.tokens"
+"""`swarm tokenize` names a shard after its text."""
+
+
+@pytest.mark.parametrize("at", ["the server", "the hub"])
+def test_files_may_have_names_that_an_address_writes_otherwise(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    text = (server.folder / NAME).read_text()
+    (server.folder / NAME).write_text(text.replace("0.tokens", STRANGE))
+    (server.folder / "0.tokens").rename(server.folder / STRANGE)
+    address = f"{server.url}/index.json"
+    if at == "the hub":
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        address = "hf://datasets/some/data/index.json"
+        place = server.folder / "datasets" / "some" / "data" / "resolve" / "main"
+        copied(server.folder, place)
+    assert_right(opened(address, tmp_path)[1], EVERYWHERE)
+
+
 def test_a_full_cache_disk_is_said_and_the_tokens_are_used_all_the_same(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
