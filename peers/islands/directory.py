@@ -59,8 +59,7 @@ def telling_cells(run: Run, emit: Emit) -> Emit:
 
     def told(event: Event) -> None:
         stage = getattr(event, "stage", None)
-        tells = isinstance(stage, int) and stage >= 0
-        emit(replace(event, stage=run.cell(stage)) if tells else event)
+        emit(replace(event, stage=run.cell(stage)) if isinstance(stage, int) and stage >= 0 else event)
 
     return told if run.cells > run.S else emit
 

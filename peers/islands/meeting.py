@@ -78,8 +78,7 @@ class IslandMeeting:
             return added_up(run, layout, [step.shared[number] for number in range(self._count)])
         total = torch.zeros(layout.sum_numel, dtype=weights_dtype(run))
         for part in range(self._parts):
-            told = [step.shared[self._count + part]]
-            added_up(run, layout, told, part, are_sums=True, total=total)
+            added_up(run, layout, [step.shared[self._count + part]], part, are_sums=True, total=total)
         return total
 
     async def _gather(self, step: OpenStep, own: torch.Tensor) -> None:

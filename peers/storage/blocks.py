@@ -14,6 +14,7 @@ import io
 import itertools
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -88,7 +89,7 @@ class Blocks:
         Raises:
             SetupError: the tree of the index cannot be had, or does not have its root.
         """
-        self._folder, self._most = folder / "blocks", most_bytes
+        self._folder, self._most, self._allowed = folder / "blocks", most_bytes, most_bytes
         self._shards = Shards(index.shards, index.dtype, named_by)
         self._upper = TreeFile(index, folder, most_bytes, named_by)
         self.tree = Tree(index.size, bytes.fromhex(index.root), self._upper.read, self._inside, self.read)
@@ -315,6 +316,8 @@ class Blocks:
                 self._make_room(len(content))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 atomic_file.write_whole(path, content)
+                # If there was no room, there is again: as much as is free may be kept.
+                self._most = max(self._most, min(self._allowed, shutil.disk_usage(path).free))
                 return path.open("rb")
             except OSError as error:
                 remedy = f"set {CACHE_ENV} to another folder"
@@ -332,9 +335,8 @@ class Blocks:
         if self._written <= self._most:
             return
         found = self._there()
-        there = sum(size for _, size, _ in found) + size
-        self._written = there
-        if there <= self._most:
+        self._written = sum(length for _, length, _ in found) + size
+        if self._written <= self._most:
             return
         for _, length, path in sorted(found):
             if self._written <= KEPT * self._most:
