@@ -106,7 +106,7 @@ def largest_norm(term: torch.Tensor) -> torch.Tensor:
 
 def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None = None) -> None:
     """Add `term` (floats, any shape, within `largest_term`) to `total` (int64, 1-D, as many elements)."""
-    flat = term.detach().reshape(-1)
+    flat = term.detach().reshape(-1).contiguous()  # a kernel reads its memory, whatever its stride
     on_host = flat.device.type == "cpu"
     fused = None if on_host or rounded is not None else _fused_add(flat.device, flat.dtype)
     if fused is not None:

@@ -146,6 +146,11 @@ def test_a_gradient_is_added_as_on_the_cpu(dtype: torch.dtype) -> None:
         add_exact(here, term)
         add_exact(there, term.cuda())
     assert torch.equal(here, there.cpu())
+    for part in (slice(None), 0), (0, slice(1)):  # a column, and one number expanded
+        here, there = torch.zeros(1000, dtype=torch.int64), torch.zeros(1000, dtype=torch.int64).cuda()
+        add_exact(here, term[part].expand(1000))
+        add_exact(there, term.cuda()[part].expand(1000))
+        assert torch.equal(here, there.cpu())
 
 
 def test_a_gradient_that_overflows_on_the_device_is_refused_and_leaves_the_sum() -> None:

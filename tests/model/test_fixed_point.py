@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from swarm.errors import SetupError
 from swarm.ids import Microbatch
 from swarm.manifest import IslandsSpec, audit_run
+from swarm.model import fixed_point
 from swarm.model.fixed_point import (
     BITS,
     BLOCK,
@@ -51,6 +52,21 @@ def test_a_narrow_gradient_is_added_as_the_same_numbers_made_wide() -> None:
     assert torch.equal(*sums) and sums[0].any()
     norm = largest_norm(narrow)
     assert norm.dtype == torch.float32 and norm >= narrow.abs().max()
+
+
+def test_a_kernel_is_given_the_numbers_of_a_gradient_one_behind_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd's gradient of a sum is one number expanded, and that of a stack every other one of it."""
+    weight, other = (torch.nn.Parameter(torch.ones(7, device="meta")) for _ in range(2))
+    (of_sum,) = torch.autograd.grad(weight.sum(), weight)
+    (of_stack,) = torch.autograd.grad(torch.stack([weight, other], 1).square().sum(), weight)
+    assert (of_sum.stride(), of_stack.stride()) == ((0,), (2,))
+    given = list[torch.Tensor]()
+    monkeypatch.setattr(fixed_point, "_fused_add", lambda *_: lambda _, flat: given.append(flat))
+    for term in (of_sum, of_stack):
+        add_exact(torch.empty(7, dtype=torch.int64, device="meta"), term)
+    assert [flat.stride() for flat in given] == [(1,), (1,)]
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 40), spread=st.integers(0, 12))
