@@ -282,16 +282,16 @@ class SumCheck:
         """The members whose products are not here."""
         return tuple(member for member in self.plan.members if member not in self._said)
 
-    def mismatch(self, reduced: torch.Tensor) -> tuple[int, int] | None:
-        """Owner and chunk of the first result that is not the sum of the contributions. In any thread."""
-        seed = seed_of(self.nonces[member] for member in self.plan.members)
+    def doubtful(self, reduced: torch.Tensor) -> list[tuple[int, int]]:
+        """Owner and chunk of the results that are not surely the sums of the contributions. In any thread."""
+        seed, found = seed_of(self.nonces[member] for member in self.plan.members), list[tuple[int, int]]()
         for place, part in enumerate(self.parts):
             for index, (start, numel) in enumerate(part):
                 r = coefficients(seed, place, index, numel)
                 expected = sum(nth_sum(said.sums[place], index) or 0 for said in self._said.values())
                 if not fits(reduced[start : start + numel], r, expected % MODULUS):
-                    return place, index
-        return None
+                    found.append((place, index))
+        return found
 
     def product_of(self, place: int) -> tuple[Projected, bytes]:
         """What a member signed of its products, and its signature."""

@@ -213,12 +213,11 @@ class SumAudits:
         """Return if `reduced` fits all products, which were heard."""
         self._told_t = check.t
         pulse(self._told)
-        wrong = await asyncio.to_thread(check.mismatch, reduced)
-        if wrong is not None:
+        for place, index in await asyncio.to_thread(check.doubtful, reduced):
             check.unchecked = None
-            await self._dispute(check, reduced, *wrong)
-            owner = check.plan.members[wrong[0]]
-            raise Refused(f"the part of {owner} is not the sum of what its members say that they sent")
+            if await self._dispute(check, reduced, place, index):
+                owner = check.plan.members[place]
+                raise Refused(f"the part of {owner} is not the sum of what its members say that they sent")
         toss = Toss("spot check", self._stage, check.t, check.plan.round)
         coin = Coin(self._transport.signer, self._run.id, toss)
         if coin.falls(SPOT_CHECKS) and await self._spot_check(check, reduced, coin):
@@ -267,7 +266,7 @@ class SumAudits:
     # -- disputes -----------------------------------------------------------------------------------
 
     async def _dispute(self, check: SumCheck, reduced: torch.Tensor, place: int, index: int) -> bool:
-        """Compute a chunk again; whether a peer was shown to lie.
+        """Compute a chunk again; whether a peer was shown to lie. If none, the result is right.
 
         Raises:
             PeerFault: a member does not show what it sent, or an owner did not sign it.
@@ -301,19 +300,20 @@ class SumAudits:
     async def shown(self, check: SumCheck, member: int, place: int, index: int) -> tuple[bytes, list[Buffer]]:
         """What a member contributed to a chunk: the digests of all chunks of that part, and the bytes."""
         name, said = check.plan.members[member], check.reduced[place][0].contributions[member]
+        numel = check.parts[place][index][1]
         if name == self._transport.peer_id:
             digests, body = self._show(check, place, index)
         else:
             ask = ShowChunk(run=self._run.id, round=check.plan.round, place=place, index=index)
-            most = 8 * check.parts[place][index][1]
             answer = await self._transport.call(
-                name, "show", pack(ask), max_answer_bytes=most, deadline_s=min(SHOW_S, check.limit_s)
+                name, "show", pack(ask), max_answer_bytes=8 * numel, deadline_s=min(SHOW_S, check.limit_s)
             )
             digests, body = unpack_answer(name, answer.header, ShownChunk).digests, list(answer.body)
         chunk = numbers(body[0]) if len(body) == 1 else None
-        fits = not digests and not body and not check.contributes(member)
-        if chunk is not None:
-            fits = chunk_digest(chunk) == nth_digest(digests, index)
+        fits = not digests and not body
+        if check.contributes(member):
+            fits = chunk is not None and len(chunk) == numel
+            fits = fits and chunk_digest(chunk) == nth_digest(digests, index)
         if not fits or digest_of(digests) != said.chunks:
             raise BadAnswer(name, "does not show the contribution that it sent")
         return digests, body

@@ -16,7 +16,7 @@ import torch
 from swarm.audit import is_audited
 from swarm.ids import Microbatch
 from swarm.model.stage import StageCompute
-from swarm.protocol.statements import Signer, is_signed
+from swarm.protocol.statements import Signer
 from swarm.wire.buffers import Buffer
 from swarm.wire.codec import Encoded, decode, split
 from swarm.wire.evidence import WrongAnswer
@@ -128,9 +128,7 @@ def proves_answer(
         As `StageCompute.forward`.
     """
     said, run = evidence.statement, compute.run
-    if not is_audited(run) or said.stage != compute.stage:
-        return False
-    if not is_signed(signer, evidence.accused, run.id, said, evidence.signature):
+    if not is_audited(run) or said.stage != compute.stage or not evidence.is_signed(signer, run.id):
         return False
     split = split_tensors(evidence.tensors, body)
     if split is None:

@@ -21,12 +21,13 @@ from swarm.model.fixed_point import SCALE, to_float
 LARGEST = 32767
 """Of a coefficient."""
 DEVIATIONS = 16.0
+MAX_CHANCE = 2.0**-9
+"""That a lie fits: the larger a result says that it is, the more its rounding may be, and modulo 2^64 all."""
 ROUNDING = 2.0**-24 * (1.0 + 2.0**-20)
 """Of int64 to float64 to float32."""
 _SLICE = 1 << 13
 """Elements: what is computed with them stays in an L2 cache. And numpy's BLAS takes one thread for a product
-of fewer than 10,000: on cores that others use, waiting for more of them takes 60 times as long.
-"""
+of fewer than 10,000: on cores that others use, waiting for more of them takes 60 times as long."""
 MODULUS = 1 << 64
 
 
@@ -48,21 +49,21 @@ def product(contribution: torch.Tensor, r: npt.NDArray[np.int16]) -> int:
 
 
 def fits(result: torch.Tensor, r: npt.NDArray[np.int16], expected: int) -> bool:
-    """Whether a result (1-D, host; floats, or whole numbers where sums are rounded) can be that of
-    contributions whose products add up to `expected`, modulo 2^64.
+    """Whether a result (1-D, host; floats, or whole numbers where sums are rounded) is surely that of
+    contributions whose products add up to `expected`, modulo 2^64. Another may be, where it is very large.
     """
     if result.dtype == torch.int64:
         return product(result, r) == expected
     values, value, square = result.numpy(), 0.0, 0.0
     for start in range(0, len(values), _SLICE):
-        part = values[start : start + _SLICE]
-        value += float(np.dot(part.astype(np.float64), r[start : start + _SLICE].astype(np.float64)))
-        square += float(np.dot(part, part))  # elements of 2^-44 to 2^19: their squares are in range
+        part = values[start : start + _SLICE].astype(np.float64)
+        value += float(np.dot(part, r[start : start + _SLICE].astype(np.float64)))
+        square += float(np.dot(part, part))
     if not np.isfinite(value):
         return False
     differs = (int(value * SCALE) - expected) % MODULUS
     most = DEVIATIONS * LARGEST * ROUNDING * square**0.5 * SCALE + 1.0
-    return min(differs, MODULUS - differs) <= most
+    return min(differs, MODULUS - differs) <= most <= MODULUS * MAX_CHANCE / 2
 
 
 def reduced_of(contributions: Sequence[torch.Tensor], *, rounded: bool) -> torch.Tensor:

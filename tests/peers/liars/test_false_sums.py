@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from peers.audit import sum_check
 from peers.audit import sums as audits
 from peers.audit.sum_check import SumCheck
 from peers.events import Stepped, Trouble
@@ -94,6 +95,12 @@ def one_more(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def one_huge(result: torch.Tensor) -> torch.Tensor:
+    """So large that its rounding alone is more than products modulo 2^64 can tell."""
+    result[-1] = 1e15
+    return result
+
+
 CHANGES: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
     ("sign flip", torch.neg),
     ("zero", torch.zeros_like),
@@ -138,6 +145,24 @@ async def test_an_owner_that_adds_rounded_sums_wrongly_is_found_whatever_it_adds
 ) -> None:
     s, _ = await play(value(change), run=rounding(checked_run()))
     assert_only_the_liar_is_left_out(s)
+
+
+async def test_a_lie_too_large_for_products_is_found_without_a_spot_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(audits, "SPOT_CHECKS", 0.0)
+    s, _ = await play(value(one_huge))
+    assert_only_the_liar_is_left_out(s)
+
+
+async def test_a_result_of_which_no_product_is_sure_is_computed_again_and_accuses_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of honest sums that are very large."""
+    monkeypatch.setattr(sum_check, "fits", lambda *_: False)
+    s, _ = await play(None)
+    assert not any(convicted(s).values())
+    assert not s.seen(Trouble) and not s.voids()
 
 
 @pytest.mark.parametrize("terms", [lambda run: run, rounding], ids=["exact", "rounded"])
