@@ -424,7 +424,9 @@ class DhtNode:
     def _store(self, sender: PeerId, key: bytes, entry: Entry) -> bool:
         """Keep a value for a peer; whether it is kept."""
         first_hand, held = sender == entry.subkey, self._kept.get(key, {})
-        if not self._may_offer(sender, first_hand=first_hand) or self.check.open(key, entry) is None:
+        if not self._may_offer(sender, first_hand=first_hand) or entry.expires <= unix_s():
+            return False  # nor opened: what is over says nothing of who is there, and uses a token
+        if self.check.open(key, entry) is None:
             return False
         self._expire()
         few = not entry.subkey or self._of[entry.subkey] < MAX_OF_ONE
@@ -437,11 +439,9 @@ class DhtNode:
             self.keep(key, entry, first_hand=False)
 
     def keep(self, key: bytes, entry: Entry, *, first_hand: bool) -> bool:
-        """Hold a value that was checked; whether it is later than the one that is held, and not over."""
+        """Hold a value that was checked and is not over; whether it is later than the one that is held."""
         old, opened = self._kept.get(key, {}).get(entry.subkey), self.check.open(key, entry)
         rank = opened.rank if isinstance(opened, Charter) else (0, b"")
-        if entry.expires <= unix_s():
-            return False
         if old is not None and (rank, entry.expires) <= (old.rank, old.entry.expires):
             return False
         self._entries += old is None

@@ -3950,9 +3950,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "store-what-is-over",
         NODES,
-        "        if entry.expires <= unix_s():\n            return False\n",
-        "",
-        "A record that has run out is kept and told.",
+        " or entry.expires <= unix_s():\n",
+        ":\n",
+        "A record that has run out is kept and told, and uses its token for ever.",
         ("test_dht_protocol",),
     ),
     Mutation(

@@ -296,7 +296,7 @@ async def test_what_is_over_makes_room_in_a_full_node() -> None:
 async def test_what_is_over_already_is_not_kept() -> None:
     at = node()
     of_any(at)
-    assert not at.keep(KEY, Entry("a", b"", unix_s() - 1.0), first_hand=True)
+    assert not at._store("a", KEY, Entry("a", b"", unix_s() - 1.0))
     assert not at._kept
 
 

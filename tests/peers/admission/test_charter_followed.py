@@ -15,12 +15,13 @@ from peers.net._hivemind import DHTID
 from peers.net.charter import signed
 from peers.net.dht_protocol import REPLICAS, Entry, key_bytes, nearest
 from peers.net.identity import Identity
-from peers.net.signed_records import record_keys
+from peers.net.signed_records import record_keys, seal_record
 from swarm import charter as rules
 from swarm.charter import AdmissionRule, Ban, Charter
 from swarm.errors import SetupError
 from swarm.ids import RunName, fingerprint_of
 from swarm.manifest import Run, audit_run
+from swarm.records import PeerRecord
 from tests.net.directory.memory_dht import MemoryDht, MemoryNode, record
 
 pytestmark = pytest.mark.virtual_time
@@ -432,6 +433,27 @@ async def test_only_the_invited_are_seen_in_a_run_for_the_invited() -> None:
         await asyncio.sleep(20)
         assert nodes[1].directory.find(stranger.peer_id) is None
         assert nodes[1].directory.door.refusal(invited.peer_id, "part", True) == ""
+
+
+async def test_a_record_that_is_over_uses_no_token_whoever_shows_it_again() -> None:
+    """Who came back with another key and the same token was shut out by anybody who had kept his first
+    record, for as long as that one liked."""
+    token = signed.make_token(RUN.id, OWNER, "peer", expires=int(unix_s()) + 86_400)
+
+    def shown(key: Identity, ends: float) -> Entry:
+        credential = signed.seal_credential(signed.certify(token, RUN.id, key.peer_id)[1])
+        said = PeerRecord(peer=key.peer_id, run=RUN.id, stage=0, state="serving", version=0)
+        return Entry(key.peer_id, seal_record(said, ends, key, credential=credential), ends)
+
+    async with MemoryDht() as dht:
+        (at,) = await swarm(dht, 1)
+        closed = charter(1, peers=AdmissionRule("token"))
+        assert at.directory.charters.adopt(closed, OWNER.peer_id, signed.seal_charter(closed, OWNER))
+        first, again, place = Identity(b"1" * 32), Identity(b"2" * 32), key_bytes(f"{RUN.id}.peers.0.0.0")
+        assert at.node._store(again.peer_id, place, shown(again, unix_s() + 20.0))
+        assert not at.node._store(THIEF.peer_id, place, shown(first, unix_s() - 3600.0))
+        assert at.node._store(again.peer_id, place, shown(again, unix_s() + 25.0))
+        assert at.directory.door.shown(first.peer_id) == b""
 
 
 @pytest.mark.slow
