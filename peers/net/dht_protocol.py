@@ -214,8 +214,7 @@ def answer(question: Question, held: Callable[[bytes], Sequence[Entry]]) -> list
     """`held`: what the node has under a key, the most important first."""
     room, found = min(question.most_bytes, MAX_ANSWER_BYTES), []
     for number, one in enumerate(question.keys):
-        share = room // (len(question.keys) - number)
-        size, told = 0, 0
+        share, size, told = room // (len(question.keys) - number), 0, 0
         known: dict[bytes, int] = dict(_KNOWN.iter_unpack(one.known))
         late = ((_lateness(entry, known, question.salt), entry) for entry in held(one.key))
         # Stable: of those that are as late, in the order in which they are held.
@@ -611,6 +610,9 @@ class DhtNode:
         elif crowded and now - self._pinged_at < PING_EVERY_S:
             return
         oldest = table.add_or_update_node(node_id, peer)
+        bucket = table.buckets[table.get_bucket_index(node_id)]
+        if len(bucket.replacement_nodes) > bucket.size:  # it would keep all identities that ever answered
+            del table[next(iter(bucket.replacement_nodes))]
         if oldest is not None:
             self._pinged_at = now
             self._tasks.create_task(self.ping(oldest[1]))

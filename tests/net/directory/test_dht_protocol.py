@@ -312,6 +312,17 @@ async def test_keys_are_bounded_and_so_are_those_who_offer(monkeypatch: pytest.M
     assert [peer for peer, _ in at._offers] == ["p3", "p4", "p9"]
 
 
+async def test_of_the_nodes_that_ever_answered_a_bounded_number_is_known() -> None:
+    """All that a full part of the table had no place for were kept for ever, and asked for charters."""
+    at = node()
+    for number in range(3_000):
+        at._met(f"peer {number}")
+    in_place = sum(len(bucket.nodes_to_peer_id) for bucket in at.table.buckets)
+    assert 100 < in_place < len(at.table.peer_id_to_uid) < 2 * in_place + at.bucket_size
+    assert len(at.table.peer_id_to_uid) == len(at.table.uid_to_peer_id)
+    assert "peer 0" in at.table and "peer 2999" in at.table, "those that stay, and those that came last"
+
+
 async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_it_is_given() -> None:
     at = node()
     of_any(at)
