@@ -382,7 +382,7 @@ class NetTransport:
         links = self._callers[peer]
         links.append(link)
         if len(links) > MAX_LINKS_PER_PEER:
-            links[0].fail(PeerGone(peer, "opened another stream"))
+            self._end(links[0])  # now, not when it has ended: any number may come before that
         if why := self._dialer.closed or self.refusal(peer, "", True):
             link.fail(PeerGone(peer, why))
         elif len(self._incoming) > self._most_links:
@@ -390,9 +390,7 @@ class NetTransport:
         return peer, self.lines.of(peer)
 
     def _make_room(self, newest: ServerConnection) -> None:
-        """End the stream of the next few that was silent for longest, of a stranger without calls if there
-        is one.
-        """
+        """Of the next few streams end the longest silent one, of a stranger without calls if there is any."""
         few = self._next_few(newest)
         self._end(min(few, key=lambda one: (self.invited(one.peer), one.busy, one.last_byte_at)))
 

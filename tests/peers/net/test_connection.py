@@ -559,6 +559,25 @@ async def test_of_streams_that_take_all_places_a_silent_strangers_makes_room_for
     await transport._tasks.close()
 
 
+@pytest.mark.virtual_time
+async def test_streams_that_one_opens_in_one_moment_are_no_more_than_one_by_one() -> None:
+    """Only the first of them was ended, again and again, until it had ended: the others stayed."""
+    transport, gone = NetTransport(DaemonControl(Path("none")), Identity.generate()), list[str]()
+    transport._most_links, transport.on_gone = 6, gone.append
+
+    def opens(peer: str) -> ServerConnection:
+        link = transport._make_callee(peer)
+        Wire(link)
+        feed(link, b"\0")
+        return link
+
+    others = [opens("calm"), opens("still")]
+    crowd = [opens("hasty") for _ in range(50)]
+    assert [link.over for link in crowd] == [True] * 47 + [False] * 3
+    await asyncio.sleep(0.1)
+    assert set(transport._incoming) == {*others, *crowd[-3:]} and not gone
+
+
 class Narrow(Wire):
     """It takes so many bytes a second, and asks to pause while it has any left."""
 
