@@ -28,6 +28,7 @@ MIN_UPLOAD_BPS = 256e3
 """Below that a peer would be taken for dead by those it answers."""
 
 TOKEN_START = "swarm-invitation-"
+TOKEN_VARIABLE = "SWARM_TOKEN"  # a command line can be read by all users of a machine
 NO_TOKEN = f"none that swarm invite printed: that is one word that starts with {TOKEN_START}"
 EXAMPLE_ADDRESS = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooW..."
 
@@ -310,6 +311,7 @@ Reach: TypeAlias = Literal["auto", "public", "relay"]
 RUN_HELP = "run id, 32 hex digits; or its name and its owner's fingerprint"
 JOIN_HELP = "a bootstrap or any peer of it; repeatable"
 DATA_HELP = "text files, in the order that the manifest pins; or an index: its folder or its address"
+TOKEN_HELP = "from the owner, who made it with swarm invite; keep your --identity"
 ALLOW_HELP = "a package, or a file of the owner's, that the manifest may name; repeatable"
 TOKENIZER_HELP = "tokenizer.json, if the run has one"
 EVAL_HELP = "text that the run is evaluated on, if its manifest says so"
@@ -346,9 +348,7 @@ class RunOptions(Options):
 class MemberOptions(RunOptions):
     """The same, of a role in it."""
 
-    token: str | None = optional(
-        TOKEN, "from the owner (swarm invite); with it always give the same --identity", group=RUN
-    )
+    token: str | None = optional(TOKEN, TOKEN_HELP, group=RUN, variable=TOKEN_VARIABLE)
     allow_code: tuple[str, ...] = repeated(WORD, ALLOW_HELP, group=RUN)
     max_upload: float | None = optional(
         RATE, "send no more than this, such as 20Mbit a second (default: no limit)", group=NETWORK
@@ -517,7 +517,7 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")  # `from` is a word of Python
 
 
-VARIABLES = ("SWARM_RUN", "SWARM_JOIN", "SWARM_IDENTITY")
+VARIABLES = ("SWARM_RUN", "SWARM_JOIN", "SWARM_IDENTITY", TOKEN_VARIABLE)
 """They speak to the program that a user starts; those that it starts are told everything as arguments."""
 
 

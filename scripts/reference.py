@@ -26,6 +26,7 @@ VARIABLES = {
     "SWARM_RUN": "as `--run`",
     "SWARM_JOIN": "as `--join`: addresses with spaces between them",
     "SWARM_IDENTITY": "as `--identity`, of programs that others reach",
+    "SWARM_TOKEN": "as `--token`, which other users of the machine can read on a command line",
     "SWARM_CACHE": "folder of the cache, not `~/.cache/swarm`",
     "SWARM_RESULTS": "folder of the last versions of finished runs, not `~/.local/share/swarm/results`",
 }

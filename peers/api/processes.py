@@ -27,6 +27,7 @@ from peers.device import choose_device
 from peers.events import Emit, Event, Note, StepDone, count, parse_event
 from peers.net.charter.signed import make_token
 from peers.net.identity import Identity
+from peers.options import TOKEN_VARIABLE
 from peers.programs.fleet import Child, names_of, stop_all
 from peers.storage import RESULTS_ENV
 from peers.waiting import happens
@@ -278,17 +279,17 @@ class Processes:
 
     # -- processes --------------------------------------------------------------------------------
 
-    async def _spawn(self, arguments: list[str], *, stdin: bytes = b"") -> Child:
+    async def _spawn(self, arguments: list[str], *, stdin: bytes = b"", token: str = "") -> Child:
         child = await Child.spawn(
             [*arguments, *PRIVATE, "--log-format", "json"], self._hear, stdin=stdin, stderr=STDOUT,
-            environment={RESULTS_ENV: ""},
+            environment={RESULTS_ENV: "", TOKEN_VARIABLE: token},
         )  # fmt: skip
         self.children.append(child)
         return child
 
     async def _spawn_peer(self, stage: Stage) -> None:
         words = ["--stage", str(stage), "--device", next(self._devices), "--threads", "1"]
-        used, key = {self._keys.get(child) for child in self._stages}, Path()
+        used, key, token = {self._keys.get(child) for child in self._stages}, Path(), ""
         if (folder := self._folder) is not None:
             keys = [folder / f"peer{stage}{f'-{n}' * (n > 0)}.key" for n in range(len(used) + 1)]
             words += _key(key := next(key for key in keys if key not in used))
@@ -296,8 +297,8 @@ class Processes:
                 words += ["--checkpoint-dir", str(folder / "checkpoints")]
             if Identity.load_or_create(key).peer_id not in self.run.admission.founders:
                 until, owner = int(unix_s()) + INVITED_S, Identity.load(folder / "owner.key")
-                words += ["--token", make_token(self.run.id, owner, "peer", expires=until)]
-        child = await self._spawn(["peer", *self._meeting, *self._allowed, *self._start, *words])
+                token = make_token(self.run.id, owner, "peer", expires=until)
+        child = await self._spawn(["peer", *self._meeting, *self._allowed, *self._start, *words], token=token)
         self._stages[child], self._keys[child] = stage, key
 
     def _hear(self, child: Child, line: str) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from peers.events import Emit, Note, Trouble, count
-from peers.options import MIN_UPLOAD_BPS, VARIABLES, Listen, PeerOptions
+from peers.options import MIN_UPLOAD_BPS, TOKEN_VARIABLE, VARIABLES, Listen, PeerOptions
 from peers.start_line import program
 from peers.waiting import end_tasks, happens, within
 from swarm.errors import SetupError
@@ -44,9 +44,9 @@ STOPPED = 130
 
 OWN_OPTIONS = frozenset(
     {"--device", "--identity", "--port", "--announce", "--metrics", "--max-upload", "--die-with-parent"}
-    | {"--direct-port", "--stages"}
+    | {"--direct-port", "--stages", "--token"}
 )
-"""Those in which the peers differ."""
+"""Those in which the peers differ, and the token, which is not for a command line."""
 
 
 class Child:
@@ -315,7 +315,8 @@ class Fleet:
         def say(_: Child, line: str) -> None:
             print(labelled(label, line), flush=True)
 
-        child = self._running[label] = await Child.spawn(["peer", *words], say)
+        secret = {TOKEN_VARIABLE: self._options.token or ""}
+        child = self._running[label] = await Child.spawn(["peer", *words], say, environment=secret)
         self._emit(Note(text=f"the peer on {label} has process id {child.pid}"))
         if self._leaving.is_set():
             child.signal(signal.SIGINT)

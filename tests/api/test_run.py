@@ -33,7 +33,7 @@ from peers.cli import build_parser, main
 from peers.events import Event, Note, Working, to_json
 from peers.net.charter.signed import certify, open_credential, seal_credential
 from peers.net.identity import Identity
-from peers.options import PeerOptions, options_from
+from peers.options import TOKEN_START, PeerOptions, from_environment, options_from
 from peers.programs.fleet import Child
 from peers.programs.trained import NoRoom
 from peers.storage import written
@@ -691,15 +691,17 @@ async def test_the_peers_of_a_local_swarm_have_the_devices_in_turn(monkeypatch: 
 async def test_more_peers_of_a_stage_than_the_manifest_names_are_invited_and_keep_their_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`swarm up --peers 2` of a run that admits by token ended at the second peer."""
+    """`swarm up --peers 2` of a run that admits by token ended at the second peer. Later the second peer's
+    token stood on its command line, where each user of the machine could read it."""
     folder, spawned = tmp_path / "mine", list[list[str]]()
     assert main(["init", str(folder), "--peers", "token"]) == 0
 
-    async def spawn(self: Processes, words: list[str], **_: Any) -> object:
-        spawned.append(words)
+    async def spawn(cls: type, words: list[str], *_: Any, environment: dict[str, str], **more: Any) -> object:
+        assert not any(TOKEN_START in word for word in words)
+        spawned.append([*words, *from_environment(PeerOptions, words, environment)])
         return object()
 
-    monkeypatch.setattr(Processes, "_spawn", spawn)
+    monkeypatch.setattr(Child, "spawn", classmethod(spawn))
     run = swarm.Run.from_toml(folder / "run.toml")
     processes: Any = Processes(run, 2, lambda event: None, folder=folder)
     processes.children = []
@@ -707,8 +709,8 @@ async def test_more_peers_of_a_stage_than_the_manifest_names_are_invited_and_kee
     async def started() -> tuple[PeerOptions, object]:
         await processes._spawn_peer(1)
         words = [*spawned[-1], "--run", run.id, "--join", ADDRESS]
-        processes.children.append(child := [*processes._stages][-1])
-        return options_from(PeerOptions, build_parser().parse_args(words)), child
+        child = [*processes._stages][-1]
+        return options_from(PeerOptions, build_parser(["peer"]).parse_args(words)), child
 
     named, second = await started(), await started()
     assert (named[0].identity, named[0].token) == (folder / "peer1.key", None)

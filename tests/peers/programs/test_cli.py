@@ -256,6 +256,9 @@ def test_variables_of_the_environment_stand_for_what_is_not_typed(monkeypatch: p
     monkeypatch.setenv("SWARM_RUN", RUN)
     monkeypatch.setenv("SWARM_JOIN", f"{JOIN} {other}")
     monkeypatch.setenv("SWARM_IDENTITY", "mine.key")
+    monkeypatch.setenv("SWARM_TOKEN", "swarm-invitation-x")
+    assert said_by(["keeper", "--dir", "d"], monkeypatch).token == "swarm-invitation-x"
+    monkeypatch.delenv("SWARM_TOKEN")
     args = said_by(["peer", "--stage", "1"], monkeypatch)
     assert (args.run, args.join, args.identity) == (RUN, [JOIN, other], Path("mine.key"))
     assert args.words == [

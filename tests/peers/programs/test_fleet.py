@@ -203,6 +203,36 @@ async def test_a_line_that_is_too_long_does_not_stop_the_peer_that_writes_it(
     assert "[shouts] working" in capfd.readouterr().out
 
 
+class Ended:
+    """A process that said what it has to say, and ended."""
+
+    def __init__(self, *lines: str) -> None:
+        self.stdout = asyncio.StreamReader()
+        self.stdout.feed_data("".join(lines).encode())
+        self.stdout.feed_eof()
+        self.pid, self.returncode = 1, 0
+
+    async def wait(self) -> int:
+        return self.returncode
+
+
+async def test_the_token_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[tuple[tuple[str, ...], dict[str, str]]] = []
+
+    async def exec_(*command: str, env: dict[str, str], **more: object) -> Ended:
+        started.append((command, env))
+        return Ended()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", exec_)
+    monkeypatch.setenv("SWARM_TOKEN", "swarm-invitation-of-another-run")
+    words = ["--run", "5a", "--token", "swarm-invitation-x", "--device", "cpu,cpu"]
+    options = of("cpu,cpu", token="swarm-invitation-x", identity=tmp_path / "keys")
+    assert await Fleet(options, words, emit=lambda _: None).run() == 0
+    assert await Fleet(of("cpu,cpu"), [], emit=lambda _: None).run() == 0
+    assert not any("-invitation-" in word or word == "--token" for command, _ in started for word in command)
+    assert [env["SWARM_TOKEN"] for _, env in started] == ["swarm-invitation-x"] * 2 + [""] * 2
+
+
 @pytest.mark.process
 async def test_one_that_asks_its_owner_for_something_is_not_started_again(
     children: None, capfd: pytest.CaptureFixture[str]
