@@ -118,7 +118,8 @@ class Child:
                 continue
             if not line:
                 return
-            self._hear(self, line.decode(errors="replace").rstrip("\n"))
+            with contextlib.suppress(OSError):  # nobody reads it on: the child is not to wait for that
+                self._hear(self, line.decode(errors="replace").rstrip("\n"))
 
 
 async def stop_all(children: Sequence[Child]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import pytest
 from peers.cli import Exit, main
 from peers.events import Event, Note, Trouble
 from peers.options import PeerOptions
-from peers.programs.fleet import Fleet, arguments, labelled, names_of, shared
+from peers.programs.fleet import Child, Fleet, arguments, labelled, names_of, shared
 from swarm.errors import SetupError
 
 
@@ -214,6 +215,19 @@ class Ended:
 
     async def wait(self) -> int:
         return self.returncode
+
+
+async def test_what_a_peer_says_is_read_on_when_it_can_be_told_to_nobody() -> None:
+    """With the disk full, or the reader gone, peers hung as soon as the pipe to this program was."""
+    heard: list[str] = []
+
+    def hear(child: Child, line: str) -> None:
+        heard.append(line)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    process: Any = Ended("one\n", "two\n")
+    assert await Child(process, hear).wait() == 0
+    assert heard == ["one", "two"]
 
 
 async def test_the_token_is_on_no_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
