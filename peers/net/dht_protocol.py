@@ -611,7 +611,7 @@ class DhtNode:
             return
         oldest = table.add_or_update_node(node_id, peer)
         bucket = table.buckets[table.get_bucket_index(node_id)]
-        if len(bucket.replacement_nodes) > bucket.size:  # it would keep all identities that ever answered
+        if len(bucket.replacement_nodes) > 4 * bucket.size:  # it would keep all that ever answered
             del table[next(iter(bucket.replacement_nodes))]
         if oldest is not None:
             self._pinged_at = now

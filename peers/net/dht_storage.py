@@ -72,7 +72,6 @@ class DhtStorage:
         self.node = DhtNode(me, self.check, self.tasks)
         self.online = False
         """Our p2pd runs, and the node above is on it."""
-        self.searched_at = self.greeted_at = -math.inf
         self._control, self._me, self._random = control, me, rng
         self._places: dict[str, Place] = {}
         self._searching: asyncio.Task[None] | None = None
@@ -180,8 +179,10 @@ class DhtStorage:
         return nearest(place.key_id, {*self.node.near(place.key_id, count), *place.near}, count)
 
     def some(self, count: int) -> list[PeerId]:
-        """Nodes that we know, wherever they are: all that are near a key may be one stranger's."""
-        known = sorted(self.node.table.peer_id_to_uid)
+        """Nodes wherever they are, of all or of those that stay: all near a key may be one stranger's."""
+        table = self.node.table
+        stayed = [peer for part in table.buckets for peer in part.nodes_to_peer_id.values()]
+        known = sorted(self._random.choice((stayed, [*table.peer_id_to_uid])))
         return self._random.sample(known, min(count, len(known)))
 
     def place(self, key: str) -> Place:
@@ -206,9 +207,8 @@ class DhtStorage:
         return [address for address in found if CIRCUIT not in address]
 
 
-def _why_none(failed: Iterable[tuple[PeerId, Sequence[str], BaseException | None]]) -> str:
+def _why_none(failed: Sequence[tuple[PeerId, Sequence[str], BaseException | None]]) -> str:
     """Why none of the peers to join at, with its addresses and what went wrong, can be joined at."""
-    failed = list(failed)
     silent = [peer for peer, _, error in failed if error is None]
     if silent:
         return (

@@ -312,15 +312,18 @@ async def test_keys_are_bounded_and_so_are_those_who_offer(monkeypatch: pytest.M
     assert [peer for peer, _ in at._offers] == ["p3", "p4", "p9"]
 
 
+@pytest.mark.virtual_time
 async def test_of_the_nodes_that_ever_answered_a_bounded_number_is_known() -> None:
     """All that a full part of the table had no place for were kept for ever, and asked for charters."""
-    at = node()
-    for number in range(3_000):
-        at._met(f"peer {number}")
-    in_place = sum(len(bucket.nodes_to_peer_id) for bucket in at.table.buckets)
-    assert 100 < in_place < len(at.table.peer_id_to_uid) < 2 * in_place + at.bucket_size
-    assert len(at.table.peer_id_to_uid) == len(at.table.uid_to_peer_id)
-    assert "peer 0" in at.table and "peer 2999" in at.table, "those that stay, and those that came last"
+    async with MemoryDht() as dht:
+        storage = (await dht.add(0)).directory.storage
+        table = storage.node.table
+        for number in range(4_000):
+            storage.node._met(f"peer {number}")
+        stayed, all_ = sorted({len(storage.some(10_000)) for _ in range(20)})
+        assert 100 < stayed < all_ == len(table.uid_to_peer_id) < 5 * stayed + table.bucket_size
+        asked = {peer for _ in range(20) for peer in storage.some(stayed)}
+        assert {"peer 0", "peer 3999"} < asked, "those that stay, and those that came last"
 
 
 async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_it_is_given() -> None:
