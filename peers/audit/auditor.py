@@ -76,6 +76,8 @@ class Auditor:
         """Who gave a state last that no other gave: next time another one is asked."""
         self._last: dict[PeerId, int] = {}
         """The step of which each was audited."""
+        self._said: dict[Stage, str] = {}
+        """The last note on each."""
         self._leaving, self._tasks = asyncio.Event(), TaskKeeper()
         self.audited = 0
         """Contributions that were computed again."""
@@ -113,20 +115,19 @@ class Auditor:
                 voice=self._voices.of(stage), progress=shown(stage, -1, self._emit),
             )  # fmt: skip
         except SwarmError as error:
-            self._emit(events.Note(text=error.text))
+            self._say(stage, error.text)
             return False
         rest_s = REST * (now_s() - began)
         version = found.opened.version
         t = version if run.weight_version(version) == version else version + 1
         counted = set(self._voices.counted(stage))
         said = len(counted & found.agreed)
-        only = None
-        if said < min(2, len(serving)):  # all others look like liars with what it makes up
-            only = found.agreed
+        only = found.agreed if said < min(2, len(serving)) else None
+        if only is not None:  # all others look like liars with what it makes up
             if not before:  # after the others all are asked again: by now two may agree
                 self._gave_alone[stage] = only
             text = f"stage {stage}: one peer alone gives version {version}, with which no other is audited"
-            self._emit(events.Note(text=text))
+            self._say(stage, text)
         if t < run.steps:
             compute = await asyncio.to_thread(self._build, stage)
             await self._device.run(Rank.STEP, t, compute.load_state, version, found.tensors)
@@ -158,18 +159,22 @@ class Auditor:
             asked.rotate()
             await asyncio.sleep(POLL_S)
         members = self._shuffled(stage, t, asked if claim is None else claim.plan.members, "")
-        members = [member for member in members if only is None or member in only]
-        members = [member for member in members if self._last.get(member, -1) < t]  # it is shown once
+        members = [m for m in members if (only is None or m in only) and self._last.get(m, -1) < t]
         for member in members:
             claim = await self._claim(compute, t, member)
             if claim is None or not claim.microbatches:
                 continue
-            self._last[member] = t
+            self._last[member] = t  # it is shown once
             if not await self._audit(compute, claim):
                 break
-        done = self.audited - before
-        text = f"stage {stage}, step {t}: {done} of {len(members)} contributions were computed again"
-        self._emit(events.Note(text=text))
+        done = f"{self.audited - before} of {len(members)} contributions were computed again"
+        self._say(stage, f"stage {stage}, step {t}: {done}")
+
+    def _say(self, stage: Stage, text: str) -> None:
+        """Say how it is with a stage, but not again and again while it has no peers."""
+        if self._said.get(stage) != text:
+            self._said[stage] = text
+            self._emit(events.Note(text=text))
 
     def _coin(self, stage: Stage, t: int, what: str) -> Coin:
         return Coin(self._transport.signer, self._run.id, Toss("auditor", stage, t, what))
@@ -328,14 +333,13 @@ class Auditor:
         if receipt is None:
             return  # another peer's answer was taken
         said = receipt.statement(stage, mb, told.loss)
-        device = self._device
-        made = await device.run(Rank.COMPUTE, mb.t, make, compute, mb, came.forth, came.back)
+        made = await self._device.run(Rank.COMPUTE, mb.t, make, compute, mb, came.forth, came.back)
         if made.is_of(said):
             return
         shown = shown or await kept.of(member, mb, made=True)
         evidence, body = evidence_of(member, said, receipt.signature, came, shown)
         signer = self._transport.signer
-        if await device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):
+        if await self._device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):
             self.found.add(member)
             text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
             self._emit(events.Trouble(text=f"{text} than it computes"))

@@ -509,17 +509,14 @@ class Trainer:
         tokens = sum(map(run.microbatches, steps)) * run.tokens_per_step / run.M
         counts = tuple(len(self._router.peers(stage)) for stage in range(run.S))
         for t in steps:
-            meets, own = run.meets_at(t), self._losses_of(t)
+            meets = run.meets_at(t)
+            found = [self.losses.pop(Microbatch(t, m), None) for m in range(run.microbatches(t))]
+            own = [loss for loss in found if loss is not None]
             loss = self.step_losses.get(t, mean_of(own) if own else None)
-            losses = tuple(own) if len(own) == run.microbatches(t) else ()
+            losses = tuple(own) if len(own) == len(found) else ()
             self._emit(
                 events.StepDone(
                     t=t, steps=self._last_step, loss=loss, peers=counts, losses=losses,
                     tokens_per_s=0.0 if meets else tokens / max(1e-6, took_s), meeting=meets,
                 )
             )  # fmt: skip
-
-    def _losses_of(self, t: int) -> list[float]:
-        """Of the microbatches of step `t` that this trainer ran: they are asked for once."""
-        found = [self.losses.pop(Microbatch(t, m), None) for m in range(self._run.microbatches(t))]
-        return [loss for loss in found if loss is not None]

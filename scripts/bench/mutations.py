@@ -941,8 +941,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "audit-all-with-what-one-alone-gives",
         AUDITOR,
-        "if only is None or member in only]",
-        "]",
+        "(only is None or m in only) and ",
+        "",
         "With a state that one of two makes up the other one looks like a liar.",
         ("test_auditor",),
     ),
@@ -957,7 +957,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "audit-a-step-twice",
         AUDITOR,
-        "if self._last.get(member, -1) < t]",
+        " and self._last.get(m, -1) < t]",
         "]",
         "An honest peer shows an auditor nothing the second time, and is named for it.",
         ("test_auditor",),
@@ -6364,8 +6364,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "auditors-look-at-no-answers",
         AUDITOR,
-        "        if await device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body):\n",
-        "        if False:\n",
+        "await self._device.run(Rank.COMPUTE, mb.t, proves_answer, compute, signer, evidence, body)",
+        "False",
         "A replica that adds truly answers what it likes, and the owner's auditor says that all fits.",
         ("test_auditor",),
     ),
@@ -6556,8 +6556,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an-auditor-believes-one-with-voice",
         "peers/audit/auditor.py",
-        "if said < min(2, len(serving)):",
-        "if said < min(2, len(counted)):",
+        "if said < min(2, len(serving)) else None",
+        "if said < min(2, len(counted)) else None",
         "A replica that alone has voice makes a state up, and newcomers look like liars to an auditor.",
         ("test_auditor",),
     ),
@@ -8444,8 +8444,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "audit-with-the-state-of-one-of-two",
         AUDITOR,
-        "if said < min(2, len(serving)):",
-        "if said < 1:",
+        "if said < min(2, len(serving)) else None",
+        "if said < 1 else None",
         "Of two replicas the one that gives an auditor a made-up state has it accuse the other.",
         ("test_auditor",),
     ),

@@ -30,6 +30,7 @@ from swarm.wire.messages import OpenHeld, PeerStatus, pack, unpack
 from tests.peers import sybils
 from tests.peers.admitted import OTHER as AUDITOR
 from tests.peers.admitted import admitting
+from tests.peers.alone import Line, Records
 from tests.peers.liars.test_false_answers import LIES as ANSWERS
 from tests.peers.liars.test_false_answers import TRAINER, accused, audited_run, lie
 from tests.peers.liars.test_false_contributions import LIES, add_falsely
@@ -93,6 +94,18 @@ async def test_of_two_that_both_gave_the_last_version_alone_once_both_are_asked_
         await s.until(lambda: s.tasks[AUDITOR].done(), limit_s=60.0)
         alone = [note.text for note in s.seen(Note) if "one peer alone gives version 2" in note.text]
         assert len(alone) == 1
+
+
+async def test_that_nobody_serves_a_stage_is_said_once() -> None:
+    """It was said twice a second, for as long as that lasted."""
+    said, line = list[Any](), Line(AUDITOR)
+    auditor: Any = Auditor(run_of(steps=2), line, Records(), Any, range(2), Any, said.append)  # type: ignore
+    for stage in (0, 1, 0, 1):
+        assert not await auditor._visit(stage)
+    auditor._say(0, "it is there again")
+    await auditor._visit(0)
+    nobody = [f"could not download stage {stage}: no peer serves it" for stage in (0, 1, 0)]
+    assert [note.text for note in said] == [*nobody[:2], "it is there again", nobody[2]]
 
 
 @pytest.mark.slow
