@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from peers.audit.verdicts import Verdicts
 from peers.clock import now_s
@@ -21,9 +20,10 @@ from swarm.errors import PeerFault, Refused, SwarmError
 from swarm.ids import Generation, PeerId, Position
 from swarm.manifest import Run
 from swarm.policy.router import Router
-from swarm.protocol.ledger import Bitmap, check_bitmap
+from swarm.protocol.ledger import check_bitmap
 from swarm.protocol.rollback import check_position
 from swarm.protocol.voice import heard
+from swarm.protocol.worklist import WorkList
 from swarm.wire.messages import MAX_LONG_BYTES, Watch, Watched, as_bad_answer, pack, unpack_answer
 
 WATCH_S = 3.0
@@ -39,26 +39,6 @@ BACK_AFTER_S = 6.0
 """The run is where it is said to be, if that has been earlier than we knew for so long: all peers that held
 more are dead, and others came back from older checkpoints. One peer that lags behind has caught up by
 then."""
-
-
-class Follower(Protocol):
-    """What has to follow the run."""
-
-    def took_steps(self, steps: range, took_s: float) -> None:
-        """The run took these steps; empty: those before were taken before it was heard of."""
-        ...
-
-    def went_back(self, steps: range) -> None:
-        """These steps are to be taken again; empty: those that are, are none that were known to be taken."""
-        ...
-
-    def lacks(self, t: int, by_stage: Sequence[Bitmap]) -> None:
-        """These microbatches of a step are in no ledger of each stage."""
-        ...
-
-    def changed(self) -> None:
-        """Something may have changed."""
-        ...
 
 
 class RunWatch:
@@ -82,12 +62,24 @@ class RunWatch:
 
     def __init__(
         self, run: Run, last_step: int, transport: Transport, directory: Directory, router: Router,
-        verdicts: Verdicts, voices: Voices, follower: Follower,
+        verdicts: Verdicts, voices: Voices, todo: WorkList, changed: asyncio.Event,
+        took_steps: Callable[[range, float], None], went_back: Callable[[range], None],
     ) -> None:  # fmt: skip
-        """`last_step`: how many steps the run has when it is over for the follower."""
+        """
+        Args:
+            last_step: how many steps the run has when it is over for this trainer.
+            todo: told which microbatches are in no ledger of a stage.
+            changed: set once there are news.
+            took_steps: told of steps that the run took, and how many seconds they were open; of none, once it
+                is heard where the run is: what came before was taken before that.
+            went_back: told which steps are to be taken again, since a stage lost all of its replicas; of none
+                if they were not known to be taken.
+        """
         self._run, self._last_step = run, last_step
         self._transport, self._directory, self._router = transport, directory, router
-        self._verdicts, self._voices, self._follower = verdicts, voices, follower
+        self._verdicts, self._voices = verdicts, voices
+        self._todo, self._changed = todo, changed
+        self._took_steps, self._went_back = took_steps, went_back
         self.step_losses: dict[int, float] = {}
         """What was told of the last steps; see `Trainer.step_losses`."""
         self.step_began_s = self._since_s = now_s()
@@ -110,7 +102,7 @@ class RunWatch:
     async def _watch_one(self) -> None:
         if not (peers := self._watchable()):
             await self._directory.refresh({0})
-            self._follower.changed()
+            self._changed.set()
             await asyncio.sleep(0.1)
             return
         peer = self._choose(peers)
@@ -187,7 +179,7 @@ class RunWatch:
             steps = range(self.version if self.told else version, version)
             took_s, self.step_began_s = now - self.step_began_s, now
             self.version, self.told = version, True
-            self._follower.took_steps(steps, took_s)
+            self._took_steps(steps, took_s)
         if status.generation != self.generation:
             return
         self.held_by_all = status.held_by_all
@@ -196,8 +188,8 @@ class RunWatch:
                 with as_bad_answer(peer):
                     for bitmap in lacks.by_stage:
                         check_bitmap(bitmap, self._run.microbatches(lacks.t))
-                self._follower.lacks(lacks.t, lacks.by_stage)
-        self._follower.changed()
+                self._todo.lacking(lacks.t, lacks.by_stage, now=now)
+        self._changed.set()
 
     def _go_back(self, generation: Generation, version: int) -> None:
         """Follow the run to an earlier version: a stage lost all of its replicas."""
@@ -205,4 +197,4 @@ class RunWatch:
         self.generation, self._behind_since = generation, None
         if steps:
             self.version, self.step_began_s = version, now_s()
-        self._follower.went_back(steps)
+        self._went_back(steps)

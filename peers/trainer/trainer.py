@@ -40,7 +40,6 @@ from swarm.policy.backoff import Backoff
 from swarm.policy.link_latency import LinkLatency
 from swarm.policy.router import NoPeerForStage, Pace, Router
 from swarm.policy.window import Window, moving_share
-from swarm.protocol.ledger import Bitmap
 from swarm.protocol.voice import heard
 from swarm.protocol.worklist import WorkItem, WorkList
 from swarm.records import PeerRecord
@@ -105,9 +104,6 @@ class Trainer:
         self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
         self._last_step = min(settings.steps or run.steps, run.steps)
         self._voices = Voices(run, transport.signer, directory, lambda: self._watch.version)
-        self._watch = RunWatch(
-            run, self._last_step, transport, directory, self._router, self._verdicts, self._voices, self
-        )
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._first = StageCalls(
             run.id, 0, transport, directory, self._router, run.S,
@@ -118,6 +114,11 @@ class Trainer:
         self._latency = LinkLatency()
         self._pace = Pace()
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.microbatches(t)))
+        self._changed = asyncio.Event()
+        self._watch = RunWatch(
+            run, self._last_step, transport, directory, self._router, self._verdicts, self._voices,
+            self._todo, self._changed, self._took_steps, self._went_back,
+        )  # fmt: skip
         self._window = Window(
             start=settings.window or 2 * run.S, largest=settings.window or 1024, fixed=bool(settings.window)
         )
@@ -127,7 +128,6 @@ class Trainer:
         """Stages that some peer serves; said once when none does any more."""
         self._running: dict[asyncio.Task[None], int] = {}
         """In flight, with the step that each belongs to."""
-        self._changed = asyncio.Event()
         self._attempts = Counter[Microbatch]()
         self._refusals: dict[Microbatch | None, dict[PeerId, Refused]] = {}
         """By whom a microbatch is refused; None: this trainer, by the charter that they know."""
@@ -477,16 +477,8 @@ class Trainer:
 
     # -- what follows from where the run is ---------------------------------------------------------
 
-    def changed(self) -> None:
-        """As `Follower.changed`."""
-        self._changed.set()
-
-    def lacks(self, t: int, by_stage: Sequence[Bitmap]) -> None:
-        """As `Follower.lacks`: they are run again, if no other trainer does."""
-        self._todo.lacking(t, by_stage, now=now_s())
-
-    def took_steps(self, steps: range, took_s: float) -> None:
-        """As `Follower.took_steps`: say so, and forget what belongs to them."""
+    def _took_steps(self, steps: range, took_s: float) -> None:
+        """Say so, and forget what belongs to them."""
         if steps:
             self._tell_steps(steps, took_s)
             self._vouchers.stepped(steps.start, steps.stop)
@@ -496,8 +488,8 @@ class Trainer:
         self._past = {peer: t for peer, t in self._past.items() if t >= steps.stop}
         self._changed.set()
 
-    def went_back(self, steps: range) -> None:
-        """As `Follower.went_back`: say so, and run them again."""
+    def _went_back(self, steps: range) -> None:
+        """Say so, and run them again."""
         self._past.clear()
         if steps:
             self._emit(events.RolledBack(stage=-1, step=steps.start))
