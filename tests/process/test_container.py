@@ -239,7 +239,7 @@ def settings(service: dict[str, Any]) -> list[str]:
     words += [f"--security-opt={name.partition(':')[0]}" for name in service["security_opt"]]
     words += [f"--tmpfs={place}" for place in service["tmpfs"]]
     for volume in service["volumes"]:
-        words.append(f"--volume={volume.replace('${SWARM_RUN:-.', f'{ROOT}/scripts').replace('}', '')}")
+        words.append(f"--volume={volume.replace('${SWARM_MANIFEST:-.', f'{ROOT}/scripts').replace('}', '')}")
     return words
 
 
