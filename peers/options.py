@@ -508,7 +508,7 @@ def description(cls: type) -> tuple[str, str, list[str]]:
     usage = "[options]"
     for one in fields(cls):
         if one.metadata["positional"]:
-            word = one.metadata["kind"].metavar
+            word = one.metadata["kind"].metavar + " ..." * ("nargs" in one.metadata["more"])
             usage += f" {word}" if one.default is MISSING else f" [{word}]"
     return text, usage, [line.strip().replace("ADDRESS", EXAMPLE_ADDRESS) for line in more if line]
 

@@ -45,8 +45,8 @@ def run_init(options: tool_options.InitOptions) -> None:
     """Make a folder with the manifest, the charter, and keys: of the owner, a trainer, an auditor, a peer of
     each stage.
 
-    The manifest names the trainer and these peers (the founders): they vouch for what others did. The auditor
-    is a second trainer: the owner's key is the bootstrap's, and no two programs can have one identity.
+    The manifest names the trainer, which vouches for peers, and these peers as founders. The auditor is a
+    second trainer: the owner's key is the bootstrap's, and no two programs can have one identity.
 
     Raises:
         SetupError: the manifest or its data cannot be used, or there is such a run in the folder already.

@@ -191,7 +191,7 @@ class CharterOptions(arg.RunOptions):
     )
     name_keeper: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "admit it as a keeper; repeatable")
     founder: tuple[str, ...] = repeated(
-        arg.PEER_ID_KIND, "admit it to any stage, and vouch for it; repeatable"
+        arg.PEER_ID_KIND, "admit it to any stage, as a founder without voice; repeatable"
     )
     unname: tuple[str, ...] = repeated(arg.PEER_ID_KIND, "take it from all of these; repeatable")
     trusted_stages: tuple[int, ...] | None = optional(

@@ -136,6 +136,7 @@ def test_every_command_has_an_example_that_parses(
     monkeypatch.chdir(tmp_path)
     Path("join.txt").write_text(f"--run\n{RUN}\n--join\n/ip4/192.0.2.7/tcp/1/p2p/12D3KooW\n")
     text = help_of(capsys, monkeypatch, name)
+    assert text.startswith(f"usage: swarm {name} ") and ("FILE ...\n" in text) == (name == "tokenize")
     examples = [line.strip() for line in text.splitlines() if line.startswith("  swarm ")]
     assert "example" in text
     assert examples
