@@ -15,6 +15,7 @@ from peers.storage import checkpoint
 from peers.storage.checkpoint_store import CheckpointStore
 from peers.transfer.catalog import is_keeper
 from peers.transfer.leases import Snapshot
+from swarm.errors import SwarmError
 from swarm.ids import PeerId, Position
 from swarm.protocol.protocol import LOST_S
 from swarm.protocol.rollback import Join, furthest, join_by
@@ -80,8 +81,7 @@ async def _ask_others(core: StageCore, records: Sequence[PeerRecord]) -> _Seen:
     of_all, voice = core.voices.of_all(), core.voice()
     counting = heard(told, of_all)
     serve = [(told[p], weight(p, of_all)) for p in counting if said[p].state == "serving"]
-    claimed = max((told[peer] for peer in counting), default=Position())
-    run = furthest(serve) if serve and of_all else claimed
+    run = furthest(serve) if serve and of_all else max((told[p] for p in counting), default=Position())
     counted = [replicas[peer] for peer in heard(replicas, voice)]
     silent = not voice.keys().isdisjoint(there) and voice.keys().isdisjoint(replicas)
     return _Seen(run, replicas, counted, silent)
@@ -99,19 +99,21 @@ async def _resume(
     if folder is not None:
         step = await asyncio.to_thread(checkpoint.newest_common_step, folder, core.run, tell=store.damaged)
         if step is not None and step > core.version:
-            tensors = await asyncio.to_thread(checkpoint.Checkpoint(folder, core.run, core.stage, step).load)
-            await core.load(Position(core.generation, step), tensors)
-            _say_resumed(core)
-            return True
+            saved = checkpoint.Checkpoint(folder, core.run, core.stage, step)
+            try:
+                await core.load(Position(core.generation, step), await asyncio.to_thread(saved.load))
+                _say_resumed(core)
+                return True
+            except SwarmError as error:  # removed by another peer meanwhile, or its numbers cannot be
+                store.damaged(error.text)
     mine = await asyncio.to_thread(store.versions)
-    if folder is not None and step is None and not mine:
-        others = await asyncio.to_thread(checkpoint.other_runs, folder, core.run)
-        if others:
-            text = (
-                f"{folder} has no checkpoint of run {core.run.id} that could be used, only of "
-                f"run {', '.join(others[:3])}: stage {core.stage} starts without one"
-            )
-            core.emit(events.Trouble(text=text))
+    others = await asyncio.to_thread(checkpoint.other_runs, folder, core.run) if folder is not None else ()
+    if others and step is None and not mine:
+        text = (
+            f"{folder} has no checkpoint of run {core.run.id} that could be used, only of "
+            f"run {', '.join(others[:3])}: stage {core.stage} starts without one"
+        )
+        core.emit(events.Trouble(text=text))
     until = now_s() + LOST_S
     while now_s() < until:  # those of other stages come a moment later, with their disks
         if not mine and not any(map(is_keeper, records)):

@@ -291,8 +291,7 @@ class Recovery:
         """What is saved where: with peers of this island, of `records`, and what all islands have in common
         with those of others.
         """
-        run, transport = self._run, self._transport
-        voice = self._core.voices.of_all()
+        run, transport, voice = self._run, self._transport, self._core.voices.of_all()
         found = await ask_saved(run, transport, records, voice=voice, on_fault=on_fault)
         if self._islands.others:
             others, voice = await self._islands.others_records(), self._islands.voice()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,21 @@ async def test_damaged_checkpoints_are_named_before_an_older_one_is_resumed(tmp_
         assert sorted(event.text for event in built.seen(Note)) == [
             f"stage {stage} resumes from the checkpoint of version 2" for stage in range(RUN.S)
         ]
+
+
+async def test_what_is_whole_and_cannot_be_loaded_is_passed_over_as_well(tmp_path: Path) -> None:
+    """Nor does a checkpoint that another peer of the folder removes just then end who resumes."""
+    saved(tmp_path, 2, 4)
+    state = StageCompute(RUN, 1).state.copy()
+    state["weights"][0] = math.nan
+    checkpoint.Checkpoint(tmp_path, RUN, 1, 4).save(state)
+    async with swarm(RUN, replicas=0) as built:
+        for stage in range(RUN.S):
+            built.add_peer(f"s{stage}p0", stage, checkpoints=Checkpoints(folder=tmp_path))
+        await built.until_serving()
+        await built.until(lambda: all(peer.core.version == 2 for _, peer in built.live()), limit_s=60.0)
+        said = [event.text for event in built.seen(Trouble)]
+        assert any("passed over: the checkpoint file" in text and "is not finite" in text for text in said)
 
 
 async def test_a_folder_of_another_run_is_said_to_be_of_no_use(tmp_path: Path) -> None:
