@@ -103,8 +103,7 @@ class StepCoordination:
 
     def coordinator(self, stage: Stage) -> PeerId | None:
         """The live serving peer of `stage` that coordinates it, as far as this peer can see."""
-        now = self._observe(also=stage)
-        return self.protocol.coordinator(stage, now=now)
+        return self.protocol.coordinator(stage, now=self._observe(also=stage))
 
     @property
     def directive(self) -> Directive | None:

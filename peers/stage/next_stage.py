@@ -165,8 +165,7 @@ class NextStage(StageCalls):
         records = self.directory.at(self.stage)
         if records is not self._seen:
             self._seen = records
-            serving = [r.peer for r in records if r.state == "serving"]
-            self.router.set_peers(self.stage, serving)
+            self.router.set_peers(self.stage, [r.peer for r in records if r.state == "serving"])
 
     def _choose(self, work: Work, exclude: set[PeerId]) -> PeerId:
         """The trainer's suggestion on the first attempt, if it has not failed here since it answered; else

@@ -153,14 +153,16 @@ class TranscriptWriter:
         """
         failing = as_setup_error("cannot write the transcript", "choose another --dir", folder=self._folder)
         with failing, self._lock:
-            if not self._path.exists():
-                if not entries:
-                    return
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                terms = Terms(self._run.id, self._run.to_toml())
-                atomic_file.write_whole(self._path, MAGIC + packed(terms))
-            with self._path.open("r+b", buffering=0) as file:
+            if not entries and not self._path.exists():
+                return
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            begin = MAGIC + packed(Terms(self._run.id, self._run.to_toml()))
+            with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
+                there = file.read(len(begin))
+                if there != begin and begin.startswith(there.rstrip(b"\0")):  # it is new, or was cut off
+                    file.seek(0)
+                    atomic_file.write_all(file, begin)
                 self._read_on(file)
                 if entries:
                     atomic_file.write_all(file, b"".join(map(packed, entries)))

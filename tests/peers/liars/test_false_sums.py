@@ -150,7 +150,10 @@ async def test_an_owner_that_adds_rounded_sums_wrongly_is_found_whatever_it_adds
 async def test_a_lie_too_large_for_products_is_found_without_a_spot_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(audits, "SPOT_CHECKS", 0.0)
+    async def finds_nothing(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(audits.SumAudits, "_spot_check", finds_nothing)
     s, _ = await play(value(one_huge))
     assert_only_the_liar_is_left_out(s)
 

@@ -9,6 +9,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import msgspec
@@ -193,6 +194,33 @@ def test_a_transcript_that_was_moved_away_is_begun_anew(tmp_path: Path) -> None:
     path_of(tmp_path, RUN).unlink()
     writer.append([Took(took(4, 2), ())])
     assert writer.ends == {0: 6} and len(entries(tmp_path, RUN)) == 2
+
+
+@pytest.mark.parametrize("there", [b"", b"swarm trans", b"swarm trans" + bytes(9), bytes(9000)])
+def test_a_beginning_that_was_cut_off_is_written_again(tmp_path: Path, there: bytes) -> None:
+    path = path_of(tmp_path, RUN)
+    path.parent.mkdir()
+    path.write_bytes(there)
+    TranscriptWriter(tmp_path, RUN).append([Took(took(0, 4), ())])
+    assert len(entries(tmp_path, RUN)) == 2 and read(path).rest_bytes == 0
+
+
+def test_keepers_that_begin_a_transcript_at_the_same_moment_lose_nothing_of_each_other(
+    tmp_path: Path,
+) -> None:
+    def write(at: Path, stage: int) -> None:
+        writer = TranscriptWriter(at, RUN)
+        both.wait()
+        writer.append([Took(took(0, 4, stage=stage), ())])
+
+    for number in range(20):
+        both, at = Barrier(2), tmp_path / str(number)
+        writers = [Thread(target=write, args=(at, stage)) for stage in range(2)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert {entry.steps.stage for entry in entries(at, RUN)[1:]} == {0, 1}
 
 
 def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
