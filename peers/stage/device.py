@@ -146,12 +146,18 @@ class DeviceThreads:
         with self._change:
             self._length.count(self._queued)
             self._jobs.discard(number)
+            if not self._jobs:
+                torch.clear_autocast_cache()
             self._alone = False
             self.busy_s += took_s / self.workers
             self.longest_s = max(self.longest_s, took_s)
             self._change.notify_all()
 
     def _work(self) -> None:
+        # Else torch forgets what autocast rounded, of all threads, once one ends: a weight that another reads
+        # twice would be rounded twice, and its gradients added up in float32 and not in bfloat16.
+        if self.workers > 1:
+            torch.autocast_increment_nesting()
         while (job := self._next()) is not None:
             rank, _, number, work = job
             self._began.at = time.perf_counter()
@@ -194,12 +200,12 @@ async def watch_device(
         if job is None or count * CHECK_EVERY_S <= limit_s:
             continue
         device.abandoned = True
-        what_ends = "This peer ends, so that others do its work"
-        if pauses:
-            what_ends = (
-                "It cannot pause: this process ends, and its memory is free. The state of its stage is "
-                "given up; others have it, or a checkpoint"
-            )
+        what_ends = (
+            "It cannot pause: this process ends, and its memory is free. The state of its stage is given up; "
+            "others have it, or a checkpoint"
+            if pauses
+            else "This peer ends, so that others do its work"
+        )
         raise DeviceHangs(
             f"the device has worked on one job for {count * CHECK_EVERY_S:.0f} s, on the longest one before "
             f"for {device.longest_s:.1f} s. {what_ends}. Look after the device (nvidia-smi, dmesg), then "

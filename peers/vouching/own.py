@@ -69,7 +69,6 @@ class OwnVoucher:
 
     async def _keep(self, given: GiveVoucher) -> None:
         """Write it, beside the identity. A full disk costs it at the next start, no more."""
-        path = self._path
-        if path is not None:
+        if self._path is not None:
             with contextlib.suppress(OSError):
-                await asyncio.to_thread(write_whole, path, pack(given))
+                await asyncio.to_thread(write_whole, self._path, pack(given))

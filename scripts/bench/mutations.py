@@ -3387,8 +3387,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wrong-sum-taken",
         SUM_AUDITS,
-        "        if wrong is not None:\n",
-        "        if False:\n",
+        "        for place, index in await asyncio.to_thread(check.doubtful, reduced):\n",
+        "        for place, index in list[tuple[int, int]]():\n",
         "One owner of a part decides what the gradient is.",
         ("test_false_sums",),
     ),
@@ -4432,8 +4432,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "answer-of-another-peer",
         ANSWERS,
-        "    if not is_signed(signer, evidence.accused, run.id, said, evidence.signature):\n",
-        "    if False:\n",
+        " or not evidence.is_signed(signer, run.id):\n",
+        ":\n",
         "Anybody convicts any peer of an answer that it never gave.",
         ("test_false_answers",),
     ),

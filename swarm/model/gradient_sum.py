@@ -231,19 +231,15 @@ class SharedWeights:
         for name, found in parts.items():
             start, end, _ = self._layout.terms[name]
             found[self._stage] = reduced[start:end]
-            total = torch.zeros_like(whole[start:end])
-            for stage in sorted(found):
-                total += found[stage]
-            whole[start:end] = total
+            whole[start:end] = sum((found[stage] for stage in sorted(found)), torch.zeros(()))
         return whole
 
     def sqnorm(self, reduced: torch.Tensor) -> float:
         """This stage's share of `total_sqnorm`; a weight that several stages hold counts at the first."""
         earlier = {name for stage, names in self.names.items() if stage < self._stage for name in names}
         own = reduced[: self._layout.numel]
-        if earlier:
-            own = own.clone()
-            for name in earlier & self._layout.spans.keys():
-                start, end, _ = self._layout.spans[name]
-                own[start:end] = 0
+        own = own.clone() if earlier else own
+        for name in earlier & self._layout.spans.keys():
+            start, end, _ = self._layout.spans[name]
+            own[start:end] = 0
         return sqnorm(own, self._device if self._device.type == "cuda" else None)

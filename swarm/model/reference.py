@@ -252,10 +252,8 @@ class PlainStage:
                 total = self._sums[name] = torch.zeros(term.numel(), dtype=torch.int64, device=term.device)
             dropped = self._dropped.get(name)
             add_exact(total, term, None if dropped is None else Rounded.of(self._run, mb, name, dropped))
-        elif total is None:
-            self._sums[name] = term.detach().clone()
         else:
-            total.add_(term)
+            self._sums[name] = term.detach().clone() if total is None else total.add_(term)
 
     @torch.no_grad()
     def take(self, t: int, totals: Mapping[str, torch.Tensor], squares: float) -> None:

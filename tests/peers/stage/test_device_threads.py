@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
+from torch.nn import functional
 
 from peers.ports import Rank
 from peers.stage.device import DeviceThreads
 from swarm.errors import Leaving
+from swarm.model.stage_function import Output, StageFunction
 from swarm.protocol.ledger import Ledger
 
 
@@ -32,6 +35,39 @@ async def test_as_many_microbatches_as_there_are_workers_are_computed_at_once() 
         await asyncio.gather(*(device.run(rank, 0, all_there.wait, 30.0) for rank in ranks))
         device.stop()
         assert device.running is None and device.longest_s > 0
+
+
+def gradient(weight: torch.Tensor, x: torch.Tensor, halfway: Callable[[], object]) -> torch.Tensor:
+    """Of a weight that is read twice, in bfloat16."""
+
+    def compute(*_: object) -> Output:
+        hidden = functional.linear(x, weight)
+        halfway()
+        return Output((functional.linear(hidden.tanh(), weight).float().square().mean(),), {})
+
+    function = StageFunction(
+        takes=(), gives=(), dtypes=(), module=torch.nn.Module, compute=compute, halves=True
+    )
+    (loss,) = function.apply(torch.nn.Module(), [], None, torch.device("cpu"))[1].values
+    return torch.autograd.grad(loss, weight)[0]
+
+
+async def test_a_weight_that_is_read_twice_is_rounded_once_whoever_else_computes() -> None:
+    weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(32, 64)
+    async with threads(2) as device:
+        alone = await device.run(Rank.COMPUTE, 0, gradient, weight, x, int)
+        is_halfway, may_go_on = threading.Event(), threading.Event()
+        one = asyncio.create_task(
+            device.run(Rank.COMPUTE, 0, gradient, weight, x, lambda: (is_halfway.set(), may_go_on.wait(30.0)))
+        )
+        await asyncio.to_thread(is_halfway.wait, 30.0)
+        other = await device.run(Rank.COMPUTE, 0, gradient, weight, x, int)
+        may_go_on.set()
+        assert torch.equal(await one, alone) and torch.equal(other, alone)
+        # And nothing is left of it once weights change.
+        await device.run(Rank.STEP, 0, weight.data.mul_, 2.0)
+        stepped = await device.run(Rank.COMPUTE, 1, gradient, weight, x, int)
+    assert torch.equal(stepped, gradient(torch.nn.Parameter(weight.detach().clone()), x, int))
 
 
 async def test_what_changes_weights_runs_alone_and_first() -> None:
