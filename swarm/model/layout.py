@@ -24,7 +24,7 @@ from swarm.model.fixed_point import blocks_of
 from swarm.model.gpt import initial_value, stage_skeleton, weights_dtype
 from swarm.model.optimizer import vector_layout
 from swarm.model.reductions import add_tensor
-from swarm.model.same_bits import CACHE_LINE_BYTES
+from swarm.model.same_bits import CACHE_LINE_BYTES, aligned
 
 LINE = CACHE_LINE_BYTES // 4
 """Numbers of float32 in a cache line; parameters begin at multiples of it."""
@@ -205,7 +205,7 @@ def start_tensors(run: Run, stage: Stage) -> dict[str, torch.Tensor]:
     aliases = {names[0]: names for names in custom_model(run).traced.graph.tied} if run.brings_model else {}
     read, dtype = _readers[run.whole.id], weights_dtype(run)
     found = {
-        name: finite(name, read(aliases.get(name, (name,)), shape).to(dtype))
+        name: finite(name, aligned(read(aliases.get(name, (name,)), shape).to(dtype)))
         for name, shape in start_shapes(run, stage).items()
     }
     if run.start.digests and start_digest(found, found.__getitem__) != run.start.digests[stage]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from swarm.ids import Microbatch
-from swarm.manifest import BatchSpec, Run, demo_run
+from swarm.manifest import BatchSpec, Run, StartSpec, demo_run
+from swarm.model.layout import start_from, start_tensors
 from swarm.model.reference import SingleProcess
 from swarm.model.same_bits import CACHE_LINE_BYTES, aligned
 from swarm.model.stage import StageCompute
@@ -134,6 +135,14 @@ def test_only_what_does_not_begin_a_cache_line_is_copied() -> None:
     part = whole[3:]
     copy = aligned(part)
     assert torch.equal(copy, part) and copy.data_ptr() % CACHE_LINE_BYTES == 0
+
+
+def test_what_a_run_starts_with_begins_on_a_cache_line_wherever_it_was_read() -> None:
+    """Frozen weights are computed with where they lie: read from a file 16 bytes off, from a peer not."""
+    run = replace(tiny_run(dtype="float32"), start=StartSpec(weights="folder"))
+    start_from(run, lambda _, shape: torch.ones(shape.numel() + 4)[4:].view(shape))
+    found = start_tensors(run, 0)
+    assert found and not any(tensor.data_ptr() % CACHE_LINE_BYTES for tensor in found.values())
 
 
 def test_a_kind_is_what_a_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
