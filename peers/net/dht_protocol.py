@@ -62,9 +62,9 @@ LOOKED_THROUGH_PER_S = 32768.0
 LOOKED_THROUGH_AT_ONCE = 10 * LOOKED_THROUGH_PER_S
 """Entries that one peer may have a node look through, 2.6 µs each. Who works for a run asks one node at most
 three questions in 2 s, each for all that it has at most; and twice for all of it when it joins."""
-CALL_COST, FIND_COST, KNOWN_BYTES_COST = 50, 16, 1 / 128
+CALL_COST, FIND_COST, KNOWN_BYTES_COST, TOLD_BYTES_COST = 50, 48, 1 / 128, 1 / 16
 """As many entries take as much time: of a call, of each key for which nodes near it are found, and of each
-byte that is read."""
+byte that is read. What is told takes the line: half a MB a second, after 5 MB at once."""
 MAX_OFFERERS = 4096
 MAX_KEYS = 4096
 MAX_ENTRIES = 16384
@@ -391,7 +391,9 @@ class DhtNode:
                 return _encode([self.near(one, self.bucket_size, exclude=asker) for one in ids])
             case Question():
                 asks.take(sum(len(self._kept.get(one.key, ())) for one in request.keys), now=now)
-                return _encode(answer(request, self.entries))
+                told = _encode(answer(request, self.entries))
+                asks.take(len(told) * TOLD_BYTES_COST, now=now)
+                return told
 
     async def pong(self, ping: Ping, asker: PeerId) -> Pong:
         """Whether we can call the asker as well, if it wants to know, and our clock."""
@@ -583,8 +585,7 @@ class DhtNode:
         known = {peer}
         for start in range(0, len(ids), MAX_KEYS_PER_CALL):
             some = [one.to_bytes() for one in ids[start : start + MAX_KEYS_PER_CALL]]
-            answered = await self._call(peer, Find(some), _near_decoder)
-            if answered is None:
+            if (answered := await self._call(peer, Find(some), _near_decoder)) is None:
                 return set()
             for near in answered[0][: len(some)]:
                 known.update(near[:_MAX_TOLD])
@@ -594,9 +595,8 @@ class DhtNode:
 
     def near(self, node_id: DHTID, count: int, *, exclude: PeerId = "") -> list[PeerId]:
         """Those that we know nearest to an id, nearest first."""
-        return [
-            peer for _, peer in self.table.get_nearest_neighbors(node_id, count, exclude=node_id_of(exclude))
-        ]
+        found = self.table.get_nearest_neighbors(node_id, count, exclude=node_id_of(exclude))
+        return [peer for _, peer in found]
 
     def _met(self, peer: PeerId) -> None:
         """A node called or answered. A full bucket is looked after once a second, not for each call of those

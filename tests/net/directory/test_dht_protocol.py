@@ -488,6 +488,24 @@ async def test_one_that_asks_without_end_takes_no_more_time_than_others_are_give
     assert await at.answer(data, peer_id(1)), "what an honest peer asks in that time"
 
 
+@pytest.mark.virtual_time
+async def test_one_that_asks_without_end_is_told_no_more_than_half_a_megabyte_a_second() -> None:
+    """Of 64 values of 8 kB each question of 2 kB had 512 kB told: a GB at once, then 140 MB a second, over a
+    line that carries a hundredth of it, or into p2pd's memory, if it was not read."""
+    at, keys = node(), [bytes([number]) * 20 for number in range(64)]
+    for key in keys:
+        at._kept[key] = {"a": KeptEntry(Entry("a", bytes(8000), unix_s() + 300.0))}
+    at._strangers.take_if_there = lambda *_, **__: False  # type: ignore
+    question, told = msgspec.msgpack.encode(ask({key: {} for key in keys}, 1 << 20, SALT)), 0
+    with pytest.raises(Refused, match="other peers ask as well"):
+        while told < 64e6:
+            told += len(await at.answer(question, peer_id(1)))
+    assert 4e6 < told < 6e6
+    assert len(await at.answer(question, peer_id(2))) > 500_000
+    await asyncio.sleep(2.0)
+    assert len(await at.answer(question, peer_id(1))) > 500_000
+
+
 async def test_identities_that_are_made_nearer_and_nearer_do_not_keep_a_search_going() -> None:
     at, asked = node(), list[str]()
     key = dht_protocol.DHTID.from_bytes(KEY)
