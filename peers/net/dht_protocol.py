@@ -73,9 +73,9 @@ MAX_KEYS_PER_CALL = 64
 MAX_ANSWER_BYTES = 1 << 19
 HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
-HAND_ON_PER_S = 1024.0
-HAND_ON_AT_ONCE = 16384.0
-"""Keys that are looked through for nodes that we meet, 20 to 60 µs each: one may be met again and again."""
+HAND_ON_PER_S, HAND_ON_AT_ONCE = 1024.0, 16384.0
+HAND_ON_BYTES_A_KEY = 512
+"""Keys looked through for a node that is met, perhaps again, 20 to 60 µs each; as many bytes sent as one."""
 PING_EVERY_S = 1.0
 """A node of a full part of the routing table, to see whether another one may have its place."""
 PINGED_PER_S = 10.0
@@ -601,10 +601,9 @@ class DhtNode:
     def _met(self, peer: PeerId) -> None:
         """A node called or answered. A full bucket is looked after once a second, not for each call of those
         without a place in it."""
-        table, node_id = self.table, node_id_of(peer)
+        table, node_id, now = self.table, node_id_of(peer), now_s()
         bucket = table.buckets[table.get_bucket_index(node_id)]
         crowded = len(bucket.nodes_to_peer_id) >= bucket.size and node_id not in bucket.nodes_to_peer_id
-        now = now_s()
         if node_id not in table and self._hands_on.take_if_there(len(self._kept), now=now):
             self._hand_on(peer)
         elif crowded and now - self._pinged_at < PING_EVERY_S:
@@ -630,6 +629,7 @@ class DhtNode:
             if not near or (node_id_of(peer) ^ key_id < near[-1] and self.node_id ^ key_id < near[0]):
                 due += [(key, entry) for entry in self.entries(key)]
         if due:
+            self._hands_on.take(sum(entry.size for _, entry in due) / HAND_ON_BYTES_A_KEY, now=now_s())
             self._tasks.create_task(self._send(peer, due))
 
     async def _send(self, peer: PeerId, due: Iterable[tuple[bytes, Entry]]) -> None:

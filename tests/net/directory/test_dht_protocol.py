@@ -506,6 +506,26 @@ async def test_one_that_asks_without_end_is_told_no_more_than_half_a_megabyte_a_
     assert len(await at.answer(question, peer_id(1))) > 500_000
 
 
+async def test_one_that_is_met_again_and_again_is_sent_a_bounded_number_of_bytes() -> None:
+    """Of 64 values of 8 kB, which it had stored itself, it was sent all each time: 130 MB at once."""
+    at, sent = node(), list[Entry]()
+    for number in range(64):
+        at.keep(bytes([number]) * 20, Entry("a", bytes(8000), unix_s() + 300.0), first_hand=True)
+
+    async def store(peer: str, values: list[tuple[bytes, Entry]]) -> list[bool]:
+        sent.extend(entry for _, entry in values)
+        return [True] * len(values)
+
+    at.check.open = lambda key, entry: ""  # type: ignore[method-assign]
+    at.store = store  # type: ignore[method-assign]
+    for _ in range(200):
+        at._met(peer_id(1))
+        at._lost(peer_id(1))
+        while at._tasks._tasks:
+            await asyncio.sleep(0)
+    assert 4e6 < sum(entry.size for entry in sent) < 10e6
+
+
 async def test_identities_that_are_made_nearer_and_nearer_do_not_keep_a_search_going() -> None:
     at, asked = node(), list[str]()
     key = dht_protocol.DHTID.from_bytes(KEY)
