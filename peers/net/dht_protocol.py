@@ -75,7 +75,7 @@ HAND_ON_BYTES = 1 << 16
 """To a node that we met, in one call."""
 HAND_ON_PER_S, HAND_ON_AT_ONCE = 1024.0, 16384.0
 HAND_ON_BYTES_A_KEY = 512
-"""Keys looked through for a node that is met, perhaps again, 20 to 60 µs each; as many bytes sent as one."""
+"""Keys looked through for a node that is met, 20 to 60 µs each; so many bytes that are sent count as one."""
 PING_EVERY_S = 1.0
 """A node of a full part of the routing table, to see whether another one may have its place."""
 PINGED_PER_S = 10.0
