@@ -451,25 +451,20 @@ Emit: TypeAlias = Callable[[Event], None]
 class Emitter:
     """Writes events as lines to a stream, one write and one flush each. Any thread may call it.
 
-    After a closed pipe events are dropped: a reader that ended does not stop a peer.
+    What cannot be written is dropped: a reader that ended, or a full disk, does not stop what a peer does.
     """
 
     def __init__(self, format: LogFormat = "text", stream: TextIO | None = None) -> None:
         self._render = to_json if format == "json" else to_text
         self._stream = stream if stream is not None else sys.stdout
         self._lock = threading.Lock()
-        self._closed = False
 
     def __call__(self, event: Event) -> None:
         line = self._render(event) + "\n"
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                self._stream.write(line)
-                self._stream.flush()
-            except (BrokenPipeError, ValueError):  # ValueError: the stream object was closed
-                self._closed = True
+        # ValueError: the stream object was closed.
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            self._stream.write(line)
+            self._stream.flush()
 
 
 class _LogHandler(logging.Handler):

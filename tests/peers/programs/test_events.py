@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import logging
 import math
 
 import msgspec
@@ -32,6 +34,7 @@ from peers.events import (
     count,
     kind,
     parse_event,
+    said_in_logs,
     to_json,
     to_text,
 )
@@ -175,16 +178,25 @@ def test_the_emitter_writes_one_line_per_event_in_the_chosen_format() -> None:
     assert out.getvalue().endswith("  hello\n")
 
 
-def test_an_emitter_whose_reader_went_away_stays_quiet() -> None:
-    class Gone(io.StringIO):
-        writes = 0
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "No space left on device")])
+def test_what_a_program_does_goes_on_though_it_cannot_be_told(error: OSError) -> None:
+    """With the log on a full disk a peer saved no checkpoint after its next step, or ended."""
 
-        def write(self, text: str) -> int:
-            self.writes += 1
-            raise BrokenPipeError
+    class Full(io.StringIO):
+        full = True
 
-    stream = Gone()
-    emit = Emitter("text", stream)
-    emit(Note(text="a"))
-    emit(Note(text="b"))
-    assert stream.writes == 1
+        def flush(self) -> None:
+            if self.full:
+                self.truncate(self.seek(0))
+                raise error
+
+    stream = Full()
+    emit = Emitter("json", stream)
+    with said_in_logs(emit):
+        emit(Note(text="a"))
+        logging.getLogger("peers").warning("b")
+        stream.full = False
+        emit(Note(text="c"))
+    assert parse_event(stream.getvalue()) == Note(text="c")
+    stream.close()
+    emit(Note(text="d"))
