@@ -217,8 +217,8 @@ class WholeRun:
         )
         self._bar.set_value(health.version / health.steps)
         self._show_alerts(health)
-        self._loss.show([[version, round(loss, 6)] for version, loss in health.losses])
-        self._step_times.show([[version, round(took_s, 3)] for version, took_s in health.step_times])
+        self._loss.show([(version, round(loss, 6)) for version, loss in health.losses])
+        self._step_times.show([(version, round(took_s, 3)) for version, took_s in health.step_times])
         self._stages.show(health.stages)
         if there < MANY or self._ticks % MANY_EVERY == 0:
             self._picture.set_content(topology.svg(health))
@@ -397,7 +397,7 @@ class Plot:
                 }
             ).classes("plot")
 
-    def show(self, points: list[list[float]]) -> None:
+    def show(self, points: list[tuple[int, float]]) -> None:
         series = self._chart.options["series"][0]
         if points != series["data"]:
             series["data"] = points
