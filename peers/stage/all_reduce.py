@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate
 
 import torch
@@ -159,8 +160,8 @@ class _Round:
         """The start of the first chunk of this replica that is not reduced."""
         return next((start for start, chunk in self.chunks.items() if not chunk.result.done()), None)
 
-    def awaited(self) -> Awaited:
-        """The members that this round waits for now."""
+    def awaited(self, *, sends: bool = False) -> Awaited:
+        """The members that this round waits for now. `sends`: what another lacks may be on its way."""
         members, first, check = self.plan.members, self.first_open, self.check
         if first is not None:
             there = self.chunks[first].contributions
@@ -168,10 +169,10 @@ class _Round:
         if self.owing or check is None:
             return Awaited(frozenset(self.owing), len(self.owners))
         unknown = frozenset(member for member in members if member not in check.nonces)
-        if unknown:  # perhaps some lack results
-            seen = len(self.owners) == 1 and (bool(self.chunks) or unknown == self.owners)
-            return Awaited(unknown, len(members), seen)
-        return Awaited(frozenset(check.lacking()), len(members), seen=True)
+        # If several own parts some lack perhaps results of others; one of two those of this replica alone.
+        alone = len(self.owners) == 1 and (bool(self.chunks) or unknown == self.owners)
+        seen = alone or (len(members) == 2 and not sends)
+        return Awaited(unknown or frozenset(check.lacking()), len(members), seen or not unknown)
 
     @property
     def deadline_s(self) -> float:
@@ -285,8 +286,7 @@ class AllReduce:
 
     def _blamed_for(self, error: SwarmError, this: _Round) -> Sequence[PeerId]:
         """The replicas for which a round failed: as the error says, or else those that gave too little."""
-        own_part = this.plan.parts[this.plan.members.index(self._me)]
-        owns_all = own_part == this.total.numel()  # so each member had all that it needs
+        owns_all = this.owners == {self._me}  # so each member had all that it needs
         match error:
             case Withheld(nonces=nonces, products=products):
                 return products + nonces * owns_all
@@ -393,11 +393,11 @@ class AllReduce:
         while True:
             await asyncio.sleep(WATCH_S)
             more_bytes = self._sent_bytes(this.plan) - sent_bytes
-            if more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):
+            if sends := more_bytes > REPORTS_BYTES_S * (now_s() - sent_s):
                 sent_bytes, sent_s = sent_bytes + more_bytes, now_s()
                 lasted_s = sent_s - this.began_s
                 self.last_bps = 8 * (sent_bytes - began_bytes) / lasted_s * (lasted_s >= SURE_S)
-            awaited = this.awaited()
+            awaited = this.awaited(sends=sends)
             still = awaited._replace(peers=awaited.peers & before.peers)
             # Of the time in which this program itself stood still nothing is known.
             if by := wait(still, min(now_s() - since_s, 2 * WATCH_S)):
@@ -536,7 +536,4 @@ def holds(round_name: str, reduced: torch.Tensor, sqnorm: Callable[[torch.Tensor
 
 def checksum(buffers: Sequence[Buffer]) -> int:
     """CRC-32 over all buffers."""
-    crc = 0
-    for buffer in buffers:
-        crc = zlib.crc32(buffer, crc)
-    return crc
+    return reduce(lambda crc, buffer: zlib.crc32(buffer, crc), buffers, 0)

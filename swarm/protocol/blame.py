@@ -23,9 +23,8 @@ from swarm.protocol.messages import Directive
 from swarm.protocol.rounds import NOTHING, FetchResult, Plan, StepReport, failed_at, is_current
 
 ALL_OWNERS = ""
-"""An account for rounds in which several own a part. If such a round fails, or waits, and it cannot be seen
-why, all owners pay together, and then the coordinator reduces everything itself for a while: that shows which
-replica sends nothing."""
+"""An account of all owners of a round that fails, or waits, and it cannot be seen why. Then the coordinator
+reduces everything itself for a while: that shows which replica sends nothing."""
 
 # Accounts of one replica in `Backoff` are its name with one of these in front; its name alone is the account
 # that leaves it out.
@@ -37,6 +36,8 @@ SEEN = "+"
 """What it paid for that it was seen to cause."""
 SEEN_MOST_S = 9.0
 """So much of that leaves it out: a coordinator's first turn lasts 12.5 s, and the next has to see it anew."""
+SEEN_OF_TWO_S = 5.0
+"""The same of two: the next turn, of 25 s, is its own, and of the first one most is not charged."""
 UNSEEN = "-"
 """What it paid for that it may have caused, since it had been seen to cause other waits."""
 TIMES_SEEN = 6.0
@@ -59,25 +60,21 @@ TIMES_OF_TWO = 4.0
 """One of two may take so many times as long as the rest of its step: `swarm.policy.spares` keeps it then."""
 
 
-class _Wait(msgspec.Struct):
-    since_s: float
-    state: Hashable
-
-
 class Waits(msgspec.Struct):
     """The waits of one kind. What is usual follows from those that ended by themselves."""
 
     usual: AdaptiveTimeout
-    _open: dict[tuple[int, PeerId], _Wait] = {}
+    _open: dict[tuple[int, PeerId], tuple[float, Hashable]] = {}
+    """Since when, and in which state."""
 
     def note(self, t: int, states: Mapping[PeerId, Hashable], *, now: float) -> None:
         """In step `t` the stage waits for exactly these replicas. A state that changes is progress."""
-        for (step, peer), wait in list(self._open.items()):
-            if step == t and (peer not in states or states[peer] != wait.state):
+        for (step, peer), (since_s, state) in list(self._open.items()):
+            if step == t and (peer not in states or states[peer] != state):
                 del self._open[step, peer]
-                self.usual.answered(now - wait.since_s)
+                self.usual.answered(now - since_s)
         for peer, state in states.items():
-            self._open.setdefault((t, peer), _Wait(now, state))
+            self._open.setdefault((t, peer), (now, state))
 
     def forget(self, newest: int) -> None:
         """Steps before `newest` are over."""
@@ -88,9 +85,9 @@ class Waits(msgspec.Struct):
         """The replicas that step `t` has waited for longer than usual, and than `least_s`; since when."""
         limit_s = max(least_s, self.usual.limit_s)
         return {
-            peer: wait.since_s
-            for (step, peer), wait in self._open.items()
-            if step == t and now - wait.since_s > limit_s
+            peer: since_s
+            for (step, peer), (since_s, _) in self._open.items()
+            if step == t and now - since_s > limit_s
         }
 
 
@@ -151,14 +148,15 @@ class RoundWaits:
         """Note that the round waited so long for those until now; returns which of them it is to end for."""
         ended_for: list[PeerId] = []
         self.opened_s += waited_s if awaited.peers else 0.0
+        pair = awaited.of == 2
         for peer in sorted(self._blamed(awaited, coordinator)):
-            late_s = self._late_s(peer, waited_s, now, pair=awaited.of == 2)
+            late_s = self._late_s(peer, waited_s, now, pair=pair)
             self._seen_s[peer] += waited_s if awaited.seen else 0.0
             if late_s <= 0:
                 continue
             new_s = min(waited_s, late_s)
             if awaited.seen:
-                rests = self._charge_seen(peer, new_s, late_s, now)
+                rests = self._charge_seen(peer, new_s, late_s, now, SEEN_OF_TWO_S if pair else SEEN_MOST_S)
             else:
                 rests = self._charge_unseen(
                     peer, new_s, waited_s, leads=self._me != coordinator == peer, now=now
@@ -169,18 +167,18 @@ class RoundWaits:
                 ended_for.append(peer)
         return ended_for
 
-    def _charge_seen(self, peer: PeerId, new_s: float, late_s: float, now: float) -> bool:
+    def _charge_seen(self, peer: PeerId, new_s: float, late_s: float, now: float, most_s: float) -> bool:
         """Charge a replica that certainly caused `new_s` of waiting, and for what it was suspected of before.
-        Returns whether it is left out.
+        Returns whether it is left out: who was seen for `most_s` is.
         """
         suspected, seen_s = SUSPECTED + peer, new_s
         if self._backoff.was_charged(suspected, t=self._t):
             seen_s = min(self._seen_s[peer], late_s)
-            if seen_s < AGAIN_S:
-                return False  # it pays for what may have been another's fault: a moment is not enough
+            if seen_s < AGAIN_S:  # it pays for what may be another's fault: a moment is not enough for that
+                return False
             new_s = seen_s + self._backoff.settled_s(suspected, t=self._t)
         self._backoff.charge(SEEN + peer, t=self._t, since_s=now - seen_s, now=now)
-        most_s = 0.0 if self._backoff.cost_s(SEEN + peer, t=self._t) >= SEEN_MOST_S else math.inf
+        most_s = 0.0 if self._backoff.cost_s(SEEN + peer, t=self._t) >= most_s else math.inf
         return self._backoff.charge(peer, t=self._t, since_s=now - new_s, now=now, most_s=most_s)
 
     def _charge_unseen(self, peer: PeerId, new_s: float, waited_s: float, *, leads: bool, now: float) -> bool:

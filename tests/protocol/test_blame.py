@@ -14,6 +14,7 @@ from swarm.protocol.blame import (
     HELD_UP_S,
     PREPARED_S,
     SEEN,
+    SEEN_OF_TWO_S,
     SUSPECTED,
     SUSPECTED_LEADING,
     UNSEEN_S,
@@ -374,6 +375,14 @@ def test_one_of_two_may_take_four_times_as_long() -> None:
     assert not backoff.was_charged("bob", t=7)
     waits.wait(awaited("bob", of=2), 1.0, coordinator="ann", now=105.0)
     assert backoff.left_s("bob", t=7) == BUDGET_S - 1.0
+
+
+def test_one_of_two_is_left_out_once_it_was_seen_for_less() -> None:
+    """It had a turn of its own, of 25 s, before it had been seen for as long as one of many."""
+    waits, backoff = waits_of()
+    assert not waits.wait(awaited("bob", of=2), 4.0 + SEEN_OF_TWO_S - 0.5, coordinator="ann", now=108.5)
+    assert not backoff.rests("bob", now=108.5)
+    assert waits.wait(awaited("bob", of=2), 0.5, coordinator="ann", now=109.0) == ["bob"]
 
 
 def test_others_charge_members_and_the_coordinator_and_end_its_round_where_a_third_has_voice() -> None:

@@ -276,22 +276,29 @@ async def test_a_member_whose_contribution_trickles_voids_the_round_and_is_named
 
 
 @pytest.mark.parametrize(
-    ("parts", "owns", "seen"),
-    [((4, 6), 0, False), ((10, 0), 0, True), ((10, 0), 1, False), ((0, 10), 0, True)],
+    ("parts", "owns", "sends", "seen"),
+    [
+        ((4, 6), 0, False, True),
+        ((4, 6), 0, True, False),
+        ((4, 6, 0), 0, False, False),
+        ((10, 0), 0, True, True),
+        ((10, 0, 0), 1, False, False),
+        ((0, 10), 0, False, True),
+    ],
 )
-async def test_who_keeps_its_nonce_is_seen_only_where_it_or_who_sees_it_owns_all(
-    parts: tuple[int, int], owns: int, seen: bool
+async def test_who_keeps_its_nonce_is_seen_only_of_two_or_where_it_or_who_sees_it_owns_all(
+    parts: tuple[int, ...], owns: int, sends: bool, seen: bool
 ) -> None:
-    """Another owner may keep a result from it."""
+    """Another owner may keep a result from it, and what one of two sends may be on its way."""
     plan, total = group(parts).plan, torch.zeros(10)
     chunks = {0: reduce._Chunk(parts[owns], 0)} if parts[owns] else {}
-    check: Any = SimpleNamespace(nonces={"a": b"1"}, lacking=lambda: ["b"])
+    check: Any = SimpleNamespace(nonces={"a": b"1", "c": b"3"}, lacking=lambda: ["b"])
     this = reduce._Round(plan, 3, total, total, chunks, check)
     for chunk in this.chunks.values():
         chunk.result.set_result((PartDone(crc=0, tensors=()), ()))
-    assert this.awaited() == (frozenset("b"), 2, seen)
+    assert this.awaited(sends=sends) == (frozenset("b"), len(parts), seen)
     check.nonces["b"] = b"2"
-    assert this.awaited() == (frozenset("b"), 2, True), "what it has to say hangs on no other then"
+    assert this.awaited() == (frozenset("b"), len(parts), True), "what it has to say hangs on no other then"
 
 
 async def test_time_in_which_a_member_itself_stood_still_is_not_charged() -> None:
