@@ -47,7 +47,6 @@ ALONE_S = 20.0
 ANSWERED_S = 3.5
 """A peer of stage 0 that was told that a step is ready says by then whether it committed it, or is gone."""
 
-
 _Reports: TypeAlias = Mapping[PeerId, rounds.StepReport]
 
 
@@ -124,7 +123,7 @@ class StageCoordinator:
         self._left_out: dict[int, set[PeerId]] = {}
         """Replicas that a decision leaves out, since their result of the step may be made up."""
         self._doubled: dict[int, dict[PeerId, int]] = {}
-        """Replicas without voice that are not counted before they have retracted these microbatches."""
+        """What replicas are to retract; those that rest, or have no voice, do not count before they have."""
         self._resting: tuple[PeerId, ...] = ()
         self.unready = set[int]()
         """Steps that the stage is not ready for, as the run coordinator knows. Of others it may have heard
@@ -208,7 +207,7 @@ class StageCoordinator:
         rest = {p: step.done for p, step in believable.items() if step.done and p in self._resting}
         self._doubled[t] = rounds.doubled_without_voice(steps, self.voice) | rest
         steps = {peer: step for peer, step in steps.items() if peer not in self._doubled[t]}
-        if not steps and not self._left_out[t]:
+        if not reports:  # if those alone have something that do not count, all is lacking
             return
         blame, plan = self.blame, self._plans.get(t)
         uploads_bps = {peer: member.report.bandwidth_bps for peer, member in self.members.items()}
@@ -220,8 +219,14 @@ class StageCoordinator:
         if isinstance(decision, rounds.FetchResult):
             others = {p: step for p, step in believable.items() if p not in steps}
             decision = rounds.proven_by(decision, others, self.voice)
+            # Of a result that has nothing of theirs no word of two is enough: what they hold holds it up.
+            self._doubled[t] = {
+                p: bits for p, bits in rest.items()
+                if not others[p].prepared and decision.round not in (others[p].frozen_for, others[p].gave_all)
+            }  # fmt: skip
         self._decisions[t] = decision
         by = decision.by if isinstance(decision, rounds.Retractions) else {}
+        self._doubled[t] |= by
         blame.retracting((t, self._agreed.generation), by, steps, now=now)
         self._left_out[t] |= self._alone_with_a_result(t, decision, reports)
         if isinstance(decision, rounds.Reduce):
@@ -355,16 +360,13 @@ class StageCoordinator:
         if peer in self._left_out[t]:
             found = isinstance(decision, rounds.FetchResult)
             return StepDirective(t=t, begin_again=found or t in self.unready)
-        doubled = self._doubled[t].get(peer)
-        if doubled and not isinstance(decision, rounds.FetchResult):
+        if doubled := self._doubled[t].get(peer):
             return StepDirective(t=t, retract=Bitmap(doubled))
         match decision:
             case rounds.Reduce(plan=plan):
                 return StepDirective(t=t, plan=plan)
             case rounds.FetchResult():
                 return StepDirective(t=t, fetch=replace(decision, sources=decision.sources[:MAX_SOURCES]))
-            case rounds.Retractions(by=by):
-                return StepDirective(t=t, retract=Bitmap(by.get(peer, 0)))
         return StepDirective(t=t)
 
     def tells(self, summary: StageSummary, peers: Set[PeerId], *, now: float) -> Set[PeerId]:

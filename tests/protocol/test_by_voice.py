@@ -869,6 +869,30 @@ def test_one_that_is_left_out_gives_up_what_is_run_again() -> None:
     assert tell(this, "bob", report(0, step(0b0011))).steps[0].retract == 0b0011
 
 
+@pytest.mark.parametrize(
+    ("round_name", "retracts"), [("another", True), ("its own", False)], ids=["took no part", "gave all"]
+)
+def test_one_that_is_left_out_gives_up_what_a_result_has_without_it(round_name: str, retracts: bool) -> None:
+    """Of two one found a result before the other one reported, and both waited for a turn of 25 s."""
+    others = (record("ann", steps=60), record("bob", steps=40))
+    this = protocol_of("ann", *others)
+    local = Local(generation=Generation(), version=0, steps={0: opened(0, RUN.M)}, commits={})
+    this.observe(local, {1: others}, now=NOW)
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    held = "r" if round_name == "its own" else "s"
+    told = tell(this, "bob", report(0, msgspec.structs.replace(step(0b0011), frozen_for=held, gave_all=held)))
+    assert told.steps[0].retract == (0b0011 if retracts else 0)
+    assert (told.steps[0].fetch is None) == retracts
+
+
+def test_what_one_alone_has_that_is_left_out_is_lacking() -> None:
+    """Nobody ran it again, and it was told to give up nothing, while another coordinated."""
+    this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40))
+    this._backoff.charge("bob", t=0, since_s=NOW, now=NOW, rounds=BUDGET_ROUNDS)
+    assert tell(this, "bob", report(0, step(ALL))).steps[0].retract == ALL
+    assert this._coordinator.summary({}).steps[0].unclaimed == ALL
+
+
 def test_one_that_cost_too_much_is_left_out_though_it_does_not_report() -> None:
     """It took itself for the coordinator, and callers asked it for each microbatch that was run again."""
     this = protocol_of("ann", record("ann", steps=60), record("bob", steps=40), record("liar"))
