@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import attrgetter
 
 from peers import events
 from peers.clock import now_s
@@ -78,19 +79,21 @@ class Recovery:
 
     async def _borne_out(self, directive: Directive, sources: Sequence[PeerId]) -> list[PeerId]:
         """The replicas that have what a directive says, if it is to be followed: `bearers`."""
-        core, goal, voice = self._core, directive.position, self._core.voice()
-        believes = self._coordination.believes
+        core, goal, digest, voice = self._core, directive.position, directive.digest, self._core.voice()
         serving = [r.peer for r in self._directory.at(self._stage) if r.state == "serving"]
         others = sorted({*sources, *serving} - {core.me})
         taken = directive.commits if goal.generation == core.generation else ()
-        proven = any(c.t == goal.version - 1 and believes(c) for c in taken)
+        proven = any(c.t == goal.version - 1 and self._coordination.believes(c) for c in taken)
         told = await ask_status(self._run, self._transport, heard(others, voice))
+        there = sorted((said for said in told.values() if said.position >= goal), key=attrgetter("position"))
+        if there and core.position < goal != there[0].position and there[0].generation == goal.generation:
+            goal, digest, proven = there[0].position, there[0].digest, False  # since then they went on
         if core.position < goal and voice and await self._others_have(goal):
             proven = True
             if not any(peer in voice and said.position >= goal for peer, said in told.items()):
                 voice, told = {}, await ask_status(self._run, self._transport, others)
         found = bearers(
-            goal, directive.digest, ReplicaState(core.position, core.digest, core.kind),
+            goal, digest, ReplicaState(core.position, core.digest, core.kind),
             {peer: ReplicaState(said.position, said.digest, said.kind) for peer, said in told.items()}, voice,
             me=core.me, is_proven=proven,
         )  # fmt: skip

@@ -146,6 +146,23 @@ async def test_those_with_voice_take_what_their_stage_did_without_them(with_voic
         assert not [name for name, peer in s.live() if peer.core.generation.number], "the run went back"
 
 
+@pytest.mark.parametrize("said", [2, 3], ids=["as they were when it was told", "as they are"])
+async def test_one_of_two_that_is_told_late_takes_what_the_other_has_by_now(said: int) -> None:
+    """It looked for one that is just where the coordinator said, and was behind while steps were quick."""
+    async with swarm(RUN, replicas=2) as s:
+        give_voice(s, *PEERS)
+        await s.until_serving()
+        s.add_trainer(TRAINER, steps=3)
+        await s.until_version(1)
+        late = s.peers["s1p1"]
+        late.coordination.act = lambda action: None  # type: ignore[method-assign]
+        await go_on_without(s, ["s1p1"], version=3)
+        told = Directive(run=RUN.id, stage=1, coordinator="s1p0", version=said, sources=("s1p0",))
+        assert await late._recovery.to(told)  # type: ignore
+        assert late.core.version == 3
+        assert_honest(s)
+
+
 async def test_one_with_most_voice_takes_what_all_others_did_without_it() -> None:
     """One with less voice went on, by what no peer with voice of the next stage proved (seed 902339)."""
     away = ["s0p0", "s1p0"]
