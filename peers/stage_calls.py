@@ -14,7 +14,7 @@ from peers.status_query import ASK_S, ask_all
 from peers.waiting import let_go
 from swarm.errors import PeerFault, PeerSilent, Refused
 from swarm.ids import Microbatch, PeerId, Stage
-from swarm.policy.backoff import BUDGET_ROUNDS
+from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
 from swarm.policy.router import Router
 from swarm.policy.timeouts import CallLimits
 from swarm.protocol.rounds import named_by_most
@@ -22,7 +22,8 @@ from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, Work, Wo
 
 T = TypeVar("T")
 IN_VAIN = "~"
-"""In front of the name of a peer: its account in `Backoff` for steps in which answers of it did not count."""
+"""In front of the name of a peer: its account in `Backoff` for steps in which answers of it did not count. It
+rests for a minute at most: of two the other one alone says that they did not."""
 MOMENT_S = 0.001
 """What is left after rounding may be too short for a clock to move."""
 MAX_PAUSE_S = 1.0
@@ -125,11 +126,11 @@ class StageCalls:
 
     def note_lacking(self, microbatch: Microbatch, left_out: Set[PeerId]) -> None:
         """Note that the stage lacks a microbatch: answers of those that it leaves out did not count."""
-        now = now_s()
+        now, t, backoff = now_s(), microbatch.t, self.router.backoff
         for peer in left_out & self.answered_by(microbatch):
-            if self._vain_at.get(peer) != microbatch.t:  # with one sum all that is in it may be lost
-                self._vain_at[peer] = microbatch.t
-                self.router.backoff.charge(IN_VAIN + peer, t=microbatch.t, since_s=now, now=now, rounds=1)
+            if self._vain_at.get(peer) != t:  # with one sum all that is in it may be lost
+                self._vain_at[peer] = t
+                backoff.charge(IN_VAIN + peer, t=t, since_s=now, now=now, rounds=1, longest_s=FIRST_REST_S)
 
     def rather_not(self, lacking: Collection[PeerId] = (), *, but: Collection[PeerId] = ()) -> set[PeerId]:
         """The peers, `but` some, that are asked only if no other can be: those of which answers did not count

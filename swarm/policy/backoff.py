@@ -155,10 +155,11 @@ class Backoff:
     # -- what a peer cost the run ----------------------------------------------------------------
 
     def charge(
-        self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0, most_s: float = math.inf
-    ) -> bool:
+        self, peer: PeerId, *, t: int, since_s: float, now: float, rounds: int = 0, most_s: float = math.inf,
+        longest_s: float = MAX_REST_S,
+    ) -> bool:  # fmt: skip
         """Charge `peer` with the time from `since_s` to `now`, in step `t`; returns whether it is left out.
-        `most_s`: it may cost no more; if that alone is used up its rest is no longer than the first.
+        `most_s`: it may cost no more; used up alone, its rest is as the first. No rest is over `longest_s`.
 
         A second is charged once, however many calls waited through it.
         """
@@ -180,7 +181,7 @@ class Backoff:
         used_up = lost_s >= self.budget_s or sum(charge[2] for charge in account.charges) >= BUDGET_ROUNDS
         if (used_up or lost_s >= most_s) and anew and now >= account.rests_until_s:
             account.since_rest_s = 0.0
-            account.rest_s = min(MAX_REST_S, max(FIRST_REST_S, 2 * account.rest_s if used_up else 0.0))
+            account.rest_s = min(longest_s, max(FIRST_REST_S, 2 * account.rest_s if used_up else 0.0))
             account.rests_until_s = now + account.rest_s
             self.changes += 1
         return now < account.rests_until_s

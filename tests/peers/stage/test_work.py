@@ -27,7 +27,7 @@ from swarm.manifest import AdmissionSpec, CodecSpec, Run, audit_run
 from swarm.model.gradient_sum import Gradients, SumLost
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
-from swarm.policy.backoff import BUDGET_ROUNDS, Backoff
+from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S, Backoff
 from swarm.policy.router import Router
 from swarm.policy.timeouts import MIN_S
 from swarm.protocol.ledger import Bitmap
@@ -684,6 +684,23 @@ def test_one_whose_answers_did_not_count_in_two_steps_is_asked_only_if_no_other_
     assert not stage.answered_by(Microbatch(0, 0)), "that was long ago"
     router.failed("a", now=now_s())
     assert chosen(8) == "z"
+
+
+async def test_one_whose_answers_do_not_count_is_asked_again_after_a_minute_each_time() -> None:
+    """At the sixth time it was after an hour, and of two the other one alone says that they do not count."""
+    router = Router(Backoff())
+    router.set_peers(1, ["a", "z"])
+    nothing: Any = None
+    stage = NextStage("run", 1, nothing, nothing, router, stages=2, on_fault=lambda fault: None)
+    router.answered(1, "a", 0.1)
+    for first_step in (0, 100):
+        for t in (first_step, first_step + 1):
+            stage.note_answered(Microbatch(t, 0), "z")
+            stage.note_lacking(Microbatch(t, 0), {"z"})
+        await asyncio.sleep(FIRST_REST_S - 1.0)
+        assert stage.rather_not() == {"z"}
+        await asyncio.sleep(1.0)
+        assert not stage.rather_not()
 
 
 def test_those_whose_answers_did_not_count_do_not_make_way_for_one_that_is_unknown() -> None:
