@@ -68,7 +68,7 @@ byte that is read. What is told takes the line: half a MB a second, after 5 MB a
 MAX_OFFERERS = 4096
 MAX_KEYS = 4096
 MAX_ENTRIES = 16384
-"""That a node keeps for others: about 10 MB."""
+"""That a node keeps for others: about 10 MB of records; 65 MB, if there is a manifest under each key."""
 MAX_KEYS_PER_CALL = 64
 MAX_ANSWER_BYTES = 1 << 19
 HAND_ON_BYTES = 1 << 16
@@ -245,9 +245,8 @@ Opened: TypeAlias = Announced | Charter | Revocation
 """What lies in the DHT, besides manifests."""
 
 
-@functools.lru_cache(maxsize=8192)
-def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Opened | str:
-    """What it is, '' for a manifest, or why the DHT must not hold this. Cached: all are seen twice."""
+def _open(key: bytes, subkey: str, value: bytes, expires: float) -> Opened | str:
+    """What it is, '' for a manifest, or why the DHT must not hold this."""
     why = "a value under a key where it does not belong"
     if value[1:9] in (b"\xa7charter", b"\xa7revoked"):
         try:
@@ -269,6 +268,10 @@ def _opened(key: bytes, subkey: str, value: bytes, expires: float) -> Opened | s
     except Refused as refusal:
         why = why if is_of_peer else refusal.text
     return why
+
+
+_opened, _opened_long = (functools.lru_cache(maxsize=most)(_open) for most in (8192, 128))
+"""All are seen twice. Few of those that are longer than a record, 16 kB, and live as long as this process."""
 
 
 def record_ids(opened: Announced) -> list[bytes]:
@@ -301,7 +304,8 @@ class RecordCheck:
         elif len(entry.value) > MAX_PACKED_MANIFEST_BYTES or len(entry.subkey) > 100:
             opened = "a value that is too large"
         else:
-            opened = _opened(key, entry.subkey, entry.value, entry.expires)
+            opens = _opened if len(entry.value) <= MAX_SIGNED_BYTES else _opened_long
+            opened = opens(key, entry.subkey, entry.value, entry.expires)
         if isinstance(opened, Announced) and (why := self.why_not(opened)):
             opened = why
         if isinstance(opened, Charter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+import tracemalloc
 from collections.abc import Mapping
 
 import msgspec
@@ -524,6 +525,19 @@ async def test_one_that_is_met_again_and_again_is_sent_a_bounded_number_of_bytes
         while at._tasks._tasks:
             await asyncio.sleep(0)
     assert 4e6 < sum(entry.size for entry in sent) < 10e6
+
+
+def test_of_large_values_that_were_offered_few_are_held_in_memory() -> None:
+    """What became of 8,192 was remembered, with all of it: 136 MB, for as long as the peer ran."""
+    check = RecordCheck()
+    tracemalloc.start()
+    try:
+        for number in range(500):
+            assert check.open(KEY, Entry("", number.to_bytes(4, "big") + bytes(16_000), soon())) is None
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 4e6
 
 
 async def test_identities_that_are_made_nearer_and_nearer_do_not_keep_a_search_going() -> None:
