@@ -369,7 +369,13 @@ class StageCore:
             self.steps.clear()
             for step in closed:
                 await step.stopped()
-            await self._overwrite(version, self.compute.load_state, version, tensors)
+            try:
+                await self._overwrite(version, self.compute.load_state, version, tensors)
+            except SwarmError:
+                if self.joined:  # it stays where it was, and begins its steps again
+                    await self.device.run(Rank.STEP, version, self.compute.sums.free)
+                    await self.open_steps()
+                raise
             self.applied, self.commits, self.generation = None, {}, position.generation
             self.trail.begin(version)
             self.taken_at.clear()

@@ -4,6 +4,7 @@ while weights change: what it leaves is of no version."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,9 +19,11 @@ from peers.ports import Rank
 from peers.sim.device import SimDevice
 from peers.stage import device as stage
 from peers.stage.settings import StageSettings
-from swarm.errors import DeviceHangs, SetupError
+from swarm.errors import DeviceHangs, Refused, SetupError
+from swarm.ids import Generation, Position
 from swarm.manifest import audit_run
 from swarm.model.stage import StageCompute
+from tests.peers.alone import Alone
 from tests.peers.loops import Swarm, swarm
 from tests.seeds import some
 
@@ -266,3 +269,15 @@ async def test_nor_what_a_download_that_broke_part_way_has_left() -> None:
         with pytest.raises(SetupError, match="the device of stage 0 failed: CUDA out of memory"):
             await task
         assert "s0p0" not in {event.source for event in s.seen(StateFetched)}
+
+
+async def test_who_cannot_load_a_state_begins_its_steps_again() -> None:
+    """Else the last of a stage, which was given something else, would never take another step."""
+    alone = await Alone(audit_run(stages=1, steps=4, microbatches_per_step=4)).opened()
+    alone.core.compute.sums.of(0)[1] = 3.0
+    state = alone.core.compute.state.copy()
+    state["weights"][0] = math.nan
+    with pytest.raises(Refused, match="not finite"):
+        await alone.core.load(Position(Generation(), 1), state)
+    assert alone.core.version == 0 and not alone.core.steps[0].over
+    assert alone.sum() == [0.0] * 4, "its ledger is empty, too"
