@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from peers.clock import now_s
-from peers.ports import Answer, Request
+from peers.ports import Answer, Buffer, Request
 from peers.stage.all_reduce import AllReduce
 from peers.stage.state import StageCore
 from peers.status_query import ask_status
@@ -89,14 +89,15 @@ class StepCoordination:
         """Where each trainer that the manifest names last knew the run to be. It goes back with the run."""
         self._silent = False
         self._messages = LatestValueSender(self._send)
-        self._transport.serve("report", self._serve_report, max_body_bytes=16 * self._run.M)
+        most_bytes = MAX_LONG_BYTES + 16 * self._run.M
+        self._transport.serve("report", self._serve_report, max_body_bytes=most_bytes)
         for kind, stage, take_in in (
             (Directive, self._stage, self.protocol.hear_directive),
             (RunStatus, 0, self.protocol.hear_run_status),
         ):
             handler = partial(self._serve_pushed, kind, stage, take_in)
             self._transport.serve(METHODS[kind], handler, max_body_bytes=MAX_LONG_BYTES)
-        self._transport.serve("summary", self._serve_summary)
+        self._transport.serve("summary", self._serve_summary, max_body_bytes=MAX_LONG_BYTES)
         self._transport.serve("watch", self._serve_watch)
 
     # -- asked by the stage peer ------------------------------------------------------------------
@@ -245,19 +246,17 @@ class StepCoordination:
         self._step(lambda now: self.protocol.lost_stage_told(claimed, told, voice, now=now))
 
     async def _ask_absent(self, t: int, peers: Sequence[PeerId]) -> None:
-        """Ask peers whose word is lacking, and about those of which it has been for long."""
-        await self._excuse_absent(t, peers)
-        await asyncio.gather(*map(self._word_overdue, self._overdue(peers, now_s())))
-        self._core.report_trigger.urgent()  # the answer tells the commit again
-
-    async def _excuse_absent(self, t: int, peers: Sequence[PeerId]) -> None:
-        """Do without the word of those that are away, or say that they have nothing of the step."""
+        """Ask peers whose word is lacking, and about those of which it has been for long; do without that of
+        those that are away, or say that they have nothing of the step.
+        """
         told = await ask_status(self._run, self._transport, peers)
         there = {p: s for p, s in told.items() if s.state == "serving" and s.version == t}
         able = {peer for peer, status in there.items() if status.done or status.inflight}
         serving = {record.peer for record in self._directory.peers() if record.state == "serving"}
         able |= {peer for peer, status in told.items() if status.state == "serving"} - serving
         self.protocol.belief.excuse(t, set(peers) - able, there.keys() - able, able)
+        await asyncio.gather(*map(self._word_overdue, self._overdue(peers, now_s())))
+        self._core.report_trigger.urgent()  # the answer tells the commit again
 
     def _overdue(self, peers: Sequence[PeerId], now: float) -> list[PeerId]:
         """Note that the word of `peers` is lacking; returns those of which it has been for long."""
@@ -311,31 +310,37 @@ class StepCoordination:
 
     # -- serving ----------------------------------------------------------------------------------
 
+    async def _long(self, request: Request, stage: Stage) -> Sequence[Buffer]:
+        """The body of a message that is too large for a header: of a peer that is announced at `stage`."""
+        if request.header:
+            return ()
+        await self._core.membership.require(request.peer, stage)
+        return await request.accept()
+
     async def _serve_report(self, request: Request) -> Answer:
-        report = unpack(request.header, ReplicaReport)
+        long = await self._long(request, self._stage)
+        report = hear(request.header, long[:1], ReplicaReport)
         due = [8 * count for count in self._step(lambda _: self.protocol.may_report(report))]
         await self._core.membership.require(request.peer, self._stage)
         losses: list[list[float]] = []
         if not report.say_leaving:
-            if list(request.body_sizes) != due:
-                given = list(request.body_sizes)[:8]
-                raise Refused(f"losses of {given} bytes do not fit the ledgers: {due[:8]} were due")
-            body = await request.accept()
-            losses = [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in body]
-        return Answer(
-            *say(self._step(lambda now: self.protocol.report(request.peer, report, losses, now=now)))
-        )
+            if (given := list(request.body_sizes[len(long[:1]) :])) != due:
+                raise Refused(f"losses of {given[:8]} bytes do not fit the ledgers: {due[:8]} were due")
+            rows = long[1:] if long else await request.accept()
+            losses = [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in rows]
+        take_in = partial(self.protocol.report, request.peer, report, losses)
+        return Answer(*say(self._step(lambda now: take_in(now=now))))
 
     async def _serve_summary(self, request: Request) -> Answer:
-        summary = unpack(request.header, StageSummary)
+        record = self._directory.find(request.peer)
+        long = await self._long(request, record.stage if record is not None else 0)
+        summary = hear(request.header, long, StageSummary)
         if summary.run != self._run.id or not 0 <= summary.stage < self._run.S:
             raise Refused(f"a summary of stage {summary.stage} of run {summary.run[:40]!r}")
         if self._stage == 0:
             await self._core.membership.require(request.peer, summary.stage)
-        status = self._step(
-            lambda now: self.protocol.summary(request.peer, summary, now=now), also=summary.stage
-        )
-        return Answer(*say(status))
+        take_in = partial(self.protocol.summary, request.peer, summary)
+        return Answer(*say(self._step(lambda now: take_in(now=now), also=summary.stage)))
 
     async def _serve_pushed(
         self, kind: type[M], stage: Stage, take_in: Callable[..., None], request: Request

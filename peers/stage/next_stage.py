@@ -104,15 +104,15 @@ class NextStage(StageCalls):
         raise reason
 
     async def _next_peer(self, work: Work, tried: _Tried) -> tuple[PeerId, bool]:
-        """The peer to ask, and whether it has the microbatch or computes it. Raises NoPeerForStage."""
-        holder = None
+        """The peer to ask, and whether it has the microbatch or computes it: to ask that again costs nothing.
+        Raises NoPeerForStage.
+        """
         if not tried.overtaken and (work.attempt > 0 or work.deepest >= 0):
-            holder = await self._locate(work)
-        away = tried.peers()
-        if holder and holder not in away:
-            return holder, True
-        peer = self._choose(work, away)
-        return peer, peer == holder
+            found = await self.holders(Microbatch(work.t, work.m), lacking=work.deepest == self.stage)
+            holder = next((peer for peer in found if peer not in self._in_vain(work)), None)
+            if holder and holder not in tried.peers():
+                return holder, True
+        return self._choose(work, tried.peers()), False
 
     async def _wait_for_peers(self, until_s: float, tried: _Tried) -> None:
         """Give those that were tried another chance, a little later. Raises Stale: one of them said so."""
@@ -178,8 +178,3 @@ class NextStage(StageCalls):
         if suggested in set(peers) - resting - exclude:
             return suggested
         return self.router.route(self.stage, now=now, exclude=exclude, known=work.attempt > 0).peer
-
-    async def _locate(self, work: Work) -> PeerId | None:
-        """The peer that has `(t, m)` already or computes it, if any: asking it again costs nothing."""
-        found = await self.holders(Microbatch(work.t, work.m), lacking=work.deepest == self.stage)
-        return next((peer for peer in found if peer not in self._in_vain(work)), None)

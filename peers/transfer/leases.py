@@ -26,7 +26,7 @@ from swarm.policy.timeouts import is_too_slow
 from swarm.protocol.rounds import Commit, Prepared
 from swarm.wire import whole_numbers
 from swarm.wire.codec import bytes_of, chunk_digest, dtype_name
-from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, pack, unpack
+from swarm.wire.messages import Ack, CloseLease, FetchChunk, Opened, TensorForm, pack, say, unpack
 
 CHUNK_BYTES = 1 << 20
 """Small enough that even 20 MB come evenly from several sources; the hashes of 10 GB take 320 kB."""
@@ -173,6 +173,8 @@ class Leases:
             lease=secrets.token_hex(8), version=content.version, generation=content.generation,
             last_commit=content.last_commit, prepared=content.prepared, tensors=forms_of(tensors),
         )  # fmt: skip
+        if say(opened)[1]:  # what proves it of so many stages fits into no header: readers do without it
+            opened = msgspec.structs.replace(opened, last_commit=None)
         lease = self._leases[opened.lease] = Lease(pool, what, opened, chunks, hashes, lent, now_s())
         self._sweep_later()
         return lease

@@ -2348,8 +2348,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "losses-that-do-not-fit",
         COORDINATION,
-        "            if list(request.body_sizes) != due:\n",
-        "            if False:\n",
+        "            if (given := list(request.body_sizes[len(long[:1]) :])) != due:\n",
+        "            if (given := due) != due:\n",
         "The losses of a report belong to other microbatches.",
         ("test_council",),
     ),

@@ -36,7 +36,17 @@ from swarm.protocol.messages import (
     StepLacking,
 )
 from swarm.protocol.replica import COMMITS_KEPT
-from swarm.protocol.rounds import Commit, FetchResult, Plan, Prepared, StepReport, StepSummary, round_id
+from swarm.protocol.rounds import (
+    PROOFS,
+    Commit,
+    FetchResult,
+    Plan,
+    Prepared,
+    Proof,
+    StepReport,
+    StepSummary,
+    round_id,
+)
 from swarm.protocol.sums import Contribution, PartProof, ReducedProof
 from swarm.records import Voucher
 from swarm.wire import messages as wire_messages
@@ -83,7 +93,7 @@ NAME, RUN = "f" * MAX_NAME, "f" * 32
 DIGEST = bytes(DIGEST_BYTES)
 GENERATION = Generation(T, T, 1023, T)
 HUGE = 1 << 62
-SAY_LONG = {Directive, RunStatus, Watched, Saved}
+SAY_LONG = {Directive, RunStatus, ReplicaReport, StageSummary, Watched, Saved}
 """Those that `say` says. The others fit into a header, whatever happens."""
 
 
@@ -268,6 +278,20 @@ def test_the_largest_legal_message_of_each_kind_can_be_said_and_heard(kind: type
     assert len(header) <= MAX_HEADER_BYTES
     assert sum(map(len, body)) <= MAX_LONG_BYTES
     assert hear(header, body, kind) == message
+
+
+def test_what_proves_the_last_commits_of_256_stages_can_be_said() -> None:
+    """By each replica to its coordinator, and by that to the one of the run: a header has room for 30."""
+    voucher = Voucher(PEERS[0], HUGE, HUGE, bytes(SIGNATURE_BYTES), HUGE)
+    held = msgspec.structs.replace(PREPARED, signature=bytes(SIGNATURE_BYTES), voucher=voucher)
+    proofs = tuple(tuple(Proof(PEERS[2 * s + i], held) for i in range(PROOFS)) for s in range(S))
+    commits = tuple(Commit(t, 1.5, proofs) for t in range(COMMITS_KEPT))
+    for kind in (ReplicaReport, StageSummary):
+        message = msgspec.structs.replace(LARGEST[kind], commits=commits)
+        header, body = say(message)
+        assert (header, len(body)) == (b"", 1)
+        assert len(body[0]) <= MAX_LONG_BYTES
+        assert hear(header, body, kind) == message
 
 
 def test_a_plan_of_1000_replicas_at_8192_microbatches_is_said_in_100_kb() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from peers.stage import coordination
 from peers.transfer import server
-from swarm.errors import Refused
-from swarm.protocol.messages import Directive, RunStatus
+from swarm.errors import NotNow, Refused
+from swarm.protocol.messages import Directive, ReplicaReport, RunStatus, StageSummary
 from swarm.wire.messages import MAX_LONG_BYTES, Saved, Watched, pack
 from tests.peers.liars.test_attack import member
 from tests.peers.loops import swarm
@@ -17,7 +17,8 @@ pytestmark = pytest.mark.virtual_time
 
 
 def say_in_bodies(message: msgspec.Struct) -> tuple[bytes, tuple[bytes, ...]]:
-    may_be_long = isinstance(message, Directive | RunStatus | Watched | Saved)
+    kinds = Directive | RunStatus | ReplicaReport | StageSummary | Watched | Saved
+    may_be_long = isinstance(message, kinds)
     return (b"", (pack(message),)) if may_be_long else (pack(message), ())
 
 
@@ -43,3 +44,14 @@ async def test_a_long_message_of_one_who_coordinates_nothing_is_not_received(met
         s.add_trainer("trainer")
         await s.until_finished()
         s.assert_each_counted_once()
+
+
+@pytest.mark.parametrize("method", ["report", "summary"])
+async def test_a_long_message_of_one_who_serves_no_stage_is_not_received(method: str) -> None:
+    async with swarm(stages=2) as s:
+        await s.until_serving()
+        stranger = s.add_stranger("stranger").end.transport
+        with pytest.raises(NotNow, match="is not announced at stage 0"):
+            await stranger.call("s0p0", method, b"", [bytes(MAX_LONG_BYTES)])
+        with pytest.raises(Refused, match="a body of"):
+            await stranger.call("s0p0", method, b"", [bytes(2 * MAX_LONG_BYTES)])

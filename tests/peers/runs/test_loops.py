@@ -50,10 +50,10 @@ def one_thread() -> None:
 def retries_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry goes to just any peer, not to the one that has the microbatch already."""
 
-    async def nowhere(self: object, work: object) -> None:
-        return None
+    async def nowhere(*_: object, **__: object) -> list[str]:
+        return []
 
-    monkeypatch.setattr(downstream.NextStage, "_locate", nowhere)
+    monkeypatch.setattr(downstream.NextStage, "holders", nowhere)
 
 
 @pytest.fixture

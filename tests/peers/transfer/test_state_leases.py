@@ -31,9 +31,11 @@ from swarm.model.stage import StageCompute
 from swarm.policy import timeouts
 from swarm.policy.backoff import Backoff
 from swarm.protocol.ledger import Ledger
+from swarm.protocol.rounds import Commit, Prepared, Proof
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire import whole_numbers
 from swarm.wire.messages import (
+    MAX_HEADER_BYTES,
     AskSaved,
     CloseLease,
     FetchChunk,
@@ -583,6 +585,17 @@ async def test_a_keeper_reads_each_version_once_whoever_opens_them_how_often() -
     await asyncio.sleep(2 * state_leases.LEASE_S)
     assert [lease.opened.version for lease in leases.of("saved")] == [4, 6], "the disk has its room again"
     await network.close()
+
+
+async def test_a_state_is_given_out_without_a_commit_that_fits_into_no_header() -> None:
+    """In a run of 100 stages whose commits are proven: its readers would never join."""
+    leases = Leases(RUN, CalmNetwork().join("source").transport)
+    proof = Proof("12D3KooW" + "x" * 44, Prepared("r" * 32, 1.5, "d" * 32, bytes(64)))
+    for stages, is_said in ((1, True), (200, False)):
+        commit = Commit(0, 1.5, ((proof, proof),) * stages)
+        lease = await leases.add("state", 0, Snapshot(1, {"w": torch.zeros(2)}, last_commit=commit))
+        assert (lease.opened.last_commit == commit) is is_said
+        assert len(leases.read_by("reader", lease).header) <= MAX_HEADER_BYTES
 
 
 async def test_a_peer_keeps_no_saved_version_open_that_nobody_reads(saving: Source) -> None:
