@@ -17,6 +17,7 @@ from swarm.ids import Microbatch, PeerId, Stage
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
 from swarm.policy.router import Router
 from swarm.policy.timeouts import CallLimits
+from swarm.protocol.ledger import forget_before
 from swarm.protocol.rounds import named_by_most
 from swarm.wire.messages import AskStatus, Locate, Located, PeerStatus, Work, WorkDone, pack, unpack_answer
 
@@ -62,8 +63,8 @@ class StageCalls:
     limits: CallLimits = field(init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One peer at a time is overtaken: if all become slow, that makes them little slower."""
-    _answered: dict[Microbatch, set[PeerId]] = field(default_factory=dict)
-    """Which peers answered a microbatch of the last steps."""
+    _answered: dict[int, dict[int, set[PeerId]]] = field(default_factory=dict)
+    """Which peers answered, of the last steps, by step and microbatch."""
     _vain_at: dict[PeerId, int] = field(default_factory=dict)
     """The last step of which each answered what its stage lacked then."""
 
@@ -118,11 +119,11 @@ class StageCalls:
 
     def note_answered(self, microbatch: Microbatch, peer: PeerId) -> None:
         """Remember that a peer answered a microbatch."""
-        self._answered = {mb: by for mb, by in self._answered.items() if mb.t >= microbatch.t - 1}
-        self._answered.setdefault(microbatch, set()).add(peer)
+        forget_before(microbatch.t - 1, self._answered)
+        self._answered.setdefault(microbatch.t, {}).setdefault(microbatch.m, set()).add(peer)
 
     def answered_by(self, microbatch: Microbatch) -> set[PeerId]:
-        return self._answered.get(microbatch, set())
+        return self._answered.get(microbatch.t, {}).get(microbatch.m, set())
 
     def note_lacking(self, microbatch: Microbatch, left_out: Set[PeerId]) -> None:
         """Note that the stage lacks a microbatch: answers of those that it leaves out did not count."""
