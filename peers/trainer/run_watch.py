@@ -183,8 +183,8 @@ class RunWatch:
         if status.generation != self.generation:
             return
         self.held_by_all = status.held_by_all
-        for lacks in status.lacking:
-            if len(lacks.by_stage) == self._run.S and self.version <= lacks.t < self._run.steps:
+        for lacks in status.lacking[:2]:  # of the open step, and of the next one
+            if len(lacks.by_stage) == self._run.S and lacks.t in range(self.version, self._run.steps)[:2]:
                 with as_bad_answer(peer):
                     for bitmap in lacks.by_stage:
                         check_bitmap(bitmap, self._run.microbatches(lacks.t))

@@ -180,9 +180,7 @@ class Trainer:
         probing = asyncio.create_task(self._prober.run())
         try:
             while not (self._leaving or (self.is_done and self.may_end())):
-                if self._failure is not None:
-                    raise self._failure
-                if (failure := self._evaluations.failure) is not None:
+                if failure := self._failure or self._evaluations.failure:
                     raise failure
                 for task in (watching, probing):
                     if task.done():

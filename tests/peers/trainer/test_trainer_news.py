@@ -139,6 +139,15 @@ async def test_what_another_generation_lacked_is_not_run() -> None:
     assert this._watch.held_by_all == 0 and this._todo.next_wakeup(0, now=0.0) is not None
 
 
+async def test_what_a_peer_says_of_steps_that_are_far_off_takes_no_room() -> None:
+    """One message of 1 MB has room for 50,000 steps, each of which took the order of all its microbatches."""
+    this: Any = trainer()
+    for t in range(RUN.steps):
+        hears(this, 0, lacking=(StepLacking(t=t, by_stage=(ALL, ALL)),))
+    hears(this, 0, lacking=tuple(StepLacking(t=t, by_stage=(ALL, ALL)) for t in range(RUN.steps)))
+    assert list(this._todo._steps) == [0, 1]
+
+
 async def test_a_trainer_offers_nothing_before_it_was_told_how_far_the_run_is() -> None:
     this: Any = trainer()
     this._start_work()
@@ -333,7 +342,7 @@ async def test_what_the_first_stage_did_not_count_goes_to_another_peer_and_so_do
         this._first.note_answered(Microbatch(t, 0), "z")
         for _ in range(6):
             await this._microbatch(WorkItem(Microbatch(t, 0), 0, replay=True))
-            this._first._answered = {Microbatch(t, 0): {"z"}}
+            this._first._answered = {t: {0: {"z"}}}
         assert set(asked) == {"a"}
     for m in range(6):
         await this._microbatch(WorkItem(Microbatch(1, m), -1, replay=False))
