@@ -128,8 +128,7 @@ class StageCore:
         now, me = now_s(), self.me
         found = [r.peer for r in directory.at(stage) if r.state in ("serving", "leaving") and r.peer != me]
         awake = [peer for peer in found if not self.backoff.in_backoff(peer, now=now)]
-        awake = heard(awake, voices.of(stage))
-        return sorted(awake, key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
+        return sorted(heard(awake, voices.of(stage)), key=lambda peer: zlib.crc32(f"{me} {peer}".encode()))
 
     def replicas(self) -> list[PeerRecord]:
         """The records of the others that serve this stage. They outlive their peers: what counts is asked."""
@@ -222,9 +221,10 @@ class StageCore:
             self.steps.pop(t).close()
         for t in range(self.version, self.newest_step() + 1):
             if t not in self.steps:
+                ledger = Ledger(t, self.run.microbatches(t), self.device.books.check)
+                step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no other task opens it meanwhile
                 await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)
-                self.steps[t] = OpenStep(t, Ledger(t, self.run.microbatches(t), self.device.books.check))
-                self.opened(self.steps[t])
+                self.opened(step)
         self.report_trigger.urgent()
         pulse(self._moved)
 

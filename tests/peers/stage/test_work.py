@@ -20,7 +20,7 @@ from peers.ports import Answer, Request
 from peers.sim.lines import Lines
 from peers.stage.microbatches import MAX_AGAIN
 from peers.stage.next_stage import NextStage
-from peers.stage.open_step import HOLD_S
+from peers.stage.open_step import HOLD_S, OpenStep
 from peers.trainer import Trainer
 from swarm.codecs import PACKED
 from swarm.errors import Busy, Leaving, NotNow, NotReady, Refused, SetupError, Stale
@@ -664,6 +664,17 @@ def test_a_microbatch_that_all_others_answered_in_vain_does_not_wait_for_a_peer_
     assert stage._choose(work, set()) == "b"  # type: ignore
     stage.note_answered(Microbatch(0, 0), "b")
     assert stage._choose(work, set()) in ("a", "b")  # type: ignore
+
+
+async def test_two_tasks_that_open_a_step_at_once_open_it_once() -> None:
+    """One that takes a step, and one that joined. What was claimed between them was in no ledger."""
+    async with swarm(stages=1) as s:
+        await s.until_serving()
+        core, opened = s.peers["s0p0"].core, list[OpenStep]()
+        core.steps.pop(0).close()
+        core.opened = opened.append
+        await asyncio.gather(core.open_steps(), core.open_steps())
+        assert opened == [core.steps[0]]
 
 
 def test_to_note_who_answered_takes_no_longer_in_a_step_of_many_microbatches() -> None:
