@@ -70,25 +70,22 @@ class Evaluations:
             due += every
         return due if due < self._run.steps else math.inf
 
-    def begin(self, t: int, tell: Sequence[PeerId]) -> None:
+    def begin(self, t: int, tell: Sequence[PeerId]) -> asyncio.Task[None]:
         """Evaluate the weights of step `t`, unless that is being done; those of another step no more. `tell`:
         peers that hear what it came to.
         """
-        if self._step == t and self._task is not None and not self._task.done():
-            return
-        self.stop()
-        self._step = t
-        self._task = asyncio.get_running_loop().create_task(self._evaluate(t, tell))
+        if self._step != t or self._task is None or self._task.done():
+            self.stop()
+            self._step = t
+            self._task = asyncio.get_running_loop().create_task(self._evaluate(t, tell))
+        return self._task
 
     async def last(self, tell: Sequence[PeerId]) -> None:
         """Evaluate what the run came to, if that is due."""
         t = self._run.steps
         if self._entering is not None and evaluation.is_due(self._run, t) and t not in self.losses:
-            self.begin(t, tell)
-            assert self._task is not None
-            await asyncio.wait({self._task}, timeout=LAST_S)
-            if (failure := self.failure) is not None:
-                raise failure
+            await asyncio.wait({self.begin(t, tell)}, timeout=LAST_S)
+            self.check()
 
     def stop(self, *, before: float = math.inf) -> None:
         """Give up the one that runs, if its step is before that one."""
@@ -101,11 +98,10 @@ class Evaluations:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the last one came to nothing, if it is not that its step is over."""
-        task = self._task
-        return task.exception() if task is not None and task.done() and not task.cancelled() else None
+    def check(self) -> None:
+        """Raise why the last one came to nothing, if it is not that its step is over."""
+        if self._task is not None and self._task.done() and not self._task.cancelled():
+            self._task.result()
 
     async def _evaluate(self, t: int, tell: Sequence[PeerId]) -> None:
         run, count = self._run, evaluation.microbatches(self._run)

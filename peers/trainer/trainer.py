@@ -180,8 +180,9 @@ class Trainer:
         probing = asyncio.create_task(self._prober.run())
         try:
             while not (self._leaving or (self.is_done and self.may_end())):
-                if failure := self._failure or self._evaluations.failure:
-                    raise failure
+                if self._failure is not None:
+                    raise self._failure
+                self._evaluations.check()
                 for task in (watching, probing):
                     if task.done():
                         task.result()
@@ -375,6 +376,7 @@ class Trainer:
 
     def _route_of_counted(self, used: Collection[PeerId]) -> list[PeerId]:
         """One peer of each stage whose word counts; none of the `used` ones where there are others."""
+        self._refresh_peers()  # after the last step nothing else looks who has come and gone
         without = set[PeerId]()
         for stage in range(self._run.S):
             counted = set(self._voices.counted(stage))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
 from peers.programs.status import picture
 from peers.programs.trained import evaluate
+from peers.stage.settings import Checkpoints
 from peers.storage.dataset import open_dataset
 from peers.storage.samples import open_eval, pinned_eval
 from peers.storage.weights import Weights
@@ -110,6 +112,26 @@ async def test_with_deaths_and_two_trainers_its_losses_are_those_of_one_process_
         assert seen.evaluations == ((5, losses[5]),)
         assert f"held out {losses[5]:.4f} at step 5" in str(_loss(seen, 100))
         assert f"swarm_run_eval_loss {losses[5]!r}" in generate_latest(registry_of(lambda: seen)).decode()
+
+
+async def test_a_peer_that_comes_while_the_end_of_the_run_is_evaluated_is_asked(tmp_path: Path) -> None:
+    """The only one of its stage ended with the first question, and was started again."""
+    run, saves = eval_run(steps=1, batch={"microbatches_per_step": 1}), Checkpoints(folder=tmp_path)
+    held_out = Text(batch_of(run))
+    async with swarm(run, replicas=0, batches=held_out) as s:
+        for stage in range(run.S):
+            s.add_peer(f"s{stage}p0", stage, checkpoints=saves)
+        s.add_trainer("trainer")
+        await s.until_finished()
+
+        def restart(caller: str, callee: str) -> None:
+            s.kill(callee)
+            s.add_peer("back", 1, checkpoints=saves)
+
+        s.on_call("eval", restart, to="s1p0")
+        s.add_trainer("late", held_out=held_out)
+        await s.until(lambda: s.tasks["late"].done(), limit_s=200.0)
+        assert [(event.version, event.loss) for event in s.seen(Evaluated)] == [(1, expected(run)[0][1])]
 
 
 @pytest.mark.parametrize("how", some(["never", "refused", "stale"], quick=["never"]))
