@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from swarm.data import sample_offsets
-from swarm.errors import DIVERGED, SetupError
+from swarm.errors import DIVERGED, Refused, SetupError
 from swarm.floats import total_of
 from swarm.ids import Microbatch, Stage
 from swarm.manifest import NO_ISLAND, OptimizerSpec, Run
@@ -84,13 +84,16 @@ class SingleProcess:
 
     def step(self, t: int) -> list[float]:
         """Do step `t`, the next one; return the losses of its microbatches in order. One that was interrupted
-        may be done again. Raises SetupError: not if that was while weights changed."""
+        may be done again. Raises SetupError: not if that was while weights changed; or the run diverged."""
         assert t == self.version, "steps are done in order"
         if self._half_taken:
             raise SetupError(f"step {t} was interrupted while weights changed: begin with a new reference")
         for stage in self.stages:
             stage.forget()
-        losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
+        try:
+            losses = [self.loss(Microbatch(t, m)) for m in range(self.run.microbatches(t))]
+        except Refused as error:  # by a codec
+            raise SetupError(f"{error.text} in step {t}{DIVERGED}") from None
         self._half_taken = True
         if self.run.meets_at(t):
             islands = [self, *self._others]

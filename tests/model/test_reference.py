@@ -322,3 +322,11 @@ def test_the_reference_keeps_its_graph_only_when_asked() -> None:
     quiet = reference.loss(Microbatch(0, 0), grad=False)
     assert reference.step(0)[0] == quiet
     assert not all(torch.equal(before[name], w) for name, w in reference.named_weights().items())
+
+
+def test_a_run_that_diverged_until_a_codec_refuses_its_numbers_says_so() -> None:
+    run = tiny_run(codec={"forward": "bf16"})
+    single = SingleProcess(run, batch_of(run))
+    single.stages[0].weights["tokens.weight"].fill_(1e39)  # more than bfloat16 has
+    with pytest.raises(SetupError, match="a tensor is not finite in step 0; the run diverged"):
+        single.step(0)
