@@ -42,6 +42,7 @@ from swarm.manifest import (
     parse_run,
     pin,
     read_cut,
+    run_of,
     write_cut,
 )
 from tests.example import example_run
@@ -748,6 +749,12 @@ def test_every_preset_makes_a_run_and_leaves_numbers_only(preset: str) -> None:
     run = parse_run(EXAMPLE.replace('"10M"', f'"{preset}"'))
     assert "preset" not in run.to_toml()
     assert parse_run(run.to_toml()) == run
+
+
+def test_a_table_whose_preset_is_none_of_them_is_refused_also_where_python_gives_it() -> None:
+    table = {"kind": "gpt", "preset": None, "stages": 1}
+    with pytest.raises(SetupError, match=r"model\.preset = None .* one of \"1M\""):
+        run_of({"name": "a", "seed": 1, "steps": 1, "model": table})
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def _model_of(table: dict[str, Any]) -> tuple[type[Spec], dict[str, Any]]:
         raise wrong("model.kind", kind, one_of(MODEL_KINDS))
     if kind in ("code", "hf"):
         return CustomModelSpec, table
-    if preset is None:
+    if "preset" not in table:
         return ModelSpec, table
     if type(preset) is not str or preset not in PRESETS:
         raise wrong("model.preset", preset, "one of " + ", ".join(f'"{name}"' for name in PRESETS))
