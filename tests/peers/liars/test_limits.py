@@ -29,7 +29,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import Run, audit_run
 from swarm.model.stage import Forward
 from swarm.policy.backoff import Backoff
-from swarm.policy.rotation import FIRST_TURN_S, TURN_S
+from swarm.policy.rotation import FIRST_TURN_S
 from swarm.policy.router import Router
 from swarm.policy.timeouts import CallLimits
 from swarm.protocol.blame import Awaited, RoundWaits
@@ -534,8 +534,8 @@ def test_what_was_unclear_is_paid_for_once() -> None:
 
 
 @pytest.mark.parametrize("stage", some([0, 1], quick=[0]))
-async def test_one_of_two_for_which_each_check_waits_costs_its_turn_and_half_of_one(stage: int) -> None:
-    """Nothing was charged in its own turn, and while it was left out it got half of the work: 72 s."""
+async def test_one_of_two_for_which_each_check_waits_costs_half_a_turn(stage: int) -> None:
+    """It had its own turn as well, in stage 0 two, before it had been seen for long enough: 36 and 94 s."""
     honest_for = 6
     async with swarm(CHECKED, replicas=1) as s:
         honest, late = list(s.peers), liar(s, stage)
@@ -545,7 +545,7 @@ async def test_one_of_two_for_which_each_check_waits_costs_its_turn_and_half_of_
         check_late(late, LATE_S)
         began_s = s.network.loop.now_s
         await s.until(lambda: all(s.peers[name].core.version >= STEPS for name in honest), limit_s=600.0)
-        assert s.network.loop.now_s - began_s <= TURN_S + FIRST_TURN_S + 5.0
+        assert s.network.loop.now_s - began_s <= FIRST_TURN_S + 7.5
 
 
 def test_both_of_two_owners_are_not_charged_by_one_that_owns_no_part() -> None:
