@@ -134,9 +134,8 @@ class RunWatch:
                 return last
             self._verdicts.ask_soon(about=last)
         place = peers.index(last) + 1 if last in peers else 0
-        self._seen, self._since_s, self._doubted = -1, now, False
-        self._peer = chosen = peers[place % len(peers)]
-        return chosen
+        self._peer, self._seen, self._since_s, self._doubted = peers[place % len(peers)], -1, now, False
+        return self._peer
 
     async def is_borne_out(self, watched: Watched) -> bool:
         """Whether the run is where a peer says, by those of all stages whose word counts. They are asked of

@@ -9556,4 +9556,162 @@ MUTATIONS: tuple[Mutation, ...] = (
         "On a slow line reports wait behind bodies, and replicas are left out.",
         ("test_uplink",),
     ),
+    Mutation(
+        "take-any-result-that-is-large-enough",
+        PROJECTION,
+        " <= most <= MODULUS * MAX_CHANCE / 2",
+        " <= most",
+        "An owner of a part answers a number of 10^15, and each step is taken with it.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "take-less-than-a-chunk-for-one",
+        SUM_AUDITS,
+        "chunk is not None and len(chunk) == numel",
+        "chunk is not None",
+        "What a member shows is shorter than its chunk, and a right result looks wrong.",
+        ("test_false_sums",),
+    ),
+    Mutation(
+        "go-on-with-weights-that-broke-part-way",
+        STATE,
+        "            if isinstance(error, SwarmError) or not self.joined:\n",
+        "            if True:\n",
+        (
+            "A device runs out of memory in the middle of an update; its peer serves half of "
+            "one version and half of the next, and gives them to newcomers."
+        ),
+        ("test_hung_device",),
+    ),
+    Mutation(
+        "open-a-step-once-its-sum-is-there",
+        STATE,
+        (
+            "                step = self.steps[t] = OpenStep(t, ledger)  # before its sum: no "
+            "other task opens it meanwhile\n"
+            "                await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)\n"
+        ),
+        (
+            "                await self.device.run(Rank.STEP, t, self.compute.sums.begin, t)\n"
+            "                step = self.steps[t] = OpenStep(t, ledger)\n"
+        ),
+        (
+            "Two tasks that open a step have a ledger each over one sum: what the first one "
+            "counted is counted again."
+        ),
+        ("test_work",),
+    ),
+    Mutation(
+        "open-no-step-after-a-load-that-was-refused",
+        STATE,
+        "                    await self.open_steps()\n                raise\n",
+        "                raise\n",
+        "The last peer of a stage that was given a damaged state never takes a step again.",
+        ("test_hung_device",),
+    ),
+    Mutation(
+        "take-long-messages-of-strangers",
+        COORDINATION,
+        (
+            "        await self._core.membership.require(request.peer, stage)\n"
+            "        return await request.accept()\n"
+        ),
+        "        return await request.accept()\n",
+        "Anybody has a coordinator receive megabytes.",
+        ("test_long_messages",),
+    ),
+    Mutation(
+        "take-no-summary-of-many-stages",
+        COORDINATION,
+        "self._serve_summary, max_body_bytes=MAX_LONG_BYTES)",
+        "self._serve_summary)",
+        "A run of thirty stages that names its trainers stands still from its third step on.",
+        ("test_long_messages",),
+    ),
+    Mutation(
+        "offer-a-commit-that-fits-into-no-header",
+        "peers/transfer/leases.py",
+        "        if say(opened)[1]:",
+        "        if False:",
+        "Nobody joins a run of a hundred stages that names its trainers.",
+        ("test_state_leases",),
+    ),
+    Mutation(
+        "keep-all-that-is-said-to-be-lacking",
+        RUN_WATCH,
+        " and lacks.t in range(self.version, self._run.steps)[:2]:",
+        " and lacks.t in range(self.version, self._run.steps):",
+        "A peer has a trainer draw the order of thousands of steps that are to come.",
+        ("test_trainer_news",),
+    ),
+    Mutation(
+        "keep-each-commit-of-a-run",
+        COORDINATOR,
+        "                    forget_before(t - 4, self._agreed.commits)\n",
+        "                    pass\n",
+        "After 100,000 steps a coordinator of the run looks through as many commits for each message.",
+        (),
+    ),
+    Mutation(
+        "keep-each-loss-of-a-run",
+        COORDINATOR,
+        "        forget_before(newest - LOSSES_KEPT, self.losses)\n",
+        "        pass\n",
+        "The coordinator of the last stage keeps the loss of each step.",
+        (),
+    ),
+    Mutation(
+        "tell-whatever-is-asked-for",
+        NODES,
+        "                asks.take(len(told) * TOLD_BYTES_COST, now=now)\n",
+        "                pass\n",
+        "A stranger has the line of a volunteer full by asking for large values again and again.",
+        ("test_dht_protocol",),
+    ),
+    Mutation(
+        "send-all-to-one-that-is-met-again",
+        NODES,
+        (
+            "            self._hands_on.take(sum(entry.size for _, entry in due) / "
+            "HAND_ON_BYTES_A_KEY, now=now_s())\n"
+        ),
+        "            pass\n",
+        "One that is away now and then is sent all that a node has each time.",
+        ("test_dht_protocol",),
+    ),
+    Mutation(
+        "know-all-that-ever-answered",
+        NODES,
+        "        if len(bucket.replacement_nodes) > 4 * bucket.size:",
+        "        if False:",
+        (
+            "Identities that answered once are known as long as a peer runs, and asked in "
+            "the place of those that live."
+        ),
+        ("test_dht_protocol",),
+    ),
+    Mutation(
+        "round-a-weight-again-when-another-job-ends",
+        DEVICE_THREADS,
+        "        if self.workers > 1:\n            torch.autocast_increment_nesting()",
+        "        if False:\n            torch.autocast_increment_nesting()",
+        "The last bits of a bfloat16 run depend on when the microbatches of a peer end.",
+        ("test_device_threads",),
+    ),
+    Mutation(
+        "compute-with-what-was-rounded-before-the-step",
+        DEVICE_THREADS,
+        "                torch.clear_autocast_cache()\n",
+        "                pass\n",
+        "A peer of several threads computes with the weights of the step before.",
+        ("test_device_threads",),
+    ),
+    Mutation(
+        "ask-no-keeper-for-other-islands",
+        "peers/islands/directory.py",
+        "r.stage == NO_STAGE or r.stage // S in self.others",
+        "r.stage // S in self.others",
+        "All islands but the first begin at version 0 beside a good checkpoint.",
+        ("test_islands",),
+    ),
 )

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,12 +24,13 @@ from peers.sim.loop import run_virtual
 from peers.stage.server import StagePeer
 from swarm.audit.projection import MODULUS
 from swarm.digest import digest_of
-from swarm.errors import Refused
+from swarm.errors import BadAnswer, Refused
 from swarm.manifest import Run, audit_run
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import PartProof, Projected, Reduced, nth_sum
 from swarm.wire.evidence import Reveal, Revealed
 from swarm.wire.messages import PartDone, pack, unpack
+from tests.peers.alone import Line
 from tests.peers.loops import Swarm, swarm
 from tests.seeds import cases, some
 
@@ -166,6 +169,22 @@ async def test_a_result_of_which_no_product_is_sure_is_computed_again_and_accuse
     s, _ = await play(None)
     assert not any(convicted(s).values())
     assert not s.seen(Trouble) and not s.voids()
+
+
+@pytest.mark.parametrize("shorter", [0, 1])
+async def test_a_member_shows_no_less_than_its_chunk(shorter: int) -> None:
+    """It may have signed the digest of less: the sum would look wrong, and its owner like a liar."""
+    chunk, parts = torch.arange(4 - shorter), (((0, 4),),)
+    digests = sum_check.chunk_digests(chunk, [(0, len(chunk))])
+    said = SimpleNamespace(contributions=[SimpleNamespace(chunks=digest_of(digests))])
+    check: Any = SimpleNamespace(
+        plan=SimpleNamespace(members=["me"]), reduced=[[said]], parts=parts, digests=[digests],
+        contributes=lambda _: True, chunk=lambda *_: chunk,
+    )  # fmt: skip
+    line: Any = Line("me")
+    sums = audits.SumAudits(audit_run(stages=1), 0, line, SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.raises(BadAnswer, match="does not show the contribution") if shorter else nullcontext():
+        assert (await sums.shown(check, 0, 0, 0))[0] == digests
 
 
 @pytest.mark.parametrize("terms", [lambda run: run, rounding], ids=["exact", "rounded"])
