@@ -10,6 +10,7 @@ import os
 import resource
 import stat
 import sys
+import tempfile
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -253,6 +254,7 @@ def test_without_a_place_to_cache_the_tokens_go_to_an_unnamed_file(
 ) -> None:
     monkeypatch.delenv(dataset.CACHE_ENV)
     monkeypatch.setenv("HOME", str(text))  # a file: no folder can be made in it, not even by root
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # forks of the tests end without tidying up
     data = open_dataset(FILES, [text])
     assert bytes(data.batch([0])[0]) == text.read_bytes()[:5]
     assert "cannot keep tokens in" in caplog.text
