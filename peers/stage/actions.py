@@ -226,6 +226,9 @@ class Actions:
         await step.stopped()
         await self._core.device.run(Rank.STEP, step.t, thaw)
         step.open_again()
+        if false := step.false:
+            step.false = 0
+            await self._core.retract(step, false, later=True)
 
     async def _fetch(self, step: OpenStep, wanted: replica.Fetch) -> None:
         """Take the result of a round from the replicas that hold it."""

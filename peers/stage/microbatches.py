@@ -158,9 +158,8 @@ class MicrobatchServer:
             raise Refused(f"stage {core.stage} takes {_shown(self._takes)}; offered were {offered}")
         proof = [proof_bytes(core.run, work.t, work.m)] if self._proven else []
         if list(request.body_sizes) != buffer_sizes(work.tensors) + proof:
-            raise Refused(
-                f"the announced buffers, {list(request.body_sizes)[:8]} bytes, do not fit the tensors"
-            )
+            sizes = list(request.body_sizes)[:8]
+            raise Refused(f"the announced buffers, {sizes} bytes, do not fit the tensors")
         if self._core.leaving:
             raise Leaving("this peer is leaving")
         check_ticket(self._transport.signer, core.run, work)

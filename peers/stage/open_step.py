@@ -87,6 +87,8 @@ class OpenStep(ReplicaStep):
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
         those that were answered and do not count, all. The latest two for each microbatch of the step.
         """
+        self.false = 0
+        """Bitmap: of liars, to be taken out once the sum, which is frozen, is open again."""
         self._taken_out, self._hold_s, self._held_until_s = 0, HOLD_S, float("-inf")
         self._came_too_soon = False
         self.reduced: torch.Tensor | None = None

@@ -236,14 +236,17 @@ class StageCore:
         await self.device.run(Rank.STEP, step.t, self.compute.sums.drop, step.t)
         await self.open_steps()
 
-    async def retract(self, step: OpenStep, microbatches: int) -> None:
-        """Take duplicates out of the sum: run their backward again and subtract."""
+    async def retract(self, step: OpenStep, microbatches: int, *, later: bool = False) -> None:
+        """Take microbatches out of the sum: run their backward again and subtract. `later`: of a frozen sum
+        once it is open again.
+        """
 
         def subtract() -> int:
-            count = 0
             if step.over or step.ledger.frozen_for is not None:
+                step.false |= microbatches if later else 0
                 return 0
-            for m in members_of(microbatches & step.ledger.done):
+            present = [*members_of(microbatches & step.ledger.done)]
+            for m in present:
                 kept = step.kept[m]
                 try:
                     self.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)
@@ -252,8 +255,7 @@ class StageCore:
                     raise
                 step.ledger.remove(m)
                 step.put_by(step.kept.pop(m))
-                count += 1
-            return count
+            return len(present)
 
         count = await self.device.run(Rank.STEP, step.t, subtract)
         if count:
@@ -263,8 +265,8 @@ class StageCore:
     async def forget_work_of(self, peer: PeerId) -> None:
         """Take out of the open sums what a peer, which lied, sent inputs or computed gradients for."""
         for step in list(self.steps.values()):
-            false = {m for m, kept in step.kept.items() if kept.is_of(peer)}
-            await self.retract(step, sum(1 << m for m in false))
+            false = sum(1 << m for m, kept in step.kept.items() if kept.is_of(peer))
+            await self.retract(step, false, later=True)
 
     def leave(self) -> None:
         """End all waits for a step: none opens any more."""
@@ -289,10 +291,8 @@ class StageCore:
                 raise Leaving("this peer is leaving")
             left = until - now_s()
             if left <= 0:
-                raise NotReady(
-                    f"step {t} is not open; stage {self.stage} is at version {self.version}",
-                    version=self.version,
-                )
+                text = f"step {t} is not open; stage {self.stage} is at version {self.version}"
+                raise NotReady(text, version=self.version)
             await happens(self._moved, left)
 
     def closed(self, t: int) -> SwarmError:

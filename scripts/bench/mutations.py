@@ -1873,9 +1873,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "undo-in-a-frozen-sum",
         STATE,
         "            if step.over or step.ledger.frozen_for is not None:\n"
-        "                return 0\n"
-        "            for m in",
-        "            for m in",
+        "                step.false |= microbatches if later else 0\n"
+        "                return 0\n",
+        "",
         "A duplicate is subtracted from a sum that was promised to a round.",
         ("test_guards", "test_reduce", *SWARMS),
     ),
@@ -7000,7 +7000,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "keep-what-a-liar-answered",
         "peers/stage/state.py",
-        "await self.retract(step, sum(1 << m for m in false))",
+        "await self.retract(step, false, later=True)",
         "await self.retract(step, 0)",
         "What a liar answered before it was found stays in the sums of the stages before it.",
         ("test_false_answers",),

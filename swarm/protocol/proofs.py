@@ -265,9 +265,8 @@ class Belief:
             if served is not None:
                 there = [peer for peer in there if (stage, peer) in served]
             if any(peer in voice for peer in there):
-                raise Refused(
-                    f"no peer with voice proves the norm of stage {stage} in the commit of step {t}"
-                )
+                what = f"the norm of stage {stage} in the commit of step {t}"
+                raise Refused(f"no peer with voice proves {what}")
         if len(counting or proofs) >= PROOFS:
             return []
         if excused is None:

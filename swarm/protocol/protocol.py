@@ -414,11 +414,8 @@ class StepProtocol:
         known = max(self._local.position, self.run_status.position, self._witnessed)
         if self._run.S > 1 and is_alone_ahead(report.position, known):
             self._actions.append(replica.AskWitnesses())
-            raise NotNow(
-                f"peer {short(sender)} says that it is at version {report.version}; the run is at "
-                f"{known.version}",
-                retry_after_s=REFRESH_S,
-            )
+            said = f"peer {short(sender)} says that it is at version {report.version}"
+            raise NotNow(f"{said}; the run is at {known.version}", retry_after_s=REFRESH_S)
 
     def witness(self, position: Position) -> None:
         """Note the position of a replica of another stage."""

@@ -104,6 +104,25 @@ async def test_a_duplicate_is_not_taken_out_of_a_sum_that_was_promised() -> None
     assert (alone.sum(), step.ledger.done) == (before, 0b11)
 
 
+async def test_what_a_liar_had_in_a_sum_that_was_promised_is_taken_out_once_that_is_open_again() -> None:
+    """It was tried once only: what it sent stayed in the sum of the next round."""
+    alone = await Alone(RUN).opened()
+    await count(alone, 0)
+    honest = alone.sum()
+    await count(alone, 1)
+    step = alone.core.steps[0]
+    step.kept[1].asked = ("liar", work(m=1))
+    step.start_round("a round", now=0.0)
+    await freeze(alone)
+    step.end_round("a round", failed=True)
+    await alone.core.forget_work_of("liar")
+    assert step.ledger.done == 0b11
+    alone.peer.actions.act(Unfreeze(0))
+    await asyncio.sleep(1.0)
+    assert (step.ledger.done, step.state, step.false) == (0b1, StepState.OPEN, 0)
+    assert alone.sum() == honest
+
+
 async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_else_does() -> None:
     alone = await Alone(RUN).opened()
     await count(alone, 0)
