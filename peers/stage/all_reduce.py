@@ -472,9 +472,8 @@ class AllReduce:
         if chunk is None or part.numel != chunk.numel or part.t != this.t:
             raise Refused(f"elements from {part.start} of step {part.t} are not a chunk that this peer owns")
         if this.contributes(request.peer) != bool(part.tensors) or len(part.tensors) > 1:
-            raise Refused(
-                "the contribution does not fit the ledger: something was expected exactly if it is not empty"
-            )
+            text = "something was expected exactly if it is not empty"
+            raise Refused(f"the contribution does not fit the ledger: {text}")
         if part.tensors and not chunk_may_have(request.body_sizes, part.numel, self._sum_dtype):
             raise Refused("the announced buffers do not fit the tensor")
         this.came_s.setdefault(request.peer, now_s())

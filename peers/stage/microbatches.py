@@ -235,7 +235,7 @@ class MicrobatchServer:
             self.taken += 1
             job.has_body = True
         except BaseException as error:
-            self._end(step, work.m)
+            self._end(step, work.m, job)
             self._fail(job, error)
             raise
         self._jobs.create_task(self._compute(step, request.peer, work, inputs, job))
@@ -263,12 +263,13 @@ class MicrobatchServer:
             self._core.computed += 1
             job.done.set_result(kept)
         finally:
-            self._end(step, work.m)
+            self._end(step, work.m, job)
 
-    def _end(self, step: OpenStep, m: int) -> None:
+    def _end(self, step: OpenStep, m: int, job: Job) -> None:
         self.inflight -= 1
-        step.ledger.release(m)
-        step.jobs.pop(m, None)
+        if step.jobs.get(m) is job:  # else it was retracted and claimed anew meanwhile
+            del step.jobs[m]
+            step.ledger.release(m)
         if step.ledger.in_progress:
             self._core.report_trigger.some()
         else:

@@ -1593,7 +1593,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "claim-not-released",
         MICROBATCHES,
-        "        step.ledger.release(m)\n",
+        "            step.ledger.release(m)\n",
         "",
         "A microbatch that failed is said to be computed for ever.",
         ("test_work", "test_loops"),

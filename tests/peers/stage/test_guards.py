@@ -30,7 +30,7 @@ from swarm.model.layout import initial_state
 from swarm.model.stage import Gradients
 from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
-from swarm.protocol.ledger import Bitmap
+from swarm.protocol.ledger import Bitmap, Claim
 from swarm.protocol.messages import Directive
 from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Unfreeze
 from swarm.protocol.rollback import FAR_BACK_S
@@ -133,6 +133,31 @@ async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_el
 
 
 # --- freezing and thawing -----------------------------------------------------------------------------------
+
+
+async def test_the_end_of_what_was_fed_again_is_not_that_of_what_was_claimed_since() -> None:
+    """Its microbatch had been retracted meanwhile: it was said to be lacking while it was computed anew."""
+    alone = await Alone(RUN).opened()
+    server, step, never = alone.peer.microbatches, alone.core.steps[0], asyncio.Event()
+    await count(alone, 0)
+
+    def taken() -> asyncio.Task[KeptMicrobatch]:
+        request: Any = SimpleNamespace(peer="trainer", body_sizes=[9], accept=never.wait)
+        return asyncio.ensure_future(server._take(step, work(), request))  # type: ignore
+
+    again = taken()
+    await asyncio.sleep(0)
+    await alone.core.retract(step, 0b1)
+    assert step.ledger.claim(0) is Claim.NEW
+    newer = taken()
+    await asyncio.sleep(0)
+    job = step.jobs[0]
+    again.cancel()
+    await asyncio.wait([again])
+    assert (step.jobs.get(0), step.ledger.in_progress, server.inflight) == (job, 0b1, 1)
+    newer.cancel()
+    await asyncio.wait([newer])
+    assert (step.jobs, step.ledger.in_progress, server.inflight) == ({}, 0, 0)
 
 
 async def test_a_sum_that_was_promised_anew_stays_as_it_is_though_it_was_told_to_open() -> None:
