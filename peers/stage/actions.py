@@ -261,8 +261,9 @@ class Actions:
                 )
             except DownloadFailed:
                 return  # told again as long as it is lacking
+        step.stop("reduce")
+        await step.stopped()  # else its end would be taken for the end of this round
         if not step.over:
-            step.stop("reduce")
             await self._tied_weights.hold_fetched(step, reduced, held)
 
     async def _retract(self, step: OpenStep, microbatches: int) -> None:

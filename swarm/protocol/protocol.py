@@ -364,9 +364,8 @@ class StepProtocol:
             NotNow, Leaving: this replica does not coordinate now.
         """
         if report.run != self._run.id or report.stage != self._stage:
-            raise Refused(
-                f"a report for stage {report.stage} of run {report.run[:40]!r}; this is stage {self._stage}"
-            )
+            said = f"a report for stage {report.stage} of run {report.run[:40]!r}"
+            raise Refused(f"{said}; this is stage {self._stage}")
         if not self._local.joined:
             raise NotNow("this peer has not joined yet")
         if self._local.leaving:

@@ -32,7 +32,7 @@ from swarm.model.stage_io import input_metas
 from swarm.policy.router import Router
 from swarm.protocol.ledger import Bitmap, Claim
 from swarm.protocol.messages import Directive
-from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Unfreeze
+from swarm.protocol.replica import ApplyStep, BeginAllReduce, CatchUp, Fetch, Unfreeze
 from swarm.protocol.rollback import FAR_BACK_S
 from swarm.protocol.rounds import Commit, Plan, Prepared, round_id
 from swarm.protocol.step import StepState
@@ -417,6 +417,30 @@ async def test_a_round_is_not_begun_again_before_its_end_has_ended() -> None:
     assert step.round is not None and step.round.name == plan.round
     await asyncio.sleep(1.0)
     assert step.prepared is not None and step.prepared.round == plan.round
+
+
+async def test_a_result_that_is_fetched_is_not_given_up_with_the_round_that_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is of the same name: with it went the promise, and the round could begin once more beside it."""
+    alone = await tied(lambda step: None).opened()
+    actions, step, never = alone.peer.actions, alone.core.steps[0], asyncio.Event()
+    result = torch.ones(alone.core.compute.numel, dtype=torch.float64), Prepared("r", 1.0, "")
+    actions._tied_weights._part = lambda step, _: never.wait()  # type: ignore
+    monkeypatch.setattr("peers.stage.actions.fetch_gradient", lambda *_, **__: asyncio.sleep(0, result))
+    step.start_round("r", now=0.0)
+
+    async def reduces() -> None:
+        try:
+            await never.wait()
+        finally:
+            step.end_round("r", failed=False)
+
+    step.work["reduce"] = asyncio.create_task(reduces())
+    fetch = asyncio.create_task(actions._fetch(step, Fetch(0, "r", ("other",), "")))  # type: ignore
+    await asyncio.sleep(1.0)
+    assert (step.state, step.round and step.round.name) == (StepState.COMPLETING, "r")
+    fetch.cancel()
 
 
 async def test_a_round_that_breaks_here_is_said_to_have_failed() -> None:
