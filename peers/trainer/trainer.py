@@ -392,7 +392,7 @@ class Trainer:
         At most one of them has never answered; none if `known`, or once the microbatch had to be sent again.
         `lacking`: those of the first that answered it, while that lacks it.
         """
-        ahead = self._run.M if self._run.delayed_updates else 0
+        ahead = self._run.microbatches(mb.t + 1) if self._run.delayed_updates else 0
         horizon_s = self._pace.horizon_s(self._todo.unstarted(mb.t) + ahead)
         route: list[PeerId] = []
         known = known or mb in self._attempts

@@ -457,3 +457,16 @@ async def test_who_passes_an_answer_on_names_no_peer_that_neither_was_asked_nor_
     elsewhere = msgspec.structs.replace(through("ann", 0.1).hops[1], stage=0)
     await told_by(this, WorkDone(loss=0.0, hops=(ann, elsewhere)))
     assert not this._router.knows(0, "p"), "of its stage alone"
+
+
+async def test_the_step_after_counts_by_its_own_microbatches_in_a_batch_warmup() -> None:
+    """With delayed updates. Slow peers were given the first, small steps, as if whole ones followed."""
+    batch = replace(RUN.batch, microbatches_per_step=8, warmup_steps=4, warmup_microbatches=1)
+    run, records, left = replace(RUN, batch=batch, delayed_updates=True), Records(), list[int]()
+    this: Any = Trainer(run, Rows(), Line("me"), records, TrainerSettings(), lambda _: None)  # type: ignore[arg-type]
+    records.known.append(PeerRecord(peer="ann", run=run.id, stage=0, state="serving", version=0))
+    this._refresh_peers()
+    this._pace.horizon_s = lambda count: left.append(count) or 1.0
+    for t in (0, 3, 4):
+        this._route(Microbatch(t, 0))
+    assert left == [1 + 2, 6 + 8, 8 + 8]
