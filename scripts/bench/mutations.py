@@ -3256,7 +3256,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "number-that-is-none",
         CODEC,
-        "        if not -math.inf < low <= high < math.inf:\n",
+        "        if not (low <= high if infinite else -math.inf < low <= high < math.inf):\n",
         "        if False:\n",
         "One number that is not finite spoils the sum of all.",
         ("test_work", "test_reduce"),

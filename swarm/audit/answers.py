@@ -72,12 +72,9 @@ def make(
 
 
 def is_far(
-    made: Sequence[Encoded],
-    said: Sequence[Encoded],
-    of: Sequence[Encoded],
-    far: float,
+    made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded], far: float,
     passes: Collection[int] = (),
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether tensors that a peer signed are `far` from those that were computed again, `of` given ones.
 
     A tensor that is nothing but rounding errors of what was given is not: it is compared with that. Those at
@@ -92,18 +89,24 @@ def is_far(
 
 def distance(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded]) -> float:
     """The largest relative distance of two tensors that were made `of` given ones."""
-    least = NOISE * max((norm(_values(one)) for one in of), default=0.0)
+    least = NOISE * max((_size(_values(one)) for one in of), default=0.0)
     return max((_distance(a, b, least) for a, b in zip(made, said, strict=True)), default=0.0)
 
 
 def _distance(one: Encoded, other: Encoded, least: float) -> float:
     a, b = _values(one), _values(other)
-    return norm(a - b) / max(norm(a), norm(b), least, 1e-30)
+    apart = torch.where(a == b, 0.0, a - b)  # equal infinities
+    return norm(apart) / max(_size(a), _size(b), least, 1e-30)
+
+
+def _size(values: torch.Tensor) -> float:
+    """The norm of the finite ones: a mask may be infinite, and no other number is small beside that."""
+    return norm(torch.where(values.isinf(), 0.0, values))
 
 
 def _values(one: Encoded) -> torch.Tensor:
     """As float64; nothing of whole numbers."""
-    found = decode(one.meta, one.buffers, name="a tensor of an answer")
+    found = decode(one.meta, one.buffers, name="a tensor of an answer", infinite=True)
     return found.to(torch.float64) if found.is_floating_point() else torch.zeros(1, dtype=torch.float64)
 
 
@@ -113,13 +116,9 @@ def norm(values: torch.Tensor) -> float:
 
 
 def proves_answer(
-    compute: StageCompute,
-    signer: Signer,
-    evidence: WrongAnswer,
-    body: Sequence[Buffer],
-    *,
+    compute: StageCompute, signer: Signer, evidence: WrongAnswer, body: Sequence[Buffer], *,
     share: float = 1.0,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether the accused's answer is wrong. In a job of the device, which must have the step's weights.
 
     `share`: of the distance from which on it is.

@@ -81,7 +81,7 @@ class Boundary:
         return self._placed(taken)
 
     def encode_outputs(self, mb: Microbatch, entered: Entered, computed: Computed) -> list[Encoded]:
-        """The inputs of the next stage. Raises Refused: an output is not finite."""
+        """The inputs of the next stage. Raises Refused: an output is not finite; a mask may be infinite."""
         name = f"the output of stage {self._stage} for {mb}"
         codec, function = self._run.codec.forward_at(self._stage), self._function
         graded = iter(computed.outputs)
@@ -89,10 +89,10 @@ class Boundary:
         for number, what in enumerate(function.gives):
             if what.graded:
                 pending.append(start_encode(next(graded), codec, name=name))
-            elif number in function.passes:
-                pending.append(start_encode(entered.passing[function.passes[number]], "none", name=name))
-            else:
-                pending.append(start_encode(computed.others[number].to(dtype_of(what)), "none", name=name))
+                continue
+            passes = number in function.passes
+            other = entered.passing[function.passes[number]] if passes else computed.others[number]
+            pending.append(start_encode(other.to(dtype_of(what)), "none", name=name, infinite=True))
         return [finish() for finish in pending]
 
     def decode_gradients(self, gradients: Sequence[Encoded]) -> list[torch.Tensor]:
@@ -106,10 +106,8 @@ class Boundary:
         if len(gradients) != len(due):
             raise Refused(f"{len(gradients)} gradients for stage {self._stage}; expected {len(due)}")
         answers = codec.backward_at(self._stage, codec.forward_at(self._stage))
-        return [
-            self._tensor(what, came, answers, "the gradient")
-            for what, came in zip(due, gradients, strict=True)
-        ]
+        pairs = zip(due, gradients, strict=True)
+        return [self._tensor(what, came, answers, "the gradient") for what, came in pairs]
 
     def encode_gradients(
         self, mb: Microbatch, leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None],
@@ -148,7 +146,8 @@ class Boundary:
     def _tensor(self, what: StageInput, came: Encoded, codec: str, name: str) -> torch.Tensor:
         expected = TensorMeta(tuple(what.shape), what.dtype, codec)
         device = self._device if what.graded else "cpu"
-        tensor = aligned(decode(*came, device=device, expected=expected, name=name))
+        mask = self._stage > 0 and not what.graded  # perhaps
+        tensor = aligned(decode(*came, device=device, expected=expected, name=name, infinite=mask))
         return self._nudge(tensor) if self._nudges and what.graded else tensor
 
     def _nudge(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,11 @@ def encode(
 
 
 def start_encode(
-    tensor: torch.Tensor, codec: str, *, name: str = "a tensor", places: torch.Tensor | None = None
-) -> Callable[[], Encoded]:
+    tensor: torch.Tensor, codec: str, *, name: str = "a tensor", places: torch.Tensor | None = None,
+    infinite: bool = False,
+) -> Callable[[], Encoded]:  # fmt: skip
     """As `encode`, but does not wait for CUDA: the function that it returns does, and is to be called once.
+    `infinite`: numbers may be, which have codec `none`; none may be NaN.
 
     All of it, the copies to pinned memory included, is on the current stream, so nothing can overtake
     anything. On CUDA a number that is not finite is only found by the function.
@@ -91,17 +93,16 @@ def start_encode(
     meta = TensorMeta(tuple(tensor.shape), _NAMES[tensor.dtype], codec)
     encoded_sizes(meta)
     what = _codec_of(meta)
-    limit = _encodable(tensor.dtype, what.values)
+    limit = math.inf if infinite and tensor.is_floating_point() else _encodable(tensor.dtype, what.values)
 
     def check(low: float, high: float) -> None:
         if limit is not None and not (-limit <= low and high <= limit):
             raise Refused(f"{name} is not finite")
 
     on_cuda = tensor.device.type == "cuda"
-    extremes = None
     # bitsandbytes' kernel finds its scales with comparisons, which skip NaN; this one passes it on.
-    if limit is not None and tensor.numel() and (on_cuda or codec != "blockwise8"):
-        extremes = torch.aminmax(tensor)
+    checked = limit is not None and tensor.numel() and (on_cuda or codec != "blockwise8")
+    extremes = torch.aminmax(tensor) if checked else None
     if extremes is not None and not on_cuda:
         check(extremes.min.item(), extremes.max.item())
     if what.keep_ppm < PPM:
@@ -154,9 +155,10 @@ def _parts(values: torch.Tensor, codec: str) -> list[torch.Tensor]:
 
 def decode(
     meta: TensorMeta, buffers: Sequence[Buffer], *, device: str | torch.device = "cpu",
-    expected: TensorMeta | None = None, name: str = "a tensor",
+    expected: TensorMeta | None = None, name: str = "a tensor", infinite: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """The tensor that was encoded, on `device`, checked. `expected`: what it must be; None: anything.
+    `infinite`: numbers of codec `none` or `bf16` may be; none may be NaN.
 
     With codec `none` on the CPU the tensor may share memory with a writable buffer.
 
@@ -197,7 +199,7 @@ def decode(
     flat = _tensor_of(views[0], torch.bfloat16 if what.values == "bf16" else dtype)
     if flat.dtype.is_floating_point:
         low, high = _range(flat)
-        if not -math.inf < low <= high < math.inf:
+        if not (low <= high if infinite else -math.inf < low <= high < math.inf):
             raise Refused(f"{name} is not finite")
     return to_device(flat, device).to(dtype).view(meta.shape)
 

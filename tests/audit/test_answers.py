@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,10 @@ from swarm.manifest import CodecSpec, Run, audit_run
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import input_metas
 from swarm.protocol.statements import Coin, Toss, sign
-from swarm.wire.codec import decode
+from swarm.wire.codec import Encoded, bytes_of, decode
 from swarm.wire.evidence import WrongAnswer
 from swarm.wire.receipts import Answered
+from swarm.wire.tensor_meta import TensorMeta
 from tests.audit.roundings import nearly_equal_numbers, tensor
 from tests.peers.admitted import admitting
 
@@ -72,6 +74,23 @@ def test_what_is_nothing_but_rounding_is_no_lie() -> None:
     given = [tensor(torch.randn(256))]
     noise = [tensor(1e-7 * torch.randn(256)) for _ in range(2)]
     assert not is_far(noise[:1], noise[1:], given, FAR["float32"])
+
+
+@pytest.mark.parametrize("bar", [math.inf, -math.inf])
+def test_nothing_is_small_beside_a_mask_of_infinities(bar: float) -> None:
+    made, mask = torch.randn(4, 8), torch.zeros(4, 8)
+    mask[1] = bar
+
+    def one(values: torch.Tensor) -> Encoded:
+        return Encoded(TensorMeta(tuple(values.shape), "float32", "none"), [bytes_of(values)])
+
+    def wrong(of_made: torch.Tensor, of_mask: torch.Tensor) -> bool:
+        return is_far([one(made), one(mask)], [one(of_made), one(of_mask)], [one(mask)], FAR["float32"])
+
+    assert not wrong(made * (1 + 1e-6), mask.clone())
+    assert (
+        wrong(-made, mask) and wrong(made, -mask) and wrong(made, 0 * made) and wrong(made, mask.roll(1, 0))
+    )
 
 
 def evidence_of(run: Run, stage: int) -> tuple[StageCompute, WrongAnswer, list[Any]]:

@@ -17,7 +17,7 @@ from swarm.model.graph.partition import plan_stages
 from swarm.model.layout import empty_state, initial_state
 from swarm.model.stage import StageCompute
 from swarm.model.stage_io import stage_inputs
-from swarm.wire.codec import Encoded, encode
+from swarm.wire.codec import Encoded, bytes_of, decode, encode
 from tests.model.chain import Chain, loss_backward
 from tests.model.graph import zoo
 from tests.model.graph.parity import random_cuts, whole
@@ -224,3 +224,27 @@ def test_a_whole_number_that_cannot_be_looked_up_is_refused() -> None:
             value.fill_(1000)
     with pytest.raises(Refused, match=r"stage 0 cannot look up what came for \(0, 0\): index out of range"):
         stage._compute(Microbatch(0, 0), 0, beyond)
+
+
+def test_a_mask_of_infinities_crosses_a_cut() -> None:
+    """As in one process. It has no gradient; what is no number is refused all the same."""
+    model, sample = zoo.barred()
+    spec = CustomModelSpec(kind="code", source="tests.model.graph.zoo:barred", stages=2, vocab_size=41)
+    size = BatchSpec(microbatch_size=len(sample[0]), microbatches_per_step=1)
+    first, last = (chain := Chain(custom_run("resnet", [0, 1], model=spec, batch=size))).stages
+    chain.begin(0)
+    dtypes = [getattr(torch, what.dtype) for what in stage_inputs(chain.run, 0)]
+    given = [encode(one.to(dtype), "none") for one, dtype in zip(sample, dtypes, strict=True)]
+    crossing = first.forward(Microbatch(0, 0), given).outputs
+    tensors = [decode(*came, infinite=True) for came in crossing]
+    (mask,) = (place for place, one in enumerate(tensors) if one.isinf().any())
+    loss, _ = loss_backward(last, Microbatch(0, 0), crossing, add=True)
+    weights = chain.named_weights()
+    sample = (sample[0].double(), sample[1])
+    assert loss == pytest.approx(torch.func.functional_call(model, weights, sample).item(), rel=1e-6)
+
+    tensors[mask].view(-1)[3] = torch.nan
+    body = [bytes_of(tensors[mask])]
+    wrong = [*crossing[:mask], Encoded(crossing[mask].meta, body), *crossing[mask + 1 :]]
+    with pytest.raises(Refused, match="is not finite"):
+        last.loss_gradients(Microbatch(0, 0), wrong, weights=True)

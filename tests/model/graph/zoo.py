@@ -325,6 +325,26 @@ def quantised() -> tuple[nn.Module, Sample]:
     return Quantised(width=8, layers=3, classes=7), (_normal(3, 8), _tokens(3, 1, 7, 1)[:, 0])
 
 
+class Barred(nn.Module):
+    """A softmax over rows, of which a mask without a gradient bars those whose activations are small."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            mask = torch.where(x < x.mean(), -torch.inf, 0.0)
+        x = self.second(x.tanh())
+        return functional.cross_entropy((x + mask).softmax(-1), labels)
+
+
+def barred() -> tuple[nn.Module, Sample]:
+    """Two layers."""
+    return Barred(width=8), (_normal(3, 8), _tokens(3, 1, 7, 1)[:, 0])
+
+
 def unet() -> tuple[nn.Module, Sample]:
     """Four levels."""
     return UNet(width=2, depth=4), (_normal(2, 1, 32, 32),)
