@@ -163,8 +163,7 @@ class Convictions(Verdicts):
         elif isinstance(evidence, WrongAnswer) and between:
             liar = await self._referee.liar(evidence, body, teller)
             if liar == teller:
-                why = f"it says that peer {short(evidence.accused)} lied, which answered truly"
-                self.leave_out(teller, why)
+                self.leave_out(teller, f"it says that {short(evidence.accused)} lied, which answered truly")
             shows = liar == evidence.accused
         elif isinstance(evidence, WrongAnswer):
             try:
@@ -189,8 +188,7 @@ class Convictions(Verdicts):
 
     async def _follow(self, teller: PeerId, evidence: WrongContribution) -> None:
         """Leave a peer out that most of this stage has: it is in no round any more in which this one could
-        look for itself.
-        """
+        look for itself."""
         with contextlib.suppress(Refused):
             if await self.stage_says(teller, evidence):
                 self.convict(evidence)
@@ -218,7 +216,6 @@ class Convictions(Verdicts):
 
 MAX_TRIES = 3
 """Answers of one peer that are judged here: each costs a download of its stage."""
-
 COPIES = 3
 """Of a state with its optimizer, that have to fit into free memory: what comes, the stage, its work."""
 SURE = 0.5
@@ -264,12 +261,15 @@ class Referee:
         self, version: int, tensors: Mapping[str, torch.Tensor], evidence: WrongAnswer, body: Sequence[Buffer]
     ) -> bool | None:
         """Whether it is wrong. None: nearly, and another kind of device may say otherwise."""
-        signer = self._transport.signer
+        torch.autocast_increment_nesting()  # or what `DeviceThreads` have rounded is forgotten with ours
         try:
             compute = StageCompute(self._run, evidence.statement.stage)
             compute.load_state(version, tensors)
-            if proves_answer(compute, signer, evidence, body):
+            given = compute, self._transport.signer, evidence, body
+            if proves_answer(*given):
                 return True
-            return None if proves_answer(compute, signer, evidence, body, share=SURE) else False
+            return None if proves_answer(*given, share=SURE) else False
         except SwarmError:
             return None
+        finally:
+            torch.autocast_decrement_nesting()

@@ -6,16 +6,20 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from peers.audit.convictions import Referee
 from peers.ports import Rank
 from peers.stage.device import DeviceThreads
 from swarm.errors import Leaving
 from swarm.model.stage_function import Output, StageFunction
 from swarm.protocol.ledger import Ledger
+from tests.audit.test_answers import SIGNER, evidence_of, run_of
 
 
 @asynccontextmanager
@@ -147,3 +151,21 @@ async def test_what_a_stopped_device_will_not_do_is_said_at_once() -> None:
             await waiting
         with pytest.raises(Leaving, match="it leaves, pauses or moves"):
             await device.run(Rank.STEP, 0, str)
+
+
+async def test_a_referee_beside_the_device_forgets_nothing_that_it_has_rounded() -> None:
+    run = run_of()
+    compute, evidence, body = evidence_of(run, 0)
+    referee: Any = Referee(run, SimpleNamespace(signer=SIGNER))  # type: ignore
+    weight, x, judged = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(32, 64), list[bool]()
+
+    def judge() -> None:
+        state = compute.state.copy(), evidence, body
+        thread = threading.Thread(target=lambda: judged.append(referee._proves(0, *state)))
+        thread.start()
+        thread.join()
+
+    async with threads(2) as device:
+        alone = await device.run(Rank.COMPUTE, 0, gradient, weight, x, int)
+        beside = await device.run(Rank.COMPUTE, 0, gradient, weight, x, judge)
+    assert torch.equal(alone, beside) and judged == [False]
