@@ -84,7 +84,9 @@ class Evaluations:
         """Evaluate what the run came to, if that is due."""
         t = self._run.steps
         if self._entering is not None and evaluation.is_due(self._run, t) and t not in self.losses:
-            await asyncio.wait({self.begin(t, tell)}, timeout=LAST_S)
+            done, _ = await asyncio.wait({self.begin(t, tell)}, timeout=LAST_S)
+            if not done:
+                self._emit(events.Trouble(text=f"the evaluation of the run's end took over {LAST_S:.0f} s"))
             self.check()
 
     def stop(self, *, before: float = math.inf) -> None:
@@ -162,12 +164,10 @@ class Evaluations:
         return None
 
     async def _ask(self, t: int, e: int, route: list[PeerId], body: list[Buffer], limit_s: float) -> float:
-        peer, *rest = route
-        header = pack(
-            Evaluate(run=self._run.id, t=t, e=e, route=tuple(rest), tensors=input_metas(self._run, 0))
-        )
-        answer = await self._transport.call(peer, "eval", header, body, deadline_s=limit_s)
-        return unpack_answer(peer, answer.header, EvalDone).loss
+        metas = input_metas(self._run, 0)
+        wanted = pack(Evaluate(run=self._run.id, t=t, e=e, route=tuple(route[1:]), tensors=metas))
+        answer = await self._transport.call(route[0], "eval", wanted, body, deadline_s=limit_s)
+        return unpack_answer(route[0], answer.header, EvalDone).loss
 
     def _are_apart(self, one: Sequence[PeerId], other: Sequence[PeerId]) -> bool:
         """Whether two routes share only peers that are alone in their stage."""

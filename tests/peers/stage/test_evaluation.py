@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 
+from peers.evaluation.asking import Evaluations
 from peers.evaluation.serving import MAX_AT_ONCE, MAX_EACH
 from peers.events import Evaluated, Trouble
 from peers.ports import Answer, Request
@@ -231,6 +233,26 @@ async def test_of_two_routes_that_differ_neither_is_believed_and_that_is_said() 
     s = await evaluated(run, liars=("s2p1",), voiced=("s2p0", "s2p1"))
     assert not s.seen(Evaluated)
     assert "the last refusal: routes answered with the losses " in s.seen(Trouble)[0].text
+
+
+async def test_an_end_of_the_run_that_no_peer_evaluates_is_said() -> None:
+    def nobody(_: Any) -> list[str]:
+        raise NotReady("not yet", version=0)
+
+    told, failed = list[Any](), list[Any]()
+    last = Evaluations(
+        eval_run(),
+        lambda _: [],
+        Any,
+        lambda _: [],
+        nobody,
+        failed.append,
+        told.append,
+        lambda _: math.inf,  # type: ignore
+    )
+    await last.last([])
+    await last.close()
+    assert [one.text for one in told] == ["the evaluation of the run's end took over 120 s"]
 
 
 async def test_a_trainer_without_the_data_evaluates_nothing_and_holds_nothing_up() -> None:
