@@ -203,7 +203,7 @@ class Checkpoint:
                 bytes=size, sha256=digest,
                 tensors={name: safetensors_file.info(tensor) for name, tensor in tensors.items()}, **also,
             )  # fmt: skip
-            safetensors_file.write_json(self.path, index)
+            atomic_file.write_whole(self.path, safetensors_file.to_json(index))
         except OSError:
             if written is not None and not self.is_whole():
                 atomic_file.unlink(written)

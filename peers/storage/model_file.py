@@ -57,19 +57,20 @@ def write(
     _refuse_strange(config_path(path))
     with atomic_file.as_setup_error("cannot write the model", remedy, folder=path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file.writing(path) as file:
+        # Neither replaces what was there before there was room for both.
+        with atomic_file.writing(config_path(path)) as described, atomic_file.writing(path) as file:
             origin = {"run": run.id, "step": str(step), "format": "pt"}
             digest, size = safetensors_file.write(file, shapes, value, origin, progress=progress)
-        config = ModelConfig(
-            format=safetensors_file.FORMAT,
-            run=run.id,
-            step=step,
-            sha256=digest,
-            bytes=size,
-            parameters=sum(tensor.numel() for tensor in shapes.values()),
-            manifest=run.to_toml(),
-        )
-        safetensors_file.write_json(config_path(path), config)
+            config = ModelConfig(
+                format=safetensors_file.FORMAT,
+                run=run.id,
+                step=step,
+                sha256=digest,
+                bytes=size,
+                parameters=sum(tensor.numel() for tensor in shapes.values()),
+                manifest=run.to_toml(),
+            )
+            atomic_file.write_all(described, safetensors_file.to_json(config))
     return config
 
 

@@ -136,14 +136,9 @@ def write(
     return digest.hexdigest(), 8 + len(text) + at
 
 
-def write_json(path: Path, value: msgspec.Struct) -> None:
-    """Write the JSON that describes such a file, whole or not at all.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    text = json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False)
-    atomic_file.write_whole(path, text.encode())
+def to_json(value: msgspec.Struct) -> bytes:
+    """The JSON that describes such a file."""
+    return json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False).encode()
 
 
 def read_json(kind: FileKind, path: Path, form: type[T], max_bytes: int) -> T:

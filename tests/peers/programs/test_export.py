@@ -188,6 +188,21 @@ def test_a_full_disk_leaves_the_old_model(model: Path, run: Run, tmp_path: Path)
     assert load_weights(WeightsOptions(model=model)).step == 3
 
 
+def test_a_disk_that_is_full_once_the_weights_are_written_leaves_the_old_model(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, write_all = load_weights(WeightsOptions(model=model)).by_name, atomic_file.write_all
+
+    def room_for_weights(file: Any, data: Any) -> None:
+        (write_full if bytes(data[:2]) == b"{\n" else write_all)(file, data)
+
+    monkeypatch.setattr(atomic_file, "write_all", room_for_weights)
+    with pytest.raises(SetupError, match="the disk is full"):
+        model_file.write(model, run, 2, weights, lambda name: weights[name] + 1)
+    assert load_weights(WeightsOptions(model=model)).step == 3
+    assert not list(model.parent.glob(f"{atomic_file.TEMPORARY}*"))
+
+
 def test_what_up_has_trained_is_kept_in_memory_until_the_disk_has_room(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
