@@ -76,8 +76,7 @@ class Evaluations:
         """
         if self._step != t or self._task is None or self._task.done():
             self.stop()
-            self._step = t
-            self._task = asyncio.get_running_loop().create_task(self._evaluate(t, tell))
+            self._step, self._task = t, asyncio.get_running_loop().create_task(self._evaluate(t, tell))
         return self._task
 
     async def last(self, tell: Sequence[PeerId]) -> None:

@@ -331,15 +331,10 @@ async def settled(
             f"nobody can dial this machine ({found.why or 'as --reach relay says'}), and no peer is known "
             f"that could relay for it: {what_to_do(found)}, or join at the address of one that can be dialled"
         )
-    private = replace(
-        options,
-        port=found.port,
-        any_port=not options.port,  # no peer is told of it
-        reachable=False,
-        relays=found.relays,
-        be_relay=False,
-        outside=found.host if found.keeps_ports else "",
-    )
+    private = replace(  # no peer is told of the port
+        options, port=found.port, any_port=not options.port, reachable=False, relays=found.relays,
+        be_relay=False, outside=found.host if found.keeps_ports else "",
+    )  # fmt: skip
     return private, in_words(found)
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -184,18 +182,13 @@ def write_adapter(folder: Path, run: Run, step: int, weights: Mapping[str, torch
 @contextlib.contextmanager
 def _new_folder(folder: Path, option: str) -> Iterator[Path]:
     """A folder beside, which takes the place of `folder` once all is in it."""
-    temporary = None
-    try:
-        with as_setup_error("cannot write the model", f"choose another {option}", folder=folder.parent):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=atomic_file.TEMPORARY, dir=folder.parent))
+    with as_setup_error("cannot write the model", f"choose another {option}", folder=folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file.new_folder(folder.parent) as temporary:
             yield temporary
             temporary.chmod(0o755)
             temporary.replace(folder)
             atomic_file.sync_folder(folder.parent)
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _tokenizer(run: Run, path: Path | None) -> tokenizers.Tokenizer | None:

@@ -322,11 +322,9 @@ class StageCore:
         self.commits[commit.t] = commit
         if step.audited is not None:
             self.audit = LedgerCounts(
-                steps=self.audit.steps + 1,
-                missing=self.audit.missing + step.audited.missing,
-                duplicated=self.audit.duplicated + step.audited.duplicated,
-                undone=self.undone,
-            )
+                steps=self.audit.steps + 1, missing=self.audit.missing + step.audited.missing,
+                duplicated=self.audit.duplicated + step.audited.duplicated, undone=self.undone,
+            )  # fmt: skip
         await self.open_steps()
         self._hashing = asyncio.get_running_loop().create_task(self.refresh_digest())
 

@@ -59,6 +59,18 @@ def replacing(folder: Path) -> Iterator[tuple[BinaryIO, Path]]:
         unlink(path)
 
 
+@contextlib.contextmanager
+def new_folder(parent: Path) -> Iterator[Path]:
+    """A folder in `parent`, removed unless it is renamed; beside a file that lives as long as the writer."""
+    with replacing(parent) as (_, lock):
+        folder = lock.with_suffix(".folder")
+        try:
+            folder.mkdir(mode=0o700)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def commit(file: BinaryIO, temporary: Path, final: Path) -> None:
     """Flush `file` to the disk and give it its final name, replacing what had it."""
     os.fsync(file.fileno())
@@ -98,13 +110,15 @@ def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files whose writers are gone."""
+    """Remove temporary files and folders whose writers are gone."""
     with contextlib.suppress(OSError):  # others may remove the folder meanwhile
-        for path in list(folder.glob(TEMPORARY + "*")):
+        for path in sorted(folder.glob(TEMPORARY + "*")):
             with contextlib.suppress(OSError), path.open("rb") as file:
                 if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_AFTER_S:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
                     path.unlink()
+            if path.suffix == ".folder" and not path.with_suffix("").exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

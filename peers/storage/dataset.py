@@ -222,10 +222,8 @@ class _Cache(NamedTuple):
             if chosen and isinstance(error, OSError):
                 raise atomic_file.trouble("cannot keep tokens", Path(chosen), error, _REMEDY) from None
             log.warning("cannot keep tokens in %s (%s): they are made again at each start", folder, error)
-            scratch = Path(tempfile.mkdtemp(prefix="swarm-"))
-            atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-            folder = scratch / "tokens"
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(prefix="swarm-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return cls(folder, dtype)
 
     def index(self, root: str) -> Index | None:  # type: ignore
@@ -252,8 +250,7 @@ class _Cache(NamedTuple):
         """Make the tokens and keep them."""
         size_bytes = sum(path.stat().st_size for path in files)
         with atomic_file.as_setup_error("cannot keep tokens", _REMEDY, folder=self.folder):
-            with tempfile.TemporaryDirectory(prefix=atomic_file.TEMPORARY, dir=self.folder) as made_in:
-                folder = Path(made_in)
+            with atomic_file.new_folder(self.folder) as folder:
                 with Bar("reading the text into tokens", size_bytes) as bar:
                     texts = ((str(path), _chunks(path, bar)) for path in files)
                     named = texts if files else [("tales", [tales.text()])]

@@ -347,6 +347,23 @@ def test_what_a_killed_writer_left_is_swept_and_what_a_living_one_writes_is_not(
     assert not left.exists()
 
 
+def test_a_folder_that_a_killed_writer_left_is_swept_with_what_is_in_it(text: Path, cache: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from peers.storage import atomic_file as atomic\n"
+        "with atomic.new_folder(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'tokens').touch(); print(folder, flush=True); sys.stdin.read()\n"
+    )
+    cache.mkdir(parents=True)
+    with held_writer(program, cache) as said:
+        left = Path(said)
+        os.utime(left.with_suffix(""), (0, 0))
+        atomic_file.sweep(cache)
+        assert (left / "tokens").exists()
+    assert (left / "tokens").exists()
+    open_dataset(FILES, [text])
+    assert not list(cache.glob(f"{atomic_file.TEMPORARY}*"))
+
+
 def test_a_young_temporary_file_is_left_alone(tmp_path: Path) -> None:
     young = tmp_path / (atomic_file.TEMPORARY + "x")
     young.touch()
