@@ -3661,8 +3661,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "older-charter-on-the-disk",
         FOLLOWER,
-        "        if remembered is not None and remembered[0].rank >= self.charter.rank:\n",
-        "        if False:\n",
+        " or (remembered and remembered[0].rank >= self.charter.rank):\n",
+        ":\n",
         "A peer of the same machine that knows less makes the others forget a charter.",
         ("test_charter_followed",),
     ),

@@ -277,9 +277,7 @@ class CharterKeeper:
     def _save(self) -> None:
         """Several peers of a machine share the folder: the highest charter stays."""
         path, remembered = self._path(), self._remembered()
-        if path is None or self.charter is None:
-            return
-        if remembered is not None and remembered[0].rank >= self.charter.rank:
+        if path is None or self.charter is None or (remembered and remembered[0].rank >= self.charter.rank):
             return
         try:
             write_charter(path, self.owner, self.sealed)

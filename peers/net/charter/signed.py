@@ -150,10 +150,12 @@ def read_charter(path: Path) -> tuple[Charter, PeerId, bytes]:
 
 def write_charter(path: Path, owner: PeerId, sealed: bytes) -> None:
     """The id of the owner, a line's end, and the signed bytes: all or nothing, since several programs may
-    write it at once. Raises OSError."""
+    write it at once, or the power fail. Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft.write_bytes(owner.encode() + b"\n" + sealed)
+    with draft.open("rb+") as file:
+        os.fsync(file.fileno())
     draft.replace(path)
 
 

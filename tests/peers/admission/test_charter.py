@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,22 @@ def test_a_charter_is_believed_with_its_owners_signature_only() -> None:
         signed.open_statement(bytes(20_000), OWNER.peer_id)
     with pytest.raises(Refused, match="a malformed charter"):
         signed.open_statement(b"\xff", OWNER.peer_id)
+
+
+def test_a_charter_is_on_the_disk_before_it_takes_the_place_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = signed.seal_charter(charter(), OWNER)
+    signed.write_charter(path := tmp_path / "charter", OWNER.peer_id, sealed)
+    before, newer = path.read_bytes(), signed.seal_charter(charter(sequence=9), OWNER)
+    flushed: list[tuple[bytes, bool]] = []
+
+    def fsync(file: int) -> None:
+        flushed.append((os.pread(file, 10_000, 0), path.read_bytes() == before))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    signed.write_charter(path, OWNER.peer_id, newer)
+    assert flushed == [(path.read_bytes(), True)] and signed.read_charter(path)[2] == newer
 
 
 def test_a_charter_lies_under_its_name_and_its_owners_fingerprint() -> None:
