@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +53,6 @@ class Disks:
 
     def __init__(self) -> None:
         self._root: Path | None = None
-        self._lock = -1
         self.all: list[Disk] = []
         self._of: dict[str, Disk] = {}
         """By the name of a process."""
@@ -61,7 +61,9 @@ class Disks:
     def add(self) -> Disk:
         if self._root is None:
             where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-            self._root, self._lock = private_folder(where, "swarm-sim-")
+            self._root, lock = private_folder(where, "swarm-sim-")
+            # A program may be stopped when it has made a world, and before it plays that.
+            self._vanish = weakref.finalize(self, _vanish, self._root, lock)
         disk = Disk(self._root / f"disk{len(self.all)}")
         self.all.append(disk)
         return disk
@@ -83,8 +85,7 @@ class Disks:
                 yield
         finally:
             if self._root is not None:
-                shutil.rmtree(self._root)
-                os.close(self._lock)
+                self._vanish()
 
     def _usage(self, path: Path) -> SimpleNamespace:
         full = any(disk.full and path.is_relative_to(disk.folder) for disk in self.all)
@@ -107,3 +108,8 @@ class Disks:
             os.link(temporary, f"{temporary}-torn")  # a dead process removes nothing
         tear.kill()
         raise Killed
+
+
+def _vanish(root: Path, lock: int) -> None:
+    shutil.rmtree(root)
+    os.close(lock)

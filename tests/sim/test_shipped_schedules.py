@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 
 from peers.sim import __main__ as program
 from peers.sim.__main__ import main, play, played
+from peers.sim.disks import Disks
 from peers.sim.faults import KINDS, Fault
 from peers.sim.lines import Lines
 from peers.sim.setting import Setting, setting_of, usual
@@ -38,6 +40,16 @@ def test_workers_end_with_the_program_that_is_killed() -> None:
             simulation.kill()
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
+
+
+def test_disks_that_are_never_used_vanish_as_well() -> None:
+    """Of a program that is stopped when it has made a world, and before it plays that."""
+    disks = Disks()
+    folder = disks.add().folder.parent
+    assert folder.is_dir()
+    del disks
+    gc.collect()
+    assert not folder.exists()
 
 
 @pytest.mark.process
