@@ -200,12 +200,10 @@ async def watch_device(
         if job is None or count * CHECK_EVERY_S <= limit_s:
             continue
         device.abandoned = True
-        what_ends = (
-            "It cannot pause: this process ends, and its memory is free. The state of its stage is given up; "
-            "others have it, or a checkpoint"
-            if pauses
-            else "This peer ends, so that others do its work"
-        )
+        what_ends = "This peer ends, so that others do its work"
+        if pauses:
+            what_ends = "It cannot pause: this process ends, and its memory is free. The state of its stage "
+            what_ends += "is given up; others have it, or a checkpoint"
         raise DeviceHangs(
             f"the device has worked on one job for {count * CHECK_EVERY_S:.0f} s, on the longest one before "
             f"for {device.longest_s:.1f} s. {what_ends}. Look after the device (nvidia-smi, dmesg), then "

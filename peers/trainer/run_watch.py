@@ -77,8 +77,7 @@ class RunWatch:
         """
         self._run, self._last_step = run, last_step
         self._transport, self._directory, self._router = transport, directory, router
-        self._verdicts, self._voices = verdicts, voices
-        self._todo, self._changed = todo, changed
+        self._verdicts, self._voices, self._todo, self._changed = verdicts, voices, todo, changed
         self._took_steps, self._went_back = took_steps, went_back
         self.step_losses: dict[int, float] = {}
         """What was told of the last steps; see `Trainer.step_losses`."""

@@ -231,7 +231,10 @@ class SharedWeights:
         for name, found in parts.items():
             start, end, _ = self._layout.terms[name]
             found[self._stage] = reduced[start:end]
-            whole[start:end] = sum((found[stage] for stage in sorted(found)), torch.zeros(()))
+            total = torch.zeros_like(whole[start:end])
+            for stage in sorted(found):
+                total += found[stage]
+            whole[start:end] = total
         return whole
 
     def sqnorm(self, reduced: torch.Tensor) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any
 
 from peers.clock import unix_s
@@ -82,9 +81,12 @@ class Doorkeeper:
 
     def _why_none(self, peer: PeerId, roles: tuple[Role, ...], *, now: float, **more: Any) -> str:
         """Why a peer is admitted as none of these; empty if it is, or there are none. See `why_not`."""
-        whys = [*takewhile(bool, (self.why_not(peer, role, now=now, **more) for role in roles))]
-        said = "; ".join(f"as a {role}: {why}" for role, why in zip(roles, whys, strict=False))
-        return f"not admitted {said}" if len(whys) == len(roles) and roles else ""
+        whys = list[str]()
+        for role in roles:
+            if not (why := self.why_not(peer, role, now=now, **more)):
+                return ""
+            whys.append(f"as a {role}: {why}")
+        return f"not admitted {'; '.join(whys)}" if whys else ""
 
     def invited(self, peer: PeerId) -> bool:
         """Whether the owner named a peer to serve a stage, or gave it a token that holds."""
