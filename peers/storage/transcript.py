@@ -137,6 +137,7 @@ class TranscriptWriter:
 
     def __init__(self, folder: Path, run: Run) -> None:
         self._folder, self._run, self._path, self._lock = folder, run, path_of(folder, run), threading.Lock()
+        self._begin = MAGIC + packed(Terms(run.id, run.to_toml()))
         self.ends: dict[Stage, int] = {}
         """The version up to which the steps of each stage are in it; of a run with islands, of each cell."""
         self.charter = b""
@@ -156,13 +157,12 @@ class TranscriptWriter:
             if not entries and not self._path.exists():
                 return
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            begin = MAGIC + packed(Terms(self._run.id, self._run.to_toml()))
             with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                there = file.read(len(begin))
-                if there != begin and begin.startswith(there.rstrip(b"\0")):  # it is new, or was cut off
+                there = file.read(len(self._begin))
+                if there != self._begin and self._begin.startswith(there.rstrip(b"\0")):  # new, or cut off
                     file.seek(0)
-                    atomic_file.write_all(file, begin)
+                    atomic_file.write_all(file, self._begin)
                 self._read_on(file)
                 if entries:
                     atomic_file.write_all(file, b"".join(map(packed, entries)))
