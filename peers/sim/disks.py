@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,18 +53,17 @@ class Disks:
     """All disks of a world, which vanish with it."""
 
     def __init__(self) -> None:
-        self._root: Path | None = None
+        where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        with _signals_held():
+            self._root, lock = private_folder(where, "swarm-sim-")
+            # A program may be stopped when it has made a world, and before it plays that.
+            self._vanish = weakref.finalize(self, _vanish, self._root, lock)
         self.all: list[Disk] = []
         self._of: dict[str, Disk] = {}
         """By the name of a process."""
         self._commit = atomic_file.commit
 
     def add(self) -> Disk:
-        if self._root is None:
-            where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-            self._root, lock = private_folder(where, "swarm-sim-")
-            # A program may be stopped when it has made a world, and before it plays that.
-            self._vanish = weakref.finalize(self, _vanish, self._root, lock)
         disk = Disk(self._root / f"disk{len(self.all)}")
         self.all.append(disk)
         return disk
@@ -74,7 +74,7 @@ class Disks:
 
     def without_root(self, text: str) -> str:
         """`text` with folders named as they are in each replay."""
-        return text if self._root is None else text.replace(str(self._root), "")
+        return text.replace(str(self._root), "")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -84,7 +84,7 @@ class Disks:
             with patch.object(atomic_file, "commit", self._write), usage:
                 yield
         finally:
-            if self._root is not None:
+            with _signals_held():
                 self._vanish()
 
     def _usage(self, path: Path) -> SimpleNamespace:
@@ -108,6 +108,23 @@ class Disks:
             os.link(temporary, f"{temporary}-torn")  # a dead process removes nothing
         tear.kill()
         raise Killed
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block. A mask would hold them from one thread only."""
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _vanish(root: Path, lock: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from peers.sim.faults import KINDS, Fault
 from peers.sim.lines import Lines
 from peers.sim.setting import Setting, setting_of, usual
 from peers.sim.world import Outcome, World, run_schedule
+from peers.system import private_folder
 from tests.seeds import some
 
 
@@ -50,6 +52,23 @@ def test_disks_that_are_never_used_vanish_as_well() -> None:
     del disks
     gc.collect()
     assert not folder.exists()
+
+
+def test_disks_that_are_stopped_while_they_are_made_vanish_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def stopped(parent: Path, prefix: str) -> tuple[Path, int]:
+        folder, lock = private_folder(parent, prefix)
+        made.append(folder)
+        signal.raise_signal(signal.SIGINT)
+        return folder, lock
+
+    monkeypatch.setattr("peers.sim.disks.private_folder", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        Disks()
+    gc.collect()
+    assert made
+    assert not made[0].exists()
 
 
 @pytest.mark.process
