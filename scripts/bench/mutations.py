@@ -1082,6 +1082,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("test_forged_results",),
     ),
     Mutation(
+        "know-no-position-by-a-commit",
+        PROTOCOL,
+        "max([*there, *(t + 1 for t in self._agreed.commits)], default=0)",
+        "max(there, default=0)",
+        "A stage whose result left with others waits for minutes, though it knows the commit.",
+        ("test_attack",),
+    ),
+    Mutation(
         "gradient-of-another-commit",
         PROOFS,
         "return not commit.proofs or commit.proofs[stage][0].prepared.digest == held.digest",

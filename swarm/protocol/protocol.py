@@ -430,7 +430,7 @@ class StepProtocol:
         stage.members[self._me] = Member(*self._report(), now)
         known = (self.run_status.position, self.trained)
         there = [at.version for at in known if at.generation == self._agreed.generation]
-        stage.run_version = max(there, default=0)
+        stage.run_version = max([*there, *(t + 1 for t in self._agreed.commits)], default=0)
         for member in list(stage.members.values()):
             self._learn(member.report.commits, member.report.generation)
         stage.decide(now=now)

@@ -132,6 +132,16 @@ def test_a_commit_of_a_step_that_the_stage_has_not_reached_is_not_remembered() -
     assert agreed.commits == {2: Commit(2, 1.0)}
 
 
+def test_a_stage_whose_result_is_gone_learns_from_a_commit_that_the_run_is_past_it() -> None:
+    """Who had the result of the last step left, and the rest waited three minutes (seed 9810168)."""
+    protocol = protocol_of("b")
+    protocol.speak(now=NOW)
+    assert protocol.stuck_s(now=NOW) == 0.0
+    protocol._agreed.learn([Commit(0, 1.0)], Generation(), newest=0)
+    protocol.speak(now=NOW)
+    assert protocol.stuck_s(now=NOW + 5.0) == 5.0
+
+
 def test_of_two_replicas_that_report_to_each_other_the_first_one_coordinates() -> None:
     """After late steps each may have another rest: neither coordinated for a minute, and then another one."""
     report = ReplicaReport(run=RUN.id, stage=1, generation=Generation(), version=0)
