@@ -95,9 +95,8 @@ class MicrobatchServer:
     async def _serve_locate(self, request: Request) -> Answer:
         where = unpack(request.header, Locate)
         step = self._core.steps.get(where.t) if where.run == self._core.run.id else None
-        has = False
-        if step is not None and 0 <= where.m < self._core.run.microbatches(where.t):
-            has = bool((step.ledger.done | step.ledger.promised) >> where.m & 1)
+        held = 0 if step is None else step.ledger.done | step.ledger.promised
+        has = where.m >= 0 and bool(held >> where.m & 1)
         left_out = tuple(self._left_out())
         if self._core.me in left_out:  # by a coordinator that may leave out all others: its word alone
             has, left_out = False, ()

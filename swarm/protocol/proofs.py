@@ -227,10 +227,8 @@ class Belief:
         if len(set(peers)) < len(peers):
             raise Refused(f"the commit of step {t} has proofs of one peer twice: it serves one stage")
         if mine is not None and mine.sqnorm != norms[self._stage]:
-            raise Refused(
-                f"the commit of step {t} says that stage {self._stage} has the squared norm "
-                f"{norms[self._stage]}; this replica's result has {mine.sqnorm}"
-            )
+            said = f"stage {self._stage} has the squared norm {norms[self._stage]}"
+            raise Refused(f"the commit of step {t}: {said}; this replica's result has {mine.sqnorm}")
         if (total := total_of(norms)) != commit.total_sqnorm:
             said = commit.total_sqnorm
             raise Refused(f"the commit of step {t} has the norm {said}; its proofs add up to {total}")

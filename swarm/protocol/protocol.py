@@ -308,10 +308,8 @@ class StepProtocol:
             Refused: it is for another stage or run.
         """
         if directive.run != self._run.id or directive.stage != self._stage:
-            raise Refused(
-                f"a directive for stage {directive.stage} of run {directive.run[:40]!r}; "
-                f"this is stage {self._stage}"
-            )
+            said = f"a directive for stage {directive.stage} of run {directive.run[:40]!r}"
+            raise Refused(f"{said}; this is stage {self._stage}")
         # After late steps it may see another one than the others follow, whose word is in its answers.
         seen, last = self.coordinator(self._stage, now=now), self.directive
         told = last.coordinator if last and self._rotation.late else None
@@ -442,14 +440,19 @@ class StepProtocol:
             self._behind_since = self._behind_since or now
         elif not (self.belief.voice(self._stage) and stage.goes_by_strangers(self._local.version)):
             self._behind_since = None
-        summary = stage.summary(commits, number=next(self._numbers))
         coordinator = self._me if self._stage == 0 else self.coordinator(0, now=now)
+        late = self.belief.needs_proof and now - self._moved_s >= LOST_S
+        # Proofs of many stages are long. Those of the last step go again: who finds a result compares anew.
+        status, is_usual = self.run_status, self.belief.needs_proof and not (late or self._rotation.late)
+        if is_usual and (status.run_coordinator, status.generation) == (coordinator, self._agreed.generation):
+            had = {commit.t for commit in status.commits if commit.t < status.version - 1}
+            commits = {c.t: c for c in replica.newest_commits(commits) if c.t not in had}
+        summary = stage.summary(commits, number=next(self._numbers))
         if coordinator == self._me:
             self._run_coordinator.stages[self._stage] = Summarized(summary, self._me, now)
             self._update_run_status(now)
             stage.summary_heard(summary)
         told, more = self.run_status.run_coordinator, MAX_TOLD if self._rotation.late else 0
-        late = self.belief.needs_proof and now - self._moved_s >= LOST_S
         knows = self.belief.past(newest, number=int(now)) if late and stage.holds(newest) else set[PeerId]()
         to_tell = self._to_tell(0, coordinator, told, more, now) | knows
         for peer in sorted(stage.tells(summary, to_tell, now=now)):
