@@ -39,7 +39,7 @@ FIRST_TURN_S = TURN_S / 2
 """Who had it may hold two rounds up besides, 5 s each. Later turns are longer: there is time to see who does
 that, and to do its work again."""
 FIRST_SHARE = 0.3
-"""So much of the first step that was in time counts as usual: it may have waited for peers, or a cut."""
+"""So much of the first step that tells how long steps take counts as usual: it may have waited for a cut."""
 MAX_DOUBLED = 6
 """In its next turn each has twice the time, up to so often: where a step takes long under any coordinator, as
 on busy machines, one is long enough in the end (as the views of Castro and Liskov's PBFT, 1999)."""
@@ -85,6 +85,8 @@ class Rotation:
         """How many turns of the first length late steps have used up; the same at the last step."""
         self._taken_back = False
         """Since the last step."""
+        self._ahead = 3
+        """As of the last step: `stepped`. The first one may have waited for peers: it tells nothing."""
         self.left_behind = False
         """Others took this step so long ago that it is late a second time for this peer only: who coordinates
         tells it nothing."""
@@ -101,12 +103,18 @@ class Rotation:
         if self._used < 1.0:  # others may have seen less, or nothing, of a step that was late for this peer
             self._by_steps = turn_of(version)
 
-    def stepped(self, *, now: float, alone: bool = True) -> None:
-        """This peer has taken a step, `alone`, or got other weights, or caught up with others: that tells not
-        how long steps take.
+    def stepped(self, *, now: float, steps: int = 1, ahead: int = 0) -> None:
+        """This peer has taken a step, caught up by several, or got weights of no later step. `ahead`: most of
+        the others had not yet taken it (0), had (1), are one further (2), or more (3).
+
+        A step that others took before, or one after it that came in time, says not how long steps take. Several
+        together do, if the others were at most one further before.
         """
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
         self._new_turn()
+        if steps > 1:
+            self._used = self._used_before  # what was late was so for this peer only
+        alone = steps == 1 and ahead < 2
         saw = alone and now - self._seen_s <= SLEPT_S
         if saw and self._is_late(took_s):
             self._count(now)
@@ -115,12 +123,14 @@ class Rotation:
         in_time = len(self._slow_s) == STEPS and sum(self._slow_s) <= limit_s
         if in_time:
             self._used = 0.0
-        if alone and took_s < math.inf:
+        tells = self._ahead < 3 if steps > 1 else alone and ahead >= self._ahead
+        each_s, self._ahead = took_s / max(1, steps - 1), ahead
+        if tells and each_s <= limit_s:
             self._noted_steps += 1
-            if took_s <= limit_s:
-                self._lasted[-1].answered(took_s if self._lasted[-1].known else FIRST_SHARE * took_s)
-            else:
-                self._lasted[-1].gave_up(limit_s)
+            self._lasted[-1].answered(each_s if self._lasted[-1].known else FIRST_SHARE * each_s)
+        elif alone and limit_s < took_s < math.inf:
+            self._noted_steps += 1
+            self._lasted[-1].gave_up(limit_s)
         *before, _ = self._lasted
         known = before if before and self._noted_steps < LEAST_STEPS else self._lasted
         self._usual = min(known, key=lambda turn: (turn.limit_s, turn.typical_s))
@@ -184,9 +194,13 @@ class Rotation:
     ) -> list[PeerId]:
         """`peers`, from whose turn that is, or was: each has one turn, then each two in a row, and so on.
 
-        `voice`: of strangers, of which there may be any number, none begins by the step. None: all have it.
+        `voice`: of strangers, of which there may be any number, the first one begins, and for a run's first
+        steps but one the second: so it is seen how long they need not take. None: all have it.
         """
-        peers = _drawn(tuple(peers), self._by_steps if voice is None or any(map(voice.get, peers)) else 0)
+        strangers = voice is not None and not any(map(voice.get, peers))
+        peers = _drawn(tuple(peers), 0 if strangers else self._by_steps)
+        if strangers and 0 < self._by_steps < COMPARED:
+            peers = [*peers[1:], *peers[:1]]
         turn, doubled = int(self._used) if turn is None else turn, 0
         while peers and doubled < MAX_DOUBLED and turn >= len(peers) << doubled:
             turn, doubled = turn - (len(peers) << doubled), doubled + 1

@@ -137,8 +137,8 @@ class StepProtocol:
             self._coordinator.forget(local.version - 1)
             if self._goes_by_strangers and local.version >= self._coordinator.run_version:
                 self._behind_since = None  # it has what they had
-            alone = local.version == self._local.version + 1 and not self.belief.is_passed(local.version)
-            self._rotation.stepped(now=now, alone=alone)
+            ahead = sum(self.belief.is_passed(local.version + n) for n in (-1, 0, 1))
+            self._rotation.stepped(now=now, steps=local.version - self._local.version, ahead=ahead)
         self._local, self._peers = local, peers
         if self.belief.needs_proof:
             self._rotation.at(local.version)

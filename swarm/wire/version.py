@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 """Raised by any change after which peers of before and after would misunderstand each other, or disagree on a
 run: frames, messages, records, rules of a step, arithmetic. Programs from before the number count as 0."""
 

@@ -65,7 +65,7 @@ class Watched:
 def test_a_state_that_was_fetched_after_a_cut_says_nothing_of_how_long_steps_take() -> None:
     this = Watched()
     this.waits(26.0)
-    this.rotation.stepped(now=this.now, alone=False)
+    this.rotation.stepped(now=this.now, steps=0)
     this.waits(60.0)
     assert this.first != "ann"
 
@@ -351,6 +351,50 @@ def test_no_turn_of_strangers_begins_by_the_number_of_a_step() -> None:
         for voice, first in firsts.items():
             first.add(rotation.in_turn(PEERS, voice={PEERS[-1]: voice})[0])
     assert firsts == {0: {rotation.in_turn(PEERS, voice={})[0]}, 30: {*PEERS}}
+
+
+def test_of_strangers_the_second_begins_three_steps_of_a_run() -> None:
+    """Else of two strangers the first, late from the first step on, is taken for what is usual."""
+    rotation, firsts = Rotation(), list[PeerId]()
+    for version in range(6):
+        rotation.at(version)
+        firsts.append(rotation.in_turn(PEERS, voice={})[0])
+    assert firsts == ["ann", "bob", "bob", "bob", "ann", "ann"]
+    assert rotation.in_turn(PEERS[:1], voice={}) == ["ann"]
+
+
+def test_one_that_catches_up_learns_how_long_steps_take() -> None:
+    """Told late of each, it took no step alone, and let a coordinator have each of its own last 30 s."""
+    this = Watched()
+    this.rotation.stepped(now=this.now)
+    this.waits(2.0)
+    this.rotation.stepped(now=this.now, steps=4, ahead=2)
+    this.waits(LATE_S + 1.0)
+    assert this.rotation.late
+    this.waits(FIRST_TURN_S)
+    assert this.first == "bob"
+    this.rotation.stepped(now=this.now, steps=2)
+    assert this.first == "ann", "it was late for this one only"
+    other = Watched()
+    other.rotation.stepped(now=other.now, ahead=3)
+    other.waits(2.0)
+    other.rotation.stepped(now=other.now, steps=4)
+    other.waits(LATE_S + 1.0)
+    assert not other.rotation.late, "others had taken most of these steps before"
+
+
+def test_a_step_after_one_of_which_this_peer_was_told_late_says_not_how_long_steps_take() -> None:
+    """It took 0.04 s for it and 2 s for the others, and their turns differed for the rest of the run."""
+    this = Watched()
+    for took_s, ahead in ((12.0, 1), (0.04, 0), (12.0, 0)):
+        this.waits(took_s)
+        this.rotation.stepped(now=this.now, ahead=ahead)
+    assert not this.rotation.late
+    for ahead in (1, 1):
+        this.waits(0.5)
+        this.rotation.stepped(now=this.now, ahead=ahead)
+    this.waits(LATE_S + 1.0)
+    assert this.rotation.late, "it was told of both late"
 
 
 def test_while_steps_are_late_no_turn_begins_by_their_number() -> None:

@@ -26,7 +26,14 @@ from swarm.wire.messages import Watch, Watched, say, unpack
 from tests.peers.lies import coordinate_all, direct_falsely
 from tests.peers.loops import JOB_S, Swarm, swarm
 from tests.peers.sybils import TRAINER, admitting, give_voice
-from tests.peers.tarpits import answer_one_late, answer_some, coordinate_late, never_answered, send_no_part
+from tests.peers.tarpits import (
+    answer_one_late,
+    answer_some,
+    check_late,
+    coordinate_late,
+    never_answered,
+    send_no_part,
+)
 from tests.seeds import some
 
 pytestmark = [pytest.mark.virtual_time, pytest.mark.timeout(300)]
@@ -305,6 +312,35 @@ async def test_one_that_coordinates_late_from_the_first_step_on_is_found_by_what
         assert s.network.loop.now_s - began_s < 0.3 * run.steps + BUDGET_S * run.steps / 20
         s.assert_each_counted_once()
         await s.until(lambda: len(trainer.step_losses) == run.steps, limit_s=5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "late"),
+    some(
+        [(stage, late) for stage in (0, 1, 2) for late in ("coordinates", "checks")],
+        quick=[(0, "coordinates"), (1, "checks")],
+    ),
+)
+async def test_of_two_strangers_the_first_to_coordinate_is_compared_with_the_second(
+    stage: int, late: str
+) -> None:
+    """By the second's first steps. It coordinated all, 12 s a step, and nobody knew that 0.2 s are enough."""
+    run = replace(audit_run(stages=3, steps=20, microbatches_per_step=4), dtype="float32")
+    async with swarm(admitting(run), replicas=2) as s:
+        liar = f"s{stage}p0"
+        if late == "coordinates":
+            coordinate_late(s, liar, 2.0)
+        else:
+            check_late(s.peers[liar], 4.5)
+        await s.until_serving()
+        began_s = s.network.loop.now_s
+        s.add_trainer(TRAINER)
+        honest = [name for name in s.peers if name != liar]
+        await s.until(lambda: all(s.peers[n].core.version >= run.steps for n in honest), limit_s=400.0)
+        assert s.network.loop.now_s - began_s < 0.35 * run.steps + BUDGET_S
+        counts = s.count_matrix()
+        assert all((counts[name] == run.steps).all() for name in honest)
 
 
 @pytest.mark.slow
