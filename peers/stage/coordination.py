@@ -272,7 +272,7 @@ class StepCoordination:
         furthest = sorted(others, key=lambda r: (r.peer not in voice, -r.version, r.peer))[:MAX_WITNESSES]
         told = await ask_status(self._run, self._transport, [record.peer for record in furthest])
         for peer in heard(told, voice):
-            self.protocol.witness(told[peer].position)
+            self.protocol.witnessed = max(self.protocol.witnessed, told[peer].position)
 
     # -- sending ----------------------------------------------------------------------------------
 

@@ -444,8 +444,9 @@ class MicrobatchServer:
         also what its neighbours are judged by.
         """
         m, seen = found.mb.m, seen_in(found) if self._neighbours else None
+        true = self._core.convicted.isdisjoint(kept.by)  # who was shown to lie while this was under way
         with self._core.device.books:
-            if found.terms_wanted and step.may_add(m, now=now_s()):
+            if true and found.terms_wanted and step.may_add(m, now=now_s()):
                 try:
                     self._core.compute.add(found)
                 except SumLost:

@@ -53,13 +53,12 @@ class KeptMicrobatch:
         receipt = self.answer.hops[0].receipt
         return b"" if receipt is None else receipt.inputs
 
-    def is_of(self, peer: PeerId) -> bool:
-        """Whether the inputs came through a peer, or it computed a gradient of them at this stage or a later
-        one.
-        """
+    @property
+    def by(self) -> set[PeerId]:
+        """Those that the inputs came through, and that computed a gradient of them at this stage or later."""
         caller, work = self.asked or ("", None)
-        came = peer == caller or (work is not None and any(link.peer == peer for link in work.through))
-        return came or any(hop.peer == peer for hop in self.answer.hops)
+        through = work.through if work is not None else ()
+        return {caller, *(link.peer for link in through), *(hop.peer for hop in self.answer.hops)}
 
 
 @dataclass(slots=True)
@@ -81,8 +80,7 @@ class OpenStep(ReplicaStep):
         """How long its rounds have waited for those for which that was too long."""
         self.jobs: dict[int, Job] = {}
         self.kept: dict[int, KeptMicrobatch] = {}
-        self.audit_kept: dict[int, KeptMicrobatch] = {}
-        """The same after the step was taken, where answers are audited; it goes with the next one."""
+        """Where answers are audited it goes with the next step that is taken, else with this one."""
         self.sent_on: dict[tuple[int, Digest], KeptMicrobatch] = {}
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
         those that were answered and do not count, all. The latest two for each microbatch of the step.
@@ -139,10 +137,14 @@ class OpenStep(ReplicaStep):
 
     def shown(self, m: int, inputs: Digest) -> KeptMicrobatch | None:
         """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""
-        kept = self.kept.get(m) or self.audit_kept.get(m)
+        kept = self.kept.get(m)
         if not inputs or (kept and kept.inputs_digest == inputs):
             return kept
         return self.sent_on.get((m, inputs))
+
+    def work_of(self, peer: PeerId) -> int:
+        """What is in the sum of a peer's work. In a job that holds the books."""
+        return sum(1 << m for m, kept in self.kept.items() if peer in kept.by)
 
     def loss_of(self, m: int) -> float:
         """Last stage: the loss of a microbatch in the sum. Its sum may be lost at any moment: then 0."""
@@ -157,8 +159,7 @@ class OpenStep(ReplicaStep):
     def keep_result(self, commit: Commit) -> None:
         """Keep of the step, which was taken, only what replicas ask for that missed it, or audit answers."""
         self.commit, self.whole = commit, None
-        self.audit_kept = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
-        self.kept.clear()
+        self.kept = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
 
     def stop(self, kind: str) -> None:
         """End the task of that kind, if there is one, within a few turns of the loop."""

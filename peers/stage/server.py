@@ -106,6 +106,7 @@ class StagePeer:
         device = device or DeviceThreads(f"device of stage {stage}", settings.workers)
         backoff = Backoff(probed=True)
         self.core = core = StageCore(run, stage, compute, transport, directory, backoff, emit, device=device)
+        core.convicted = self.convictions.convicted
         self._prober = Prober(run.id, transport, directory, backoff)
         next_stage = self._next_stage = None if core.is_last else self._calls_to(stage + 1)
         neighbours = None

@@ -83,6 +83,8 @@ class StageCore:
         self.kind = ""
         """What a made-up microbatch gives here: devices of one kind compute the same bits."""
         self.device = device
+        self.convicted: set[PeerId] = set()
+        """Peers of whose work nothing enters a sum any more."""
         self.generation = Generation()
         self.steps: dict[int, OpenStep] = {}
         self.commits: dict[int, Commit] = {}
@@ -237,8 +239,8 @@ class StageCore:
         await self.open_steps()
 
     async def retract(self, step: OpenStep, microbatches: int, *, later: bool = False) -> None:
-        """Take microbatches out of the sum: run their backward again and subtract. `later`: of a frozen sum
-        once it is open again.
+        """Take microbatches out of the sum: run their backward again and subtract. `later`: they are false;
+        out of a frozen sum once it is open again, and with all of it if that breaks.
         """
 
         def subtract() -> int:
@@ -250,8 +252,10 @@ class StageCore:
                 kept = step.kept[m]
                 try:
                     self.compute.subtract(Microbatch(step.t, m), kept.inputs, kept.grads_out)
-                except SumLost:
-                    step.drop()
+                except Exception as error:
+                    if later or isinstance(error, SumLost):  # nobody would tell it again to take that out
+                        self.compute.sums.of(step.t).zero_()
+                        step.drop()
                     raise
                 step.ledger.remove(m)
                 step.put_by(step.kept.pop(m))
@@ -265,8 +269,8 @@ class StageCore:
     async def forget_work_of(self, peer: PeerId) -> None:
         """Take out of the open sums what a peer, which lied, sent inputs or computed gradients for."""
         for step in list(self.steps.values()):
-            false = sum(1 << m for m, kept in step.kept.items() if kept.is_of(peer))
-            await self.retract(step, false, later=True)
+            if false := await self.device.run(Rank.STEP, step.t, step.work_of, peer):
+                await self.retract(step, false, later=True)
 
     def leave(self) -> None:
         """End all waits for a step: none opens any more."""

@@ -66,9 +66,8 @@ class StageStatus:
         )  # fmt: skip
 
     async def announce(self) -> None:
-        record = self.record()
         self._remember()
-        await self._core.directory.announce(record)
+        await self._core.directory.announce(self.record())
 
     async def run(self) -> None:
         """Announce every few seconds, until cancelled."""
@@ -104,14 +103,12 @@ class StageStatus:
         past = {version: step for version, step in self._past.items() if version <= self._core.version}
         for (before, began), (version, ended) in pairwise(self._core.taken_at):
             if version == before + 1:
-                past[version] = PastStep(version=version, took_s=ended - began)
+                known = past.get(version, PastStep(version=version, took_s=0.0))
+                past[version] = msgspec.structs.replace(known, took_s=ended - began)
         for t, loss in self._coordination.run_status.losses:
             if t + 1 <= self._core.version:
-                took_s = past[t + 1].took_s if t + 1 in past else 0.0
-                past[t + 1] = PastStep(version=t + 1, took_s=took_s, loss=loss)
-        for version, step in self._past.items():  # a loss is told for a while only
-            if version in past and past[version].loss is None:
-                past[version] = msgspec.structs.replace(past[version], loss=step.loss)
+                known = past.get(t + 1, PastStep(version=t + 1, took_s=0.0))
+                past[t + 1] = msgspec.structs.replace(known, loss=loss)
         if len(past) > MAX_PAST:
             for version in sorted(past)[1:-TIMES_KEPT:2]:
                 del past[version]

@@ -110,7 +110,7 @@ class StepProtocol:
         self._behind_since: float | None = None
         self._goes_by_strangers = False
         self._checked_s = -math.inf
-        self._witnessed = local.position
+        self.witnessed = local.position
         """The furthest position that a replica of another stage reported."""
         self.trained = Position()
         """The furthest position that a trainer named in the manifest knows the run to have come to: a stage
@@ -408,15 +408,11 @@ class StepProtocol:
         Peers of the other stages are asked, and the replica, which repeats itself, is believed a second
         later.
         """
-        known = max(self._local.position, self.run_status.position, self._witnessed)
+        known = max(self._local.position, self.run_status.position, self.witnessed)
         if self._run.S > 1 and is_alone_ahead(report.position, known):
             self._actions.append(replica.AskWitnesses())
             said = f"peer {short(sender)} says that it is at version {report.version}"
             raise NotNow(f"{said}; the run is at {known.version}", retry_after_s=REFRESH_S)
-
-    def witness(self, position: Position) -> None:
-        """Note the position of a replica of another stage."""
-        self._witnessed = max(self._witnessed, position)
 
     def _lead(self, now: float) -> None:
         """Decide for the stage; tell the replicas whose directive changed, and the run coordinator."""

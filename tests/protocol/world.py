@@ -305,7 +305,7 @@ class World:
             self.say(f"{name} asks the other stages how far the run is")
             for other in self.live():
                 if other.stage != replica.stage:
-                    replica.protocol.witness(other.position)
+                    replica.protocol.witnessed = max(replica.protocol.witnessed, other.position)
         elif isinstance(action, AskAbsent):
             able = {p for p in action.peers if self._reaches(name, p) and self.replicas[p].sums(action.t)}
             replica.protocol.belief.excuse(action.t, set(action.peers) - able, set(), set())

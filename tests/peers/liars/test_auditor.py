@@ -355,7 +355,7 @@ async def test_only_auditors_are_shown_what_replicas_keep_and_each_microbatch_on
             await ask("stranger", "products", products)
         applied = s.peers["s1p0"].core.applied
         assert applied is not None
-        kept = [AskKept(run=run.id, t=applied.t, m=m, made=False) for m in applied.audit_kept]
+        kept = [AskKept(run=run.id, t=applied.t, m=m, made=False) for m in applied.kept]
         for question in kept:
             assert await ask(AUDITOR, "kept", question)
         with pytest.raises(Refused, match="was shown to this peer before"):

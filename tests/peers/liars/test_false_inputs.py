@@ -156,7 +156,7 @@ async def test_nobody_takes_what_was_made_of_inputs_that_were_never_sent(stage: 
             kept.inputs_digest
             for peer in s.peers.values()
             if peer.core.applied is not None
-            for kept in peer.core.applied.audit_kept.values()
+            for kept in peer.core.applied.kept.values()
         }
 
 
@@ -173,8 +173,8 @@ async def test_who_shows_nothing_of_what_it_sent_on_is_refused_by_those_that_it_
         await s.until(lambda: s.finished, limit_s=100.0)
         assert "s1p1" in refused(s) and accused(s) == set()
         applied = [peer.core.applied for peer in fed]
-        last = [kept for step in applied if step is not None for kept in step.audit_kept.values()]
-        assert last and not any(kept.is_of("s1p1") for kept in last)
+        last = [kept for step in applied if step is not None for kept in step.kept.values()]
+        assert last and not any("s1p1" in kept.by for kept in last)
 
 
 async def test_of_two_replicas_one_has_none_refused_that_it_judges_alone() -> None:
@@ -246,7 +246,7 @@ async def test_what_a_convicted_stranger_sent_on_counts_nowhere_that_it_came_thr
 
         def of_liar() -> list[StagePeer]:
             steps = [(peer, step) for peer in last for step in peer.core.steps.values()]
-            return [p for p, step in steps if any(kept.is_of("s0p1") for kept in step.kept.values())]
+            return [p for p, step in steps if any("s0p1" in kept.by for kept in step.kept.values())]
 
         await s.until(lambda: bool(of_liar()))
         undone = of_liar()[0]

@@ -39,6 +39,7 @@ from swarm.protocol.step import StepState
 from swarm.records import PeerRecord, State
 from swarm.wire.codec import Encoded
 from swarm.wire.messages import (
+    Hop,
     LedgerCounts,
     Located,
     Opened,
@@ -121,6 +122,37 @@ async def test_what_a_liar_had_in_a_sum_that_was_promised_is_taken_out_once_that
     await asyncio.sleep(1.0)
     assert (step.ledger.done, step.state, step.false) == (0b1, StepState.OPEN, 0)
     assert alone.sum() == honest
+
+
+async def test_what_a_liar_has_under_way_when_it_is_convicted_enters_no_sum() -> None:
+    alone = await Alone(RUN).opened()
+    step, (found, kept) = alone.core.steps[0], gradients(alone, 0)
+    kept.answer = WorkDone(loss=0.0, hops=(Hop(stage=1, peer="liar", own_s=0.0, compute_s=0.0),))
+    alone.peer.convictions.convicted.add("liar")
+    alone.peer.microbatches._count(step, found, kept)  # type: ignore
+    assert (step.ledger.done, step.kept, any(alone.sum())) == (0, {}, False)
+
+
+async def test_a_sum_that_a_liar_cannot_be_taken_out_of_is_lost_and_looked_at_where_nothing_enters() -> None:
+    """It was tried once: the sum stayed false where memory was short then, or a thread added meanwhile."""
+    alone = await Alone(RUN).opened()
+    await count(alone, 0, 1)
+    step, books = alone.core.steps[0], alone.core.device.books
+
+    class Booked(dict[int, KeptMicrobatch]):
+        def items(self) -> Any:
+            books.check()
+            return super().items()
+
+    def subtract(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    step.kept = Booked(step.kept)
+    step.kept[1].asked = ("liar", work(m=1))
+    alone.core.compute.subtract = subtract  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        await alone.core.forget_work_of("liar")
+    assert (step.ledger.done, step.kept, any(alone.sum())) == (0, {}, False)
 
 
 async def test_what_is_undone_and_is_the_peers_own_leaves_the_sum_and_nothing_else_does() -> None:
