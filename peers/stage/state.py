@@ -175,8 +175,8 @@ class StageCore:
 
     @property
     def busy(self) -> bool:
-        """Whether no directive is followed now."""
-        return self.changing or self.life == "left"
+        """Whether no directive is followed now: one that joins downloads as well, into the same memory."""
+        return self.changing or not self.joined
 
     @property
     def digest(self) -> str:

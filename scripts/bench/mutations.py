@@ -1923,7 +1923,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "follow-after-the-end",
         STATE,
-        'return self.changing or self.life == "left"',
+        "return self.changing or not self.joined",
         "return self.changing",
         "A directive that comes late starts work that nobody ends.",
         ("test_guards", "test_attack", "test_pause"),

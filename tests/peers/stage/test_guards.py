@@ -519,7 +519,10 @@ async def test_with_a_step_that_is_over_nothing_is_computed() -> None:
         desk._alive(step, work)  # type: ignore
 
 
-async def test_a_directive_that_comes_when_a_peer_has_ended_starts_nothing() -> None:
+async def test_a_directive_that_comes_when_a_peer_has_ended_or_still_joins_starts_nothing() -> None:
+    """One that joins was told by who knew it from before: it loaded what two downloads had brought into the
+    same memory, a mixture of two versions.
+    """
     alone = await Alone(RUN).opened()
     peer: Any = alone.peer
     ahead = Directive(run=RUN.id, stage=0, coordinator="other", version=1)
@@ -528,9 +531,9 @@ async def test_a_directive_that_comes_when_a_peer_has_ended_starts_nothing() -> 
         peer.coordination._step(lambda now: peer.coordination.protocol.directive_came(ahead, now=now))
         return len(peer.actions.tasks)
 
-    peer.core.life = "left"
+    peer.core.joined = False
     assert comes() == 0
-    peer.core.life = "serving"
+    peer.core.joined = True
     assert comes() == 1
 
 
