@@ -223,12 +223,12 @@ class StagePeer:
     async def _join(self) -> None:
         core = self.core
         await join(core, self._recovery, self.store, self._settings.resumed_from, self.kept)
+        await core.refresh_digest()
         self._first_version, self.kept = core.version, None
         self.has_joined = core.joined = True
         if self._run.admission.named:
             self.convictions.ask_soon()  # who lied before it came
-        await core.refresh_digest()
-        await core.open_steps()
+        await core.open_steps()  # they are: who waits for them is told. From now on others may have it change
 
     async def _tell_of_no_trainer(self) -> None:
         """Say so once, if no trainer has come some time after this peer, and after stage 0, which knows."""

@@ -710,6 +710,18 @@ async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough
     assert len(waited) == 1 and LOST_S < waited[0] < LOST_S + 2.0
 
 
+async def test_once_a_peer_has_joined_nothing_of_that_goes_on() -> None:
+    """Its steps were opened once more when its weights were hashed: a state that was loaded meanwhile lost the
+    sum of a step that was open then, and all work of this peer on it was refused.
+    """
+    alone = Alone(RUN)
+    alone.core.device.start()
+    joining = asyncio.create_task(alone.peer._join())  # type: ignore
+    while not alone.core.joined:
+        await asyncio.sleep(0.001)
+    assert joining.done() and alone.core.digest and not any(alone.sum())
+
+
 async def test_with_a_state_comes_the_commit_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = await Alone(RUN).opened()
     commit = Commit(0, 1.0)
