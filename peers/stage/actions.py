@@ -100,9 +100,9 @@ class Actions:
         step = self._core.steps[action.t]
         match action:
             case replica.BeginAllReduce(plan=plan):
+                step.stop("reduce")
                 if step.ending:
                     return  # it may be of the same round, whose end would be taken for the end of this one
-                step.stop("reduce")
                 step.start_round(plan.round, now=now_s())
                 self._start(step, "reduce", lambda: self._reduce(step, plan))
             case replica.Fetch():

@@ -107,8 +107,8 @@ class ReplicaStep:
         self.round = Round(name, now)
 
     def exchange(self, name: str) -> None:
-        """Start the exchange of sums: the ledger is frozen."""
-        if self._is_at(name):
+        """Start the exchange of sums: the ledger is frozen. Not once another replica's result is here."""
+        if self._is_at(name) and self._state is StepState.FROZEN:
             self._go(StepState.REDUCING)
 
     def give_all(self, name: str) -> None:

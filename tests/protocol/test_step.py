@@ -136,7 +136,7 @@ CALLS: dict[str, Callable[[ReplicaStep], None]] = {
 BECOMES = """
               open     frozen      reducing    completing  prepared  taken  aborted
 start         frozen   frozen      frozen      frozen      -         -      -
-exchange      open     reducing    reducing    -           -         taken  aborted
+exchange      open     reducing    reducing    completing  prepared  taken  aborted
 refuse        open     open        -           -           -         taken  aborted
 end           open     frozen      frozen      frozen      prepared  taken  aborted
 give up       open     frozen      frozen      frozen      prepared  taken  aborted

@@ -451,6 +451,23 @@ async def test_a_round_is_not_begun_again_before_its_end_has_ended() -> None:
     assert step.prepared is not None and step.prepared.round == plan.round
 
 
+async def test_a_round_that_runs_beside_a_result_that_was_fetched_is_ended_before_it_is_begun_again() -> None:
+    """Seed 771221: it was begun and ended again and again, without end in virtual time."""
+    alone = await Alone(RUN).opened()
+    peer, step, plan = await promised(alone)
+    step.give_up_round()
+    peer.actions.act(BeginAllReduce(0, plan))
+    await asyncio.sleep(0)
+    step.promise("fetched", now=0.0)
+    for _ in range(2):
+        peer.actions.act(BeginAllReduce(0, plan))
+        await step.stopped()
+        await asyncio.sleep(0)
+    assert step.round is not None and step.round.name == plan.round
+    await asyncio.sleep(1.0)
+    assert step.prepared is not None and step.prepared.round == plan.round
+
+
 async def test_a_result_that_is_fetched_is_not_given_up_with_the_round_that_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -711,8 +728,8 @@ async def test_a_newcomer_restores_a_stage_when_it_has_been_gone_for_long_enough
 
 
 async def test_once_a_peer_has_joined_nothing_of_that_goes_on() -> None:
-    """Its steps were opened once more when its weights were hashed: a state that was loaded meanwhile lost the
-    sum of a step that was open then, and all work of this peer on it was refused.
+    """Its steps were opened once more when its weights were hashed: a state that was loaded meanwhile lost
+    the sum of a step that was open then, and all work of this peer on it was refused.
     """
     alone = Alone(RUN)
     alone.core.device.start()
