@@ -309,9 +309,14 @@ class Actions:
 
     async def _reached(self) -> None:
         """Have a new version saved; say so if it is the last."""
+        core = self._core
         await self._save()
-        if self._core.finished:
-            self._core.emit(events.Note(text=self._complete()))
+        if core.finished:
+            also = "is saved nowhere: export it before the last peer of the stage leaves"
+            if self._checkpoints is not None:
+                also = f"goes to {self._checkpoints.folder} too"
+            text = f"the run is complete: all {core.run.steps} steps are taken. This peer gives out version "
+            core.emit(events.Note(text=f"{text}{core.version} of stage {core.stage} until Ctrl-C; it {also}"))
 
     async def _catch_up(self, directive: Directive) -> None:
         """Go to the stage's position: steps were missed, or the run rolled back."""
@@ -353,16 +358,6 @@ class Actions:
         if pinned:
             self._store.pin(version, tensors)
             fault_point("kept")
-
-    def _complete(self) -> str:
-        also = "is saved nowhere: export it before the last peer of the stage leaves"
-        if self._checkpoints is not None:
-            also = f"goes to {self._checkpoints.folder} too"
-        core = self._core
-        return (
-            f"the run is complete: all {core.run.steps} steps are taken. This peer gives out version "
-            f"{core.version} of stage {core.stage} until Ctrl-C; it {also}"
-        )
 
     async def finish_saving(self, *, limit_s: float) -> None:
         """Wait until what is being written is on the disk."""

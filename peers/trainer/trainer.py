@@ -486,6 +486,7 @@ class Trainer:
         self._todo.stepped(steps.stop)
         self._attempts = Counter({mb: tried for mb, tried in self._attempts.items() if mb.t >= steps.stop})
         self._past = {peer: t for peer, t in self._past.items() if t >= steps.stop}
+        self._refusals = {mb: by for mb, by in self._refusals.items() if mb is None or mb.t >= steps.stop}
         self._changed.set()
 
     def _went_back(self, steps: range) -> None:

@@ -17,7 +17,7 @@ from peers.sim.network import SimSigner
 from peers.trainer import Trainer, TrainerSettings
 from peers.trainer.run_watch import ASKED_S, SAME_S
 from peers.trainer.trainer import AWAKE_S, SLEPT_S, SLOW_S
-from swarm.errors import BadAnswer, Stale
+from swarm.errors import BadAnswer, Refused, Stale
 from swarm.ids import Generation, Microbatch, Position
 from swarm.manifest import IslandsSpec, audit_run
 from swarm.policy.backoff import BUDGET_ROUNDS, FIRST_REST_S
@@ -120,13 +120,14 @@ async def test_a_trainer_that_has_run_something_does_not_say_why_it_has_run_noth
         assert ("the run has taken all of its 8 steps" in said) is not ran
 
 
-async def test_a_trainer_forgets_who_said_that_a_step_is_over_when_it_is() -> None:
-    """Peers come and go, each under another name."""
+async def test_a_trainer_forgets_who_said_that_a_step_is_over_or_refused_of_it_when_it_is() -> None:
+    """Peers come and go, each under another name; what one refuses another trainer has done perhaps."""
     this: Any = trainer()
     for version in range(1, 8):
         this._past[f"p{version}"] = this._attempts[Microbatch(version - 1, 0)] = version - 1
+        this._refusals[Microbatch(version - 1, 0)] = {f"p{version}": Refused("no")}
         hears(this, version)
-    assert not this._past and not this._attempts
+    assert not this._past and not this._attempts and not this._refusals
 
 
 async def test_what_another_generation_lacked_is_not_run() -> None:
