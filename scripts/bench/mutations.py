@@ -523,7 +523,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "wait-for-the-word-of-a-stranger",
         ROUNDS,
-        "    told = not set(plan.members).isdisjoint(speaking)\n",
+        "    told = current is not None and not set(current.members).isdisjoint(heard(reports, voice))\n",
         "    told = True\n",
         "A round of strangers alone is complete, and no replica that is heard can say so.",
         ("test_attack",),
@@ -1124,8 +1124,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "repeat-a-failed-round",
         ROUNDS,
-        "    return told and is_current(plan, reports) and not failed_at(plan, reports)\n",
-        "    return told and is_current(plan, reports)\n",
+        " and is_current(current, reports) and not failed_at(current, reports):\n",
+        " and is_current(current, reports):\n",
         "A round that failed at a member is told again for ever.",
         SWARMS,
     ),

@@ -25,6 +25,8 @@ from swarm.protocol import replica
 from swarm.protocol.coordinator import Agreed, Member, RunCoordinator, StageCoordinator, Summarized, is_untold
 from swarm.protocol.ledger import members_of
 from swarm.protocol.messages import (
+    MAX_NAME,
+    MAX_STEPS,
     Directive,
     ReplicaReport,
     RunStatus,
@@ -336,7 +338,10 @@ class StepProtocol:
         status = self.run_status  # what it was told when it coordinated perhaps lacks no words any more
         newest = status.commits[-replica.COMMITS_KEPT :]
         self._learn([c for c in newest if c.t >= self._local.version], status.generation)
-        steps = tuple(step for step in directive.steps if self._may_follow(step, directive.generation, now))
+        # Of others than the open ones a coordinator could have this replica remember any number of rounds.
+        told = [step for step in directive.steps[:MAX_STEPS] if step.t - self._local.version in (0, 1)]
+        named = [step for step in told if step.plan is None or len(step.plan.round) <= MAX_NAME]
+        steps = tuple(step for step in named if self._may_follow(step, directive.generation, now))
         self.directive = directive = replace(directive, steps=steps)
         for step in directive.steps:
             if step.plan is not None:

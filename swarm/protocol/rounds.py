@@ -200,7 +200,9 @@ def decide(
         return Lacking(lacking, lacking & ~in_progress)
     if twice:
         return _retract(reports, twice, voice)
-    if current is not None and _still_fits(current, reports, heard(reports, voice)):
+    # That a plan is complete a member has to say that counts.
+    told = current is not None and not set(current.members).isdisjoint(heard(reports, voice))
+    if current is not None and told and is_current(current, reports) and not failed_at(current, reports):
         return Reduce(current)
     number = 0 if current is None else current.number + 1
     ids, ledgers = tuple(reports), tuple(report.done for report in reports.values())
@@ -266,12 +268,6 @@ def _retract(reports: Mapping[PeerId, StepReport], twice: int, voice: Mapping[Pe
         again[peer] = doubled & ~left
         left &= ~doubled
     return Retractions({peer: bits for peer, bits in again.items() if bits})
-
-
-def _still_fits(plan: Plan, reports: Mapping[PeerId, StepReport], speaking: Sequence[PeerId]) -> bool:
-    """Whether a plan still fits. That it is complete a member has to say that counts: one is `speaking`."""
-    told = not set(plan.members).isdisjoint(speaking)
-    return told and is_current(plan, reports) and not failed_at(plan, reports)
 
 
 def is_current(plan: Plan, reports: Mapping[PeerId, StepReport]) -> bool:
