@@ -610,6 +610,7 @@ class StepProtocol:
         """Decide in another generation: an earlier one's commits would let one stage run ahead."""
         self._agreed.enter(generation)
         self._coordinator.forget_answers()
+        self._coordinator.blame.forget(self._run.steps)  # its steps begin when they are taken again
         self._entered_s, self._soon = now, True
 
     def _learn(self, commits: Sequence[Commit], generation: Generation) -> None:

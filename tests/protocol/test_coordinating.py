@@ -147,6 +147,19 @@ def test_a_coordinator_that_was_started_again_with_its_clock_put_back_is_followe
         assert protocol.directive == directive("a", number=followed)
 
 
+def test_how_long_a_step_has_lasted_counts_from_where_it_begins_again_after_a_rollback() -> None:
+    """Else a round of it was said to take as long as all that was lost, and who keeps the others waiting may
+    do so for three times as long.
+    """
+    protocol = protocol_of("b")
+    blame = protocol._coordinator.blame
+    blame.planned(0, now=NOW)
+    again = Local(generation=Generation(1, 0), version=0, steps={}, commits={})
+    protocol.observe(again, {0: [record("first", 0, 1.0)]}, now=NOW + 3600.0)
+    blame.planned(0, now=NOW + 3600.0)
+    assert blame._planned_s == {0: NOW + 3600.0}
+
+
 def test_a_commit_of_a_step_that_the_stage_has_not_reached_is_not_remembered() -> None:
     agreed = Agreed(Generation())
     agreed.learn([Commit(2, 1.0), Commit(3, 1.0)], Generation(), newest=2)
