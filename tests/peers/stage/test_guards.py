@@ -407,6 +407,25 @@ async def test_what_nobody_needs_or_nobody_can_finish_is_not_sent_on() -> None:
     assert isinstance(desk._pointless(step, work()), NotReady)  # type: ignore
 
 
+async def test_what_is_sent_on_is_noted_where_no_other_thread_notes_anything() -> None:
+    """Of two that made room for it at once one broke."""
+    alone = await Alone(TWO).opened()
+    desk: Any = alone.peer.microbatches
+    step, books, desk._is_audited = alone.core.steps[0], alone.core.device.books, True
+
+    class Booked(dict[Any, Any]):
+        def __setitem__(self, name: object, kept: object) -> None:
+            books.check()
+            super().__setitem__(name, kept)
+
+    step.sent_on = Booked()
+    inputs = [Encoded(meta, [bytes(9)]) for meta in input_metas(TWO, 0)]
+    sent_on = asyncio.create_task(desk._middle(step, "trainer", work(), inputs))
+    await asyncio.sleep(1.0)
+    assert len(step.sent_on) == 1
+    sent_on.cancel()
+
+
 # --- a round ------------------------------------------------------------------------------------------------
 
 
