@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,19 +120,18 @@ def write(
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
 
-    def blocks() -> Iterable[bytes | memoryview]:
-        yield len(text).to_bytes(8, "little") + text
-        for name in order:
-            tensor = value(name)
-            assert info(tensor) == info(shapes[name])
-            yield bytes_of(tensor)
-
-    for block in blocks():
+    def append(block: bytes | memoryview) -> None:
         for start in range(0, len(block), atomic_file.CHUNK_BYTES):
             part = block[start : start + atomic_file.CHUNK_BYTES]
             digest.update(part)
             atomic_file.write_all(file, part)
             progress(len(part))
+
+    append(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        tensor = value(name)
+        assert info(tensor) == info(shapes[name])
+        append(bytes_of(tensor))
     return digest.hexdigest(), 8 + len(text) + at
 
 

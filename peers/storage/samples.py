@@ -9,7 +9,7 @@ Each is compared again when it is used: a microbatch that is tried again has to 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,7 @@ class Samples:
                 arrays = self._sample(index)
                 self.largest = self.largest or [(-1, 0)] * len(arrays)
                 self._check_vocabulary(index, arrays, run.model.vocab_size)
-                for part in _told_apart_by(arrays):
-                    digest.update(part)
+                digest.update(_told_apart_by(arrays))
                 self._digests += _digest(arrays)
                 bar(1)
         self.sha256 = digest.hexdigest()
@@ -194,18 +193,13 @@ def pinned_eval(run: Run, data: Dataset | Samples | None) -> Run:
     return run
 
 
-def _told_apart_by(arrays: Sequence[np.ndarray]) -> Iterator[bytes]:
+def _told_apart_by(arrays: Sequence[np.ndarray]) -> bytes:
     """All of a sample: its forms and numbers."""
-    for array in arrays:
-        yield f"{array.dtype.str} {array.shape}\n".encode()
-        yield array.tobytes()
+    return b"".join(f"{array.dtype.str} {array.shape}\n".encode() + array.tobytes() for array in arrays)
 
 
 def _digest(arrays: Sequence[np.ndarray]) -> bytes:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for part in _told_apart_by(arrays):
-        digest.update(part)
-    return digest.digest()
+    return hashlib.blake2b(_told_apart_by(arrays), digest_size=_DIGEST_BYTES).digest()
 
 
 def _told(forms: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:

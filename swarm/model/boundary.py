@@ -157,13 +157,11 @@ class Boundary:
         return tensor * (1 + 2 * unit * signs).to(tensor.device, tensor.dtype)
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
-        values: list[torch.Tensor | None] = []
-        function = self._function
-        for what, dtype, value in zip(function.takes, function.dtypes, taken, strict=True):
-            if dtype is None:
-                values.append(None)
-            else:
-                values.append(value if what.graded else to_device(value.to(dtype), self._device))
+        function, device = self._function, self._device
+        values = [
+            None if dtype is None else value if what.graded else to_device(value.to(dtype), device)
+            for what, dtype, value in zip(function.takes, function.dtypes, taken, strict=True)
+        ]
         return Entered(values, taken)
 
 

@@ -58,11 +58,10 @@ def vectors_digest(vectors: Iterable[torch.Tensor], *, on_device: bool) -> str:
 
     `on_device`: of their `device_digest`s instead, so that no vector of a GPU is copied to the host.
     """
-    found = list(vectors)
     if on_device:
-        digests = [device_digest(vector) for vector in found]
+        digests = list(map(device_digest, vectors))
         return digests[0] if len(digests) == 1 else digest_of("".join(digests).encode()).hex()[:32]
-    return digest_of(*map(bytes_of, found)).hex()[:32]
+    return digest_of(*map(bytes_of, vectors)).hex()[:32]
 
 
 def state_digest(state: Mapping[str, torch.Tensor], *, whole: bool = True) -> str:

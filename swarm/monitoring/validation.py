@@ -113,14 +113,13 @@ def _possible(status: PeerStatus, run: Run) -> PeerStatus:
         least = -1 if name in ("stage", "eval_version") else 0
         if (type(value) is int or name == "speed") and not least <= value <= most.get(name, MAX_COUNT):
             raise Refused(f"a status with an impossible number: {name} {value}")
-    links = [link for link in status.links[:MAX_LINKS] if _can_be(link)]
     return msgspec.structs.replace(
         status,
         since=number(status.since),
         up_s=min(number(status.up_s), MAX_UNIX_S),
         busy_s=number(status.busy_s),
         eval_loss=status.eval_loss if abs(status.eval_loss or 0.0) <= MAX_LOSS else None,
-        links=tuple(links),
+        links=tuple(filter(_can_be, status.links[:MAX_LINKS])),
         past=tuple(step for step in status.past[:MAX_PAST] if _can_have_been(step, run)),
         trainers=tuple(clean(peer, ID_CHARS) for peer in status.trainers[:MAX_TRAINERS]),
         **{name: clean(getattr(status, name), most) for name, most in TEXT_CHARS.items()},
