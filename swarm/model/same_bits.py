@@ -6,7 +6,7 @@ a cache line their operands begin (a third of random shapes in float32, three qu
 tensor that comes from elsewhere begins on one, as torch's own do.
 
 On a GPU the fastest kernels add in the order in which their blocks end, which is another one each time: the
-backward of attention to long sequences, for one.
+backward of attention to long sequences, for one. So do the threads of a CPU, of what one index looks up.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ def use_same_algorithms(device: torch.device) -> None:
     """
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        _same_each_time()
+
+
+def _same_each_time() -> None:
+    torch.set_deterministic_debug_mode("error")  # else torch imports its compiler first: 4 s
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_threads_of(run: Run) -> None:
@@ -41,6 +45,8 @@ def use_threads_of(run: Run) -> None:
     """
     torch.set_num_threads(run.batch.microbatch_threads)
     torch.set_flush_denormal(False)
+    if run.batch.microbatch_threads > 1:
+        _same_each_time()
 
 
 @contextlib.contextmanager

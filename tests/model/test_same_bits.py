@@ -14,7 +14,7 @@ from swarm.ids import Microbatch
 from swarm.manifest import BatchSpec, Run, StartSpec, demo_run
 from swarm.model.layout import start_from, start_tensors
 from swarm.model.reference import SingleProcess
-from swarm.model.same_bits import CACHE_LINE_BYTES, aligned
+from swarm.model.same_bits import CACHE_LINE_BYTES, aligned, use_threads_of
 from swarm.model.stage import StageCompute
 from swarm.wire.codec import Encoded, encode
 from tests.model.chain import Chain, backward, loss_backward, tiny_run
@@ -25,9 +25,10 @@ MB = Microbatch(0, 0)
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
+    before, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     yield
     torch.set_num_threads(before)
+    torch.set_deterministic_debug_mode(mode)
 
 
 def wide_run(hidden: int, *, threads: int = 1) -> Run:
@@ -64,6 +65,17 @@ def test_a_step_gives_the_same_bits_whatever_threads_the_process_was_given(hidde
             stage.apply(0, total, sum(s.shared.sqnorm(t) for s, t in zip(stages, sums, strict=True)))
         found.add((*kinds, *(stage.state.digest() for stage in stages)))
     assert len(found) == 1
+
+
+def test_what_is_looked_up_with_one_index_adds_up_alike_however_many_threads_do_it() -> None:
+    table, rows = torch.rand(50, 64, requires_grad=True), torch.randint(0, 50, (2000,))
+    weights = torch.rand(2000, 64)
+    found = []
+    for threads in (1, 2, 2, 2):
+        use_threads_of(wide_run(128, threads=threads))
+        found += torch.autograd.grad((table[rows] * weights).sum(), [table])
+        found[-1] += torch.zeros(50, 64).index_copy(0, rows, weights)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 @pytest.mark.slow
