@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from swarm.errors import SetupError
-from swarm.model.same_bits import storage_of
+from swarm.model.same_bits import storage_of, threads_as_before
 from swarm.model.seeded_random import seed_of
 
 aten = torch.ops.aten
@@ -210,7 +210,8 @@ class LazyTensors:
                     known |= more
                     todo += more
         storages: dict[int, torch.UntypedStorage] = {}
-        with seeded(0):
+        with seeded(0), threads_as_before():
+            torch.set_num_threads(1)  # several add up in another order, and all peers begin alike
             for number in sorted(wanted):
                 self._take(self._steps[number], storages)
         return storages

@@ -15,6 +15,7 @@ from torch import nn
 from swarm.manifest import BatchSpec, CustomModelSpec, DataSpec, demo_run
 from swarm.model.graph.custom_model import custom_model, drawn
 from swarm.model.graph.lazy_tensors import LARGE_BYTES, LazyTensors, seeded
+from swarm.model.same_bits import threads_as_before
 
 MILLION = 1_000_000
 
@@ -99,6 +100,18 @@ def test_they_do_not_depend_on_what_else_is_asked_for_nor_when() -> None:
     assert first.read == second.read
     other, of_other = made(seed=2)
     assert not torch.equal(of_other.value(other.scaled), second.scaled)
+
+
+def test_they_do_not_depend_on_the_threads_of_who_asks() -> None:
+    lazy, found = LazyTensors(1), list[torch.Tensor]()
+    with lazy.noted():
+        square = nn.init.orthogonal_(torch.empty(64, 64))
+    with threads_as_before():
+        for threads in (1, 2):  # of torch 2.13 these find other bits
+            torch.set_num_threads(threads)
+            found.append(lazy.value(square))
+            assert torch.get_num_threads() == threads
+    assert torch.equal(*found)
 
 
 def test_torch_s_generator_goes_on_as_before() -> None:
