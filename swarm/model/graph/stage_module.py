@@ -20,6 +20,7 @@ from swarm.model.graph.ir import DEVICE, RANDOM, Call, Ref
 from swarm.model.graph.kernels import SeededRandom, plain
 from swarm.model.graph.partition import StagePlan
 from swarm.model.graph.trace import Traced
+from swarm.model.same_bits import aligned
 from swarm.model.stage_function import Output
 
 
@@ -40,7 +41,7 @@ class StageModule(nn.Module):
             owner.register_parameter(leaf, nn.Parameter(traced.parameters[name].detach()))
         for name in plan.buffers:
             owner, leaf = self._hold(name)
-            owner.register_buffer(leaf, traced.buffers[name])
+            owner.register_buffer(leaf, aligned(traced.buffers[name]))  # numpy puts what it makes anywhere
 
     def forward(self, *inputs: torch.Tensor | None, mb: Microbatch | None) -> Output:
         """`inputs` in the order of `plan.inputs`, all on the device of the parameters. What none of its

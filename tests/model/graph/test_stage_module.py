@@ -18,6 +18,7 @@ from swarm.model.graph.kernels import KINDS, SeededRandom
 from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.stage_module import StageModule
 from swarm.model.graph.trace import trace
+from swarm.model.same_bits import CACHE_LINE_BYTES
 from swarm.model.seeded_random import dropped
 from tests.model.graph import zoo
 from tests.model.graph.parity import Gradients, cut, gradients, random_cuts, whole
@@ -360,6 +361,23 @@ def test_tables_that_the_model_keeps_out_of_autocast_stay_exact_in_a_bfloat16_ru
         expected = model(*sample)
     assert torch.equal(loss, expected)
     assert {call.plain for call in traced.calls} == {True, False}
+
+
+class Shifted(nn.Linear):
+    """Has a buffer that lies where numpy may put one: on no cache line."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("by", torch.arange(8.0)[4:])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x) * self.by).sum()
+
+
+def test_a_buffer_begins_on_a_cache_line_wherever_the_code_has_put_it() -> None:
+    (stage,) = cut(trace(Shifted(), (torch.ones(2, 4),)), [0] * 3, seed=0)
+    by = stage.get_buffer("by")
+    assert by.data_ptr() % CACHE_LINE_BYTES == 0 and by.tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
 def test_a_model_whose_part_is_called_as_one_of_a_stage_is_refused() -> None:
