@@ -185,12 +185,12 @@ class PlainStage:
     def _views(self, vector: str) -> dict[str, torch.Tensor]:
         return self.layout.views(self.state[vector])
 
+    @torch.enable_grad()
     def forward(self, arriving: list[torch.Tensor], mb: Microbatch, *, grad: bool) -> Passed:
         """Compute the stage, and what its outputs are for the next one."""
         run, function = self._run, self._function
-        with torch.set_grad_enabled(grad):
-            leaves, (made, statistics) = function.apply(self._module, arriving, run.named(mb), self._device)
-            outputs = function.graded(made)
+        leaves, (made, statistics) = function.apply(self._module, arriving, run.named(mb), self._device)
+        outputs = [one if grad else one.detach() for one in function.graded(made)]
         passed = Passed(leaves, outputs, statistics, [], [])
         graded = iter(outputs)
         for number, what in enumerate(function.gives):

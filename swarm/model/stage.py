@@ -140,8 +140,7 @@ class StageCompute:
         assert not self._last, "the last stage has a loss and no output"
         version, keep = self._held_version(mb), grad and not self.recompute
         entered = self._boundary.enter(inputs)
-        with torch.set_grad_enabled(keep):
-            computed = self._compute(mb, version, entered)
+        computed = self._compute(mb, version, entered)
         outputs = self._boundary.encode_outputs(mb, entered, computed)
         return Forward(mb, self.state.loads, inputs, outputs, computed if keep else None)
 
@@ -154,9 +153,8 @@ class StageCompute:
         """
         mb = Microbatch(version, 0)  # as errors call it
         self._check_held(version, "an evaluation")
-        with torch.no_grad():
-            entered = self._boundary.enter(inputs)
-            computed = self._compute(mb, version, entered, drops=False)
+        entered = self._boundary.enter(inputs)
+        computed = self._compute(mb, version, entered, drops=False)
         if not self._last:
             return self._boundary.encode_outputs(mb, entered, computed)
         loss = computed.outputs[0].item()
@@ -195,14 +193,12 @@ class StageCompute:
         """
         assert self._last, "only the last stage has a loss"
         version = self._held_version(mb)
-        wanted = weights or self._boundary.answers
-        with torch.set_grad_enabled(wanted):
-            computed = self._compute(mb, version, self._boundary.enter(inputs))
+        computed = self._compute(mb, version, self._boundary.enter(inputs))
         loss = computed.outputs[0].item()
         if not math.isfinite(loss):
             raise Refused(f"the loss of {mb} is not finite: {loss}{DIVERGED}")
         found = Gradients(mb=mb, loads=self.state.loads)
-        if wanted:
+        if weights or self._boundary.answers:
             found = self._differentiate(mb, version, computed, [None], weights=weights, inputs=inputs)
         found.loss = loss
         return found
@@ -352,6 +348,7 @@ class StageCompute:
     def _gone(self, mb: Microbatch) -> Stale:
         return Stale(f"{mb} was computed with weights that are gone", version=self.version)
 
+    @torch.enable_grad()
     def _compute(self, mb: Microbatch, version: int, entered: Entered, *, drops: bool = True) -> Computed:
         use_threads_of(self.run)
         module, function = self._modules[version % len(self._modules)], self._function

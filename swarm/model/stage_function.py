@@ -49,14 +49,19 @@ class StageFunction:
     def apply(
         self, module: nn.Module, given: Values, mb: Microbatch | None, device: torch.device
     ) -> tuple[list[torch.Tensor], Output]:
-        """The inputs that have a gradient, as they came, and what is computed with all of them."""
+        """The inputs that have a gradient, as they came, and what is computed with all of them.
+
+        A microbatch always gets a graph, which may be dropped: an LSTM, or attention with a mask that is
+        learned, has another kernel without, which rounds otherwise.
+        """
         leaves: list[torch.Tensor] = []
         values: list[torch.Tensor | None] = []
         for what, dtype, value in zip(self.takes, self.dtypes, given, strict=True):
             if value is not None and what.graded:
-                leaves.append(value.requires_grad_(torch.is_grad_enabled()))
+                leaves.append(value.requires_grad_(mb is not None))
             values.append(None if value is None or dtype is None else value.to(dtype))
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.halves):
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.halves)
+        with torch.set_grad_enabled(mb is not None), autocast:
             return leaves, self.compute(module, values, mb)
 
     def graded(self, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -345,6 +345,25 @@ def barred() -> tuple[nn.Module, Sample]:
     return Barred(width=8), (_normal(3, 8), _tokens(3, 1, 7, 1)[:, 0])
 
 
+class Biased(nn.Module):
+    """An LSTM, and attention with a mask that is learned: torch computes either otherwise without a graph."""
+
+    def __init__(self, width: int, length: int, classes: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.bias, self.head = nn.Parameter(torch.randn(length, length)), nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.lstm(x)[0][:, None]
+        x = functional.scaled_dot_product_attention(x, x, x, self.bias * 2.0)
+        return functional.cross_entropy(self.head(x[:, 0].tanh().mean(1)), labels)
+
+
+def biased() -> tuple[nn.Module, Sample]:
+    """Of 16 vectors each."""
+    return Biased(width=8, length=16, classes=7), (_normal(3, 16, 8), _tokens(3, 1, 7, 1)[:, 0])
+
+
 def unet() -> tuple[nn.Module, Sample]:
     """Four levels."""
     return UNet(width=2, depth=4), (_normal(2, 1, 32, 32),)

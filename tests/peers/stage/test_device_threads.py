@@ -17,6 +17,7 @@ from peers.audit.convictions import Referee
 from peers.ports import Rank
 from peers.stage.device import DeviceThreads
 from swarm.errors import Leaving
+from swarm.ids import Microbatch
 from swarm.model.stage_function import Output, StageFunction
 from swarm.protocol.ledger import Ledger
 from tests.audit.test_answers import SIGNER, evidence_of, run_of
@@ -52,7 +53,7 @@ def gradient(weight: torch.Tensor, x: torch.Tensor, halfway: Callable[[], object
     function = StageFunction(
         takes=(), gives=(), dtypes=(), module=torch.nn.Module, compute=compute, halves=True
     )
-    (loss,) = function.apply(torch.nn.Module(), [], None, torch.device("cpu"))[1].values
+    (loss,) = function.apply(torch.nn.Module(), [], Microbatch(0, 0), torch.device("cpu"))[1].values
     return torch.autograd.grad(loss, weight)[0]
 
 
