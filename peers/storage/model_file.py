@@ -62,14 +62,9 @@ def write(
             origin = {"run": run.id, "step": str(step), "format": "pt"}
             digest, size = safetensors_file.write(file, shapes, value, origin, progress=progress)
             config = ModelConfig(
-                format=safetensors_file.FORMAT,
-                run=run.id,
-                step=step,
-                sha256=digest,
-                bytes=size,
-                parameters=sum(tensor.numel() for tensor in shapes.values()),
-                manifest=run.to_toml(),
-            )
+                format=safetensors_file.FORMAT, run=run.id, step=step, sha256=digest, bytes=size,
+                parameters=sum(tensor.numel() for tensor in shapes.values()), manifest=run.to_toml(),
+            )  # fmt: skip
             atomic_file.write_all(described, safetensors_file.to_json(config))
     return config
 

@@ -101,7 +101,7 @@ def largest_term(microbatches: int) -> float:
 
 def largest_norm(term: torch.Tensor) -> torch.Tensor:
     """A number that nothing in `term` exceeds, found in half the time of the largest magnitude: its norm."""
-    return torch.linalg.vector_norm(term, dtype=_at_least_float32(term))
+    return torch.linalg.vector_norm(term, dtype=torch.promote_types(term.dtype, torch.float32))
 
 
 def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None = None) -> None:
@@ -114,7 +114,7 @@ def add_exact(total: torch.Tensor, term: torch.Tensor, rounded: Rounded | None =
         return
     size = _SLICE if on_host else _DEVICE_SLICE  # a matrix of GPT-3's would take 7 GB at once
     for start in range(0, len(flat), size):
-        part = flat[start : start + size].to(_at_least_float32(flat))
+        part = flat[start : start + size].to(torch.promote_types(flat.dtype, torch.float32))
         scaled = part * SCALE if rounded is None else rounded.part(part, start)
         if on_host:
             # numpy converts float32 to int64 in 2/3 of torch's time.
@@ -160,10 +160,6 @@ def _fused_add(
                 kernel(grid=(blocks, 1, 1), block=(_THREADS, 1, 1), args=[into, part, len(part)])
 
     return add
-
-
-def _at_least_float32(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def to_float(total: torch.Tensor, dtype: torch.dtype, dropped: torch.Tensor | None = None) -> torch.Tensor:

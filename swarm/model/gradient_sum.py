@@ -195,10 +195,9 @@ class SharedWeights:
 
     def numel(self, other: Stage) -> int:
         """Numbers in the `part` of either. Raises Refused: that stage holds nothing of what this one does."""
-        names = self.names.get(other)
-        if not names:
+        if other not in self.names:
             raise Refused(f"stage {other} shares no weights with stage {self._stage}")
-        return sum(self._layout.terms[name].shape.numel() for name in names)
+        return sum(self._layout.terms[name].shape.numel() for name in self.names[other])
 
     def part(self, reduced: torch.Tensor, other: Stage) -> torch.Tensor:
         """What `other` needs of the value of this stage's sum: a copy, 1-D, in the order of `names[other]`.
@@ -218,8 +217,7 @@ class SharedWeights:
         """
         parts: dict[str, dict[Stage, torch.Tensor]] = {}
         for stage, names in self.names.items():
-            spans = [self._layout.terms[name] for name in names]
-            sizes = [span.end - span.start for span in spans]
+            sizes = [self._layout.terms[name].shape.numel() for name in names]
             part = shared.get(stage)
             if part is None or part.shape != (sum(sizes),) or part.dtype != reduced.dtype:
                 given = "nothing" if part is None else f"{list(part.shape)} numbers of {part.dtype}"

@@ -358,13 +358,9 @@ def _sized(run: Run) -> CustomModel:
                 leaf = leaf.index_select(dim, torch.arange(size) % leaf.shape[dim])
         return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
-    return replace(
-        made,
-        module=module,
-        args=pytree.tree_map(sized, tuple(made.args)),
-        kwargs=pytree.tree_map(sized, dict(made.kwargs)),
-        targets=pytree.tree_map(sized, tuple(made.targets)),
-    )
+    given = tuple(made.args), dict(made.kwargs), tuple(made.targets)
+    args, kwargs, targets = pytree.tree_map(sized, given)
+    return replace(made, module=module, args=args, kwargs=kwargs, targets=targets)
 
 
 # --- what is pinned -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -217,13 +217,9 @@ class Builder:
         results: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
         stem = node.name if node.name not in self._taken else f"{node.name}_"
         outputs = tuple(f"{stem}.{i}" if several else stem for i in range(len(results)))
+        plain, function = node.meta.get("plain", False), cast(Callable[..., Any], node.target)
         call = Call(
-            function=node.target,  # type: ignore[arg-type]
-            args=args,
-            kwargs=kwargs,
-            outputs=outputs,
-            several=several,
-            plain=node.meta.get("plain", False),
+            function=function, args=args, kwargs=kwargs, outputs=outputs, several=several, plain=plain
         )
         module, target = self._module(node), getattr(node.target, "__name__", "")
         if isinstance(node.target, OpOverload):
