@@ -8,6 +8,7 @@ import importlib
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -376,6 +377,7 @@ class Peer(Networked[arg.PeerOptions]):
                 run, stage, device, recompute=options.recompute, recompute_layers=options.recompute_layers,
                 host_sums=host_sums,
             )  # fmt: skip
+            compute.use_lock(threading.Lock())
             if admits == "auto" or most is not None:
                 measured = needs_of(run, stage, microbatch=compute.saved_bytes(), host_sums=host_sums)
                 measured.check(most)

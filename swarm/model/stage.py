@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -284,6 +285,10 @@ class StageCompute:
         other._boundary = self._boundary.nudged()
         return other
 
+    def use_lock(self, lock: AbstractContextManager[object]) -> None:
+        """Several threads will compute: `lock` is held where they may not at once."""
+        self._function = replace(self._function, lock=lock)
+
     def free(self) -> None:
         """Release every tensor: the device's memory is its owner's again. Nothing works after it."""
         self.state.free()
@@ -420,12 +425,7 @@ def kept_bytes(
     """
     # What is counted stays alive meanwhile, or memory that is used again would count once.
     alive: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: alive.append(t) or t, lambda t: t):
         alive += compute()
     alive += [tensor for tensor in given if tensor is not None]
     return sum({storage_of(t): t.untyped_storage().nbytes() for t in alive if not held(t)}.values())

@@ -7,6 +7,7 @@ it; a custom model has the values that its cut needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -45,15 +46,16 @@ class StageFunction:
     Without a microbatch it evaluates: nothing is dropped, nor added to the loss."""
     halves: bool
     """It is computed in bfloat16 where that does no harm: by autocast."""
+    alone: bool = False
+    """One microbatch at a time: a weight's gradient has three parts or more, and torch adds that of what
+    autocast rounded, which it keeps for all threads, when the one that rounded would."""
+    lock: AbstractContextManager[object] = field(default_factory=nullcontext)
+    """Held for as long, if there are several threads."""
 
     def apply(
         self, module: nn.Module, given: Values, mb: Microbatch | None, device: torch.device
     ) -> tuple[list[torch.Tensor], Output]:
-        """The inputs that have a gradient, as they came, and what is computed with all of them.
-
-        A microbatch always gets a graph, which may be dropped: an LSTM, or attention with a mask that is
-        learned, has another kernel without, which rounds otherwise.
-        """
+        """The inputs that have a gradient, as they came, and what is computed with all of them."""
         leaves: list[torch.Tensor] = []
         values: list[torch.Tensor | None] = []
         for what, dtype, value in zip(self.takes, self.dtypes, given, strict=True):
@@ -61,7 +63,10 @@ class StageFunction:
                 leaves.append(value.requires_grad_(mb is not None))
             values.append(None if value is None or dtype is None else value.to(dtype))
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.halves)
-        with torch.set_grad_enabled(mb is not None), autocast:
+        # Without a graph an LSTM, or attention with a learned mask, has another kernel, of other last bits.
+        with self.lock if self.alone else nullcontext(), torch.set_grad_enabled(mb is not None), autocast:
+            if self.alone:
+                torch.clear_autocast_cache()
             return leaves, self.compute(module, values, mb)
 
     def graded(self, made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,8 +100,8 @@ def _built_in(run: Run, stage: Stage) -> StageFunction:
 def _custom(run: Run, stage: Stage) -> StageFunction:
     model = custom_model(run)
     graph, plan = model.traced.graph, model.plans[stage]
-    last = stage == run.S - 1
     read = {name for index in plan.operators for name in graph.operators[index].inputs}
+    parts = [name for index in plan.operators for name in graph.operators[index].parameters]
     comes = {value.name: number for number, value in enumerate(plan.inputs)}
     dtypes = [
         getattr(torch, value.dtype) if value.differentiable or value.name in read else None
@@ -109,7 +114,8 @@ def _custom(run: Run, stage: Stage) -> StageFunction:
     }
 
     return StageFunction(
-        takes=stage_inputs(run, stage), gives=() if last else stage_inputs(run, stage + 1),
+        takes=stage_inputs(run, stage), gives=() if stage == run.S - 1 else stage_inputs(run, stage + 1),
         dtypes=tuple(dtypes), passes=passes, module=lambda: stage_module(run, stage),
         compute=lambda module, values, mb: module(*values, mb=mb), halves=run.dtype == "bfloat16",
+        alone=run.dtype == "bfloat16" and any(parts.count(name) > 2 for name in plan.parameters),
     )  # fmt: skip

@@ -62,6 +62,22 @@ def by_tensor_three() -> Any:
     return Scaled(torch.tensor(3.0)), (_rows(2, 5), _rows(2, 5))
 
 
+class Tied(Bag):
+    """Reads one table three times: of what it sees, of what it has to say, and to say it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.head(self.embed(tokens) + self.embed(target))
+        return functional.cross_entropy(x.flatten(0, 1), target.flatten())
+
+
+def tied() -> Any:
+    return Tied(), (_rows(2, 5), _rows(2, 5))
+
+
 def small_bag() -> Any:
     return Bag(100), (_rows(2, 5), _rows(2, 5))
 

@@ -27,6 +27,7 @@ from swarm.model.graph.partition import shared_parameters
 from swarm.model.graph.trace import trace
 from swarm.model.reference import SingleProcess
 from swarm.model.stage import StageCompute, foretold_bytes
+from swarm.model.stage_function import stage_function
 from swarm.wire.codec import Encoded, encode
 from tests.model.chain import Chain, farthest
 from tests.model.graph import zoo
@@ -144,6 +145,23 @@ def test_islands_of_a_custom_model_meet_as_those_of_one_process_do() -> None:
     meet(chains, 2)
     single.step(2)
     assert all(farthest(chain.named_weights(), single.named_weights()) == 0.0 for chain in chains)
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("tied", "bfloat16"), ("tied", "float32"), ("bag", "bfloat16")])
+def test_a_table_that_is_read_three_times_in_bfloat16_is_read_by_one_thread_at_a_time(
+    model: str, dtype: str
+) -> None:
+    spec = CustomModelSpec(kind="code", source=f"tests.model.graph.custom_models:{model}", stages=1)
+    data = DataSpec(source="tales", sequence_length=5)
+    run = run_of(
+        "gpt2",
+        [],
+        model=spec,
+        data=data,
+        dtype=dtype,
+        batch=BatchSpec(microbatch_size=2, microbatches_per_step=1),
+    )
+    assert stage_function(run, 0).alone is ((model, dtype) == ("tied", "bfloat16"))
 
 
 def test_a_microbatch_of_a_models_own_functions_keeps_what_was_foretold() -> None:

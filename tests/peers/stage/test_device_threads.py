@@ -154,6 +154,40 @@ async def test_what_a_stopped_device_will_not_do_is_said_at_once() -> None:
             await device.run(Rank.STEP, 0, str)
 
 
+def parts(weight: torch.Tensor, x: torch.Tensor, lock: threading.Lock, before: int = 0) -> torch.Tensor:
+    """The gradient of a weight that is read twice as it is and once in bfloat16, by a thread that has called
+    so many operators before."""
+
+    def compute(*_: object) -> Output:
+        whole = (1.7 * weight).sin().sum() + (0.3 * weight).exp().sum()
+        return Output((whole + functional.linear(x, weight).float().square().sum(),), {})
+
+    for _ in range(before):
+        _ = weight * 1.0
+    function = StageFunction(
+        takes=(), gives=(), dtypes=(), module=torch.nn.Module, compute=compute, halves=True, alone=True,
+        lock=lock,
+    )  # fmt: skip
+    (loss,) = function.apply(torch.nn.Module(), [], Microbatch(0, 0), torch.device("cpu"))[1].values
+    return torch.autograd.grad(loss, weight)[0]
+
+
+async def test_three_parts_of_a_gradient_are_added_up_in_one_order_whichever_thread_does_it() -> None:
+    weight, x, lock = torch.nn.Parameter(torch.randn(50, 16)), torch.randn(40, 16), threading.Lock()
+    async with threads(2) as device:
+        alone = await device.run(Rank.COMPUTE, 0, parts, weight, x, lock)
+        has_rounded, may_end = threading.Event(), threading.Event()
+        one = asyncio.create_task(
+            device.run(
+                Rank.COMPUTE, 0, lambda: (parts(weight, x, lock), has_rounded.set(), may_end.wait(30.0))[0]
+            )
+        )
+        await asyncio.to_thread(has_rounded.wait, 30.0)
+        other = await device.run(Rank.COMPUTE, 0, parts, weight, x, lock, 5000)
+        may_end.set()
+        assert torch.equal(await one, alone) and torch.equal(other, alone)
+
+
 async def test_a_referee_beside_the_device_forgets_nothing_that_it_has_rounded() -> None:
     run = run_of()
     compute, evidence, body = evidence_of(run, 0)
