@@ -152,9 +152,9 @@ class Boundary:
 
     def _nudge(self, tensor: torch.Tensor) -> torch.Tensor:
         """Each number two units of its last place more or less, by chance, but the same everywhere."""
-        signs = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+        bits = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor)
         unit = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, getattr(torch, self._run.dtype)))
-        return tensor * (1 + 2 * unit * signs).to(tensor.device, tensor.dtype)
+        return tensor * (1 + 2 * unit * (2 * bits - 1))
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
         function, device = self._function, self._device

@@ -23,11 +23,12 @@ class OtherDevice(StageCompute):
     """Its numbers are off by one unit in the last place from the beginning: so much differs in any order."""
 
     def _compute(self, mb: Any, version: Any, entered: Any, **how: Any) -> Any:
-        values = [one * (1 + 2**-23 * (torch.arange(one.shape[-1]) % 2)) for one in entered.values[:1]]
-        return super()._compute(mb, version, entered._replace(values=values + entered.values[1:]), **how)
+        one, *others = entered.values
+        one = one * (1 + torch.finfo(one.dtype).eps * (torch.arange(one.shape[-1], dtype=one.dtype) % 2))
+        return super()._compute(mb, version, entered._replace(values=[one, *others]), **how)
 
 
-def nearly_equal_numbers(size: float) -> tuple[StageCompute, Any, Any, StageCompute]:
+def nearly_equal_numbers(size: float, dtype: str = "float32") -> tuple[StageCompute, Any, Any, StageCompute]:
     """A stage with layer norms; its run; what comes in, numbers that differ in their last places only, and
     what comes back; and the same stage on another device.
     """
@@ -35,6 +36,7 @@ def nearly_equal_numbers(size: float) -> tuple[StageCompute, Any, Any, StageComp
     run = admitting(
         replace(
             base,
+            dtype=dtype,
             model=replace(base.model, norm="layernorm", hidden=64, heads=4, layers=3),
             data=replace(base.data, sequence_length=16),
             batch=replace(base.batch, microbatch_size=2),
@@ -43,6 +45,9 @@ def nearly_equal_numbers(size: float) -> tuple[StageCompute, Any, Any, StageComp
     )
     torch.manual_seed(1)
     hidden, *others = input_metas(run, 1)
-    inputs = [tensor(size * (1 + 2e-7 * torch.randn(hidden.shape)))]
+    number = getattr(torch, dtype)
+    finer = torch.finfo(number).eps / torch.finfo(torch.float32).eps
+    inputs = [tensor(size / finer * (1 + 2e-7 * finer * torch.randn(hidden.shape, dtype=number)))]
     inputs += [tensor(torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype))) for meta in others]
-    return StageCompute(run, 1), run, (inputs, [tensor(torch.randn(hidden.shape))]), OtherDevice(run, 1)
+    grads = [tensor(torch.randn(hidden.shape, dtype=number))]
+    return StageCompute(run, 1), run, (inputs, grads), OtherDevice(run, 1)

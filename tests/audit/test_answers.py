@@ -45,10 +45,14 @@ def test_rounding_is_no_lie_and_gross_changes_are(codec: str) -> None:
             assert is_far([tensor(made, codec)], [tensor(lie, codec)], given, FAR["float32"])
 
 
-@pytest.mark.parametrize("size", [1.0, 1e4, 1e5])
-def test_an_honest_answer_to_inputs_that_make_the_most_of_rounding_is_no_evidence(size: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1.0, "float32"), (1e4, "float32"), (1e5, "float32"), (1e4, "float64")]
+)
+def test_an_honest_answer_to_inputs_that_make_the_most_of_rounding_is_no_evidence(
+    size: float, dtype: str
+) -> None:
     """Of a layer norm, by another device; its opposite is evidence all the same."""
-    compute, run, (inputs, grads), other = nearly_equal_numbers(size)
+    compute, run, (inputs, grads), other = nearly_equal_numbers(size, dtype)
     made, theirs = (make(one, Microbatch(0, 0), inputs, grads) for one in (compute, other))
     apart = distance(made.input_grads, theirs.input_grads, grads)
     assert apart < 1e-3 if size == 1.0 else apart > FAR["float32"]
