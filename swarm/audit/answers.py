@@ -8,7 +8,7 @@ at 2, a zero at 1. Top-k codecs are not audited: another rounding can choose oth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ with blockwise8."""
 NOISE = 1e-3
 """What is smaller than that part of what it was made of may be nothing but its rounding."""
 
+LARGE = 1 / NOISE
+"""Larger numbers that come in, such as a mask of -1e9, count only where they change what is made."""
+
 UNSURE = 3.0
 """Devices of two kinds may be apart by so many times what a result moves if all that comes in is rounded
 otherwise. Where a difference of nearly equal numbers is divided by its own size, as layer norms do, inputs
@@ -39,9 +42,9 @@ can be chosen so that honest devices are 0.13 apart in float32; then it moves by
 class Made(NamedTuple):
     """What a stage makes of a microbatch."""
 
-    outputs: list[Encoded]
+    outputs: Sequence[Encoded]
     """Nothing at the last stage."""
-    input_grads: list[Encoded]
+    input_grads: Sequence[Encoded]
     """Nothing at stage 0."""
     loss: float | None = None
     """At the last stage."""
@@ -58,43 +61,69 @@ def make(
     compute: StageCompute, mb: Microbatch, inputs: Sequence[Encoded], output_grads: Sequence[Encoded] | None
 ) -> Made:
     """Compute a microbatch, without gradients only what is sent on; no sum changes. In a job of the device.
-
-    Raises:
-        As `StageCompute.forward`.
+    Raises as `StageCompute.forward`.
     """
     if output_grads is None:
         return Made(compute.forward(mb, inputs, grad=False).outputs, [])
     if compute.stage == compute.run.S - 1:
         found = compute.loss_gradients(mb, inputs, weights=False)
-        return Made([], list(found.answer), found.loss)
+        return Made([], found.answer, found.loss)
     fwd = compute.forward(mb, inputs)
-    return Made(fwd.outputs, list(compute.gradients(fwd, output_grads, weights=False).answer))
+    return Made(fwd.outputs, compute.gradients(fwd, output_grads, weights=False).answer)
 
 
-def is_far(
-    made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded], far: float,
-    passes: Collection[int] = (),
+def is_false(
+    compute: StageCompute, given: tuple[Microbatch, Sequence[Encoded], Sequence[Encoded] | None],
+    made: Made, said: Made, far: float,
 ) -> bool:  # fmt: skip
-    """Whether tensors that a peer signed are `far` from those that were computed again, `of` given ones.
-
-    A tensor that is nothing but rounding errors of what was given is not: it is compared with that. Those at
-    the places `passes` are inputs, unchanged: no device gives other bytes.
+    """Whether what a peer signed is `far` from what was `made` of what was `given`, which is as `make` takes
+    it, and further than another rounding may bring it. Raises as `make`.
     """
-    if [one.meta for one in made] != [one.meta for one in said]:
+
+    def unrounded(answer: Made) -> object:
+        metas = [[one.meta for one in part] for part in (answer.outputs, answer.input_grads)]
+        return metas, [digest([one]) for place, one in enumerate(answer.outputs) if place in compute.passes]
+
+    if unrounded(made) != unrounded(said):
         return True
-    if any(digest([made[place]]) != digest([said[place]]) for place in passes):
-        return True
-    return distance(made, said, of) > far
+    (mb, inputs, back), others = given, list[list[Encoded]]()
+    if made.outputs and any((_values(one).abs() > LARGE).any() for one in inputs):
+        others = [compute.nudged(LARGE, seed).forward(mb, inputs, grad=False).outputs for seed in range(4)]
+
+    def apart(one: Made) -> float:
+        forth = distance(made.outputs, one.outputs, inputs, others)
+        found = max(forth, distance(made.input_grads, one.input_grads, back or ()))
+        if made.loss is None or one.loss is None:
+            return found
+        return max(found, abs(made.loss - one.loss) / max(1.0, abs(made.loss)))
+
+    off = apart(said)
+    return off > far and off > far + UNSURE * apart(make(compute.nudged(), *given))
 
 
-def distance(made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded]) -> float:
-    """The largest relative distance of two tensors that were made `of` given ones."""
-    least = NOISE * max((_size(_values(one)) for one in of), default=0.0)
-    return max((_distance(a, b, least) for a, b in zip(made, said, strict=True)), default=0.0)
+def distance(
+    made: Sequence[Encoded], said: Sequence[Encoded], of: Sequence[Encoded],
+    others: Sequence[Sequence[Encoded]] = (),
+) -> float:  # fmt: skip
+    """The largest relative distance of two tensors, of the same form, that were made `of` given ones.
+
+    A tensor that is nothing but rounding errors of those is not far: it is compared with them. `others`: what
+    is made, each time, if the LARGE numbers that were given are others. If most of a tensor is the same then,
+    that has no rounding of theirs in it; less, or once, may be so by chance.
+    """
+    given, ours, theirs = ([_values(one) for one in tensors] for tensors in (of, made, said))
+    least = NOISE * max(map(_size, given), default=0.0)
+    apart = [_distance(a, b, least) for a, b in zip(ours, theirs, strict=True)]
+    least = NOISE * max((norm(one[one.abs() <= LARGE]) for one in given), default=0.0)
+    for place, (a, b) in enumerate(zip(ours, theirs, strict=True) if others else ()):
+        changed = [_values(one[place]) for one in others]
+        same = (torch.stack(changed) == a).all(0)
+        if 2 * same.sum() > max(64, same.numel()) and _size(a[same]) > 0.7 * max(map(_size, (a, *changed))):
+            apart.append(_distance(a, torch.where(same, b, a), least))
+    return max(apart, default=0.0)
 
 
-def _distance(one: Encoded, other: Encoded, least: float) -> float:
-    a, b = _values(one), _values(other)
+def _distance(a: torch.Tensor, b: torch.Tensor, least: float) -> float:
     apart = torch.where(a == b, 0.0, a - b)  # equal infinities
     return norm(apart) / max(_size(a), _size(b), least, 1e-30)
 
@@ -121,10 +150,7 @@ def proves_answer(
 ) -> bool:  # fmt: skip
     """Whether the accused's answer is wrong. In a job of the device, which must have the step's weights.
 
-    `share`: of the distance from which on it is.
-
-    Raises:
-        As `StageCompute.forward`.
+    `share`: of the distance from which on it is. Raises as `StageCompute.forward`.
     """
     said, run = evidence.statement, compute.run
     if not is_audited(run) or said.stage != compute.stage or not evidence.is_signed(signer, run.id):
@@ -138,22 +164,8 @@ def proves_answer(
     if tuple(digest(tensors) if tensors else nothing for tensors in split) != signed:
         return False
     given = Microbatch(said.t, said.m), inputs, None if said.is_half else output_grads
-    made, far = make(compute, *given), share * FAR[run.dtype]
-
-    def is_wrong(far: float) -> bool:
-        if made.loss is not None and abs(made.loss - said.loss) > far * max(1.0, abs(made.loss)):
-            return True
-        forth = is_far(made.outputs, outputs, inputs, far, compute.passes)
-        return forth or is_far(made.input_grads, input_grads, output_grads, far)
-
-    if not is_wrong(far):
-        return False
-    nudged = make(compute.nudged(), *given)
-    moved = distance(made.outputs, nudged.outputs, inputs)
-    moved = max(moved, distance(made.input_grads, nudged.input_grads, output_grads))
-    if made.loss is not None and nudged.loss is not None:
-        moved = max(moved, abs(made.loss - nudged.loss) / max(1.0, abs(made.loss)))
-    return is_wrong(far + UNSURE * moved)
+    answer = Made(outputs, input_grads, said.loss)
+    return is_false(compute, given, make(compute, *given), answer, share * FAR[run.dtype])
 
 
 def split_tensors(

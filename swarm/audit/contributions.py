@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.audit.answers import FAR, NOISE, UNSURE, distance, is_far, norm
+from swarm.audit.answers import FAR, NOISE, UNSURE, Made, is_false, norm
 from swarm.audit.projection import LARGEST, MODULUS, product
 from swarm.ids import Microbatch
 from swarm.model.fixed_point import SCALE
@@ -42,10 +42,7 @@ class Recount:
         lock: AbstractContextManager[object],
     ) -> list[Encoded]:  # fmt: skip
         """Compute a microbatch and add it; what its stage sends on. `lock`: held while the sum changes, where
-        several compute.
-
-        Raises:
-            As `StageCompute.forward`, `gradients` and `add`.
+        several compute. Raises as `StageCompute.forward`, `gradients` and `add`.
         """
         compute, mb = self._compute, Microbatch(self._t, m)
         if compute.stage == compute.run.S - 1:
@@ -69,18 +66,9 @@ class Recount:
     def sent_other(
         self, m: int, outputs: Sequence[Encoded], sent: Sequence[Encoded], inputs: Sequence[Encoded]
     ) -> bool:
-        """Whether what a replica sent on is far from the `outputs` that `add` found of `inputs`.
-
-        Raises:
-            As `StageCompute.forward`.
-        """
-        compute = self._compute
-        far = FAR[compute.run.dtype]
-        if not is_far(outputs, sent, inputs, far, compute.passes):
-            return False
-        nudged = compute.nudged().forward(Microbatch(self._t, m), inputs, grad=False).outputs
-        far += UNSURE * distance(outputs, nudged, inputs)
-        return is_far(outputs, sent, inputs, far, compute.passes)
+        """Whether what a replica sent on is false: `outputs` are what `add` found. Raises as `is_false`."""
+        given, far = (Microbatch(self._t, m), inputs, None), FAR[self._compute.run.dtype]
+        return is_false(self._compute, given, Made(outputs, []), Made(sent, []), far)
 
     def total(self) -> torch.Tensor:
         """The sum: int64, 1-D, in host memory."""
@@ -112,8 +100,7 @@ class Recount:
         """Whether a step was taken with this sum: `reduced` is the result, 1-D, in host memory. Where that
         chunk is all of it.
         """
-        compute = self._compute
-        ours = compute.sums.value(self._part()).cpu()
+        ours = self._compute.sums.value(self._part()).cpu()
         least = max(norm(ours), norm(reduced), NOISE * self._terms_norm / SCALE)
         return norm(ours.double() - reduced.double()) <= self._far(SCALE * least) / SCALE
 

@@ -45,12 +45,14 @@ class Boundary:
         self._run, self._stage, self._function, self._device = run, stage, function, device
         self.answers = any(what.graded for what in function.takes)
         """Whether the stage before expects gradients."""
-        self._nudges = False
+        self._nudges: tuple[float, int] | None = None
 
-    def nudged(self) -> Boundary:
-        """One by which all numbers that have a gradient, and gradients, come in as rounded otherwise."""
+    def nudged(self, above: float, seed: int) -> Boundary:
+        """One by which all numbers that have a gradient, and gradients, come in as rounded otherwise; or, if
+        `above` is not 0, all that are larger, with a gradient or without, as others that are smaller.
+        """
         other = copy(self)
-        other._nudges = True
+        other._nudges = above, seed
         return other
 
     def enter(self, inputs: Sequence[Encoded]) -> Entered:
@@ -148,13 +150,18 @@ class Boundary:
         device = self._device if what.graded else "cpu"
         mask = self._stage > 0 and not what.graded  # perhaps
         tensor = aligned(decode(*came, device=device, expected=expected, name=name, infinite=mask))
-        return self._nudge(tensor) if self._nudges and what.graded else tensor
+        nudges = self._nudges if tensor.is_floating_point() else None
+        return self._nudge(tensor, *nudges) if nudges and (what.graded or nudges[0]) else tensor
 
-    def _nudge(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Each number two units of its last place more or less, by chance, but the same everywhere."""
-        bits = torch.randint(0, 2, tensor.shape, generator=torch.Generator().manual_seed(1)).to(tensor)
+    def _nudge(self, tensor: torch.Tensor, above: float, seed: int) -> torch.Tensor:
+        """Each number two units of its last place more or less, by chance, but the same everywhere; or, if it
+        is larger than `above`, which is not 0, from a quarter to three quarters of it.
+        """
+        dice = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)).to(tensor)
+        if above:
+            return torch.where(tensor.abs() > above, tensor * (0.25 + dice / 2), tensor)
         unit = max(torch.finfo(dtype).eps for dtype in (tensor.dtype, getattr(torch, self._run.dtype)))
-        return tensor * (1 + 2 * unit * (2 * bits - 1))
+        return tensor * (1 + 2 * unit * (2 * dice.round() - 1))
 
     def _placed(self, taken: list[torch.Tensor]) -> Entered:
         function, device = self._function, self._device

@@ -215,10 +215,8 @@ class StageCompute:
         return self.gradients(Forward(mb, self.state.loads, inputs, []), grads_out, weights=True)
 
     def add(self, found: Gradients) -> None:
-        """Add the gradients of the weights to the sum of their step, which must have begun.
-
-        Raises:
-            As `GradientSums.add`; Stale: the weights they were computed with are gone.
+        """Add the gradients of the weights to the sum of their step, which must have begun. Raises as
+        `GradientSums.add`, and Stale if the weights they were computed with are gone.
         """
         if self.state.loads != found.loads:
             raise self._gone(found.mb)
@@ -229,9 +227,7 @@ class StageCompute:
 
         `inputs` and `grads_out` as they were (none for the last stage). The gradient is the negative, bit for
         bit, of what was added; the sum is what it was before (up to rounding, where the run adds floats).
-
-        Raises:
-            As `forward`, `gradients` and `add`.
+        Raises as `forward`, `gradients` and `add`.
         """
         if not self._last and not grads_out:
             raise Refused(f"undoing {mb} takes the gradient of its output")
@@ -277,12 +273,12 @@ class StageCompute:
         other.sums.begin(t)
         return other
 
-    def nudged(self) -> StageCompute:
+    def nudged(self, above: float = 0.0, seed: int = 1) -> StageCompute:
         """The same stage, weights and sums, that takes what comes in as rounded otherwise: how far its
-        results are from those of this one is how much rounding may change of them.
+        results are from those of this one is how much rounding may change. Arguments: as `Boundary.nudged`.
         """
         other = copy(self)
-        other._boundary = self._boundary.nudged()
+        other._boundary = self._boundary.nudged(above, seed)
         return other
 
     def use_lock(self, lock: AbstractContextManager[object]) -> None:

@@ -30,7 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from peers.system import usable_cores
-from swarm.audit.answers import FAR, NOISE, _distance, _size, _values, is_far, make
+from swarm.audit.answers import FAR, distance, make
 from swarm.audit.contributions import Recount
 from swarm.ids import Microbatch
 from swarm.manifest import Run
@@ -140,11 +140,9 @@ def audit(kept: list[Any]) -> dict[str, Any]:
             compute_: StageCompute = chain.stages[stage]
             made = make(compute_, Microbatch(t, m), inputs, grads)
             for ours, theirs, of in ((made.outputs, outputs, inputs), (made.input_grads, back, grads)):
-                told["lies"] += is_far(ours, theirs, of, FAR[dtype])
-                least = NOISE * max((_size(_values(one)) for one in of), default=0.0)
-                for a, b in zip(ours, theirs, strict=True):
-                    name = f"{dtype} {codec}"
-                    told["worst"][name] = max(told["worst"].get(name, 0.0), _distance(a, b, least))
+                far, name = distance(ours, theirs, of), f"{dtype} {codec}"
+                told["lies"] += far > FAR[dtype]
+                told["worst"][name] = max(told["worst"].get(name, 0.0), far)
             recounts[stage].add(m, inputs, grads, nullcontext())
     return told
 
