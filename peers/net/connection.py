@@ -360,9 +360,9 @@ class Connection(asyncio.Protocol):
         late, self._ticker = now - self._tick_at, None
         if late > self.timings.tick_s:
             # It was us who slept (a busy loop, a stopped process): bytes may be waiting to be read.
-            self.last_byte_at += late
+            self.last_byte_at = min(now, self.last_byte_at + late)
             if self._paused_since is not None:
-                self._paused_since += late
+                self._paused_since = min(now, self._paused_since + late)
         if self._check_clocks(now):
             self._keep_ticking()
         self.flush()

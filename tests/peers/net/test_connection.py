@@ -417,6 +417,24 @@ async def test_silence_is_noticed_at_both_ends_but_not_our_own_sleep() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_after_our_own_sleep_silence_is_noticed_as_soon_as_before() -> None:
+    """What waited was read first: it moved the last sign of life as far ahead as the process had slept."""
+    pair = Pair(NetTimings(silence_s=1.0, send_stall_s=1.0))
+    asked, took = pair.call([]), pair.call([])
+    await asyncio.sleep(0)
+    pair.carry(1000)
+    pair.server.answer(pair.called[0], b"", [memoryview(bytes(10))])
+    for end in (pair.client, pair.server):
+        end._tick_at -= 3600.0
+    pair.carry(8)
+    pair.server.pause_writing()
+    await asyncio.sleep(2.5)
+    assert pair.server.lost_because is not None and "took no bytes" in pair.server.lost_because.text
+    for call in (asked, took):
+        assert call.done() and "no sign of life for" in str(call.exception())
+
+
+@pytest.mark.virtual_time
 async def test_how_long_p2pd_and_the_line_keep_a_body_is_found_out() -> None:
     pair = Pair()
     pair.call([300_000])
