@@ -498,9 +498,7 @@ class ClientConnection(Connection):
         pending.ahead = 0
 
     def _fault(self, number: int, error: SwarmError) -> None:
-        answer = self._forget(number)
-        if not answer.done():
-            answer.set_exception(error)
+        fail(self._forget(number), error)
 
     def _frame(self, prefix: Prefix, header: bytes, now: float) -> None:
         if prefix.kind is Kind.ALIVE:
@@ -793,8 +791,7 @@ class ServerConnection(Connection):
             self._send(frames.pack_prefix(Kind.ALIVE, 0))
         awaited = [call.accepted_at for call in self._calls.values() if call.waiting is not None]
         if awaited and now - max(self.last_byte_at, min(awaited)) > self.timings.silence_s:
-            quiet_s = now - self.last_byte_at
-            self.fail(PeerSilent(self.peer, f"its body stopped coming {quiet_s:.1f} s ago"))
+            self.fail(PeerSilent(self.peer, f"its body stopped coming {now - self.last_byte_at:.1f} s ago"))
         return not self.over
 
     def excuse(self) -> None:

@@ -35,7 +35,7 @@ from peers.net.identity import (
 )
 from peers.net.p2pd import shortage
 from peers.net.timings import DEFAULT_TIMINGS
-from peers.waiting import TaskKeeper, within
+from peers.waiting import TaskKeeper, fail, within
 from swarm.errors import SwarmError
 from swarm.ids import PeerId
 
@@ -241,8 +241,6 @@ class DaemonControl:
             raise
         finally:
             del self._pending[call]
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # seen
 
     def _say(self, call: bytes, **fields: Any) -> None:
         if self._writer is None or self._writer.is_closing():
@@ -259,8 +257,7 @@ class DaemonControl:
             if self._writer is not None:
                 self._writer.transport.abort()
             for answer in self._pending.values():
-                if not answer.done():
-                    answer.set_exception(ControlError("p2pd closed the connection"))
+                fail(answer, ControlError("p2pd closed the connection"))
 
     def _heard(self, message: Any) -> None:
         call, answer, response = message.callId, self._pending.get(message.callId), message.callUnaryResponse
@@ -276,9 +273,9 @@ class DaemonControl:
         elif answer is None or answer.done():
             pass  # given up before
         elif message.HasField("daemonError"):
-            answer.set_exception(ControlError(_text(message.daemonError.message)))
+            fail(answer, ControlError(_text(message.daemonError.message)))
         elif response.HasField("error"):
-            answer.set_exception(ControlError(response.error.decode(errors="replace")))
+            fail(answer, ControlError(response.error.decode(errors="replace")))
         else:
             answer.set_result(response.response)
 

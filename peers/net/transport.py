@@ -397,9 +397,8 @@ class NetTransport:
     def _next_few(self, newest: ServerConnection) -> list[ServerConnection]:
         """Some streams, others each time."""
         few = list(islice((link for link in self._incoming if link is not newest), SEEN_FOR_ROOM))
-        for link in few:
-            del self._incoming[link]
-        self._incoming |= dict.fromkeys(few)
+        for link in few:  # to the end
+            self._incoming[link] = self._incoming.pop(link)
         return few
 
     def _end(self, least: ServerConnection) -> None:

@@ -207,8 +207,7 @@ class Leases:
             self._sweep_later()
 
     def _drop_old(self) -> None:
-        for old in [name for name, lease in self._leases.items() if self._is_old(lease)]:
-            del self._leases[old]
+        self._leases = {name: lease for name, lease in self._leases.items() if not self._is_old(lease)}
 
     def _is_old(self, lease: Lease) -> bool:
         return now_s() - lease.read_at > LEASE_S

@@ -20,7 +20,7 @@ import pytest_asyncio
 from peers.clock import now_s
 from peers.net.connection import ClientConnection, ServedCall, ServerConnection
 from peers.net.direct import paths as direct_paths
-from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, SharedSecret, _asked, _granted
+from peers.net.direct.handshake import AskDirect, Asking, GrantDirect, SharedSecret, _asked, _granted, grant
 from peers.net.direct.paths import HELLO_BYTES, METHOD, OPENING, DirectOptions, DirectPaths
 from peers.net.direct.records import Opener, Sealer
 from peers.net.direct.stream import SMALL_AT_ONCE, SMALL_PER_S, SealedStream
@@ -204,9 +204,8 @@ async def test_a_peer_knocks_at_no_local_network_and_for_each_caller_at_one_plac
     for host in ("10.0.0.1", "127.0.0.1", "fe80::1%eth0", "example.org"):
         with pytest.raises(Refused, match="is no address of the internet"):
             await ask(host)
-        given = GrantDirect(key=bytes(32), host=host, port=80, signature=bytes(64))
-        with socket.socket() as own, pytest.raises(Refused, match="is no address of the internet"):
-            await caller._dialer.direct._knock_at(given, own)
+        with pytest.raises(Refused, match="is no address of the internet"):
+            await caller._dialer.direct.dial(GrantingLink(callee.signer, caller.peer_id, host), [])
     assert not paths._knocking
     for _ in range(5):
         await ask("44.0.0.2")
@@ -312,6 +311,18 @@ async def keys_of(callee: NetTransport, signer: Identity) -> tuple[SharedSecret,
     request = OneRequest(signer.peer_id, pack(asking.ask()))
     given = unpack((await callee._dialer.direct.grant(request)).header, GrantDirect)
     return asking.agree(given), given.port
+
+
+class GrantingLink(ClientConnection):
+    """At its other end a peer grants a direct connection at whatever host."""
+
+    def __init__(self, signer: Identity, caller: str, host: str) -> None:
+        super().__init__(signer.peer_id, b"")
+        self._given = signer, caller, host
+
+    async def call(self, method: str, header: bytes, *_: object) -> Answer:
+        signer, caller, host = self._given
+        return Answer(pack(grant(signer, caller, unpack(header, AskDirect), 80, host)[0]))
 
 
 class OneRequest:

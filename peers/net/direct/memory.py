@@ -6,6 +6,7 @@ Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import socket
@@ -50,12 +51,10 @@ def connect(peer: PeerId) -> socket.socket | None:
     """A connection to a peer of this machine and user; None: it is elsewhere, or takes none."""
     near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     near.setblocking(False)
-    try:
+    with contextlib.suppress(OSError):
         near.connect(address_of(peer))
         if of_this_user(near):
             return near
-    except OSError:
-        pass
     near.close()
     return None
 

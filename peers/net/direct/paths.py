@@ -246,10 +246,6 @@ class DirectPaths:
         unused.pop_all()
         await self._let_in(tcp, near=False)
 
-    async def _knock_at(self, at: GrantDirect, tcp: socket.socket) -> None:
-        _check_public(at.host)
-        await self._knock(tcp, (at.host, at.port))
-
     async def _knock(self, tcp: socket.socket, place: tuple[str, int]) -> None:
         """Connect to a socket that connects to this one, through both routers."""
         while True:
@@ -292,7 +288,8 @@ class DirectPaths:
                     unused.pop_all()
                     return end
             if tcp is not None and given.host:
-                await within(self._knock_at(given, tcp), limit_s)
+                _check_public(given.host)
+                await within(self._knock(tcp, (given.host, given.port)), limit_s)
                 unused.pop_all()
                 return await self._open(link, keys, tcp, near=False)
         tcp = await _first_that_connects([(host, given.port) for host in hosts][:MAX_HOSTS], limit_s)
@@ -348,12 +345,11 @@ async def _first_that_connects(places: Sequence[tuple[str, int]], limit_s: float
             _set_up(tcp)
             await within(asyncio.get_running_loop().sock_connect(tcp, place), limit_s / len(places))
             return tcp
-        except (OSError, asyncio.TimeoutError) as error:
+        except BaseException as error:
             tcp.close()
+            if not isinstance(error, OSError | asyncio.TimeoutError):
+                raise
             failed = error
-        except BaseException:
-            tcp.close()
-            raise
     raise failed
 
 

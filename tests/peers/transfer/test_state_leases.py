@@ -275,12 +275,11 @@ async def test_a_copy_is_dropped_when_nobody_reads_it_any_more(
     source: Source,
 ) -> None:
     opened = await source.open()
-    leases = source.server._leases
-    assert len(leases) == 1
+    assert len(source.server._leases) == 1
     await asyncio.sleep(state_leases.LEASE_S)
-    assert leases, "somebody may still read it"
+    assert source.server._leases, "somebody may still read it"
     await asyncio.sleep(state_leases.LEASE_S)
-    assert not leases
+    assert not source.server._leases
     with pytest.raises(Refused, match="no such download"):
         await source.read(opened)
 
