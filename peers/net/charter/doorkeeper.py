@@ -39,7 +39,7 @@ SHOW_METHOD = "admit"
 MAX_SHOWN = 16_384
 """4 MB. What admits nobody is not kept, once there is a charter to tell."""
 USED_S = 60.0
-"""A caller's token is in use for so long after each of its calls."""
+"""A caller's token is in use for so long after each of its calls, and for as long as its record is there."""
 
 _opened = functools.lru_cache(maxsize=8192)(open_credential)
 
@@ -100,12 +100,12 @@ class Doorkeeper:
 
     def why_not(
         self, peer: PeerId, role: Role, *, now: float, stage: Stage | None = None,
-        carried: bytes | None = None, stamped_bits: int = 0, closed: bool = False,
+        carried: bytes | None = None, until: float = 0.0, stamped_bits: int = 0, closed: bool = False,
     ) -> str:  # fmt: skip
         """Why a peer is not admitted as a role; empty if it is, or everybody is.
 
         Args:
-            carried: its credential; None: the one that it showed last.
+            carried: its credential; None: the one that it showed last. `until`: in a record that ends then.
             stamped_bits: it is taken to have a stamp of so many, besides.
             closed: as if the door were open only to those that the owner named or invited.
         """
@@ -119,7 +119,7 @@ class Doorkeeper:
             return refusal.text
         credential = credential._replace(stamp_bits=max(stamped_bits, credential.stamp_bits))
         if credential.token is not None and not why_shut_out(self.terms, peer):  # a banned thief is no user
-            self._uses.saw(credential.token.id, peer, until=now + USED_S, now=now)
+            self._uses.saw(credential.token.id, peer, until=max(until, now + USED_S), now=now)
         who = Applicant(peer, role, credential, self.terms.stage_of(stage), closed)
         return why_not_admitted(self.terms, who, self._uses, now=now)
 
@@ -136,7 +136,8 @@ class Doorkeeper:
             return ""
         carried, now = announced.credential, unix_s()
         stage = None if record.stage == NO_STAGE else record.stage
-        why = self._why_none(record.peer, _roles_of(record), now=now, stage=stage, carried=carried)
+        more = {"stage": stage, "carried": carried, "until": announced.expires}
+        why = self._why_none(record.peer, _roles_of(record), now=now, **more)
         if not why:
             self._keep(record.peer, carried)
         return why
@@ -148,21 +149,24 @@ class Doorkeeper:
         """A peer brought this. Raises Refused: it is too large, or nothing that admits here."""
         if len(credential) > MAX_CREDENTIAL_BYTES:
             raise Refused(f"a credential of {count(len(credential), 'byte')}")
-        if self.terms is not None:
-            opened = self._open(peer, credential)
-            if opened.token is None and not 0 < self.terms.charter.work_bits <= opened.stamp_bits:
-                raise Refused("a credential that is worth nothing here")
-        self._keep(peer, credential)
+        if not self._keep(peer, credential):
+            raise Refused("a credential that is worth nothing here")
 
-    def _keep(self, peer: PeerId, credential: bytes) -> None:
-        """Remember a credential. One token under many names drives out nothing that others showed."""
+    def _keep(self, peer: PeerId, credential: bytes) -> bool:
+        """Remember a credential, unless it is worth nothing. One token under many names drives out nothing
+        that others showed, nor do records that any name can carry."""
+        token = None
+        if self.terms is not None:
+            token, bits = self._open(peer, credential)
+            if token is None and not 0 < self.terms.charter.work_bits <= bits:
+                return False
         if credential and self.shown(peer) != credential:
             self._shown.pop(peer, None)
-            token = self._open(peer, credential).token if self.terms is not None else None
             if len(self._shown) >= self._most_shown:
                 alike = (one for one, (_, its) in self._shown.items() if token is not None and its == token)
                 del self._shown[next(alike, next(iter(self._shown)))]
             self._shown[peer] = credential, token
+        return True
 
     async def serve_show(self, request: Request) -> Answer:
         """Handler: a caller shows its credential."""

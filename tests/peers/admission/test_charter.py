@@ -535,11 +535,11 @@ def test_only_trainers_ask_for_blocks_of_the_data_and_only_trainers_and_keepers_
         assert "as a trainer" in closed.why_not_record(record(other, stage=NO_STAGE, state="feeding"))
 
 
-def record(who: Identity, credential: bytes = b"", **changes: Any) -> Any:
+def record(who: Identity, credential: bytes = b"", expires: float = 5.0, **changes: Any) -> Any:
     fields = {"peer": who.peer_id, "run": RUN, "stage": 0, "state": "serving", "version": 0}
-    sealed = seal_record(PeerRecord(**(fields | changes)), 5.0, who, credential=credential)
+    sealed = seal_record(PeerRecord(**(fields | changes)), expires, who, credential=credential)
     assert len(sealed) < MAX_SIGNED_BYTES
-    return open_record(sealed, who.peer_id, 5.0)
+    return open_record(sealed, who.peer_id, expires)
 
 
 def test_a_record_carries_what_admits_its_peer() -> None:
@@ -583,6 +583,17 @@ def test_two_that_use_one_token_are_both_refused_while_both_are_there() -> None:
             record(who, credential_of(token, who))
         )
     assert "is used by 2 identities" in invited.refusal(KIM.peer_id, "part", True)
+
+
+def test_a_token_is_in_use_for_as_long_as_a_record_with_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run of thousands a record is renewed each 100 s: of two that did so by turns one was seen."""
+    invited, began = door(peers=AdmissionRule("token")), 4e9 - DAY
+    token = signed.make_token(RUN, OWNER, "peer", expires=int(4e9))
+    assert invited.why_not_record(record(KIM, credential_of(token), expires=began + 400)) == ""
+    for after_s, many in ((399, True), (461, False)):
+        monkeypatch.setattr("peers.net.charter.doorkeeper.unix_s", lambda later=began + after_s: later)
+        why_not = invited.why_not_record(record(SAM, credential_of(token, SAM), expires=began + after_s + 1))
+        assert ("is used by 2 identities" in why_not) is many
 
 
 @pytest.mark.parametrize("named", ["peers", "founders"])
@@ -726,6 +737,17 @@ def test_what_admits_nobody_is_not_kept() -> None:
     stamp = signed.seal_credential(None, signed.find_stamp(RUN, KIM.peer_id, 1))
     with pytest.raises(Refused, match="a credential that is worth nothing here"):
         door(peers=AdmissionRule("token")).show(KIM.peer_id, stamp)  # two hashes, and a place in memory
+
+
+def test_records_that_anybody_can_make_drive_out_nothing_that_callers_showed() -> None:
+    """Trainers have no record, and show their token once on each stream: they were refused until it broke."""
+    opened = Doorkeeper(most_shown=4)
+    opened.set(terms(trainers=AdmissionRule("token")))
+    opened.show(KIM.peer_id, credential_of(signed.make_token(RUN, OWNER, "trainer", expires=int(4e9))))
+    for number in range(10, 15):
+        one = Identity(bytes([number]) * 32)
+        assert opened.why_not_record(record(one, signed.seal_credential(None, 1))) == ""
+    assert opened.why_not(KIM.peer_id, "trainer", now=4e9 - DAY) == ""
 
 
 def test_a_new_charter_is_told_of_once() -> None:
