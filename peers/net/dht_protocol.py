@@ -41,7 +41,7 @@ from peers.net.signed_records import (
 from peers.waiting import TaskKeeper, within
 from swarm.charter import Charter, why_not_held
 from swarm.errors import MALFORMED, Refused
-from swarm.ids import PeerId
+from swarm.ids import PEER_ID, PeerId
 from swarm.wire.version import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ HANDED_ON_PER_S, HANDED_ON_EACH_PER_S = 200.0, 20.0
 HANDED_ON_AT_ONCE, HANDED_ON_EACH_AT_ONCE = 4096.0, 3072.0
 """Values of others that all peers together may offer, and one of them: a node that is met is given at once
 what it should hold. What is refused comes with the next renewal from its own peer."""
+GIVEN_SHARE = 4
+"""Of the places that are left: so large a part one may have taken for what it hands on, or a single one."""
 LOOKED_THROUGH_PER_S = 32768.0
 LOOKED_THROUGH_AT_ONCE = 10 * LOOKED_THROUGH_PER_S
 """Entries that one peer may have a node look through, 2.6 µs each. Who works for a run asks one node at most
@@ -82,13 +84,14 @@ PINGED_PER_S = 10.0
 PINGED_AT_ONCE = 100.0
 """Peers that ask and are not known: nodes are those that answer, too."""
 MAX_REACHING = 256
-"""Peers that join are called back at a time, each once: a call that waits takes one of 512 places."""
+"""Peers that join are called back at a time, each once: a call that waits takes one of 512 places. More are
+believed to be reached: a crowd that does not answer keeps nobody out."""
 REPLICAS = 5
 SEARCH_ROUNDS = 20
 """Each comes nearer by a few bits, but one can make identities that are nearer and nearer without end."""
 RPC_S = 3.0
 _MAX_TOLD = 20
-"""Nodes near one key that are read of an answer."""
+"""Of an answer, of each key. p2pd forgives blanks in a name: each would be another place."""
 JOIN_S = 8.0
 """For reaching a peer to join at, and again for its first answer: it may be far away, or busy."""
 _CLOCK_MARGIN_S = 60.0
@@ -353,9 +356,11 @@ class DhtNode:
         self._me, self._tasks, self._rng = me, tasks, random.Random()
         self._kept: dict[bytes, dict[str, KeptEntry]] = {}
         self._entries = 0
-        self._second_hand: dict[bytes, dict[str, None]] = {}
-        """By key, the subkeys of values that others handed on, which give way first: where there are none, a
-        full node looks for none."""
+        self._second_hand: dict[bytes, dict[str, PeerId]] = {}
+        """By key, the subkeys of values that others handed on, and who did. They give way first: where there
+        are none, a full node looks for none."""
+        self._given: Counter[PeerId] = Counter()
+        """How many of those are whose."""
         self._of: Counter[str] = Counter()
         """How many values are kept of each subkey."""
         self._offers: dict[tuple[PeerId, float], Allowance] = {}
@@ -401,8 +406,8 @@ class DhtNode:
 
     async def pong(self, ping: Ping, asker: PeerId) -> Pong:
         """Whether we can call the asker as well, if it wants to know, and our clock."""
-        now, reaches = unix_s(), False
-        if ping.joining and asker not in self._reaching and len(self._reaching) < MAX_REACHING:
+        now, reaches = unix_s(), len(self._reaching) >= MAX_REACHING
+        if ping.joining and asker not in self._reaching and not reaches:
             self._reaching.add(asker)
             try:
                 reaches = await self.ping(asker)
@@ -435,15 +440,17 @@ class DhtNode:
             return False
         self._expire()
         few = not entry.subkey or self._of[entry.subkey] < MAX_OF_ONE
-        has_room = entry.subkey in held or (few and self._has_room(key, len(held), first_hand))
-        return has_room and self.keep(key, entry, first_hand=first_hand)
+        left = self.max_entries - self._entries if held else MAX_KEYS - len(self._kept)
+        may = few and (first_hand or self._given[sender] <= left // GIVEN_SHARE)
+        has_room = entry.subkey in held or (may and self._has_room(key, len(held), first_hand))
+        return has_room and self.keep(key, entry, first_hand=first_hand, giver=sender)
 
     def keep_read(self, key: bytes, entry: Entry) -> None:
         """Hold what others gave, while there is room: all nodes near its key may be one stranger's."""
         if self._has_room(key, len(self._kept.get(key, ())), False):
             self.keep(key, entry, first_hand=False)
 
-    def keep(self, key: bytes, entry: Entry, *, first_hand: bool) -> bool:
+    def keep(self, key: bytes, entry: Entry, *, first_hand: bool, giver: PeerId = "") -> bool:
         """Hold a value that was checked and is not over; whether it is later than the one that is held."""
         old, opened = self._kept.get(key, {}).get(entry.subkey), self.check.open(key, entry)
         rank = opened.rank if isinstance(opened, Charter) else (0, b"")
@@ -454,7 +461,8 @@ class DhtNode:
         if first_hand:
             self._note_first_hand(key, entry.subkey)
         elif old is None:
-            self._second_hand.setdefault(key, {})[entry.subkey] = None
+            self._second_hand.setdefault(key, {})[entry.subkey] = giver
+            self._given[giver] += 1
         announced = opened if isinstance(opened, Announced) else None
         self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, rank, announced)
         return True
@@ -476,7 +484,8 @@ class DhtNode:
 
     def _note_first_hand(self, key: bytes, subkey: str) -> None:
         others = self._second_hand.get(key, {})
-        others.pop(subkey, None)
+        if subkey in others:
+            self._given[others.pop(subkey)] -= 1
         if not others:
             self._second_hand.pop(key, None)
 
@@ -484,8 +493,7 @@ class DhtNode:
         self._note_first_hand(key, subkey)
         del self._kept[key][subkey]
         self._entries -= 1
-        if left := self._of.pop(subkey) - 1:
-            self._of[subkey] = left
+        self._of[subkey] -= 1
         if not self._kept[key]:
             del self._kept[key]
 
@@ -507,6 +515,7 @@ class DhtNode:
         if now_s() - self._expired_at > 1.0:
             self._expired_at, now = now_s(), unix_s()
             self._drop_those(lambda kept: kept.entry.expires <= now)
+            self._of, self._given = +self._of, +self._given  # forget who has none
 
     def entries(self, key: bytes) -> list[Entry]:
         """What is here under a key: first what peers sent themselves, then the others, in any order."""
@@ -592,7 +601,7 @@ class DhtNode:
             if (answered := await self._call(peer, Find(some), _near_decoder)) is None:
                 return set()
             for near in answered[0][: len(some)]:
-                known.update(near[:_MAX_TOLD])
+                known.update(filter(PEER_ID.fullmatch, near[:_MAX_TOLD]))
         return known
 
     # -- knowing others ---------------------------------------------------------------------------

@@ -3902,8 +3902,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "dropped-values-count-for-their-peer",
         NODES,
-        "self._of.pop(subkey) - 1:",
-        "self._of.pop(subkey):",
+        "self._of[subkey] -= 1",
+        "self._of[subkey] -= 0",
         "A peer whose record ran out a few times is stored by no node any more.",
         ("test_dht_protocol",),
     ),
@@ -4166,7 +4166,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "worthless-credentials-kept",
         DOORKEEPER,
-        "            if opened.token is None and not 0 <",
+        "            if token is None and not 0 <",
         "            if False and not 0 <",
         "Strangers crowd out what honest callers showed.",
         ("test_charter",),
@@ -9247,7 +9247,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "all-who-join-are-called-back",
         "peers/net/dht_protocol.py",
-        "if ping.joining and asker not in self._reaching and len(self._reaching) < MAX_REACHING:",
+        "if ping.joining and asker not in self._reaching and not reaches:",
         "if ping.joining:",
         "A stranger that asks to be called back, and does not answer, takes all places of a node.",
         ("test_directory",),

@@ -258,7 +258,7 @@ async def test_a_full_node_forgets_all_at_once_in_a_moment() -> None:
     for number in range(at.max_entries):
         at._drop(bytes([number // at.max_subkeys]), f"peer {number}")
     assert time.process_time() - began < 0.5
-    assert (at._entries, len(at._of), at._kept) == (0, 0, {})
+    assert (at._entries, at._of.total(), at._kept) == (0, 0, {})
 
 
 async def test_a_full_node_looks_for_no_room_that_cannot_be() -> None:
@@ -313,6 +313,23 @@ async def test_keys_are_bounded_and_so_are_those_who_offer(monkeypatch: pytest.M
     assert [peer for peer, _ in at._offers] == ["p3", "p4", "p9"]
 
 
+async def test_what_one_hands_on_leaves_most_keys_to_others() -> None:
+    """One that made up runs had all keys of a node within a minute: no manifest found a place there."""
+    at = node()
+    of_any(at)
+
+    def hands_on(sender: str, first: int, count: int) -> int:
+        some = [(number.to_bytes(2, "big"), f"peer {number}") for number in range(first, first + count)]
+        return sum(at._store(sender, key, Entry(subkey, b"", unix_s() + 50.0)) for key, subkey in some)
+
+    assert hands_on("liar", 0, 3000) == 820 == at._given["liar"]
+    assert hands_on("other", 3000, 700) == 656
+    at._drop_those(lambda kept: kept.entry.subkey > "peer 3")
+    assert hands_on("liar", 4000, 10) == 10, "what is over counts no more"
+    assert at._store("peer 1", (1).to_bytes(2, "big"), Entry("peer 1", b"", unix_s() + 60.0))
+    assert sum(at._given.values()) == sum(map(len, at._second_hand.values())) == at._entries - 1
+
+
 @pytest.mark.virtual_time
 async def test_of_the_nodes_that_ever_answered_a_bounded_number_is_known() -> None:
     """All that a full part of the table had no place for were kept for ever, and asked for charters."""
@@ -339,7 +356,7 @@ async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_i
 async def test_a_node_that_is_full_makes_room_in_its_largest_key() -> None:
     at, other = node(), signed_records.peers_key(RUN, StageKey(1, 0, 0))
     at.max_entries = 10
-    assert all(await store(at, *(entry(n) for n in range(100, 110)), sender=99))
+    assert all([(await store(at, entry(n), sender=n + 1)) == [True] for n in range(100, 110)])
     assert await store(at, entry(1, 1), sender=99, key=other) == [False]
     assert await store(at, entry(1, 1), sender=1, key=other) == [True]
     assert (len(kept(at)), kept(at, other)) == (9, [entry(1, 1).subkey])
@@ -554,3 +571,21 @@ async def test_identities_that_are_made_nearer_and_nearer_do_not_keep_a_search_g
     at.table.add_or_update_node(node_id_of(crowd[0]), crowd[0])
     found = await at.search([key])
     assert len(asked) == dht_protocol.SEARCH_ROUNDS and found[key][0] == crowd[dht_protocol.SEARCH_ROUNDS]
+
+
+async def test_one_peer_is_no_more_nodes_than_one_however_its_name_is_written() -> None:
+    """p2pd's reading of an id forgives blanks at its end: ids of other keys have room for six of them."""
+    at, asked = node(), list[str]()
+    liar, told = "Qm" + "a" * 44, peer_id(1)
+
+    async def call_peer(peer: str, data: bytes) -> bytes:
+        asked.append(peer)
+        names = [liar + f"{number:06b}".replace("0", " ").replace("1", "\t") for number in range(18)]
+        return msgspec.msgpack.encode([[told, *names]])
+
+    at.control = Control("")  # type: ignore
+    at.control.call_peer = call_peer  # type: ignore
+    at.table.add_or_update_node(node_id_of(liar), liar)
+    found = await at.search([dht_protocol.DHTID.from_bytes(KEY)])
+    assert sorted(asked) == sorted([liar, told]) == sorted(at.table.peer_id_to_uid)
+    assert [sorted(near) for near in found.values()] == [sorted([liar, told])]

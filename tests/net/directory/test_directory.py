@@ -510,6 +510,12 @@ async def test_who_wants_to_be_called_back_and_does_not_answer_is_called_once_at
     assert msgspec.msgpack.decode(answered, type=Pong).reaches, "it is called again"
 
 
+async def test_a_crowd_that_joins_and_does_not_answer_keeps_no_newcomer_out(dht: MemoryDht) -> None:
+    first = await dht.add(0)
+    first.node._reaching |= {f"peer {number}" for number in range(dht_protocol.MAX_REACHING)}
+    await dht.add(1, join=first)
+
+
 async def test_who_hands_on_without_end_keeps_no_charter_out_that_another_one_brings(dht: MemoryDht) -> None:
     """What all may hand on was one's: whom an owner was about to ban had no node take the new charter."""
     node, stranger, other = await dht.add(0), await dht.add(1), await dht.add(2)
