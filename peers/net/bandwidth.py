@@ -225,8 +225,7 @@ class Allowance:
 
     def take_if_there(self, amount: float, *, now: float) -> bool:
         """Take it, if nothing has to be owed for it."""
-        there = self.left(now=now) >= amount
-        return there and self.take(amount, now=now) == 0.0
+        return self.left(now=now) >= amount and self.take(amount, now=now) == 0.0
 
 
 class Line:

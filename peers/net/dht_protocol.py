@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 
 MAX_SUBKEYS = 2048
 """Under one key: eight times what `lookup.Scale` puts there, and a thousand strangers' besides."""
-MAX_OF_ONE = 8
-"""Values of one identity: its record is under 4 keys of its stage, and after a move of the last one."""
+MAX_OF_ONE, MAX_SIGNED_BY_ONE = 8, 64
+"""Records of one identity, which is under 4 keys of its stage, and after a move of the last one; and what it
+signed besides, manifests and charters: anybody may store those of its former runs again."""
 STORED_PER_S = 2.0
 STORED_AT_ONCE = 128.0
 """Values of its own that one peer may offer: each costs the check of a signature, 0.1 ms. Its record is
@@ -361,8 +362,8 @@ class DhtNode:
         are none, a full node looks for none."""
         self._given: Counter[PeerId] = Counter()
         """How many of those are whose."""
-        self._of: Counter[str] = Counter()
-        """How many values are kept of each subkey."""
+        self._of: Counter[tuple[str, bool]] = Counter()
+        """How many values are kept of each subkey: records, and others."""
         self._offers: dict[tuple[PeerId, float], Allowance] = {}
         """Of each peer: of its own values, of others', and of what is looked through for it."""
         self._handed_on = Allowance(HANDED_ON_PER_S, HANDED_ON_AT_ONCE)
@@ -427,8 +428,7 @@ class DhtNode:
 
     def _may_offer(self, peer: PeerId, *, first_hand: bool) -> bool:
         own, others = (STORED_PER_S, STORED_AT_ONCE), (HANDED_ON_EACH_PER_S, HANDED_ON_EACH_AT_ONCE)
-        known = self._allowance(peer, *(own if first_hand else others))
-        may = known.take_if_there(1.0, now=now_s())
+        may = self._allowance(peer, *(own if first_hand else others)).take_if_there(1.0, now=now_s())
         return may and (first_hand or self._handed_on.take_if_there(1.0, now=now_s()))
 
     def _store(self, sender: PeerId, key: bytes, entry: Entry) -> bool:
@@ -436,10 +436,12 @@ class DhtNode:
         first_hand, held = sender == entry.subkey, self._kept.get(key, {})
         if not self._may_offer(sender, first_hand=first_hand) or entry.expires <= unix_s():
             return False  # nor opened: what is over says nothing of who is there, and uses a token
-        if self.check.open(key, entry) is None:
+        if (opened := self.check.open(key, entry)) is None:
             return False
         self._expire()
-        few = not entry.subkey or self._of[entry.subkey] < MAX_OF_ONE
+        is_record = isinstance(opened, Announced)
+        most = MAX_OF_ONE if is_record else MAX_SIGNED_BY_ONE
+        few = not entry.subkey or self._of[entry.subkey, is_record] < most
         left = self.max_entries - self._entries if held else MAX_KEYS - len(self._kept)
         may = few and (first_hand or self._given[sender] <= left // GIVEN_SHARE)
         has_room = entry.subkey in held or (may and self._has_room(key, len(held), first_hand))
@@ -454,16 +456,16 @@ class DhtNode:
         """Hold a value that was checked and is not over; whether it is later than the one that is held."""
         old, opened = self._kept.get(key, {}).get(entry.subkey), self.check.open(key, entry)
         rank = opened.rank if isinstance(opened, Charter) else (0, b"")
+        announced = opened if isinstance(opened, Announced) else None
         if old is not None and (rank, entry.expires) <= (old.rank, old.entry.expires):
             return False
         self._entries += old is None
-        self._of[entry.subkey] += old is None
+        self._of[entry.subkey, announced is not None] += old is None
         if first_hand:
             self._note_first_hand(key, entry.subkey)
         elif old is None:
             self._second_hand.setdefault(key, {})[entry.subkey] = giver
             self._given[giver] += 1
-        announced = opened if isinstance(opened, Announced) else None
         self._kept.setdefault(key, {})[entry.subkey] = KeptEntry(entry, rank, announced)
         return True
 
@@ -491,9 +493,8 @@ class DhtNode:
 
     def _drop(self, key: bytes, subkey: str) -> None:
         self._note_first_hand(key, subkey)
-        del self._kept[key][subkey]
+        self._of[subkey, self._kept[key].pop(subkey).announced is not None] -= 1
         self._entries -= 1
-        self._of[subkey] -= 1
         if not self._kept[key]:
             del self._kept[key]
 

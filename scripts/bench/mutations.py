@@ -3902,8 +3902,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "dropped-values-count-for-their-peer",
         NODES,
-        "self._of[subkey] -= 1",
-        "self._of[subkey] -= 0",
+        "self._kept[key].pop(subkey).announced is not None] -= 1",
+        "self._kept[key].pop(subkey).announced is not None] -= 0",
         "A peer whose record ran out a few times is stored by no node any more.",
         ("test_dht_protocol",),
     ),
@@ -3918,7 +3918,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "values-of-one-identity-without-end",
         NODES,
-        "self._of[entry.subkey] < MAX_OF_ONE",
+        "self._of[entry.subkey, is_record] < most",
         "True",
         "One identity fills a node under thousands of keys.",
         ("test_dht_protocol",),
@@ -3990,8 +3990,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "offers-of-one-without-end",
         NODES,
-        "        may = known.take_if_there(1.0, now=now_s())\n",
-        "        may = True\n",
+        "others)).take_if_there(1.0, now=now_s())",
+        "others)) is not None",
         "One peer has a node check signatures without end.",
         ("test_dht_protocol",),
     ),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from peers.clock import unix_s
 from peers.net import dht_protocol, signed_records
+from peers.net.charter.signed import charter_key, seal_charter
 from peers.net.dht_protocol import (
     CALL_COST,
     FIND_COST,
@@ -40,7 +41,9 @@ from peers.net.dht_protocol import (
 from peers.net.identity import Identity
 from peers.net.lookup import StageKey
 from peers.waiting import TaskKeeper
+from swarm.charter import make as make_charter
 from swarm.errors import Refused
+from swarm.ids import RunName, fingerprint_of
 from swarm.records import PeerRecord
 from swarm.wire.version import PROTOCOL_VERSION
 from tests.example import example_run
@@ -202,6 +205,17 @@ async def test_of_one_identity_a_few_records_are_kept_and_the_next_one_finds_roo
             stored = await store(at, entry(number, stage), sender=number, key=key)
             assert stored == [stage < dht_protocol.MAX_OF_ONE]
     assert await store(at, entry(99), sender=99) == [True]
+
+
+async def test_old_charters_of_an_owner_keep_out_none_of_its_records() -> None:
+    """Whoever kept what it signed of other runs stored that, and the owner's own peer was in no directory."""
+    at, owner = node(), Identity((1).to_bytes(32, "big"))
+    for number in range(dht_protocol.MAX_SIGNED_BY_ONE + 1):
+        old = make_charter(name=f"run {number}", run="0" * 32, sequence=1, expires=int(soon()))
+        key = charter_key(RunName(old.name, fingerprint_of(owner.peer_id)))
+        stored = await store(at, Entry(owner.peer_id, seal_charter(old, owner), soon()), sender=9, key=key)
+        assert stored == [number < dht_protocol.MAX_SIGNED_BY_ONE]
+    assert await store(at, entry(1), sender=1) == [True]
 
 
 @pytest.mark.virtual_time
