@@ -632,7 +632,8 @@ class DhtNode:
 
     def _lost(self, peer: PeerId) -> None:
         if (node_id := node_id_of(peer)) in self.table:
-            del self.table[node_id]
+            del self.table[node_id]  # but for its name, if it was pinged
+            self.table.buckets[self.table.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
 
     def _hand_on(self, peer: PeerId) -> None:
         """Send a node that we meet what it should hold, if we are the nearest of those that do."""
@@ -658,8 +659,7 @@ def nearest(node_id: DHTID, peers: Iterable[PeerId], count: int = REPLICAS) -> l
 
 def _batches(due: Iterable[tuple[bytes, Entry]]) -> Iterable[list[tuple[bytes, Entry]]]:
     """Small enough for one call each."""
-    batch: list[tuple[bytes, Entry]] = []
-    size = 0
+    batch, size = list[tuple[bytes, Entry]](), 0
     for one in due:
         size += one[1].size
         if batch and (size > HAND_ON_BYTES or len(batch) == MAX_KEYS_PER_CALL):

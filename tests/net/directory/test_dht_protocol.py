@@ -40,6 +40,7 @@ from peers.net.dht_protocol import (
 )
 from peers.net.identity import Identity
 from peers.net.lookup import StageKey
+from peers.net.p2pd_control import ControlError
 from peers.waiting import TaskKeeper
 from swarm.charter import make as make_charter
 from swarm.errors import Refused
@@ -356,6 +357,24 @@ async def test_of_the_nodes_that_ever_answered_a_bounded_number_is_known() -> No
         assert 100 < stayed < all_ == len(table.uid_to_peer_id) < 5 * stayed + table.bucket_size
         asked = {peer for _ in range(20) for peer in storage.some(stayed)}
         assert {"peer 0", "peer 3999"} < asked, "those that stay, and those that came last"
+
+
+async def test_nothing_is_known_of_nodes_that_were_pinged_and_are_gone() -> None:
+    """Of each that gave its place in a full part of the table to another one a name was kept for ever."""
+    at = node()
+    at.control = Control("")  # type: ignore
+
+    async def call_peer(peer: str, data: bytes) -> bytes:
+        raise ControlError("cannot be reached")
+
+    at.control.call_peer = call_peer  # type: ignore
+    for number in range(300):
+        at._pinged_at = -1e9  # as a second later
+        at._met(f"peer {number}")
+        await asyncio.sleep(0)
+    await at._tasks.ended()
+    assert len(at.table.uid_to_peer_id) < 300, "some were pinged"
+    assert not any(bucket.nodes_requested_for_ping for bucket in at.table.buckets)
 
 
 async def test_what_a_node_reads_of_a_flooded_key_takes_no_more_room_than_what_it_is_given() -> None:
