@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from peers.clock import now_s
-from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Line, Traffic
+from peers.net.bandwidth import CALLS_PER_S, CONTROL_BYTES_PER_S, SMALL_BYTES, Allowance, Line, Traffic
 from peers.net.body_buffers import flat
 from peers.net.charter.doorkeeper import SHOW_METHOD, Doorkeeper
 from peers.net.connection import ClientConnection, Connection, ServedCall, ServerConnection
@@ -59,7 +59,7 @@ MAX_WAITING_BYTES = 256 * 1024
 """Of frames that a stream does not take, beyond which strangers are told nothing more: half a GB on all."""
 MAX_HANDLERS_PER_PEER = frames.MAX_PENDING
 _FLUSH_S = 1.0
-_LOG_EVERY_S = 60.0
+_LOG_EVERY_S, _MOST_LOGGED = 60.0, 10.0
 
 
 class Dialer:
@@ -271,6 +271,8 @@ class NetTransport:
         self._methods: dict[str, tuple[Handler, int]] = {SHOW_METHOD: (self.door.serve_show, 0)}
         self._logs_from = defaultdict[str, float](float)
         """When a failure of each method's handler may be logged: a stranger may have one fail without end."""
+        self._says = Allowance(_MOST_LOGGED / _LOG_EVERY_S, _MOST_LOGGED)
+        """Of peers that do what they may not."""
         self._callers: dict[PeerId, list[ServerConnection]] = defaultdict(list)
         self._incoming: dict[ServerConnection, None] = {}
         self._server: asyncio.AbstractServer | None = None
@@ -446,9 +448,9 @@ class NetTransport:
         self._log_abuse(link, f"peer {short(link.peer)} is slowed down: it sends more than {most}")
 
     def _log_abuse(self, link: Connection, text: str) -> None:
-        """Once a minute for each peer, so that a stranger cannot fill the log."""
+        """Once a minute for each peer, and ten times for all, so that strangers cannot fill the log."""
         now = now_s()
-        if now - link.line.logged_at >= _LOG_EVERY_S:
+        if now - link.line.logged_at >= _LOG_EVERY_S and self._says.take_if_there(1.0, now=now):
             link.line.logged_at = now
             logger.warning("%s", text)
 

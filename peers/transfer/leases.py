@@ -78,10 +78,8 @@ class _Reader(msgspec.Struct):
         self.read_at, self.chunks, self.done = now, self.chunks | 1 << index, False
 
     def alive(self, now: float) -> bool:
-        if self.done:
-            return False
         silent_s = min(LEASE_S, max(QUIET_S, SLOW_TIMES * self.longest_pause_s))
-        return now - self.read_at <= silent_s and not self.too_slow(now)
+        return not self.done and now - self.read_at <= silent_s and not self.too_slow(now)
 
     def too_slow(self, now: float) -> bool:
         """It reads less than the slowest line carries: while others wait, it makes way."""

@@ -206,8 +206,7 @@ def decode(
 
 def round_trip(tensor: torch.Tensor, codec: str, *, places: torch.Tensor | None = None) -> torch.Tensor:
     """What the receiver gets: `decode(encode(tensor))`, on the same device."""
-    meta, buffers = encode(tensor, codec, places=places)
-    return decode(meta, buffers, device=tensor.device)
+    return decode(*encode(tensor, codec, places=places), device=tensor.device)
 
 
 def places_of(encoded: Encoded) -> torch.Tensor | None:

@@ -578,6 +578,20 @@ async def test_of_streams_that_take_all_places_a_silent_strangers_makes_room_for
 
 
 @pytest.mark.virtual_time
+async def test_a_crowd_that_breaks_the_protocol_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of each identity a line a minute was written, and identities cost nothing: a GB a day."""
+    transport = NetTransport(DaemonControl(Path("none")), Identity.generate())
+    for number in range(100):
+        link = transport._make_callee(f"stranger {number}")
+        Wire(link)
+        feed(link, b"\0" + bytes(frames.PREFIX_BYTES))
+        await asyncio.sleep(0.01)
+    assert caplog.text.count("closed a stream that broke the protocol") == 10
+
+
+@pytest.mark.virtual_time
 async def test_streams_that_one_opens_in_one_moment_are_no_more_than_one_by_one() -> None:
     """Only the first of them was ended, again and again, until it had ended: the others stayed."""
     transport, gone = NetTransport(DaemonControl(Path("none")), Identity.generate()), list[str]()
