@@ -3264,7 +3264,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "number-that-is-none",
         CODEC,
-        "        if not (low <= high if infinite else -math.inf < low <= high < math.inf):\n",
+        "        if not (low <= high if infinite else -most <= low <= high <= most):\n",
         "        if False:\n",
         "One number that is not finite spoils the sum of all.",
         ("test_work", "test_reduce"),

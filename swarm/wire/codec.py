@@ -198,8 +198,8 @@ def decode(
         return _dequantize(quantized, scales, dtype).view(meta.shape).to(device)
     flat = _tensor_of(views[0], torch.bfloat16 if what.values == "bf16" else dtype)
     if flat.dtype.is_floating_point:
-        low, high = _range(flat)
-        if not (low <= high if infinite else -math.inf < low <= high < math.inf):
+        (low, high), most = _range(flat), torch.finfo(dtype).max
+        if not (low <= high if infinite else -most <= low <= high <= most):
             raise Refused(f"{name} is not finite")
     return to_device(flat, device).to(dtype).view(meta.shape)
 

@@ -251,6 +251,15 @@ def test_a_number_that_is_not_finite_is_not_taken(codec: str) -> None:
         decode(meta, [ones[: -len(nan)] + nan], name="hidden")
 
 
+@pytest.mark.parametrize("codec", ["bf16", "topk:0.5+bf16"])
+def test_a_number_that_float16_cannot_hold_is_not_taken(codec: str) -> None:
+    """It was finite as it came, and infinite as it was taken."""
+    meta, buffers = encode(torch.full((10,), 1e30, dtype=torch.bfloat16), codec)
+    assert decode(meta, buffers).isfinite().all()
+    with pytest.raises(Refused, match="hidden is not finite"):
+        decode(TensorMeta((10,), "float16", codec), buffers, name="hidden")
+
+
 @pytest.mark.parametrize("codec", ["blockwise8", "hadamard4"])
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0])
 def test_a_scale_that_is_impossible_is_not_taken(codec: str, scale: float) -> None:
