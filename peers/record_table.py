@@ -40,7 +40,7 @@ class RecordTable:
         self._stages: dict[Stage, dict[PeerId, Announced]] = defaultdict(dict)
         self._under: dict[bytes, dict[PeerId, float]] = defaultdict(dict)
         self._ends: list[tuple[float, PeerId, bytes]] = []
-        """By expiration: a record, and a key under which it lies."""
+        """When to look whether a record has expired, and a key under which it lies: once for each of them."""
         self._listed: dict[Stage, list[PeerRecord]] = {}
         self._all: list[PeerRecord] | None = None
 
@@ -55,9 +55,9 @@ class RecordTable:
         if old is None and len(self) >= self._most_known:
             return False
         for key in keys:
-            if ends > self._under[key].get(peer, 0.0):
-                self._under[key][peer] = ends
+            if peer not in self._under[key]:
                 heapq.heappush(self._ends, (ends, peer, key))
+            self._under[key][peer] = max(ends, self._under[key].get(peer, 0.0))
         if peer == self._me or (old is not None and old.expires >= ends):
             return False
         self._replace(peer, announced)
@@ -117,11 +117,12 @@ class RecordTable:
 
     def _expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
-            ends, peer, key = heapq.heappop(self._ends)
-            if self._under.get(key, {}).get(peer) == ends:
-                del self._under[key][peer]
-                if not self._under[key]:
-                    del self._under[key]
+            _, peer, key = heapq.heappop(self._ends)
+            if (ends := self._under[key].pop(peer)) > now:  # it was renewed
+                self._under[key][peer] = ends
+                heapq.heappush(self._ends, (ends, peer, key))
+            elif not self._under[key]:
+                del self._under[key]
             known = self._known.get(peer)
             if known is not None and known.expires <= now:
                 self._replace(peer, None)

@@ -84,6 +84,17 @@ def test_how_many_are_on_each_level_is_known_by_stage() -> None:
     assert table.levels(0) == {0: 2, 1: 3}
 
 
+def test_a_record_that_is_renewed_without_end_takes_no_more_room() -> None:
+    """One stranger's node gave 200 versions of one record a second, and each was remembered until its end."""
+    table = RecordTable("me")
+    for version in range(1000):
+        table.put(announced("p", 100.0 + version), [KEY])
+    assert len(table._ends) == 1
+    assert table.find("p", now=500.0) and dict(table.under(KEY, now=500.0)) == {"p": 1099.0}
+    assert table.find("p", now=1098.0) and not table.find("p", now=1099.0)
+    assert not (table._ends or table._under)
+
+
 def test_strangers_do_not_fill_our_memory() -> None:
     table = RecordTable("me", most_known=3)
     assert [table.put(announced(f"p{number}", 10.0), [KEY]) for number in range(5)] == [True] * 3 + [
