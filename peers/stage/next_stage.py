@@ -141,11 +141,10 @@ class NextStage(StageCalls):
         how.check(peer, done, answer)
         took_s = now_s() - began
         self.limits.answered(took_s, now=now_s())
-        # A time that cannot be true (NaN, below zero) would draw all work to its peer, for ever.
+        # A time that cannot be true (NaN, below zero, ages) would draw all work to one peer, for ever.
         told = [hop.work_s for hop in done.hops if hop.peer == peer and 0.0 <= hop.own_s <= took_s]
-        self.router.answered(
-            self.stage, peer, told[0] if told else took_s, took_s, now=now_s(), share=1 / self.limits.callers
-        )
+        work_s = min([*told[:1], took_s])
+        self.router.answered(self.stage, peer, work_s, took_s, now=now_s(), share=1 / self.limits.callers)
         line = self.transport.lines.get(peer, NetworkPath())
         done = msgspec.structs.replace(done, hops=with_latency(done.hops, took_s, line.rtt_s))
         self.note_answered(Microbatch(work.t, work.m), peer)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import struct
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -333,31 +334,53 @@ async def test_a_record_at_stage_0_ends_no_trainer_and_does_not_hold_it_up(handl
 # --- between stages -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own_s", [math.nan, -1e9, math.inf])
-async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float) -> None:
-    network = CalmNetwork()
-    asked = {"a": 0, "z": 0}
-    me = network.join("me")
-    for name in asked:
-        end = network.join(name)
+def answering(network: CalmNetwork, hops: dict[str, Hop]) -> tuple[NextStage, Counter[str]]:
+    """A caller of stage 1, and how often its peers were asked, which say these hops."""
+    asked, me = Counter(dict.fromkeys(hops, 0)), network.join("me")
+    for name, hop in hops.items():
 
-        async def answer(request: Request, name: str = name) -> Answer:
-            asked[name] += 1
+        async def answer(request: Request, hop: Hop = hop) -> Answer:
+            asked[hop.peer] += 1
             await asyncio.sleep(0.01)
-            told = own_s if name == "z" else 0.01
-            return Answer(
-                pack(WorkDone(loss=0.0, hops=(Hop(stage=1, peer=name, own_s=told, compute_s=0.0),)))
-            )
+            return Answer(pack(WorkDone(loss=0.0, hops=(hop,))))
 
-        end.transport.serve("work", answer)
-        await end.directory.announce(PeerRecord(peer=name, run="run", stage=1, state="serving", version=0))
-    following = NextStage(
+        network.join(name).transport.serve("work", answer)
+    return NextStage(
         "run", 1, me.transport, me.directory, Router(), stages=2, on_fault=lambda fault: None
-    )
+    ), asked
+
+
+async def ask_often(following: NextStage, network: CalmNetwork, *there: str) -> None:
+    """Forty microbatches, once these have said that they serve."""
+    for name in there:
+        record = PeerRecord(peer=name, run="run", stage=1, state="serving", version=0)
+        await network.peers[name].directory.announce(record)
     how = WorkCall(body=(), max_answer_bytes=0, check=lambda *_: None, closed=lambda: None)
     for m in range(40):
         await following.call(Work(run="run", t=0, m=m, version=0), how)
+
+
+@pytest.mark.parametrize("own_s", [math.nan, -1e9, math.inf])
+async def test_a_time_that_cannot_be_true_draws_no_work_to_its_peer(own_s: float) -> None:
+    network = CalmNetwork()
+    told = {"a": 0.01, "z": own_s}
+    hops = {name: Hop(stage=1, peer=name, own_s=own_s, compute_s=0.0) for name, own_s in told.items()}
+    following, asked = answering(network, hops)
+    await ask_often(following, network, *hops)
     assert min(asked.values()) >= 5
+    await network.close()
+
+
+async def test_who_is_there_first_and_lies_about_its_upload_leaves_work_to_all_that_follow() -> None:
+    """The clocks of those began at its own, beyond which they did not move: one of them got it all."""
+    network = CalmNetwork()
+    names = [*"abcz"]
+    hops = {name: Hop(stage=1, peer=name, own_s=0.01, compute_s=0.01) for name in names}
+    hops["z"] = msgspec.structs.replace(hops["z"], upload_s=1e300)
+    following, asked = answering(network, hops)
+    await ask_often(following, network, "z")
+    await ask_often(following, network, *"abc")
+    assert min(asked[name] for name in "abc") >= 8
     await network.close()
 
 
