@@ -211,7 +211,7 @@ def _may_be(flag: str, device: str) -> None:
     """CUDA cannot be where its driver is not; torch, which takes seconds to import, need not be asked."""
     from peers.device import check_word
 
-    names = [name.strip() for name in device.split(",") if name.strip()]
+    names = [name.strip() for name in device.split(",") if name.strip()] or [device]
     for name in names if device != "all" else ():
         check_word(name)
     if not any(name.startswith("cuda") for name in names):

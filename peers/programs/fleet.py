@@ -317,7 +317,11 @@ class Fleet:
             print(labelled(label, line), flush=True)
 
         secret = {TOKEN_VARIABLE: self._options.token or ""}
-        child = self._running[label] = await Child.spawn(["peer", *words], say, environment=secret)
+        try:
+            child = self._running[label] = await Child.spawn(["peer", *words], say, environment=secret)
+        except OSError as error:  # such as no memory now, which ends no other peer
+            self._emit(Trouble(text=f"the peer on {label} cannot start: {error.strerror}"))
+            return 1
         self._emit(Note(text=f"the peer on {label} has process id {child.pid}"))
         if self._leaving.is_set():
             child.signal(signal.SIGINT)

@@ -34,10 +34,7 @@ def next_download(
         for stage in have
         if offered[stage] and max(offered[stage]) > max(floor, *have[stage], -1)
     ]
-    if not ahead:
-        return None
-    _, stage, version = min(ahead)
-    return stage, version
+    return min(ahead)[1:] if ahead else None
 
 
 def reached(said: Mapping[Stage, Mapping[PeerId, int]], voice: Mapping[PeerId, int]) -> int | None:

@@ -170,6 +170,29 @@ async def test_one_that_dies_is_started_again_and_takes_no_other_along(
     assert await task == 1, "what died had not ended well"
 
 
+async def test_one_that_cannot_be_started_takes_no_other_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine had no memory left for it just then, and all that worked were killed for that."""
+    tried: list[str] = []
+
+    async def exec_(*command: str, **_: object) -> asyncio.subprocess.Process:
+        tried.append(command[command.index("--device") + 1])
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", exec_)
+    events: list[Event] = []
+    running, task = await run("a,b", events, "on b died (exit code 1): it is started again in 0 s")
+    assert "the peer on b cannot start: Resource temporarily unavailable" in said(events, Trouble)
+    await running.leave()
+    assert await task == 1 and {*tried} == {"a", "b"}
+
+
+def test_a_list_of_devices_that_names_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was started, and what it ended with was a bug in swarm."""
+    address = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvXKtf"
+    assert main(["peer", "--run", "5a" * 16, "--join", address, "--device", " , "]) == Exit.SETUP
+    assert "--device ' , ' is unknown; take auto, cpu" in capsys.readouterr().err
+
+
 @pytest.mark.process
 async def test_one_that_waits_to_be_started_again_when_all_leave_had_not_ended_well(
     children: None,
