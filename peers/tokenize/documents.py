@@ -51,9 +51,9 @@ def kind(path: Path) -> str:
 
 def opened(path: Path) -> IO[bytes]:
     """What a file holds, unpacked. Raises SetupError: what unpacks it is not installed."""
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.open(path))
-    if path.suffix != ".zst":
+    if path.suffix.lower() != ".zst":
         return path.open("rb")
     return io.BufferedReader(_arrow(path).input_stream(str(path), compression="zstd"), CHUNK_BYTES)
 
@@ -231,12 +231,14 @@ def shard_of(path: Path) -> Shard | None:
         SetupError: it is not what its name says.
         OSError: it cannot be read.
     """
-    if path.suffix == ".idx":
-        return _of_megatron(path.with_suffix(".bin"))
-    if path.suffix == ".ds":
-        return _of_datatrove(path)
-    if path.suffix != ".bin":
+    if (ending := kind(path)) not in (".bin", ".idx", ".ds"):
         return None
+    if path.suffix.lower() != ending:
+        raise SetupError(f"{path} has tokens, which are read as they are: unpack it")
+    if ending == ".idx":
+        return _of_megatron(path.with_suffix(".bin"))
+    if ending == ".ds":
+        return _of_datatrove(path)
     if path.with_suffix(".idx").exists():
         return _of_megatron(path)
     with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """`swarm tokenize`: each file becomes a shard, in a process of its own; then all of them become an index.
 
-A shard has a note beside it that says what it was made of. One whose note still fits is not made again, so a
-command that was interrupted goes on where it was.
+The name of a shard says what it was made of. One that is there is not made again, so a command that was
+interrupted goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from peers.start_line import program
 from peers.storage import atomic_file
 from peers.storage.index import ITEM_BYTES, NAME, Shard, Source, index_among, open_index
 from peers.storage.shards import in_parallel, make_index, write_shard
-from peers.storage.tokenizer import Tokenizer, load_tokenizer
+from peers.storage.tokenizer import Tokenizer, load_tokenizer, vocabulary_too_small
 from peers.tokenize.documents import HubPart, chunks, has_rows, hub_parts, shard_of, texts
 from swarm.data import token_dtype
 from swarm.errors import SetupError, count, did_you_mean
@@ -57,16 +57,10 @@ class Making(NamedTuple):
         made_by = (tokenizer.key, self.end, self.field, self.vocab_size)
         key = hashlib.sha256(msgspec.json.encode([*made_of, *made_by])).hexdigest()
         final = self.out / f"{text.name.partition('.')[0][:40]}-{key[:16]}.tokens"
-        note = final.with_suffix(".json")
-        if final.exists() and note.exists():
-            known = msgspec.json.decode(note.read_bytes(), type=Shard)
-            if final.stat().st_size == known.tokens * ITEM_BYTES[known.dtype]:
-                return known
         dtype = token_dtype(self.vocab_size)
-        count = write_shard(final, self._tokens(text, tokenizer), dtype, self.vocab_size)
-        shard = Shard((final.name,), count, dtype)
-        atomic_file.write_whole(note, msgspec.json.encode(shard))
-        return shard
+        if not final.exists():  # a part of it never has its name
+            write_shard(final, self._tokens(text, tokenizer), dtype, self.vocab_size)
+        return Shard((final.name,), final.stat().st_size // ITEM_BYTES[dtype], dtype)
 
     def _tokens(self, text: Path | HubPart, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         if isinstance(text, HubPart) or has_rows(text):
@@ -106,6 +100,8 @@ def _make(options: TokenizeOptions) -> None:
     vocab_size = options.vocab_size or _vocabulary(tokenizer, end, [s for s in given if s], texts_there)
     if vocab_size > (most := max(DTYPES.values())):  # of a manifest
         raise SetupError(f"a vocabulary of {vocab_size} tokens: --vocab-size and --eos reach to {most}")
+    if end is not None and end >= vocab_size:
+        raise vocabulary_too_small(vocab_size, end)
     made_by = options.out / "tokenizer.json" if tokenizer.json else None
     making = Making(options.out, made_by, end, options.field, vocab_size)
     parts = [

@@ -213,6 +213,37 @@ def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
     ]
 
 
+def test_what_was_made_is_not_made_again_whatever_lies_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the note beside a shard nothing was left once the disk had been full: that was a bug in swarm."""
+    text, out = rows(tmp_path / "a.jsonl"), tmp_path / "out"
+    first = made(capsys, out, text)
+    (shard,) = out.glob("*.tokens")
+    before, _ = shard.stat(), shard.with_suffix(".json").write_bytes(b"")
+    assert made(capsys, out, text) == first
+    assert shard.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_an_ending_in_capitals_says_what_a_file_is_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was packed, and tokens, were trained on as if they were text."""
+    (tmp_path / "A.TXT.GZ").write_bytes(gzip.compress(b"a tale"))
+    made(capsys, tmp_path / "text", tmp_path / "A.TXT.GZ")
+    assert bytes(tokens_of(tmp_path / "text")) == b"a tale"
+    (tmp_path / "A.BIN").write_bytes(struct.pack("<3H", 7, 40_000, 9))
+    made(capsys, tmp_path / "tokens", tmp_path / "A.BIN")
+    assert tokens_of(tmp_path / "tokens") == [7, 40_000, 9]
+
+
+def test_packed_tokens_are_not_taken_for_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.bin.gz", "a.ds.zst"):
+        (tmp_path / name).write_bytes(gzip.compress(struct.pack("<3H", 7, 40_000, 9)))
+        said = made(capsys, tmp_path / "out", tmp_path / name, ends=cli.Exit.SETUP)
+        assert f"{name} has tokens, which are read as they are: unpack it" in said
+
+
 @pytest.mark.parametrize(
     ("content", "words", "error"),
     [
@@ -241,6 +272,11 @@ def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
             '{"text": "a"}\n',
             ["--eos", "9" * 30],
             "a vocabulary of 10+ tokens: --vocab-size and --eos reach to 1",
+        ),
+        (
+            '{"text": "a"}\n',
+            ["--eos", "9" * 30, "--vocab-size", "300"],
+            "vocab_size = 300 .* makes tokens up to 9+: it must be",
         ),
         ('{"text": ""}\n', [], "the data have no tokens: give more text"),
         ('{"text": "a"}\n', ["--tokenizer", "gone.json"], r"cannot read the tokenizer gone\.json"),
