@@ -126,7 +126,6 @@ def is_local(host: str) -> bool:
 
 def probe_p2pd(host: str = "127.0.0.1", port: int = 0) -> tuple[str, ...]:
     """Where p2pd listens, once it does. Blocks up to 15 s. Raises SetupError: it does not start."""
-
     from peers.net.p2pd import Daemon, DaemonOptions
 
     async def probe() -> tuple[str, ...]:

@@ -35,7 +35,6 @@ from swarm.plan.network import BACKWARD_FORWARDS, Network, StepWork
 from swarm.plan.overlapped import IDLE, Overlap
 from swarm.plan.search import Placement, search_overlapped
 from swarm.plan.topk_ratios import boundary_bandwidths, boundary_codecs
-from swarm.records import NO_STAGE
 
 STAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of them that are tried where a manifest leaves that open."""
@@ -44,6 +43,7 @@ HIDDEN = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.06, 0.0)
 MAX_MACHINES_SHOWN = 16
 SEARCHES = 3
 """At most, where codecs are chosen too: the best layout for what they leave to send is another one."""
+SERVE = ("joining", "serving")
 WORTH = 0.02
 """Who compresses more than that must win more than this part of a step."""
 
@@ -166,7 +166,7 @@ def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Netw
     """
     if isinstance(seen, Network):
         return seen, [], ""
-    there = {record.peer: record for record in seen.records if record.stage != NO_STAGE}
+    there = {r.peer: r for r in seen.records if r.state in SERVE and 0 <= r.stage < run.cells}
     if seen.voice:  # anybody announces thousands, for which one would search for hours
         known = seen.voice.keys() | {status.peer for status in seen.statuses}
         there = {peer: record for peer, record in there.items() if peer in known}
@@ -182,7 +182,6 @@ def measured(run: Run, seen: Observation | Network, job: StepWork) -> tuple[Netw
     pairs = [
         Pair(at=status.peer, to=link.peer, rtt_s=link.rtt_s, bandwidth_bps=link.bandwidth_bps)
         for status in seen.statuses
-        if status.peer in there
         for link in status.links
     ]
     found = estimate(machines, pairs)

@@ -16,7 +16,7 @@ from peers.progress import Bar
 from peers.sim.throughput.engine import STEPS, IslandsReport, simulate, simulate_islands
 from peers.sim.throughput.members import Trace, read_trace
 from peers.sim.throughput.world import Settings, ThroughputReport
-from swarm.errors import SetupError, count, did_you_mean
+from swarm.errors import MALFORMED, SetupError, count, did_you_mean
 from swarm.ids import Stage
 from swarm.manifest import Run, load_run
 from swarm.plan.islands import check_cells, search_islands
@@ -70,7 +70,7 @@ def read_layout(text: str, name: str, network: Network, run: Run) -> list[Stage]
     """
     try:
         planned = msgspec.json.decode(text, type=_Planned)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise SetupError(f"{name} is not what swarm plan --json prints: {error}") from None
     if len(planned.stages) != run.cells:
         of = "cells" if run.cells > run.S else "stages"

@@ -264,8 +264,12 @@ def check_fit(network: Network, job: StepWork) -> None:
 
 # --- devices.toml -------------------------------------------------------------------------------------------
 
-_AMOUNT = Rule("a number that is not negative", lambda v: type(v) in (int, float) and v >= 0, float)
-"""`Device` and `Network` say what else they cannot take."""
+_AMOUNT = Rule(
+    "a number: 0, inf, or 1e-9 to 1e15",
+    lambda v: type(v) in (int, float) and (v in (0, math.inf) or 1e-9 <= v <= 1e15),
+    float,
+)
+"""What can be reckoned with. `Device` and `Network` say what else they cannot take."""
 _NAME = Rule(
     "a name of 1 to 80 characters", lambda v: type(v) is str and 0 < len(v) <= 80 and v.isprintable()
 )

@@ -426,6 +426,17 @@ def test_strangers_that_nobody_asked_are_not_planned_for() -> None:
     assert [device.name for device in network.devices] == ["a", "b", "c", "asked"]
 
 
+def test_who_has_left_or_has_no_stage_of_the_run_is_not_planned_for() -> None:
+    """What had left was to serve a stage; and one record of a stage that there is not had it said that the
+    run stands still."""
+    for elsewhere in ({"state": "left"}, {"state": "paused"}, {"state": "keeping"}, {"stage": 77}):
+        known = view_of(peer("a", 0), peer("b", 1), peer("c", 2), peer("x", 2))
+        records = (*known.records[:3], msgspec.structs.replace(known.records[3], **elsewhere))
+        answer = plan_view(ASKED, msgspec.structs.replace(known, records=records), AT_ONCE)
+        assert [device.name for device in answer.network.devices] == ["a", "b", "c"]
+        assert answer.now_s is not None and answer.now_s < math.inf
+
+
 def test_a_run_with_an_empty_stage_is_planned_for_too() -> None:
     view = view_of(peer("a", 0), peer("b", 0), peer("c", 1), peer("gone", 2, why="no answer"))
     answer = plan_view(ASKED, view, AT_ONCE)

@@ -292,6 +292,11 @@ bandwidth_mbps = 100
     [
         ("trace", "0,1\nnever,2\n", "trace.txt, line 2: 'never,2' is not `seconds,count`"),
         ("layout", "[1]", "layout.txt is not what swarm plan --json prints: Expected `object`"),
+        (
+            "layout",
+            f'{{"x": {"[" * 100_000}',
+            "layout.txt is not what swarm plan --json prints: maximum recur",
+        ),
         ("layout", '{"stages": [[]]}', "layout.txt has a plan of 1 stages; the run has 2"),
         ("layout", '{"stages": [["gpu-0"], ["gpu-9"]]}', "no device is called 'gpu-9'"),
         ("layout", '{"stages": [["gpu-0"], ["gpu-0"]]}', "device 'gpu-0' is in stages 0 and 1"),
