@@ -162,6 +162,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
     def __init__(self, options: arg.BootstrapOptions, *, emit: Emit) -> None:
         super().__init__(options, emit=emit)
         self._leaving = asyncio.Event()
+        self._key: Identity | None = None
 
     async def run(self) -> None:
         options = self.options
@@ -215,6 +216,7 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
     async def _publish_charter(self, node: Node, run: Run, path: Path | None) -> None:
         """That of the file, or the one that is known to be newer; which is written there from now on."""
         charters, key = node.directory.charters, self.options.identity
+        self._key = None if key is None else await asyncio.to_thread(Identity.load, key)
         if path is None:
             with contextlib.suppress(OSError, Refused):  # none is there
                 if key is not None and read_charter(made := key.with_name("charter"))[0].run == run.id:
@@ -245,13 +247,12 @@ class Bootstrap(Networked[arg.BootstrapOptions]):
 
     async def _renew(self, node: Node, left_s: float = RENEWED_S) -> None:
         """Renew the charter, if the key is its owner's, and it expires within `left_s` or too far ahead."""
-        charters, key, now = node.directory.charters, self.options.identity, unix_s()
-        if charters.charter is None or key is None or left_s < charters.charter.expires - now <= MAX_LEFT_S:
+        charters, key = node.directory.charters, self._key
+        if (charter := charters.charter) is None or key is None or key.peer_id != charters.owner:
             return
-        owner = await asyncio.to_thread(Identity.load, key)
-        if owner.peer_id == charters.owner:
-            await charters.publish(succeed(charters.charter, now=unix_s()), owner)
-            self._note(f"the charter was renewed: it is {charters.charter.sequence} now")
+        if not left_s < charter.expires - (now := unix_s()) <= MAX_LEFT_S:
+            await charters.publish(succeed(charter, now=now), key)
+            self._note(f"the charter was renewed: it is {charter.sequence + 1} now")
 
     async def leave(self) -> None:
         self._leaving.set()
@@ -298,8 +299,7 @@ class Peer(Networked[arg.PeerOptions]):
         chosen = [] if options.stage == "auto" else [options.stage]
         accepts = partial(check_stages, "--stage", chosen, cells=True)
         async with contextlib.AsyncExitStack() as stack:
-            prepare = partial(choose_device, options.device)  # imports torch
-            joined = self._joined("peer", options, prepare, accepts)
+            joined = self._joined("peer", options, partial(choose_device, options.device), accepts)
             node, run, device = await stack.enter_async_context(joined)
             import torch
 

@@ -497,6 +497,23 @@ async def test_a_bootstrap_with_the_owners_key_renews_a_charter_that_is_about_to
         assert renewed.expires > unix_s() + 29 * 86_400
 
 
+@virtual
+async def test_a_bootstrap_whose_key_was_put_away_meanwhile_renews_the_charter_all_the_same(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner keeps it where nobody finds it: ten days before the charter's end the bootstrap ended."""
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
+    path, said = keys / "charter", list[Event]()
+    signed.write_charter(path, OWNER.peer_id, signed.seal_charter(charter_of(), OWNER))
+    async with MemoryDht() as dht:
+        memory = await dht.add(1, run_id=RUN.id)
+        one = bootstrap(keys, said)
+        await one._publish_charter(node_of(memory), RUN, path)
+        (keys / "owner.key").rename(keys / "away.key")
+        await one._renew(node_of(memory))
+    assert said == [Note(text="the charter was renewed: it is 2 now")]
+
+
 @pytest.mark.parametrize("options", [tool_options.InitOptions, tool_options.CharterOptions])
 def test_who_shortens_a_charter_is_told_that_a_bootstrap_renews_it(options: Any) -> None:
     """`swarm init --days 5` held for thirty days, from the bootstrap's first minute on."""
