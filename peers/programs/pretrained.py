@@ -72,9 +72,8 @@ def write(
         The name of the class whose `from_pretrained` reads it.
 
     Raises:
-        SetupError: as `check`, or it cannot be written, or the tokenizer is not the run's.
+        SetupError: it cannot be written, as where `check` refuses; or the tokenizer is not the run's.
     """
-    check(folder, run)
     words: Any = _tokenizer(run, tokenizer)
     end = words and _end(run, words)
     module: Any

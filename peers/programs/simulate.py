@@ -182,8 +182,7 @@ def render(report: ThroughputReport, run: Run, network: Network) -> str:
     most = max((rate for _, rate in rates), default=0.0) or 1.0
     for at_s, rate in rates:
         lines.append(f"  {_clock(at_s):>9}  {'█' * round(WIDTH * rate / most):<{WIDTH}}  {rate:.3g}")
-    lines += limits(report)
-    lines += ["", "devices compute, of their time"]
+    lines += [*limits(report), "", "devices compute, of their time"]
     lines += [f"  stage {stage:<3} {share:6.1%}" for stage, share in enumerate(report.utilisation)]
     lines += [
         "",

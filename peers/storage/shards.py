@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,9 +133,12 @@ def make_index(
 
 
 def in_parallel(function: Callable[[Any], Any], items: Sequence[Any], jobs: int) -> Iterable[Any]:
-    """`map`, in processes if there are several jobs."""
+    """`map`, in processes if there are several jobs. Raises SetupError: one of them was killed."""
     if min(jobs, len(items)) <= 1:
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(function, items, chunksize=1 + len(items) // (64 * jobs))
+    try:
+        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+            yield from pool.map(function, items, chunksize=1 + len(items) // (64 * jobs))
+    except BrokenExecutor:
+        raise SetupError("a process was killed, as for want of memory: take fewer --jobs") from None

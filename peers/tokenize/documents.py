@@ -142,8 +142,7 @@ def bounded(rows: Iterable[T]) -> Iterator[T]:
         except StopIteration:
             return
         except MemoryError:
-            most_gib = MAX_UNPACKED_BYTES >> 30
-            raise ValueError(f"a few of its rows unpack to more than {most_gib} GiB") from None
+            raise ValueError(f"a few of its rows unpack to over {MAX_UNPACKED_BYTES >> 30} GiB") from None
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, before)
         yield some

@@ -25,6 +25,7 @@ from peers.start_line import program
 from peers.storage import shards
 from peers.storage.dataset import Dataset, open_dataset
 from peers.storage.index import Index
+from peers.storage.shards import in_parallel
 from peers.storage.tokenizer import PART_CHARS, Tokenizer, load_tokenizer
 from peers.tokenize import documents
 from swarm.errors import SetupError
@@ -211,6 +212,17 @@ def test_what_was_made_is_not_made_again_and_several_processes_make_the_same(
     assert tokens_of(out) == [
         t for n in range(3) for t in expected(words, [*TEXTS, str(n), *["more"] * (n == 1)])
     ]
+
+
+def dies(_: int) -> None:
+    """As one that the system ends, which has no memory left."""
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.process
+def test_a_process_that_is_killed_is_no_bug_in_swarm() -> None:
+    with pytest.raises(SetupError, match=r"was killed, as for want of memory: take fewer --jobs"):
+        list(in_parallel(dies, [1, 2], 2))
 
 
 def test_what_was_made_is_not_made_again_whatever_lies_beside_it(
@@ -450,7 +462,7 @@ def test_rows_are_read_in_bounded_memory() -> None:
     sizes, limit = (1, 2 * documents.MAX_UNPACKED_BYTES), resource.getrlimit(resource.RLIMIT_DATA)
     tables = documents.bounded(np.empty(size, np.uint8) for size in sizes)
     assert next(tables).nbytes == 1 and resource.getrlimit(resource.RLIMIT_DATA) == limit
-    with pytest.raises(ValueError, match="a few of its rows unpack to more than 4 GiB"):
+    with pytest.raises(ValueError, match="a few of its rows unpack to over 4 GiB"):
         next(tables)
     assert resource.getrlimit(resource.RLIMIT_DATA) == limit
     assert len(list(documents.bounded([1, 2, 3]))) == 3
@@ -484,7 +496,7 @@ def test_a_table_of_a_kilobyte_that_unpacks_to_any_size_is_an_error(
     )  # fmt: skip
     assert path.stat().st_size < 2000
     said = made(capsys, tmp_path / "out", path, ends=cli.Exit.SETUP)
-    assert "a.parquet cannot be read to its end: a few of its rows unpack to more than 4 GiB" in said
+    assert "a.parquet cannot be read to its end: a few of its rows unpack to over 4 GiB" in said
 
 
 def test_a_column_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
