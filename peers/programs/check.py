@@ -83,7 +83,8 @@ def check_device(name: str, *, least_bytes: int = MIN_FREE_BYTES) -> Finding:
     except SetupError as error:
         return Finding("device", f"{name}: not usable", error.text)
     except (RuntimeError, ImportError) as error:  # the CUDA driver has many ways to be broken
-        return Finding("device", str(error).splitlines()[0], "try --device cpu, then nvidia-smi")
+        words = str(error) or "it fails without a word"
+        return Finding("device", words.splitlines()[0], "try --device cpu, then nvidia-smi")
     words = f"{device.name} ({device.model}), {gb(device.free_bytes)} of {gb(device.total_bytes)} free"
     words += f"; {_fitting(device.free_bytes, on_gpu=device.name != 'cpu')}"
     words += f"; this torch ({torch.__version__}) {NO_GPU}" if misses else ""
@@ -108,9 +109,8 @@ def _fitting(free_bytes: int, *, on_gpu: bool) -> str:
 
 def check_disk(folder: Path | None = None, *, least_bytes: int = MIN_DISK_BYTES) -> Finding:
     """The cache folder can be written and has room."""
-    folder = folder or cache_folder()
-    at = folder
-    while not at.exists() and at != at.parent:
+    at = folder = folder or cache_folder()
+    while not os.access(at, os.F_OK) and at != at.parent:  # `at.exists` raises where one may not look
         at = at.parent
     if not os.access(at, os.W_OK | os.X_OK):
         return Finding("disk", f"{at} cannot be written", "set SWARM_CACHE to a folder of yours")

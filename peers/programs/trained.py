@@ -320,7 +320,7 @@ def evaluate(
     if not made:
         tokens = len(offsets) * run.data.sequence_length
         of_text = {
-            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "perplexity": math.exp(loss) if loss < 700 else loss * math.inf,
             "bits_per_byte": loss * tokens / math.log(2) / size_bytes if size_bytes else math.inf,
             "tokens": tokens,
             "bytes": size_bytes,

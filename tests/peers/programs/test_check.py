@@ -79,12 +79,18 @@ def test_a_device_is_there_and_has_room(monkeypatch: pytest.MonkeyPatch) -> None
     wrong(check.check_device("abacus"), "abacus: not usable", "take auto, cpu, cuda")
 
 
-def test_a_broken_driver_is_a_finding_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [("CUDA error: unknown error\nmore of it", "CUDA error: unknown error"), ("", "it fails")],
+)
+def test_a_broken_driver_is_a_finding_and_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch, told: str, found: str
+) -> None:
     def broken(wish: str) -> str:
-        raise RuntimeError("CUDA error: unknown error\nmore of it")
+        raise RuntimeError(told)
 
     monkeypatch.setattr("peers.device.choose_device", broken)
-    wrong(check.check_device("cuda"), "CUDA error: unknown error", "nvidia-smi")
+    wrong(check.check_device("cuda"), found, "nvidia-smi")
 
 
 def test_the_cache_has_to_be_writable_and_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +98,12 @@ def test_the_cache_has_to_be_writable_and_have_room(tmp_path: Path, monkeypatch:
     wrong(check.check_disk(tmp_path, least_bytes=10**18), "free for", "SWARM_CACHE")
     monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
     wrong(check.check_disk(tmp_path), "cannot be written", "SWARM_CACHE")
+
+    def closed(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "exists", closed)  # as in a folder that only its owner may look into
+    wrong(check.check_disk(tmp_path / "in"), "cannot be written", "SWARM_CACHE")
 
 
 def refused(text: str) -> Callable[[str, int], tuple[str, ...]]:

@@ -342,6 +342,17 @@ def test_the_loss_is_that_of_the_single_process_after_the_round_trip(
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2))
 
 
+@pytest.mark.parametrize("loss", [math.nan, 800.0])
+def test_what_is_no_number_is_not_called_infinite(
+    text: Path, monkeypatch: pytest.MonkeyPatch, loss: float
+) -> None:
+    """Of weights so large that a product of them is none."""
+    run, data = pinned(SMALL, text)
+    monkeypatch.setattr("peers.programs.trained.loss_of", lambda *_: lambda rows: loss)
+    found = evaluate(Weights(run, 3, {}), data, 8)
+    assert str(found.perplexity) == {"nan": "nan", "800.0": "inf"}[str(loss)]
+
+
 def test_a_swarms_own_training_loss_is_found_again(text: Path, tmp_path: Path) -> None:
     """The samples of microbatch (t, m) have, with weights t, the loss that the swarm reported."""
     run, data = pinned(
