@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -70,7 +71,9 @@ def search_overlapped(
         )
     rng = np.random.default_rng(seed)
     overlap = Overlap(network, job)
-    begun = [(name, repaired(overlap, of_N)) for name, of_N in _starts(overlap, rng)]
+    clusters = takewhile(lambda _: not 0.0 < budget_s <= spent_s(), clustered_layouts(overlap, rng))
+    made = chain(_starts(overlap, rng), clusters)
+    begun = [(name, repaired(overlap, of_N)) for name, of_N in made]
     if survive:
         begun = [(name, spread_out(overlap, of_N)) for name, of_N in begun]
     starts = {name: overlap.predict(of_N).total_s for name, of_N in begun}
@@ -117,8 +120,6 @@ def _starts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tuple[str, n
             chosen = np.isin(row, swift[: job.stages * many])
             alone[row[chosen]] = np.arange(job.stages * many) // many
             yield f"the fastest {job.stages * many}", alone
-    if len(network) % job.stages == 0 and job.stages < len(network) <= MAX_CLUSTERED:
-        yield from clustered_layouts(overlap, rng)
 
 
 def fenced_row(network: Network) -> np.ndarray:
@@ -310,6 +311,8 @@ def clustered_layouts(overlap: Overlap, rng: np.random.Generator) -> Iterator[tu
     """
     network, job = overlap.network, overlap.job
     stages, replicas = job.stages, len(network) // job.stages
+    if len(network) % stages or not stages < len(network) <= MAX_CLUSTERED:
+        return
     latency_NN, bandwidth_NN = network.pairs()
     near_NN = 8.0 * max(job.forward_bytes, default=0.0) / np.minimum(bandwidth_NN, bandwidth_NN.T)
     near_NN += latency_NN

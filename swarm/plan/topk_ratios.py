@@ -63,7 +63,8 @@ def boundary_codecs(
             return smallest
         parts = range(smallest_ppm, PPM)
         found = bisect_right(parts, limit_s, key=lambda ppm: seconds(boundary, Codec(ppm, VALUES).name))
-        return Codec(max(smallest_ppm, _three_digits(parts[found - 1])), VALUES).name
+        unit = 10 ** max(0, len(str(parts[found - 1])) - 3)  # so that people can read it: 0.0371
+        return Codec(max(smallest_ppm, parts[found - 1] // unit * unit), VALUES).name
 
     return tuple(chosen(boundary) for boundary in range(len(base)))
 
@@ -89,9 +90,3 @@ def boundary_bandwidths(
         return min(len(senders), len(receivers)) / seconds_a_bit if seconds_a_bit else math.inf
 
     return [(mean(a, b), mean(b, a)) for a, b in pairwise(members)]
-
-
-def _three_digits(keep_ppm: int) -> int:
-    """Rounded down, so that people can read it: 0.0371, not 0.037148, and never a longer transfer."""
-    unit = 10 ** max(0, len(str(keep_ppm)) - 3)
-    return keep_ppm // unit * unit

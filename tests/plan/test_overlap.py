@@ -253,6 +253,15 @@ def test_the_search_is_never_worse_than_its_starts_and_repeats_itself() -> None:
         assert set(one.stage_of.tolist()) - {IDLE} == {0, 1, 2, 3}
 
 
+def test_a_search_that_has_no_time_left_begins_no_clusters() -> None:
+    """Of 1,024 devices they took ten times as long as --budget says."""
+    net, work = network(16, regions=4, across_bps=5e7), job()
+    late = search_overlapped(net, work, seed=1, budget_s=5.0, spent_s=lambda: 6.0)
+    assert [name for name in late.starts if "clusters" in name] == []
+    assert late.step.total_s == min(late.starts.values())
+    assert len(search_overlapped(net, work, seed=1).starts) > len(late.starts) > 5
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_clusters_come_to_stages_where_a_step_is_about_as_short_as_can_be(seed: int) -> None:
     """Five far regions of two devices: all orders can be tried out."""
