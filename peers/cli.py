@@ -408,9 +408,7 @@ def _end_now(code: Exit) -> NoReturn:
 def exit_code(error: BaseException) -> Exit:
     if isinstance(error, PeerFault | NotNow | Refused | Unreachable):
         return Exit.NETWORK
-    if isinstance(error, SetupError):
-        return Exit.SETUP
-    return Exit.FAILED
+    return Exit.SETUP if isinstance(error, SetupError) else Exit.FAILED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

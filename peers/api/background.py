@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from peers.events import Emit, Event
+from swarm.errors import SetupError
 from swarm.model.same_bits import threads_as_before
 
 T = TypeVar("T")
@@ -80,6 +83,23 @@ class Background:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join()
+
+
+def heard(on_event: Emit) -> Emit:
+    """A user's function, without its errors, which are logged: they would end the task of a peer, before it
+    saves a step, or the reading of a process, which waits then. Raises SetupError: it is no function."""
+    if not callable(on_event):
+        raise SetupError(f"on_event is {on_event!r}: give a function, which is called with each event")
+
+    def hear(event: Event) -> None:
+        try:
+            on_event(event)
+        except OSError:
+            pass  # nobody reads it on
+        except Exception:
+            logging.getLogger(__name__).exception("on_event failed at %r", event)
+
+    return hear
 
 
 @contextlib.contextmanager

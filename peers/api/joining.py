@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from peers.api.background import Background, all_as_in_peers
+from peers.api.background import Background, all_as_in_peers, heard
 from peers.events import Emit, Emitter
 from peers.options import MEMORY, RATE, PeerOptions, options_from
 from peers.programs.roles import Peer
@@ -31,7 +31,7 @@ def join(
         run: its id, or its name and its owner's fingerprint.
         address: of its bootstrap or of any peer of it; or several.
         code: the folder that the run's owner handed over (`Run.code`), if there is one. It is run here.
-        on_event: hears what happens, from another thread (default: it is printed).
+        on_event: hears what happens, from another thread (default: it is printed). Its errors are logged.
         options: those of `swarm peer`, with `_` for `-`, such as `stage=1`, `device="cpu"`, `host="0.0.0.0"`.
 
     Raises:
@@ -121,4 +121,4 @@ def _peer(
     options = options_from(PeerOptions, argparse.Namespace(**defaults | values))
     if (device := str(options.device)) == "all" or "," in device:
         raise SetupError("a Python program serves one device: for several start swarm peer, or programs")
-    return Peer(options, emit=on_event or Emitter())
+    return Peer(options, emit=heard(on_event or Emitter()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from peers.api.background import Background
+from peers.api.background import Background, heard
 from peers.api.processes import Processes, Tally
 from peers.api.run import Run, check_run
 from peers.api.steps import Progress, Step
@@ -36,12 +36,9 @@ class LocalSwarm:
         try:
             self._background.call(self._processes.start())
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def __iter__(self) -> Iterator[Step]:
         """The steps as they are taken, until the run is done.
@@ -104,7 +101,7 @@ class LocalSwarm:
             )
         return self._background
 
-    def _end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         background, self._background = self._background, None
         if self._progress is not None:
             self._progress.close()
@@ -130,7 +127,7 @@ def local(
     No process is left behind, however the block ends.
 
     Args:
-        on_event: hears what happens, as it happens, from another thread.
+        on_event: hears what happens, as it happens, from another thread. Its errors are logged.
         progress: show a bar.
         folder: that `swarm init` made of this run: checkpoints are kept there, and another swarm goes
             on from the newest.
@@ -143,13 +140,12 @@ def local(
     """
     check_run(run)
     check_size(run.terms.cells, peers, yes)
-    if not (on_event is None or callable(on_event)):
-        raise SetupError(f"on_event is {on_event!r}: give a function, which is called with each event")
+    emit = heard(on_event or (lambda event: None))
     own = None if folder is None else Path(folder).expanduser()
     if own is not None:
         check_folder(own)
         check_unused(own)
         if load_run(path := own / "run.toml").id != run.id:
             raise SetupError(f"{own} holds another run than {run!r}: take swarm.Run.from_toml({str(path)!r})")
-    processes = Processes(run, peers, on_event or (lambda event: None), folder=own, device=device)
+    processes = Processes(run, peers, emit, folder=own, device=device)
     return LocalSwarm(run, processes, progress=progress)

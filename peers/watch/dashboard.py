@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from peers.programs.tool_options import DashboardOptions
 from peers.watch import history, tracking
@@ -45,7 +46,7 @@ async def run_dashboard(options: DashboardOptions) -> None:
     if options.replay is not None:
         if options.run or options.join or options.record:
             raise SetupError("--replay shows a recorded history: it goes without --run, --join and --record")
-        await _replay(options)
+        await _replay(options, options.replay)
         return
     if not options.run or not options.join:
         raise SetupError(
@@ -79,9 +80,8 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
             ).run()
 
 
-async def _replay(options: DashboardOptions) -> None:
-    assert options.replay is not None
-    run, observations = history.read(options.replay)
+async def _replay(options: DashboardOptions, path: Path) -> None:
+    run, observations = history.read(path)
     board = Board(run)
     async with _faces(options, board) as stays:
         before: float | None = None
@@ -91,7 +91,7 @@ async def _replay(options: DashboardOptions) -> None:
             before = observation.at
             board.take(observation)
         if before is None:
-            raise SetupError(f"{options.replay} holds nothing yet but its run: no observation was recorded")
+            raise SetupError(f"{path} holds nothing yet but its run: no observation was recorded")
         if stays:
             await asyncio.Event().wait()  # the last picture stays until we are stopped
 

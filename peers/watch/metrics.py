@@ -92,12 +92,7 @@ def is_address(host: str) -> bool:
 Told: TypeAlias = tuple[str, str, "type[Event] | UnionType", str]
 COUNTERS: tuple[Told, ...] = (
     ("steps", "Steps that were seen done (trainer) or applied (peer).", events.StepDone | events.Stepped, ""),
-    (
-        "microbatches",
-        "Microbatches in this peer's own sums of applied steps.",
-        events.Stepped,
-        "microbatches",
-    ),
+    ("microbatches", "In this peer's own sums of applied steps.", events.Stepped, "microbatches"),
     ("replayed_microbatches", "Microbatches run again (trainer).", events.Replayed, "count"),
     ("undone_microbatches", "Duplicates taken out of this peer's sum.", events.Undone, "count"),
     ("void_rounds", "All-reduces that were not whole and started again.", events.RoundAborted, ""),
@@ -210,13 +205,12 @@ def _of_stages(health: SwarmHealth) -> Iterator[Metric]:
     yield peers
     for name, words in (
         ("version", "Newest version that most peers of a stage have."),
-        ("load", "Microbatches that wait or are worked on, the mean of its peers."),
-        ("speed", "Microbatches per second that all devices of a stage can do."),
+        ("load_microbatches", "That wait or are worked on, the mean of its peers."),
+        ("speed_microbatches_per_second", "What all devices of a stage can do."),
     ):
-        unit = "_microbatches_per_second" if name == "speed" else "_microbatches" if name == "load" else ""
-        family = GaugeMetricFamily(f"swarm_stage_{name}{unit}", words, labels=["stage"])
+        family = GaugeMetricFamily(f"swarm_stage_{name}", words, labels=["stage"])
         for stage in health.stages:
-            family.add_metric([str(stage.stage)], getattr(stage, name))
+            family.add_metric([str(stage.stage)], getattr(stage, name.partition("_")[0]))
         yield family
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TextIO, TypeAlias
 
 from rich.console import Console, Group, RenderableType
@@ -239,8 +240,9 @@ class LiveScreen:
 
     def __init__(self, *, stream: TextIO | None = None) -> None:
         """`stream`: stdout by default."""
-        self._stream = stream if stream is not None else sys.stdout
-        self._console = Console(file=self._stream, highlight=False)
+        stream = stream if stream is not None else sys.stdout
+        self._print = partial(print, file=stream, flush=True)
+        self._console = Console(file=stream, highlight=False)
         live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, screen=True, auto_refresh=False) if live else None
         self._said_at = 0.0
@@ -260,9 +262,6 @@ class LiveScreen:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
 
     def __call__(self, health: SwarmHealth) -> None:
         if self._live is not None:

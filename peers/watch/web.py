@@ -77,9 +77,7 @@ class _ByAddress:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app: Any = self._app
         if scope["type"] in ("http", "websocket") and not is_address(Headers(scope=scope).get("host", "")):
-            text = (
-                "the dashboard answers to no such name: open it by an address, such as http://127.0.0.1:PORT/"
-            )
+            text = "the dashboard answers to no such name: open it by an address, as http://127.0.0.1:PORT/"
             app = PlainTextResponse(text, status_code=421)
         await app(scope, receive, send)
 
@@ -376,7 +374,8 @@ class Plot:
     """A line over its x."""
 
     def __init__(self, title: str) -> None:
-        axis = {"axisLine": {"lineStyle": {"color": GREY}}, "splitLine": {"lineStyle": {"color": "#8883"}}}
+        axis = {"type": "value", "axisLine": {"lineStyle": {"color": GREY}}}
+        axis["splitLine"] = {"lineStyle": {"color": "#8883"}}
         with ui.card():
             ui.label(title).classes("title")
             self._chart = ui.echart(
@@ -385,14 +384,8 @@ class Plot:
                     "textStyle": {"color": GREY},
                     "animation": False,
                     "tooltip": {"trigger": "axis"},
-                    "xAxis": {
-                        "type": "value",
-                        "min": "dataMin",
-                        "max": "dataMax",
-                        "axisLabel": {"hideOverlap": True},
-                        **axis,
-                    },
-                    "yAxis": {"type": "value", "scale": True, **axis},
+                    "xAxis": {**axis, "min": "dataMin", "max": "dataMax", "axisLabel": {"hideOverlap": True}},
+                    "yAxis": {**axis, "scale": True},
                     "series": [{"type": "line", "showSymbol": False, "data": []}],
                 }
             ).classes("plot")

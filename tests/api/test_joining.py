@@ -74,6 +74,26 @@ async def test_a_peer_that_is_cancelled_leaves_in_good_order(serves: type[Serves
     assert asked.allow_code == ("cats", str(tmp_path / "net"))
 
 
+async def test_an_error_of_on_event_does_not_reach_the_peer(
+    serves: type[Serves], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the task that had taken a step, before that was saved: no checkpoint was ever written."""
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def hear(event: Event) -> None:
+        loop.call_soon_threadsafe(heard.set)
+        raise ValueError("a slip")
+
+    task = asyncio.create_task(swarm.join_async(RUN, ADDRESS, on_event=hear))
+    await heard.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert serves.left == 1 and "a slip" in caplog.text
+    with pytest.raises(SetupError, match="on_event is 'print': give a function"):
+        swarm.join(RUN, ADDRESS, on_event="print")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("when", ["started", "serving"])
 def test_an_interrupt_makes_a_peer_leave_wherever_it_comes(
     serves: type[Serves], monkeypatch: pytest.MonkeyPatch, when: str

@@ -600,6 +600,12 @@ def test_more_processes_than_a_machine_bears_are_not_started() -> None:
         swarm.local(found, device="cpu,gpu")
     with pytest.raises(SetupError, match="on_event is 'print': give a function, which is called with each"):
         swarm.local(found, on_event="print")  # type: ignore[arg-type]
+
+    def fails(event: Event) -> None:
+        raise ValueError("a slip")
+
+    # A process whose output nobody read on waited for ever.
+    swarm.local(found, peers=1, on_event=fails)._processes._emit(Note(text="starting"))
     idle = swarm.local(found, peers=1)
     with pytest.raises(SetupError, match=r"start the swarm first: with .* It runs in that block only"):
         next(iter(idle))
