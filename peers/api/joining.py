@@ -98,27 +98,26 @@ def _peer(
     """Raises SetupError: `swarm peer` has no such option, or it cannot have the value."""
     known = {one.name: one for one in fields(PeerOptions)}
     handed = [] if code is None else [str(Path(code).resolve())]
-    if not isinstance(address, Sequence) or not all(isinstance(one, str) for one in address):
-        raise SetupError(
-            f"address = {address!r}: give that of the run's bootstrap or a peer of it, or several"
-        )
+    if not (address and isinstance(address, Sequence) and all(isinstance(one, str) for one in address)):
+        raise SetupError(f"address = {address!r}: give that of the run's bootstrap or a peer of it, or more")
     addresses = (address,) if isinstance(address, str) else tuple(address)
-    allowed = (*given.get("allow_code", ()), *handed)
-    values: dict[str, Any] = {"run": run, "join": addresses, **given, "allow_code": allowed}
+    values: dict[str, Any] = {"run": str(run), "join": addresses, "allow_code": (), **given}
     for name, value in values.items():
         if name not in known:
             raise SetupError(f"join has no option {name}{did_you_mean(name, [*known])}")
-        kind, choices = known[name].metadata["kind"], known[name].metadata["more"].get("choices")
-        if choices and value not in choices:
+        kind, more = known[name].metadata["kind"], known[name].metadata["more"]
+        if (choices := more.get("choices")) and value not in (None, *choices):
             raise SetupError(f"{name} = {value!r}: choose from {', '.join(choices)}")
         is_number = isinstance(value, int | float) and kind not in (RATE, MEMORY)
         try:
             if kind is not None and (is_number or isinstance(value, str)):
-                values[name] = kind.parse(str(value))
+                parsed = kind.parse(str(value))
+                values[name] = (parsed,) if more.get("action") == "append" else parsed
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise SetupError(f"{name} = {value!r}: {error}") from None
-    defaults = {name: one.default for name, one in known.items()}
-    options = options_from(PeerOptions, argparse.Namespace(**defaults | values))
+    values["allow_code"] = (*(values["allow_code"] or ()), *handed)
+    found = {name: one.default if values.get(name) is None else values[name] for name, one in known.items()}
+    options = options_from(PeerOptions, argparse.Namespace(**found))
     if (device := str(options.device)) == "all" or "," in device:
         raise SetupError("a Python program serves one device: for several start swarm peer, or programs")
     return Peer(options, emit=heard(on_event or Emitter()))

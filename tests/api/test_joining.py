@@ -136,6 +136,21 @@ def test_a_second_interrupt_ends_it_at_once(serves: type[Serves], monkeypatch: p
         signal.signal(signal.SIGINT, before)
 
 
+async def test_one_word_is_a_list_of_one_and_none_is_what_a_peer_has_by_itself(
+    serves: type[Serves], tmp_path: Path
+) -> None:
+    """`allow_code="cats"` allowed `c`, `a`, `t` and `s`; a stage None was served by no peer."""
+    options = {"allow_code": "cats", "announce": "192.0.2.7:31337", "stage": None, "reach": None}
+    task = asyncio.create_task(swarm.join_async(RUN, ADDRESS, code=tmp_path, **options))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    asked = serves.asked
+    assert asked.allow_code == ("cats", str(tmp_path)) and asked.announce == ("192.0.2.7:31337",)
+    assert (asked.stage, asked.reach) == ("auto", "auto")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -158,5 +173,9 @@ def test_options_that_a_peer_does_not_have_are_refused(options: dict[str, Any], 
         swarm.join(RUN, "192.0.2.7:31337")
     with pytest.raises(SetupError, match="address = 31337: give that of the run's bootstrap or a peer of it"):
         swarm.join(RUN, 31337)  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=r"address = \[\]: give that of the run's bootstrap"):
+        swarm.join(RUN, [])
+    with pytest.raises(SetupError, match=r"run = 'None': .*is not a run id"):
+        swarm.join(None, ADDRESS)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match=r"run = 'abc': .*is not a run id"):
         swarm.join("abc", ADDRESS)
