@@ -5,6 +5,17 @@ from __future__ import annotations
 import sys
 
 
+def interrupt(number: int, frame) -> None:  # type: ignore
+    """KeyboardInterrupt. A half import would hide it, fail with another error, or crash: that ends here."""
+    import os
+
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """Run one subcommand; returns the exit code."""
     try:
@@ -12,7 +23,7 @@ def main() -> int:
 
         # A shell's `&` has SIGINT ignored, and the first process of a container gets only what it handles.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, interrupt)
         from peers.cli import main as run
 
         return run()

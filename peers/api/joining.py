@@ -64,12 +64,8 @@ async def join_async(
 @contextlib.contextmanager
 def _thread() -> Iterator[Background]:
     """Of a peer alone; what runs in it ends with the block."""
-    background = Background()
-    with all_as_in_peers():
-        try:
-            yield background
-        finally:
-            background.close()
+    with all_as_in_peers(), contextlib.closing(Background()) as background:
+        yield background
 
 
 @contextlib.contextmanager

@@ -111,10 +111,6 @@ class Tally(msgspec.Struct):
         return tokens / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def _key(path: Path) -> list[str]:
-    return ["--identity", str(path)]
-
-
 class Processes:
     """The processes of one run, from `start` to `close`. One caller at a time."""
 
@@ -183,14 +179,14 @@ class Processes:
             last = run.cells - 1
             text = f"stages of all islands are numbered in a row, as cells: {last} is {run.place(last)}"
             self._emit(Note(text=text))
-        own = [] if folder is None else ["--charter", str(folder / "charter"), *_key(folder / "owner.key")]
-        own += [] if folder is None else ["--join-file", str(folder / "join.txt")]
+        files = {"--charter": "charter", "--identity": "owner.key", "--join-file": "join.txt"}
+        own = [str(word) for flag, name in files.items() for word in (flag, folder / name)] if folder else []
         await self._spawn(["bootstrap", "--manifest", "-", *own], stdin=run.to_toml().encode())
         await self._until(lambda: bool(self._meeting), START_S, "the bootstrap does not start")
         for cell in range(run.cells):
             for _ in range(self._peers):
                 await self._spawn_peer(cell)
-        key = [] if folder is None else _key(folder / "trainer.key")
+        key = [] if folder is None else ["--identity", str(folder / "trainer.key")]
         self._trainer = await self._spawn(["train", *self._meeting, *self._allowed, *self._data, *key])
 
     @property
@@ -292,7 +288,7 @@ class Processes:
         used, key, token = {self._keys.get(child) for child in self._stages}, Path(), ""
         if (folder := self._folder) is not None:
             keys = [folder / f"peer{stage}{f'-{n}' * (n > 0)}.key" for n in range(len(used) + 1)]
-            words += _key(key := next(key for key in keys if key not in used))
+            words += ["--identity", str(key := next(key for key in keys if key not in used))]
             if key == keys[0] and stage < self.run.S:  # what is saved is the same on all islands
                 words += ["--checkpoint-dir", str(folder / "checkpoints")]
             if Identity.load_or_create(key).peer_id not in self.run.admission.founders:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -56,7 +57,8 @@ class EventLines:
     """Prints each event as a line; steps now and then."""
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
-        self._stream = stream if stream is not None else sys.stdout
+        self.say = partial(print, file=stream if stream is not None else sys.stdout, flush=True)
+        """A line that is no event."""
         self._done = 0
         self._first: StepDone | None = None
         self._said_at = float("-inf")
@@ -80,10 +82,6 @@ class EventLines:
         if event.t <= first.t or event.t + 1 >= event.steps:
             return ""
         return f", {clock((event.at - first.at) / (event.t - first.t) * (event.steps - event.t - 1))} left"
-
-    def say(self, line: str) -> None:
-        """A line that is no event."""
-        print(line, file=self._stream, flush=True)
 
 
 def run_demo(options: DemoOptions) -> int:

@@ -162,8 +162,7 @@ def registry_of(health: Callable[[], SwarmHealth]) -> CollectorRegistry:
 
 
 def _of_run(health: SwarmHealth) -> Iterator[Metric]:
-    info = {"run": health.run, "name": health.name}
-    yield InfoMetricFamily("swarm_run", "The run that is looked at.", value=info)
+    yield InfoMetricFamily("swarm_run", "The run looked at.", value={"run": health.run, "name": health.name})
     numbers: dict[str, tuple[float | None, str]] = {
         "version": (health.version, "Steps that the run has taken."),
         "steps": (health.steps, "Steps of the whole run."),

@@ -29,6 +29,7 @@ import pytest
 
 import swarm
 from peers import cli, options
+from peers.__main__ import interrupt
 from peers.cli import COMMANDS, PROGRAMS, ROLES, UNLISTED, Exit, build_parser, exit_code, main, options_of
 from peers.events import Failed, parse_event
 from peers.options import description, options_from
@@ -103,10 +104,21 @@ def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for what is followed by `&`
     try:
         assert importlib.import_module("peers.__main__").main() == Exit.STOPPED
-        assert {signal.getsignal(number) for number in before} == {signal.default_int_handler}
+        assert {signal.getsignal(number) for number in before} == {interrupt}
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("lost", ["except BaseException: pass", "except BaseException: raise ImportError"])
+def test_ctrl_c_in_the_middle_of_an_import_is_not_lost(lost: str, tmp_path: Path) -> None:
+    """numpy makes another error of it, torch goes on, and msgspec crashes."""
+    (tmp_path / "half.py").write_text(f"import os\ntry: os.kill(os.getpid(), 2)\n{lost}")
+    code = "import signal, sys; sys.path[:0] = sys.argv[1:]; from peers.__main__ import interrupt; "
+    code += "signal.signal(2, interrupt); import half"
+    command = [sys.executable, "-I", "-S", "-c", code, str(tmp_path), str(Path(cli.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (Exit.STOPPED, b"")
 
 
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
