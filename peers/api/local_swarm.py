@@ -48,10 +48,8 @@ class LocalSwarm:
         """
         while (step := self._running.call(self._processes.next_step())) is not None:
             told, died = step
-            found = Step(
-                t=told.t, steps=told.steps, loss=told.loss, losses=told.losses, peers=told.peers, died=died,
-                tokens_per_s=told.tokens_per_s,
-            )  # fmt: skip
+            names = ("t", "steps", "loss", "losses", "tokens_per_s", "peers")
+            found = Step(died=died, **{name: getattr(told, name) for name in names})
             if self._progress is not None:
                 self._progress(found)
             yield found

@@ -63,21 +63,17 @@ async def _watch(options: DashboardOptions, run_id: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(Node(join=options.join, run_id=run_id))
         board = Board(await node.manifest())
-        record: Callable[[Observation], None] | None = None
+        takes: list[Callable[[Observation], None]] = [board.take]
         if options.record is not None:
             most_bytes = int(options.record_max * 2**30)
-            record = stack.enter_context(history.Recorder(options.record, board.run, most_bytes=most_bytes))
-
-        def take(observation: Observation) -> None:
-            if record is not None:
-                record(observation)
-            board.take(observation)
-
+            recorder = history.Recorder(options.record, board.run, most_bytes=most_bytes)
+            takes.insert(0, stack.enter_context(recorder))
         async with _faces(options, board):
             check = node.directory.storage.check
             await Monitor(
-                board.run, node.transport, node.directory, take, refused=lambda: check.rejected
-            ).run()
+                board.run, node.transport, node.directory, lambda seen: [take(seen) for take in takes],
+                refused=lambda: check.rejected,
+            ).run()  # fmt: skip
 
 
 async def _replay(options: DashboardOptions, path: Path) -> None:

@@ -136,10 +136,20 @@ def read(path: Path) -> tuple[Run, Iterator[Observation]]:
         ) from None
 
     def observations() -> Iterator[Observation]:
+        there, begins = set[PeerId](), False
         with path.open("rb") as file:
             file.readline(MAX_LINE_BYTES)
             for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
-                with contextlib.suppress(*MALFORMED, Refused):
-                    yield validation.tidy_observation(msgspec.json.decode(line, type=Observation), run)
+                try:
+                    one = validation.tidy_observation(msgspec.json.decode(line, type=Observation), run)
+                except (*MALFORMED, Refused):
+                    begins = True  # empty, or torn: a recorder began again, with all that were there then
+                    continue
+                seen = {record.peer for record in one.records}
+                if begins and seen:
+                    begins, gone = False, (*one.gone, *sorted(there - seen))
+                    one = msgspec.structs.replace(one, gone=gone)
+                there = (there | seen).difference(one.gone)
+                yield one
 
     return run, observations()

@@ -52,7 +52,7 @@ class Monitor:
 
     def __init__(
         self, run: Run, transport: Transport, directory: Directory,
-        take: Callable[[Observation], None] = lambda observation: None, *,
+        take: Callable[[Observation], object] = lambda observation: None, *,
         refused: Callable[[], Mapping[str, int]] = dict, pace: WatchPace = USUAL_PACE,
     ) -> None:  # fmt: skip
         """`take` gets each observation of `run`; `refused` tells how many records the directory refused, by

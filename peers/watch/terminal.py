@@ -245,10 +245,9 @@ class LiveScreen:
         self._console = Console(file=stream, highlight=False)
         live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, screen=True, auto_refresh=False) if live else None
-        self._said_at = 0.0
+        self._said_at = self._happened_at = 0.0
         self._version = -1
         self._alerts: set[str] = set()
-        self._happened_at = 0.0
 
     @property
     def live(self) -> bool:

@@ -39,8 +39,7 @@ def svg(health: SwarmHealth) -> str:
         columns.append(("keepers", str(len(health.keepers)), health.keepers))
     width = COLUMN * len(columns)
     at: dict[PeerId, tuple[float, float]] = {}
-    names: list[str] = []
-    dots: list[str] = []
+    names, dots = list[str](), list[str]()
     for i, (name, words, members) in enumerate(columns):
         x = COLUMN * (i + 0.5)
         names.append(f'<text class="name" x="{x:g}" y="16">{escape(name)}</text>')

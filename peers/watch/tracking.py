@@ -28,11 +28,10 @@ class Report:
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._version, self._went_back = -1, 0
+        self._version, self._went_back, self._faults = -1, 0, 0
         self._told = {"loss": -1, "eval_loss": -1}
         """The last version of each curve of losses."""
         self._seen_at = float("-inf")
-        self._faults = 0
 
     def __call__(self, health: SwarmHealth) -> None:
         new = [line for line in health.happenings if line.at > self._seen_at]

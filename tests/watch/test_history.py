@@ -72,6 +72,16 @@ def test_a_file_is_continued_also_after_it_was_torn(tmp_path: Path) -> None:
     assert played(list(read(path)[1]))[-1] == played(LOOKS)[-1]
 
 
+def test_who_went_while_nothing_was_recorded_is_not_there_afterwards(tmp_path: Path) -> None:
+    """They were in the replay for ever, as peers that serve."""
+    path = tmp_path / "history.jsonl"
+    recorded(path, LOOKS[:4])
+    recorded(path, [Observation(at=START + 900, records=(record("peer-b", 1), record("peer-c", 0)))])
+    last = played(list(read(path)[1]))[-1]
+    assert [peer.peer for peer in last.peers] == ["peer-c", "peer-b"]
+    assert [line.text for line in last.happenings if line.kind == "lost"]
+
+
 def test_a_file_that_is_full_becomes_an_old_one_and_both_can_be_played(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     recorded(path, LOOKS[:2])  # and those who are there
