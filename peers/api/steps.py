@@ -92,8 +92,7 @@ class Reference:
                 losses = single.step(t)
             tokens = len(losses) * terms.tokens_per_step / terms.M
             yield Step(
-                t=t, steps=terms.steps, losses=tuple(losses),
-                loss=mean_of(losses) if losses else None,
+                t=t, steps=terms.steps, losses=tuple(losses), loss=mean_of(losses) if losses else None,
                 tokens_per_s=tokens / (time.monotonic() - began),
             )  # fmt: skip
 

@@ -80,13 +80,12 @@ async def _replay(options: DashboardOptions, path: Path) -> None:
     run, observations = history.read(path)
     board = Board(run)
     async with _faces(options, board) as stays:
-        before: float | None = None
+        before = float("inf")
         for observation in observations:
-            if before is not None:
-                await asyncio.sleep(min(max(0.0, observation.at - before) / options.speed, MAX_WAIT_S))
+            await asyncio.sleep(min(max(0.0, observation.at - before) / options.speed, MAX_WAIT_S))
             before = observation.at
             board.take(observation)
-        if before is None:
+        if before == float("inf"):
             raise SetupError(f"{path} holds nothing yet but its run: no observation was recorded")
         if stays:
             await asyncio.Event().wait()  # the last picture stays until we are stopped

@@ -167,10 +167,7 @@ def _of_run(health: SwarmHealth) -> Iterator[Metric]:
         "version": (health.version, "Steps that the run has taken."),
         "steps": (health.steps, "Steps of the whole run."),
         "loss": (health.loss, "Loss of the last finished step."),
-        "eval_loss": (
-            health.evaluations[-1][1] if health.evaluations else None,
-            "Loss on held-out samples, as last evaluated.",
-        ),
+        "eval_loss": (health.evaluations[-1][1] if health.evaluations else None, "Loss on held-out samples."),
         "tokens_per_second": (health.tokens_per_s, "Throughput of the last minute."),
         "step_seconds": (health.step_s, "What a step took lately."),
         "last_step_age_seconds": (health.still_s, "Since the last step was seen."),

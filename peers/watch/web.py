@@ -31,8 +31,8 @@ from swarm.errors import short
 from swarm.ids import PeerId
 from swarm.monitoring.health import PeerHealth, PeerShare, PeerTraffic, StageHealth, SwarmHealth
 
-CLOSE_S = 3
-"""For open connections, at the end."""
+CLOSE_S, MAX_OPEN = 3, 256
+"""For open connections, at the end; and how many stay open: silent ones would take all of the files."""
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +77,7 @@ class _ByAddress:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         app: Any = self._app
         if scope["type"] in ("http", "websocket") and not is_address(Headers(scope=scope).get("host", "")):
-            text = "the dashboard answers to no such name: open it by an address, as http://127.0.0.1:PORT/"
+            text = "this is no name of a dashboard: open it by an address, such as http://127.0.0.1:PORT/"
             app = PlainTextResponse(text, status_code=421)
         await app(scope, receive, send)
 
@@ -88,6 +88,11 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def on_tick(self, counter: int) -> bool:
+        for held in [*self.server_state.connections][MAX_OPEN:]:
+            held.transport.abort()
+        return await super().on_tick(counter)
 
 
 def _app(health: Callable[[], SwarmHealth]) -> FastAPI:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -138,6 +139,18 @@ def test_who_comes_by_a_name_of_another_is_refused(address: str) -> None:
         request = urllib.request.Request(f"{address}api/health", headers={"Host": host})
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert answer.status == 200
+
+
+@pytest.mark.process
+def test_silent_visitors_do_not_take_all_files(address: str) -> None:
+    """Of 1024 none was left: the dashboard could ask no peer, and had no number for Prometheus."""
+    with contextlib.ExitStack() as stack:
+        there = ("127.0.0.1", int(address.rsplit(":", 1)[1].strip("/")))
+        opened = [stack.enter_context(socket.create_connection(there)) for _ in range(300)]
+        end = time.monotonic() + 20
+        while len(select.select(opened, [], [], 0.05)[0]) < 40:
+            assert time.monotonic() < end
+    assert fetched(f"{address}api/health")[0] == 200
 
 
 @pytest.mark.process
