@@ -6,12 +6,16 @@ import sys
 
 
 def interrupt(number: int, frame) -> None:  # type: ignore
-    """KeyboardInterrupt. A half import would hide it, fail with another error, or crash: that ends here."""
+    """KeyboardInterrupt. In an import, which would hide it or crash, the end; after a finaliser it comes."""
     import os
+    import signal
 
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             os._exit(130)
+        if frame.f_code.co_name == "__del__":
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -22,11 +26,11 @@ def main() -> int:
         import signal
 
         # A shell's `&` has SIGINT ignored, and the first process of a container gets only what it handles.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, interrupt)
-        from peers.cli import main as run
+        import peers.cli
 
-        return run()
+        return peers.cli.main()
     except KeyboardInterrupt:
         return 130  # `Exit.STOPPED`, which may not be there yet
 

@@ -93,7 +93,6 @@ def _peer(
 ) -> Peer:  # fmt: skip
     """Raises SetupError: `swarm peer` has no such option, or it cannot have the value."""
     known = {one.name: one for one in fields(PeerOptions)}
-    handed = [] if code is None else [str(Path(code).resolve())]
     if not (address and isinstance(address, Sequence) and all(isinstance(one, str) for one in address)):
         raise SetupError(f"address = {address!r}: give that of the run's bootstrap or a peer of it, or more")
     addresses = (address,) if isinstance(address, str) else tuple(address)
@@ -111,6 +110,7 @@ def _peer(
                 values[name] = (parsed,) if more.get("action") == "append" else parsed
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise SetupError(f"{name} = {value!r}: {error}") from None
+    handed = [] if code is None else [str(Path(code).resolve())]
     values["allow_code"] = (*(values["allow_code"] or ()), *handed)
     found = {name: one.default if values.get(name) is None else values[name] for name, one in known.items()}
     options = options_from(PeerOptions, argparse.Namespace(**found))

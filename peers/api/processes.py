@@ -173,8 +173,7 @@ class Processes:
             SetupError: one of them cannot start.
         """
         run, folder, peers = self.run, self._folder, count(self.run.cells * self._peers, "peer")
-        text = f"starting {peers}, a trainer and a bootstrap, through which they meet: 10 to 60 s"
-        self._emit(Note(text=text))
+        self._emit(Note(text=f"starting {peers}, a trainer and a bootstrap, where they meet: 10 to 60 s"))
         if run.cells > run.S:
             last = run.cells - 1
             text = f"stages of all islands are numbered in a row, as cells: {last} is {run.place(last)}"
@@ -222,8 +221,7 @@ class Processes:
         assert self._trainer is not None
         if await self._trainer.wait() != 0:
             raise SetupError("the trainer failed: " + " | ".join(self._said[self._trainer]))
-        told = self.run.cells * self.run.steps
-        while len(self.tally.audits) < told:
+        while len(self.tally.audits) < self.run.cells * self.run.steps:
             self._changed.clear()
             if not await happens(self._changed, QUIET_S):
                 return
@@ -306,8 +304,7 @@ class Processes:
             self._sign_s = time.monotonic()
         self.tally.add(event)
         if isinstance(event, events.Stepped):
-            peer = next((peer for peer, (its, _) in self._serving.items() if its is child), "")
-            place = event.stage, peer
+            place = event.stage, next((peer for peer, (its, _) in self._serving.items() if its is child), "")
             self.tally.work[place] = self.tally.work.get(place, 0) + event.microbatches
         if isinstance(event, events.Started):
             self._started[event.role] = event
@@ -321,8 +318,7 @@ class Processes:
         elif isinstance(event, StepDone):
             # The directory forgets the dead after some seconds; we saw them die.
             stages = [stage for _, stage in self._serving.values()]
-            peers = tuple(stages.count(cell) for cell in range(self.run.cells))
-            event = msgspec.structs.replace(event, peers=peers)
+            event = msgspec.structs.replace(event, peers=tuple(map(stages.count, range(self.run.cells))))
             self._steps.append(event)
             self._deaths = 0
             self._emit(event)

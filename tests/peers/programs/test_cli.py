@@ -100,7 +100,8 @@ class Interrupted:
 def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "peers.cli")
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell has it for what is followed by `&`
     try:
         assert importlib.import_module("peers.__main__").main() == Exit.STOPPED
@@ -119,6 +120,31 @@ def test_ctrl_c_in_the_middle_of_an_import_is_not_lost(lost: str, tmp_path: Path
     command = [sys.executable, "-I", "-S", "-c", code, str(tmp_path), str(Path(cli.__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (Exit.STOPPED, b"")
+
+
+def test_ctrl_c_in_a_finaliser_comes_again_after_it() -> None:
+    """Python would only print that an exception was ignored: an export went on, whatever its user wanted."""
+
+    code = """if True:
+        import os, signal, sys
+        sys.path[:0] = sys.argv[1:]
+        from peers.__main__ import interrupt
+        class Closes:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                print("closed")
+        for number in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, interrupt)
+        try:
+            Closes()
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            print("stopped")
+    """
+    command = [sys.executable, "-I", "-S", "-c", code, str(Path(cli.__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("closed\nstopped\n", "")
 
 
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
