@@ -141,7 +141,9 @@ class StepCoordination:
         """Report on every change, and every second."""
         while True:
             await self._core.report_trigger.wait(quiet_s=REFRESH_S, gather_s=GATHER_S)
-            self._speak()
+            if not self._silent:
+                leads = self._step(lambda now: self.protocol.speak(now=now))
+                self._directory.watch(self._stages_watched(leads=leads))
 
     async def close(self) -> None:
         """Stop talking."""
@@ -161,11 +163,6 @@ class StepCoordination:
             )  # fmt: skip
             with contextlib.suppress(SwarmError):
                 await self._transport.call(coordinator, "report", pack(report), deadline_s=CALL_S)
-
-    def _speak(self) -> None:
-        if not self._silent:
-            leads = self._step(lambda now: self.protocol.speak(now=now))
-            self._directory.watch(self._stages_watched(leads=leads))
 
     def _stages_watched(self, *, leads: bool) -> set[Stage]:
         """This stage and its neighbours, where answers are audited the one before, since chains begin there,

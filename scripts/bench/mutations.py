@@ -4954,8 +4954,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "learn-from-a-step-after-a-late-word",
         "swarm/policy/rotation.py",
-        "else alone and ahead >= self._ahead",
-        "else alone",
+        "alone and ahead >= self._ahead",
+        "alone",
         "Who was told late of a step takes the next one for short, and its turns differ from then on.",
         ("test_lying_coordinators",),
     ),
@@ -5466,8 +5466,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-state-that-was-fetched-says-how-long-steps-take",
         "swarm/policy/rotation.py",
-        "        if alone and took_s < math.inf:",
-        "        if took_s < math.inf:",
+        "else alone and ahead >= self._ahead",
+        "else True",
         "One that was cut off for 27 s coordinates alone for four minutes, and follows none of its stage.",
     ),
     Mutation(

@@ -107,8 +107,8 @@ class Rotation:
         """This peer has taken a step, caught up by several, or got weights of no later step. `ahead`: most of
         the others had not yet taken it (0), had (1), are one further (2), or more (3).
 
-        A step that others took before, or one after it that came in time, says not how long steps take. Several
-        together do, if the others were at most one further before.
+        A step that others took before says not how long steps take, nor the next one, if it comes in time.
+        Several together do, if the others were at most one further before.
         """
         took_s, limit_s = now - self._stepped_s, self._usual.limit_s
         self._new_turn()
