@@ -17,6 +17,7 @@ from typing import TextIO
 
 import torch
 
+from peers.options import whole
 from peers.progress import Bar
 from peers.sim.faults import KINDS, Fault
 from peers.sim.invariants import INVARIANTS
@@ -41,17 +42,14 @@ def main(argv: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--schedules", type=int, default=200, help="how many (default: 200)")
+    parser.add_argument("--schedules", type=whole(1), default=200, help="how many (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one (default: 0)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share them (default: 1)")
+    parser.add_argument("--jobs", type=whole(1), default=1, help="processes that share them (default: 1)")
     parser.add_argument("--replay", action="store_true", help="say what happens with this one seed")
     parser.add_argument(
         "--shrink", action="store_true", help="find the faults that this one seed needs to fail"
     )
     args = parser.parse_args(argv)
-    for name in ("schedules", "jobs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: at least 1")
     torch.set_num_threads(1)
     if args.shrink:
         faults, outcome = shrink(args.seed)

@@ -145,7 +145,7 @@ class Network:
     """After how long a caller gives up a peer that does not answer."""
     breaks_s: tuple[float, float] = (0.001, 0.1)
     """After how long a broken connection is noticed."""
-    trace: Callable[[str], None] | None = None
+    trace: Callable[[str], None] = lambda _: None
     on_deliver: Callable[[PeerId, PeerId, str], None] | None = None
     """Called as (caller, callee, method) for each call that reaches its callee."""
     transports: dict[PeerId, SimTransport] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Network:
             return
         chance = dice.number()
         if chance < lines.lost:
-            self._say(f"lost: {call.method} from {source} to {destination}")
+            self.trace(f"lost: {call.method} from {source} to {destination}")
             loop.call_later(dice.between(ALIVE_EVERY_S, self.silence_s), self._silent, call, context=_WORLD)
             return
         chance -= lines.lost
@@ -334,10 +334,6 @@ class Network:
                 names = call.caller.peer_id, call.callee.peer_id
                 if self.is_cut(*names) or self.is_cut(*reversed(names)):
                     self._silent(call)
-
-    def _say(self, text: str) -> None:
-        if self.trace is not None:
-            self.trace(text)
 
 
 def _in_other(peer: PeerId, side: frozenset[PeerId], other: frozenset[PeerId] | None) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -194,7 +194,7 @@ class Swarm:
     def _heard(self, member: Member, event: events.Event) -> None:
         self.say(f"{member.name}: {event.words()}")
         if isinstance(event, events.StepDone) and event.loss is not None:
-            self.check(self.checks.loss, member.name, event.t, event.loss)
+            self.check(self.checks.loss, member.name, event.t, event.loss, event.losses)
         if isinstance(event, events.Undone):
             self.undone += event.count
 
@@ -251,22 +251,21 @@ class Swarm:
     def _watch_weights(self, member: PeerMember, compute: AuditCompute) -> None:
         """Look at the weights whenever they change."""
 
-        def looked(change: Callable[..., None]) -> Callable[..., None]:
-            def changed(*args: object) -> None:
-                change(*args)
-                self.check(self.checks.holds, member.name, compute)
+        apply, load_state, complete = compute.apply, compute.load_state, compute.shared.complete
+        holds = partial(self.check, self.checks.holds, member.name, compute)
 
-            return changed
-
-        apply = looked(compute.apply)
-
-        def applied(t: int, *args: object) -> None:
-            self.check(self.checks.takes, member.name, member.stage, t)
+        def applied(t: int, *args: Any) -> None:
+            self._note_prepared()
+            generation = member.served.peer.core.generation
+            self.check(self.checks.takes, member.name, member.stage, t, generation)
             apply(t, *args)
+            holds()
 
-        compute.apply = applied  # type: ignore[method-assign]
-        compute.load_state = looked(compute.load_state)  # type: ignore[method-assign]
-        complete = compute.shared.complete
+        def loaded(*args: Any) -> None:
+            load_state(*args)
+            holds()
+
+        compute.apply, compute.load_state = applied, loaded  # type: ignore[method-assign]
 
         def completed(reduced: torch.Tensor, shared: Mapping[Stage, torch.Tensor]) -> torch.Tensor:
             for other, part in {compute.stage: reduced, **shared}.items():
@@ -315,9 +314,7 @@ class Swarm:
         """A life that ends with an error of ours is told as a user is told of it."""
         try:
             await life
-        except SwarmError as error:
-            self.say(f"{member.name} ends: {error.text}")
-        except torch.AcceleratorError as error:
+        except (SwarmError, torch.AcceleratorError) as error:
             self.say(f"{member.name} ends: {error}")
         self.network.kill(member.name, quietly=False)  # a process that ends takes its connections along
 
@@ -369,7 +366,7 @@ class Swarm:
         """A process passes a fault point: it may die there, between two instructions."""
         waiting, process = self.points.get(point), PROCESS.get()
         if point == "prepared":
-            self._note_prepared(process)
+            self._note_prepared()
         if not waiting or process is None:
             return
         (time, happens), *rest = waiting
@@ -379,9 +376,8 @@ class Swarm:
             self.points[point] = rest
             happens(process)
 
-    def _note_prepared(self, process: Process | None) -> None:
-        for member in self.peers:
-            if member.process is process and member.serving:
-                steps = member.serving.peer.core.steps
-                for t in [t for t, step in steps.items() if step.prepared]:
-                    self.checks.prepared(member.stage, t)
+    def _note_prepared(self) -> None:
+        cores = [(m.stage, m.serving.peer.core) for m in self.peers if m.serving]  # those of the dead as well
+        for cell, core in cores:
+            held = [t for t, step in core.steps.items() if step.prepared]
+            self.checks.prepared.update((cell, t, core.generation) for t in held)

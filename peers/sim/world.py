@@ -148,7 +148,7 @@ class World:
         swarm = self.swarm
         for member in swarm.peers:
             if member.stays and member.serving is not None:
-                swarm.check(swarm.checks.at_the_end, member.name, member.serving.compute)
+                swarm.check(swarm.checks.holds, member.name, member.serving.compute)
         for folder, stage in product((disk.folder for disk in swarm.disks.all), range(swarm.run.S)):
             for step in checkpoint.saved_steps(folder, swarm.run, stage):
                 tensors = checkpoint.Checkpoint(folder, swarm.run, stage, step).load()

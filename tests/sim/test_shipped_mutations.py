@@ -7,6 +7,7 @@ from dataclasses import replace as replaced
 from itertools import chain, islice
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from peers.sim.__main__ import played
@@ -17,6 +18,7 @@ from peers.sim.world import World
 from peers.stage import actions, coordination
 from peers.stage.recovery import Recovery
 from swarm.model.gradient_sum import SharedWeights
+from swarm.model.state import StageState
 from swarm.protocol import rounds
 from swarm.protocol.ledger import Bitmap, Claim, Ledger
 from swarm.protocol.rounds import Commit, Decision, Plan, Reduce, StepReport, StepSummary
@@ -116,6 +118,17 @@ def commit_early(patch: Patch) -> None:
     patch.setattr(rounds, "decide_commit", commit)
 
 
+def keep_the_weights_before(patch: Patch) -> None:
+    """Load a version without those that the next step is computed with, where updates are delayed."""
+    load = StageState.load
+
+    def without(self: StageState, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        kept = {name: vector.clone() for name, vector in self._vectors(version).items()}
+        load(self, version, {**tensors, **{n: v for n, v in kept.items() if n == "weights_previous"}})
+
+    patch.setattr(StageState, "load", without)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariant", "seeds", "known"),
     [
@@ -123,6 +136,7 @@ def commit_early(patch: Patch) -> None:
         (overlook_duplicates, "I1", 100, 1),
         (keep_a_tied_gradient, "I1", 60, 2),
         (commit_early, "I5", 20, 8),
+        (keep_the_weights_before, "I2", 60, 25),
     ],
 )
 @pytest.mark.slow

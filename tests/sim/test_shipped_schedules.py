@@ -239,8 +239,8 @@ def test_ctrl_c_tells_what_was_done_so_far(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--jobs", "0"], "--jobs 0: at least 1"),
-        (["--schedules", "0"], "--schedules 0: at least 1"),
+        (["--jobs", "0"], "--jobs: '0' is not a whole number from 1"),
+        (["--schedules", "0"], "--schedules: '0' is not a whole number from 1"),
     ],
 )
 def test_wrong_usage_is_explained(
