@@ -191,6 +191,10 @@ class Swarm:
         except Violation as violation:
             self.violation = self.violation or str(violation)
 
+    def convicts(self, accused: PeerId, why: str) -> None:
+        """All are honest here: none of them may be taken for a liar."""
+        self.violation = self.violation or f"honesty: {accused} is left out: {why}"
+
     def _heard(self, member: Member, event: events.Event) -> None:
         self.say(f"{member.name}: {event.words()}")
         if isinstance(event, events.StepDone) and event.loss is not None:
@@ -311,11 +315,13 @@ class Swarm:
         return member
 
     async def _live(self, member: Member, life: Awaitable[None]) -> None:
-        """A life that ends with an error of ours is told as a user is told of it."""
+        """A life that ends with an error of ours is told as a user is told of it: only a dead device may."""
         try:
             await life
         except (SwarmError, torch.AcceleratorError) as error:
             self.say(f"{member.name} ends: {error}")
+            if not (isinstance(member, PeerMember) and member.serving and member.serving.device.dies):
+                self.violation = self.violation or f"end: {member.name}: {error}"
         self.network.kill(member.name, quietly=False)  # a process that ends takes its connections along
 
     # -- those that a fault can hit ---------------------------------------------------------------

@@ -11,6 +11,7 @@ from itertools import product
 from unittest.mock import patch
 
 from peers import fault_points
+from peers.audit.verdicts import Verdicts
 from peers.sim import faults
 from peers.sim.faults import Fault
 from peers.sim.setting import Setting, dice_of, setting_of
@@ -71,6 +72,7 @@ class World:
         swarm, loop = self.swarm, self.swarm.loop
         with ExitStack() as stack:
             stack.enter_context(patch.object(fault_points, "on_point", swarm.pass_point))
+            stack.enter_context(patch.object(Verdicts, "leave_out", swarm.convicts))
             # Who pauses collects what is on the device. Here that would be most of the time.
             stack.enter_context(swarm.disks.in_use())
             if swarm.setting.crowd:
@@ -124,14 +126,14 @@ class World:
         swarm.loop.call_later(EVERY_S, self._observe)
 
     def _finished(self) -> bool:
-        """Every living peer holds the last version."""
+        """Every living peer has the last version; those that were told to leave, and trainers, have ended."""
         swarm = self.swarm
-        peers = [m for m in swarm.living() if not m.owner.left]
-        for member in peers:
+        for member in swarm.living():
             core = member.serving.peer.core if member.serving else None
             if core is None or core.leaving or core.version < swarm.run.steps or not core.joined:
                 return False
-        return {m.stage for m in peers} == set(range(swarm.run.cells))
+        still = any(m.alive for m in swarm.trainers)
+        return not still and {m.stage for m in swarm.living()} == set(range(swarm.run.cells))
 
     def _stands_still(self) -> str:
         swarm = self.swarm

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace as replaced
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from peers.audit.answers import AnswerAudits
 from peers.sim.__main__ import played
 from peers.sim.faults import Fault
 from peers.sim.lines import Lines
@@ -17,6 +20,9 @@ from peers.sim.setting import setting_of, usual
 from peers.sim.world import World
 from peers.stage import actions, coordination
 from peers.stage.recovery import Recovery
+from peers.trainer.trainer import Trainer
+from swarm.audit.answers import Made
+from swarm.errors import PeerSilent, SetupError
 from swarm.model.gradient_sum import SharedWeights
 from swarm.model.state import StageState
 from swarm.protocol import rounds
@@ -129,6 +135,34 @@ def keep_the_weights_before(patch: Patch) -> None:
     patch.setattr(StageState, "load", without)
 
 
+def end_for_a_silent_peer(patch: Patch) -> None:
+    """End a trainer for what one peer does. Another one that comes later trains all the same."""
+    call = Trainer._call
+
+    async def given_up(self: Trainer, *args: Any) -> Any:
+        try:
+            return await call(self, *args)
+        except PeerSilent as silent:
+            raise SetupError(silent.text) from None
+
+    patch.setattr(Trainer, "_call", given_up)
+
+
+def convict_who_answered_truly(patch: Patch) -> None:
+    async def wrong(*_: object) -> bool:
+        return True
+
+    patch.setattr(Made, "is_of", lambda self, said: False)
+    patch.setattr(AnswerAudits, "judge", wrong)
+
+
+def never_end_after_leaving(patch: Patch) -> None:
+    async def for_ever(self: actions.Actions, *, limit_s: float) -> None:
+        await asyncio.Event().wait()
+
+    patch.setattr(actions.Actions, "finish_saving", for_ever)
+
+
 @pytest.mark.parametrize(
     ("mutation", "invariant", "seeds", "known"),
     [
@@ -137,6 +171,8 @@ def keep_the_weights_before(patch: Patch) -> None:
         (keep_a_tied_gradient, "I1", 60, 2),
         (commit_early, "I5", 20, 8),
         (keep_the_weights_before, "I2", 60, 25),
+        (end_for_a_silent_peer, "end", 20, 0),
+        (convict_who_answered_truly, "honesty", 100, 1),
     ],
 )
 @pytest.mark.slow
@@ -155,6 +191,7 @@ def test_a_rule_that_is_broken_is_noticed(
         (never_thaw, Fault(0.0, "kill at", 0.3, 0.0, "frozen", 1)),
         (stay_when_a_stage_is_lost, Fault(0.0, "lose stage at", 0.3, 1.0, number=1)),
         (forget_a_farewell, Fault(2.9, "lose stage", 0.9, 6.0)),
+        (never_end_after_leaving, Fault(0.5, "leave", 0.3, 1.0)),
     ],
 )
 @pytest.mark.slow
