@@ -55,26 +55,22 @@ class Disks:
     def __init__(self) -> None:
         where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         with _signals_held():
-            self._root, lock = private_folder(where, "swarm-sim-")
+            self.root, lock = private_folder(where, "swarm-sim-")
             # A program may be stopped when it has made a world, and before it plays that.
-            self._vanish = weakref.finalize(self, _vanish, self._root, lock)
+            self._vanish = weakref.finalize(self, _vanish, self.root, lock)
         self.all: list[Disk] = []
         self._of: dict[str, Disk] = {}
         """By the name of a process."""
         self._commit = atomic_file.commit
 
     def add(self) -> Disk:
-        disk = Disk(self._root / f"disk{len(self.all)}")
+        disk = Disk(self.root / f"disk{len(self.all)}")
         self.all.append(disk)
         return disk
 
     def mount(self, process: str, disk: Disk) -> None:
         """What the process writes goes there."""
         self._of[process] = disk
-
-    def without_root(self, text: str) -> str:
-        """`text` with folders named as they are in each replay."""
-        return text.replace(str(self._root), "")
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -113,15 +109,12 @@ class Disks:
 @contextmanager
 def _signals_held() -> Iterator[None]:
     """Ctrl-C and SIGTERM wait for the end of the block. A mask would hold them from one thread only."""
-    came: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    came, numbers = list[int](), (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in handlers.items():
+        for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
         for number in came:
             signal.raise_signal(number)

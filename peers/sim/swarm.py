@@ -173,8 +173,8 @@ class Swarm:
     # -- the timeline -----------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        """One line of the timeline."""
-        line = self.disks.without_root(f"{self.loop.now_s:9.3f}  {text}")
+        """One line of the timeline, with folders named as they are in each replay."""
+        line = f"{self.loop.now_s:9.3f}  {text}".replace(str(self.disks.root), "")
         self._digest.update(line.encode())
         if self._trace is not None:
             self._trace(line)

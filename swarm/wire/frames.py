@@ -29,6 +29,7 @@ import enum
 import struct
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -157,9 +158,6 @@ class ResultHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 _encoder = msgspec.msgpack.Encoder()
-_call_decoder = msgspec.msgpack.Decoder(CallHeader)
-_result_decoder = msgspec.msgpack.Decoder(ResultHeader)
-_error_decoder = msgspec.msgpack.Decoder(dict[str, str | int | float])
 
 
 def _unpacked(kind: Kind, decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
@@ -167,6 +165,12 @@ def _unpacked(kind: Kind, decoder: msgspec.msgpack.Decoder[T], data: bytes | mem
         return decoder.decode(data)
     except MALFORMED as error:
         raise FrameError(f"{kind.name} with a malformed header: {error}") from None
+
+
+# The header of each, or of an ERROR its fields, for `errors.from_wire`; FrameError if it is none.
+unpack_call = partial(_unpacked, Kind.CALL, msgspec.msgpack.Decoder(CallHeader))
+unpack_result = partial(_unpacked, Kind.RESULT, msgspec.msgpack.Decoder(ResultHeader))
+unpack_error = partial(_unpacked, Kind.ERROR, msgspec.msgpack.Decoder(dict[str, str | int | float]))
 
 
 def _check_outgoing(header: bytes, body_sizes: Sequence[int]) -> None:
@@ -216,21 +220,11 @@ def pack_call(call: int, method: str, header: bytes, body_sizes: Sequence[int]) 
     return pack_prefix(Kind.CALL, call, len(packed)) + packed
 
 
-def unpack_call(data: bytes | memoryview) -> CallHeader:
-    """The header of a CALL; raises FrameError if it is not one."""
-    return _unpacked(Kind.CALL, _call_decoder, data)
-
-
 def pack_result(call: int, header: bytes, body_sizes: Sequence[int]) -> bytes:
     """A whole RESULT frame. Raises ValueError as `pack_call` does."""
     _check_outgoing(header, body_sizes)
     packed = _encoder.encode(ResultHeader(bytes(header), tuple(body_sizes)))
     return pack_prefix(Kind.RESULT, call, len(packed)) + packed
-
-
-def unpack_result(data: bytes | memoryview) -> ResultHeader:
-    """The header of a RESULT; raises FrameError if it is not one."""
-    return _unpacked(Kind.RESULT, _result_decoder, data)
 
 
 def pack_error(call: int, fields: dict[str, str | int | float], version: int = PROTOCOL_VERSION) -> bytes:
@@ -239,8 +233,3 @@ def pack_error(call: int, fields: dict[str, str | int | float], version: int = P
     if len(packed) > MAX_ERROR_BYTES:
         packed = _encoder.encode({"code": str(fields.get("code"))[:40], "text": "(too long to send)"})
     return pack_prefix(Kind.ERROR, call, len(packed), version=version) + packed
-
-
-def unpack_error(data: bytes | memoryview) -> dict[str, str | int | float]:
-    """An error's fields, for `errors.from_wire`. Raises FrameError if this is not a flat map."""
-    return _unpacked(Kind.ERROR, _error_decoder, data)
