@@ -366,7 +366,6 @@ def test_of_strangers_the_second_begins_three_steps_of_a_run() -> None:
 def test_one_that_catches_up_learns_how_long_steps_take() -> None:
     """Told late of each, it took no step alone, and let a coordinator have each of its own last 30 s."""
     this = Watched()
-    this.rotation.stepped(now=this.now)
     this.waits(2.0)
     this.rotation.stepped(now=this.now, steps=4, ahead=2)
     this.waits(LATE_S + 1.0)
