@@ -89,7 +89,12 @@ def test_host_sums_are_for_devices_with_a_memory_of_their_own(
     device: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr("swarm.model.stage.StageCompute", lambda *_, **given: made.append(given))
+
+    def make(*_: object, **given: Any) -> SimpleNamespace:
+        made.append(given)
+        return SimpleNamespace(use_lock=lambda _: None)
+
+    monkeypatch.setattr("swarm.model.stage.StageCompute", make)
     monkeypatch.setattr("peers.device.describe", lambda name: device_of(name, 1000 * MIB))
     peer = Peer(PeerOptions(run="5a", join=(), host_sums=True, max_inflight=4), emit=lambda _: None)
     peer._build(demo_run(stages=2), 1, device)
@@ -113,7 +118,8 @@ def test_a_stage_that_is_larger_than_a_card_is_refused_with_advice(
     least = [needs_of(run, stage).least for stage in range(2)]
     sizes = {"card": min(least)}
     monkeypatch.setattr("peers.device.describe", lambda name: device_of(name, sizes["card"]))
-    monkeypatch.setattr("swarm.model.stage.StageCompute", lambda *_, **__: None)
+    computes = SimpleNamespace(use_lock=lambda _: None)
+    monkeypatch.setattr("swarm.model.stage.StageCompute", lambda *_, **__: computes)
     peer = Peer(PeerOptions(run="5a", join=(), max_inflight=4), emit=lambda _: None)
     large, small = least.index(max(least)), least.index(min(least))
     with pytest.raises(

@@ -105,7 +105,7 @@ def alter(s: Swarm, name: str, altering: Altering) -> None:
 async def test_fields_that_a_member_alters_end_no_other_and_change_no_weight(
     liar: str, delayed: bool
 ) -> None:
-    run = replace(audit_run(stages=2, steps=5, microbatches_per_step=4), dtype="float32", checkpoint_every=3)
+    run = replace(audit_run(stages=2, steps=7, microbatches_per_step=4), dtype="float32", checkpoint_every=3)
     run = admitting(replace(run, delayed_updates=delayed))
     async with swarm(run, replicas=3, job_s=0.3) as s:
         give_voice(s, *s.peers)
