@@ -90,8 +90,9 @@ class _Server(uvicorn.Server):
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        for held in [*self.server_state.connections][MAX_OPEN:]:
-            held.transport.abort()
+        held = sorted(self.server_state.connections, key=lambda one: getattr(one, "scope", None) is None)
+        for silent in held[MAX_OPEN:]:  # they come last: no request has begun
+            silent.transport.abort()
         return await super().on_tick(counter)
 
 

@@ -146,10 +146,15 @@ def test_silent_visitors_do_not_take_all_files(address: str) -> None:
     """Of 1024 none was left: the dashboard could ask no peer, and had no number for Prometheus."""
     with contextlib.ExitStack() as stack:
         there = ("127.0.0.1", int(address.rsplit(":", 1)[1].strip("/")))
-        opened = [stack.enter_context(socket.create_connection(there)) for _ in range(300)]
+        opened = [stack.enter_context(socket.create_connection(there)) for _ in range(340)]
+        asking = opened[::8]
+        silent = [one for one in opened if one not in asking]
+        for one in asking:
+            one.sendall(b"GET / HTTP/1.1\r\n")
         end = time.monotonic() + 20
-        while len(select.select(opened, [], [], 0.05)[0]) < 40:
+        while len(select.select(silent, [], [], 0.05)[0]) < 80:
             assert time.monotonic() < end
+        assert not select.select(asking, [], [], 0.0)[0], "who asks for something stays"
     assert fetched(f"{address}api/health")[0] == 200
 
 
