@@ -94,7 +94,7 @@ def heard(on_event: Emit) -> Emit:
     def hear(event: Event) -> None:
         try:
             on_event(event)
-        except OSError:
+        except BrokenPipeError:
             pass  # nobody reads it on
         except Exception:
             logging.getLogger(__name__).exception("on_event failed at %r", event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import swarm
 from peers.api import joining
-from peers.api.background import Background
+from peers.api.background import Background, heard
 from peers.events import Event, Note
 from peers.options import PeerOptions
 from swarm.errors import SetupError
@@ -92,6 +93,16 @@ async def test_an_error_of_on_event_does_not_reach_the_peer(
     assert serves.left == 1 and "a slip" in caplog.text
     with pytest.raises(SetupError, match="on_event is 'print': give a function"):
         swarm.join(RUN, ADDRESS, on_event="print")  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_an_error_of_on_event_as_any(caplog: pytest.LogCaptureFixture) -> None:
+    """It was taken for a reader that has gone: of what a user's function could not write nothing was said."""
+
+    def write(event: Event) -> None:
+        raise OSError(errno.ENOSPC, "no room left")
+
+    heard(write)(Note(text="serving"))
+    assert "no room left" in caplog.text
 
 
 @pytest.mark.parametrize("when", ["started", "serving"])
