@@ -6,7 +6,7 @@ import sys
 
 
 def interrupt(number: int, frame) -> None:  # type: ignore
-    """KeyboardInterrupt. In an import, which would hide it or crash, the end; after a finaliser it comes."""
+    """Raise KeyboardInterrupt; in an import, which may hide it or crash, end; in a finaliser, try again."""
     import os
     import signal
 

@@ -92,7 +92,7 @@ def is_address(host: str) -> bool:
 Told: TypeAlias = tuple[str, str, "type[Event] | UnionType", str]
 COUNTERS: tuple[Told, ...] = (
     ("steps", "Steps that were seen done (trainer) or applied (peer).", events.StepDone | events.Stepped, ""),
-    ("microbatches", "In this peer's own sums of applied steps.", events.Stepped, "microbatches"),
+    ("microbatches", "Microbatches in this peer's sums of applied steps.", events.Stepped, "microbatches"),
     ("replayed_microbatches", "Microbatches run again (trainer).", events.Replayed, "count"),
     ("undone_microbatches", "Duplicates taken out of this peer's sum.", events.Undone, "count"),
     ("void_rounds", "All-reduces that were not whole and started again.", events.RoundAborted, ""),
@@ -201,8 +201,8 @@ def _of_stages(health: SwarmHealth) -> Iterator[Metric]:
     yield peers
     for name, words in (
         ("version", "Newest version that most peers of a stage have."),
-        ("load_microbatches", "That wait or are worked on, the mean of its peers."),
-        ("speed_microbatches_per_second", "What all devices of a stage can do."),
+        ("load_microbatches", "Microbatches that wait or are worked on, the mean of its peers."),
+        ("speed_microbatches_per_second", "Microbatches per second that all devices of a stage can do."),
     ):
         family = GaugeMetricFamily(f"swarm_stage_{name}", words, labels=["stage"])
         for stage in health.stages:
