@@ -7384,8 +7384,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "a-mask-hides-lies",
         ANSWERS,
-        "outputs for seed in range(4)]\n",
-        "outputs for seed in range(0)]\n",
+        "outputs for n in range(4)]\n",
+        "outputs for n in range(0)]\n",
         "Beside a mask of -1e9 the peers of a brought model send on what they like.",
         ("test_false_answers",),
     ),

@@ -72,8 +72,7 @@ def search_overlapped(
     rng = np.random.default_rng(seed)
     overlap = Overlap(network, job)
     clusters = takewhile(lambda _: not 0.0 < budget_s <= spent_s(), clustered_layouts(overlap, rng))
-    made = chain(_starts(overlap, rng), clusters)
-    begun = [(name, repaired(overlap, of_N)) for name, of_N in made]
+    begun = [(name, repaired(overlap, of_N)) for name, of_N in chain(_starts(overlap, rng), clusters)]
     if survive:
         begun = [(name, spread_out(overlap, of_N)) for name, of_N in begun]
     starts = {name: overlap.predict(of_N).total_s for name, of_N in begun}

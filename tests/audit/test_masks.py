@@ -10,6 +10,7 @@ import pytest
 
 from swarm.audit.answers import Made, digest, distance, make, proves_answer
 from swarm.audit.contributions import Recount
+from swarm.errors import Refused
 from swarm.manifest import Run
 from swarm.model.stage import StageCompute
 from swarm.protocol.statements import sign
@@ -90,6 +91,24 @@ def test_what_another_device_makes_beside_a_mask_is_no_evidence(dtype: str, code
             other.kind = kind
             theirs = make(other, MB, *given)
             assert not proves(run, compute, *given, theirs)
+
+
+class Bounded(StageCompute):
+    """It takes no smaller numbers for large ones, as one that takes the logarithm of a year after 1900."""
+
+    def nudged(self, above: float = 0.0, seed: int = 1) -> StageCompute:
+        if above:
+            raise Refused("an output is not finite")
+        return super().nudged(above, seed)
+
+
+def test_a_lie_is_evidence_where_large_numbers_cannot_be_others() -> None:
+    run, stages = stages_of("float32", "none")
+    _, inputs, grads = microbatch("float32", "none", 1, -1e9)
+    made = make(stages[1], MB, inputs[1], grads[1])
+    lie = made._replace(input_grads=[tensor(-decode(*one), one.meta.codec) for one in made.input_grads])
+    assert proves(run, Bounded(run, 1), inputs[1], grads[1], lie)
+    assert not proves(run, Bounded(run, 1), inputs[1], grads[1], made)
 
 
 def test_what_was_sent_on_beside_a_mask_is_compared() -> None:
