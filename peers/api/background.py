@@ -93,9 +93,8 @@ def heard(on_event: Emit) -> Emit:
 
     def hear(event: Event) -> None:
         try:
-            on_event(event)
-        except BrokenPipeError:
-            pass  # nobody reads it on
+            with contextlib.suppress(BrokenPipeError):  # nobody reads it on
+                on_event(event)
         except Exception:
             logging.getLogger(__name__).exception("on_event failed at %r", event)
 

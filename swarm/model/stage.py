@@ -322,10 +322,9 @@ class StageCompute:
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
-            raise SetupError(
-                f"stage {self.stage} cannot be computed on {self.device}, which would find other bits each "
-                f"time: {str(error).split('. ')[0]}. Take --device cpu"
-            ) from error
+            said = f"stage {self.stage} cannot be computed on {self.device}, which finds other bits each time"
+            remedy = "batch.microbatch_threads = 1" if self.device.type == "cpu" else "--device cpu"
+            raise SetupError(f"{said}: {str(error).split('. ')[0]}. Take {remedy}") from error
         given = [*computed.outputs, *computed.others.values(), *computed.statistics.values()]
         given += [grad for grad in grads if grad is not None]
         given += [term.to(self.state.dtype) for term in terms.values()]

@@ -829,15 +829,21 @@ def test_what_was_sent_keeps_its_bits_when_the_weights_change() -> None:
     assert [bytes(part) for part in sent.buffers] == before
 
 
-def test_a_device_that_finds_other_bits_each_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch says it of operators that have no such algorithm on a GPU."""
+@pytest.mark.parametrize(
+    ("device", "remedy"), [("cuda:0", "--device cpu"), ("cpu", "batch.microbatch_threads = 1")]
+)
+def test_a_device_that_finds_other_bits_each_time_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, remedy: str
+) -> None:
+    """As torch says it of operators that have no such algorithm on a GPU, or in several threads of a CPU."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError("ctc_loss does not have a deterministic implementation, but you set. You can turn")
 
     stage = StageCompute(tiny_run(), 1)
     monkeypatch.setattr(stage, "_compute", fails)
+    monkeypatch.setattr(stage, "device", torch.device(device))
     with pytest.raises(
-        SetupError, match=r"stage 1 cannot .* on cpu, .* bits each time: ctc_loss does .* Take --device cpu"
+        SetupError, match=rf"stage 1 cannot .* on {device}, .* bits each time: ctc_loss does .* Take {remedy}"
     ):
         stage.rehearse()
