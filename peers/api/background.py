@@ -154,6 +154,8 @@ def _tell_all(told: contextlib.ExitStack) -> None:
 
     told.callback(torch.set_num_threads, torch.get_num_threads())  # of threads that will start
     told.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+    room: Any = torch.utils.deterministic
+    told.callback(setattr, room, "fill_uninitialized_memory", room.fill_uninitialized_memory)
     dtype, products, before = torch.get_default_dtype(), "highest", [kind.fp32_precision for kind in kinds]
     with contextlib.suppress(RuntimeError):  # torch has two ways to set it, and one does not read the other's
         products = torch.get_float32_matmul_precision()

@@ -8,15 +8,18 @@ import sys
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peers.api.background import Background, all_as_in_peers
+from swarm.manifest import demo_run
+from swarm.model.same_bits import use_threads_of
 
 
 async def double(number: int) -> int:
@@ -149,3 +152,15 @@ def test_what_torch_was_told_comes_back_when_the_last_has_ended_that_computes_as
             assert not torch.backends.cuda.flash_sdp_enabled()
     finally:
         torch.set_default_dtype(kept)
+
+
+def test_what_a_run_of_several_threads_tells_torch_is_told_back() -> None:
+    """That of uninitialized memory was not: a program that looks for errors with it found none any more."""
+    mode = torch.get_deterministic_debug_mode()
+    threads, room = torch.get_num_threads(), cast(Any, torch.utils.deterministic)
+    run = demo_run(steps=1)
+    with all_as_in_peers():
+        use_threads_of(replace(run, batch=replace(run.batch, microbatch_threads=2)))
+        assert not room.fill_uninitialized_memory and torch.get_deterministic_debug_mode() != mode
+    assert room.fill_uninitialized_memory and torch.get_deterministic_debug_mode() == mode
+    assert torch.get_num_threads() == threads
