@@ -11,6 +11,7 @@ from peers.islands.directory import telling_cells
 from peers.ports import Directory, Transport
 from peers.trainer import Batches, Trainer, TrainerSettings
 from peers.waiting import for_each
+from swarm.floats import mean_of
 from swarm.manifest import Run
 
 
@@ -40,14 +41,14 @@ class IslandTrainers:
         for trainer in self.trainers:  # an island may be lost as long as another one is not done
             trainer.may_end = lambda: all(one.is_done for one in self.trainers)
 
+    async def run(self) -> None:
+        """Train. Raises as `Trainer.run`: then no island is trained any more."""
+        await for_each(self.trainers, lambda trainer: trainer.run(), len(self.trainers))
+
     @property
     def replayed(self) -> int:
         """Microbatches run again because a peer died with them."""
         return sum(trainer.replayed for trainer in self.trainers)
-
-    async def run(self) -> None:
-        """Train. Raises as `Trainer.run`: then no island is trained any more."""
-        await for_each(self.trainers, lambda trainer: trainer.run(), len(self.trainers))
 
     def leave(self) -> None:
         """Start nothing more and end `run`."""
@@ -66,11 +67,10 @@ class IslandTrainers:
 
 
 def _together(told: list[events.StepDone]) -> events.StepDone:
-    losses = [one.loss for one in told if one.loss is not None]
+    means = [one.loss for one in told if one.loss is not None]
+    losses = tuple(loss for one in told for loss in one.losses) if all(one.losses for one in told) else ()
     return replace(
-        told[0],
-        loss=sum(losses) / len(losses) if len(losses) == len(told) else None,
-        losses=tuple(loss for one in told for loss in one.losses) if all(o.losses for o in told) else (),
+        told[0], loss=mean_of(losses or means) if len(means) == len(told) else None, losses=losses,
         tokens_per_s=sum(one.tokens_per_s for one in told),
         peers=tuple(count for one in told for count in one.peers),
-    )
+    )  # fmt: skip

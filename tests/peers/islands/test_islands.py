@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from peers.events import Note
+from peers.events import Note, StepDone
 from peers.islands.trainers import IslandTrainers
 from peers.ports import Answer
 from peers.sim.loop import WORLD
@@ -22,6 +22,7 @@ from peers.storage.checkpoint import Checkpoint
 from peers.trainer import TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
 from peers.transfer.leases import Snapshot
+from swarm.floats import mean_of
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
 from swarm.model.layout import initial_state
 from swarm.model.reference import SingleProcess
@@ -29,6 +30,7 @@ from swarm.wire.messages import Opened, OpenHeld
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.admitted import OTHER
 from tests.peers.loops import Swarm, swarm
+from tests.peers.network import End
 from tests.peers.sybils import TRAINER, give_voice
 from tests.seeds import cases, some
 
@@ -391,14 +393,36 @@ async def test_what_a_newcomer_took_of_a_meeting_is_had_from_it(is_cut_off: bool
         assert_counted(s)
 
 
+def trainers_of(s: Swarm, end: End) -> IslandTrainers:
+    """One trainer of all islands, as `swarm train` has it; it runs nothing yet."""
+    settings = TrainerSettings(window=6)
+    return IslandTrainers(s.run, s.batches, end.transport, end.directory, settings, s.events.append)
+
+
+def step_done(t: int, *losses: float) -> StepDone:
+    """As the trainer of an island tells a step."""
+    loss = mean_of(losses) if losses else None
+    meets = not losses
+    return StepDone(t=t, steps=STEPS, loss=loss, losses=losses, tokens_per_s=1.0, peers=(1,), meeting=meets)
+
+
+async def test_the_loss_of_a_step_of_all_islands_is_the_mean_of_its_microbatches() -> None:
+    """That of the islands' means is another number by its last bits, and one process does not say it."""
+    async with swarm(counting(), replicas=0) as s:
+        islands = trainers_of(s, s.network.join("trainer"))
+        losses = [(5.238, 5.544, 5.37), (5.604, 5.626, 5.066)]
+        for number, each in enumerate(losses):
+            islands._heard(number, step_done(1, *each))
+            islands._heard(number, step_done(2))
+        assert [event.loss for event in s.seen(StepDone)] == [mean_of([*losses[0], *losses[1]]), None]
+
+
 async def test_a_trainer_stays_with_an_island_that_is_done_until_all_are() -> None:
     """The power fails between the end of one and of the other: the one that was done is trained again."""
     async with swarm(counting()) as s:
         await s.until_serving()
         end = s.network.join("trainer")
-        trainers = IslandTrainers(
-            s.run, s.batches, end.transport, end.directory, TrainerSettings(window=6), s.events.append
-        )
+        trainers = trainers_of(s, end)
         s.start(end, trainers.run())
         first, second = trainers.trainers
         last = names_of(s, 1)
