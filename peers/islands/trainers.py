@@ -45,17 +45,15 @@ class IslandTrainers:
         """Train. Raises as `Trainer.run`: then no island is trained any more."""
         await for_each(self.trainers, lambda trainer: trainer.run(), len(self.trainers))
 
-    @property
-    def replayed(self) -> int:
-        """Microbatches run again because a peer died with them."""
-        return sum(trainer.replayed for trainer in self.trainers)
-
     def leave(self) -> None:
         """Start nothing more and end `run`."""
         for trainer in self.trainers:
             trainer.leave()
 
     def _heard(self, number: int, event: events.Event) -> None:
+        if isinstance(event, events.RolledBack):  # it takes those again
+            for t in [t for t in self._done if t >= event.step]:
+                self._done[t].pop(number, None)
         if not isinstance(event, events.StepDone):
             self._emit(event)
             return
@@ -63,7 +61,8 @@ class IslandTrainers:
         told[number] = event
         if len(told) == len(self.trainers):
             self._emit(_together([told[n] for n in sorted(told)]))
-            del self._done[event.t]
+            # What lacks some before that was told before one went back, or before this trainer began.
+            self._done = {t: some for t, some in self._done.items() if t > event.t}
 
 
 def _together(told: list[events.StepDone]) -> events.StepDone:

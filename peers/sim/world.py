@@ -162,7 +162,8 @@ class World:
         return Outcome(
             seed=self.seed, violation=swarm.violation, faults=swarm.injected, looked=swarm.checks.looked,
             callbacks=swarm.loop.callbacks, calls=swarm.network.calls, ended_s=swarm.loop.now_s,
-            undone=swarm.undone, replayed=sum(t.trainer.replayed for t in swarm.trainers),
+            undone=swarm.undone,
+            replayed=sum(one.replayed for t in swarm.trainers for one in t.trainer.trainers),
             generations=max(numbers, default=0), digest=swarm.digest,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from peers.events import Note, StepDone
+from peers.events import Note, RolledBack, StepDone
 from peers.islands.trainers import IslandTrainers
 from peers.ports import Answer
 from peers.sim.loop import WORLD
@@ -415,6 +415,19 @@ async def test_the_loss_of_a_step_of_all_islands_is_the_mean_of_its_microbatches
             islands._heard(number, step_done(1, *each))
             islands._heard(number, step_done(2))
         assert [event.loss for event in s.seen(StepDone)] == [mean_of([*losses[0], *losses[1]]), None]
+
+
+async def test_steps_that_an_island_takes_again_are_told_in_order_and_kept_no_longer() -> None:
+    """Others took them before, or another is behind where a trainer begins."""
+    async with swarm(counting(), replicas=0) as s:
+        islands = trainers_of(s, s.network.join("trainer"))
+        for number, t in ((0, 2), (0, 3), (1, 0), (1, 1), (1, 2)):
+            islands._heard(number, step_done(t, 1.0))
+        islands._heard(0, RolledBack(stage=-1, step=0))
+        for number, t in ((1, 3), (0, 0), (0, 1), (0, 2), (0, 3)):
+            islands._heard(number, step_done(t, 1.0))
+        assert [event.t for event in s.seen(StepDone)] == [2, 3]
+        assert not islands._done
 
 
 async def test_a_trainer_stays_with_an_island_that_is_done_until_all_are() -> None:
