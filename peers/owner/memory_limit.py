@@ -89,9 +89,8 @@ def needs_of(run: Run, stage: Stage, *, microbatch: int = 0, host_sums: bool = F
     layout, versions = stage_layout(run, stage), 2 if run.delayed_updates else 1
     number_bytes = 8 if run.dtype == "float64" else 4
     gradients = layout.numel * number_bytes
-    sums = versions * layout.sum_numel * (8 if run.adds_exactly else number_bytes)
-    fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + gradients
-    fixed += 0 if host_sums else sums
+    sums = 0 if host_sums else versions * layout.sum_numel * (8 if run.adds_exactly else number_bytes)
+    fixed = sum(tensor.nbytes for tensor in empty_state(run, stage).values()) + gradients + sums
     if run.dtype == "bfloat16":
         fixed += versions * layout.decayed * 2
     if run.brings_model:

@@ -43,6 +43,7 @@ from swarm.policy.window import Window, moving_share
 from swarm.protocol.voice import heard
 from swarm.protocol.worklist import WorkItem, WorkList
 from swarm.records import PeerRecord
+from swarm.wire.buffers import Buffer
 from swarm.wire.messages import MAX_HOPS, Work, WorkDone
 
 SLOW_S = 30.0
@@ -266,7 +267,7 @@ class Trainer:
             route = self._route(mb, known=True, without={than})
             self._latency.began(route)
             try:
-                return await self._call(route, item)
+                return await self._call(route, item, samples)
             finally:
                 self._latency.ended(route)
 
@@ -275,11 +276,12 @@ class Trainer:
             if item.deepest == 0:  # it was answered, and does not count: by whom it may be told
                 lacking = self._first.answered_by(mb)
                 await self._first.holders(mb, lacking=True)
-            route = self._route(mb, lacking=lacking)
+            found = self._route(mb, lacking=lacking)
+            samples = await self._samples(mb)
+            began, route, peer = now_s(), found, found[0]  # it is charged with nothing before
             self._latency.began(route)
-            peer = route[0]
             ran, done, took_s = await self._first.unless_late(
-                peer, mb.t, self._call(route, item), partial(another, peer),
+                peer, mb.t, self._call(route, item, samples), partial(another, peer),
                 lambda: self._watch.step_began_s if mb.t <= self._watch.version else math.inf,
             )  # fmt: skip
         except NoPeerForStage as none:
@@ -416,28 +418,30 @@ class Trainer:
             route.append(found.peer)
         return route
 
-    async def _call(self, route: list[PeerId], item: WorkItem) -> tuple[list[PeerId], WorkDone, float]:
-        """Send a microbatch; also by which route, and how long it took."""
-        began, peer = now_s(), route[0]
-        t, m = item.microbatch
-        offsets = sample_offsets(self._run, t, m)
+    async def _samples(self, mb: Microbatch) -> tuple[list[Buffer], list[Buffer]]:
+        """What stage 0 is sent of a microbatch, and what proves it."""
+        offsets = sample_offsets(self._run, *mb)
         made = partial(samples_of, self._run, self._batches, offsets)
         is_here = not isinstance(self._batches, Fetching) or self._batches.has(offsets)
-        body, proof = made() if is_here else await asyncio.to_thread(made)  # fetched there
-        ticket = self._vouchers.ticket(item.microbatch, body, peer)
-        body += proof
+        return made() if is_here else await asyncio.to_thread(made)  # fetched there
+
+    async def _call(
+        self, route: list[PeerId], item: WorkItem, samples: tuple[list[Buffer], list[Buffer]]
+    ) -> tuple[list[PeerId], WorkDone, float]:
+        """Send a microbatch; also by which route, and how long it took."""
+        began, peer, mb, (body, proof) = now_s(), route[0], item.microbatch, samples
+        ticket = self._vouchers.ticket(mb, body, peer)
         work = Work(
-            run=self._run.id, t=t, m=m, version=self._run.weight_version(t),
-            attempt=self._attempts[item.microbatch], deepest=item.deepest,
+            run=self._run.id, t=mb.t, m=mb.m, version=self._run.weight_version(mb.t),
+            attempt=self._attempts[mb], deepest=item.deepest,
             route=tuple(route[1 : 1 + MAX_HOPS]), tensors=input_metas(self._run, 0), ticket=ticket,
         )  # fmt: skip
         fault_point("trainer")
-        done, answer = await self._first.ask(peer, work, body)
+        done, answer = await self._first.ask(peer, work, [*body, *proof])
         if ticket is not None:
-            said = (item.microbatch, ticket.inputs, done, answer.body)
-            check_answer(self._transport.signer, self._run, peer, 0, *said)
-            self._vouchers.answered(item.microbatch, ticket.inputs, done)
-            self._audits.answered(0, item.microbatch, done)
+            check_answer(self._transport.signer, self._run, peer, 0, mb, ticket.inputs, done, answer.body)
+            self._vouchers.answered(mb, ticket.inputs, done)
+            self._audits.answered(0, mb, done)
         return route, done, now_s() - began
 
     def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:

@@ -6788,8 +6788,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "send-again-what-the-first-stage-did-not-count-to-the-same",
         TRAINER,
-        "route = self._route(mb, lacking=lacking)",
-        "route = self._route(mb)",
+        "found = self._route(mb, lacking=lacking)",
+        "found = self._route(mb)",
         "A trainer sends what did not count to the same peer again.",
         ("test_trainer_news",),
     ),
@@ -7136,7 +7136,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-check-no-receipt",
         TRAINER,
-        "            check_answer(self._transport.signer, self._run, peer, 0, *said)\n",
+        "            check_answer(self._transport.signer, self._run, peer, 0, mb, "
+        "ticket.inputs, done, answer.body)\n",
         "",
         "A liar of stage 0 that signs nothing, or something else, is audited by no trainer.",
         ("test_receipts",),

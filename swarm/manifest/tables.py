@@ -274,9 +274,8 @@ class BatchSpec(Spec, section="batch"):
 
     def microbatches_before(self, t: int) -> int:
         """How many the steps before `t` have together."""
-        grown = _grown(self)
         warm = min(t, self.warmup_steps)
-        return grown[warm] + (t - warm) * self.microbatches_per_step
+        return _grown(self)[warm] + (t - warm) * self.microbatches_per_step
 
 
 @lru_cache(maxsize=16)

@@ -34,7 +34,6 @@ from swarm.policy.router import Router
 from swarm.policy.timeouts import MIN_S
 from swarm.protocol.ledger import MAX_MICROBATCHES, Bitmap
 from swarm.protocol.messages import Directive, StepDirective
-from swarm.protocol.worklist import WorkItem
 from swarm.records import PeerRecord, State
 from swarm.wire.codec import TensorMeta, encode
 from swarm.wire.messages import (
@@ -141,8 +140,8 @@ async def test_a_microbatch_takes_the_route_that_its_trainer_chose(monkeypatch: 
     chosen = list[tuple[str, ...]]()
     call = Trainer._call
 
-    async def note(self: Trainer, route: list[str], item: WorkItem) -> Any:
-        answered = await call(self, route, item)
+    async def note(self: Trainer, route: list[str], *given: Any) -> Any:
+        answered = await call(self, route, *given)
         chosen.append(tuple(route))
         taken.append(tuple(hop.peer for hop in answered[1].hops))
         return answered

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from peers.events import Note, RolledBack, StepDone
+from peers.trainer.samples import samples_of
 from swarm.errors import NotNow
 from swarm.manifest import audit_run
 from tests.peers.loops import Zeros, swarm
@@ -55,6 +56,42 @@ async def test_a_trainer_whose_data_cannot_be_had_now_tries_again() -> None:
         await built.until_finished()
         built.assert_each_counted_once()
         assert data.asked >= 16
+
+
+class Slow(Zeros):
+    """At a server that lets each wait, and says nothing in the end."""
+
+    is_back = False
+
+    def has(self, offsets: list[int]) -> bool:
+        return self.is_back
+
+    def batch(self, offsets: list[int]) -> np.ndarray:
+        if not self.has(offsets):
+            raise NotNow("a shard of the data cannot be had now", retry_after_s=5.0)
+        return super().batch(offsets)
+
+
+async def test_no_peer_is_charged_with_the_time_in_which_data_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def waited(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if getattr(function, "func", None) is samples_of:
+            await asyncio.sleep(20.0)
+            return function(*args)
+        return await to_thread(function, *args, **named)
+
+    run, to_thread = audit_run(stages=2, steps=2, microbatches_per_step=4), asyncio.to_thread
+    async with swarm(run, stages=2, replicas=1) as built:
+        await built.until_serving()
+        monkeypatch.setattr(asyncio, "to_thread", waited)
+        trainer = built.add_trainer("trainer", batches=(data := Slow(run)))
+        await asyncio.sleep(50.0)
+        data.is_back = True
+        await built.until_finished()
+        built.assert_each_counted_once()
+        backoff = trainer._router.backoff
+        assert [backoff.cost_s(peer, t=1) for peer in built.peers] == [0.0, 0.0]
 
 
 class Unkept(Zeros):

@@ -284,7 +284,7 @@ async def test_a_loss_that_is_none_is_the_peers_fault(loss: float) -> None:
     this: Any = trainer()
     this._transport.answers["work"] = lambda *_: WorkDone(loss=loss)
     with pytest.raises(BadAnswer, match=r"malformed WorkDone header: .* `\$\.loss`"):
-        await this._call(["p"], WorkItem(Microbatch(0, 0), -1, replay=False))
+        await this._call(["p"], WorkItem(Microbatch(0, 0), -1, replay=False), ([], []))
 
 
 async def test_times_of_an_answer_that_cannot_be_reach_no_router() -> None:
