@@ -303,6 +303,8 @@ class Aggregator:
         if position.generation != old.generation or position.version < old.version:
             self._stepped.clear()
             self._history.back_to(position.version)
+        if self._stepped and now < self._stepped[-1][0]:
+            self._stepped.clear()  # the clock was set back
         self._stepped.append((now, position.version))
         for key in sorted(self._digests, key=lambda key: key[1])[: -MAX_VERSIONS * self.run.cells]:
             del self._digests[key]
@@ -347,9 +349,7 @@ class Aggregator:
             return None
         if self._position.version >= self.run.steps:
             return 0.0
-        overdue_s = now - self._stepped[-1][0] - 2 * step_s
-        if overdue_s > 0:
-            step_s += overdue_s
+        step_s += max(0.0, now - self._stepped[-1][0] - 2 * step_s)
         microbatches = self.run.batch.microbatches(max(0, self._position.version - 1))
         return microbatches * self.run.tokens_per_step / self.run.M / step_s
 

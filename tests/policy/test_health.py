@@ -209,6 +209,16 @@ def test_the_pace_is_that_of_the_last_minute_and_falls_when_no_step_comes() -> N
     assert "no step for 100 s; the last ones took 2.0 s each" in texts(slowed)
 
 
+def test_no_pace_is_taken_over_the_moment_when_the_clock_was_set_back() -> None:
+    seen = Seen()
+    for version in (4, 5, 6):
+        seen.say(10.0, version=version)
+    seen.now -= 3600.0
+    assert seen.say(10.0, version=7).step_s is None
+    health = seen.say(10.0, version=8)
+    assert (health.step_s, health.left_s) == (10.0, 320.0)
+
+
 def past(*steps: tuple[int, float, float | None]) -> tuple[PastStep, ...]:
     return tuple(PastStep(version=version, took_s=took_s, loss=loss) for version, took_s, loss in steps)
 
