@@ -35,6 +35,7 @@ class Verdicts:
 
     def __init__(self, run: Run, transport: Transport, directory: Directory, emit: events.Emit) -> None:
         self._run, self._emit = run, emit
+        self.of_runs = {run.id: self}  # of all islands, in a process that is the trainer of them
         self._transport, self._directory = transport, directory
         self._voices = Voices(run, transport.signer, directory)
         self._dice = random.Random(transport.peer_id)
@@ -148,16 +149,14 @@ class Verdicts:
         finally:
             self._asking.discard(accused)
 
-    def serve_hearsay(self) -> None:
+    async def hear(self, request: Request) -> Answer:
         """Be told which peers their stages convict: by those, as a trainer is shown no evidence."""
-        self._transport.serve("evidence", self._serve_hearsay)
-
-    async def _serve_hearsay(self, request: Request) -> Answer:
-        evidence = unpack(request.header, ShowEvidence, self._run.id).evidence
-        if not evidence.is_signed(self._transport.signer, self._run.id):
+        shown = unpack(request.header, ShowEvidence, *self.of_runs)
+        own, evidence = self.of_runs[shown.run], shown.evidence
+        if not evidence.is_signed(self._transport.signer, shown.run):
             raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
-        if evidence.accused not in self.convicted and await self.stage_says(request.peer, evidence):
-            self.leave_out(evidence.accused, "its stage has convicted it")
+        if evidence.accused not in own.convicted and await own.stage_says(request.peer, evidence):
+            own.leave_out(evidence.accused, "its stage has convicted it")
         return Answer(pack(Heard()))
 
     def _there(self, stage: Stage) -> list[PeerId]:

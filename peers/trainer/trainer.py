@@ -95,21 +95,21 @@ class Trainer:
         """`held_out`: what the run is evaluated on, if it is and this trainer has it."""
         self._run, self._batches, self._emit = run, batches, emit
         directory = own_directory(run, directory)
-        self._verdicts = Verdicts(run, transport, directory, emit)
-        self._verdicts.serve_hearsay()
-        directory = self._verdicts.trusted(directory)
+        self.verdicts = Verdicts(run, transport, directory, emit)
+        transport.serve("evidence", self.verdicts.hear)
+        directory = self.verdicts.trusted(directory)
         self._transport, self._directory, self._settings = transport, directory, settings
         me = transport.peer_id
         self._router = Router(Backoff(probed=True), caller=me)
         self._prober = Prober(run.id, transport, directory, self._router.backoff)
-        self._vouchers = VoucherGiver(run, transport, directory, self._verdicts.ask)
+        self._vouchers = VoucherGiver(run, transport, directory, self.verdicts.ask)
         self._last_step = min(settings.steps or run.steps, run.steps)
         self._voices = Voices(run, transport.signer, directory, lambda: self._watch.version)
         self._audits = AuditCaller(run, transport, directory, self._answered_wrongly)
         self._first = StageCalls(
             run.id, 0, transport, directory, self._router, run.S,
             on_fault=lambda fault: emit(events.PeerLost.at_work(fault, 0, run.S)),
-            trusted=self._verdicts.while_trusted, heard=lambda peers: heard(peers, self._voices.of(0)),
+            trusted=self.verdicts.while_trusted, heard=lambda peers: heard(peers, self._voices.of(0)),
         )  # fmt: skip
         self._seen: dict[Stage, Sequence[PeerRecord]] = {}
         self._latency = LinkLatency()
@@ -117,7 +117,7 @@ class Trainer:
         self._todo = WorkList(lambda t: trainer_order(run.id, t, me, run.microbatches(t)))
         self._changed = asyncio.Event()
         self._watch = RunWatch(
-            run, self._last_step, transport, directory, self._router, self._verdicts, self._voices,
+            run, self._last_step, transport, directory, self._router, self.verdicts, self._voices,
             self._todo, self._changed, self._took_steps, self._went_back,
         )  # fmt: skip
         self._window = Window(
@@ -198,7 +198,7 @@ class Trainer:
             await self._evaluations.close()
             await self._vouchers.close()
             await self._audits.close()
-            await self._verdicts.close()
+            await self.verdicts.close()
 
     def leave(self) -> None:
         """Start nothing more and end `run`. What is in flight counts all the same, at the peers."""
@@ -445,7 +445,7 @@ class Trainer:
         return route, done, now_s() - began
 
     def _answered_wrongly(self, stage: Stage, fault: PeerFault, two_say_so: bool) -> None:
-        self._verdicts.ask_soon()
+        self.verdicts.ask_soon()
         self._first.fault(fault)
 
     # -- the run ----------------------------------------------------------------------------------

@@ -6580,7 +6580,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-believe-what-the-accused-did-not-sign",
         VERDICTS,
-        "if not evidence.is_signed(self._transport.signer, self._run.id):",
+        "if not evidence.is_signed(self._transport.signer, shown.run):",
         "if False:",
         "Two with voice, most of one stage, take all peers of the other stages from all trainers.",
         ("test_moved_liars",),

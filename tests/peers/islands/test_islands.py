@@ -18,6 +18,7 @@ from peers.events import Note, RolledBack, StepDone
 from peers.islands.trainers import IslandTrainers
 from peers.ports import Answer
 from peers.sim.loop import WORLD
+from peers.sim.network import SimSigner
 from peers.storage.checkpoint import Checkpoint
 from peers.trainer import TrainerSettings
 from peers.transfer.keeper import CheckpointKeeper, KeepingSettings
@@ -26,7 +27,10 @@ from swarm.floats import mean_of
 from swarm.manifest import AdmissionSpec, IslandsSpec, Run, audit_run
 from swarm.model.layout import initial_state
 from swarm.model.reference import SingleProcess
-from swarm.wire.messages import Opened, OpenHeld
+from swarm.protocol.statements import sign
+from swarm.protocol.sums import Projected
+from swarm.wire.evidence import ShowEvidence, WrongContribution
+from swarm.wire.messages import Opened, OpenHeld, pack
 from tests.model.chain import batch_of, tiny_run
 from tests.peers.admitted import OTHER
 from tests.peers.loops import Swarm, swarm
@@ -492,6 +496,25 @@ async def test_replicas_that_have_worked_little_do_not_say_what_an_island_has_ch
             s.add_trainer(name, island=number)
         await s.until_finished(limit_s=200.0)
         assert_counted(s)
+
+
+@pytest.mark.parametrize("island", [0, 1])
+async def test_the_trainer_of_all_islands_hears_whom_each_of_them_convicts(island: int) -> None:
+    run = replace(counting(), admission=AdmissionSpec(trainers=(TRAINER,)))
+    async with swarm(run, replicas=3) as s:
+        liar, *judges = sorted(names_of(s, island))[:3]
+        give_voice(s, liar, *judges, run=run.island(island))
+        await s.until_serving()
+        trainers = trainers_of(s, s.network.join(TRAINER))
+        said, terms = Projected(0, 0, "round", (), (), ()), run.island(island)
+        signature = sign(SimSigner(liar), terms.id, said)
+        lie = WrongContribution(accused=liar, statement=said, signature=signature)
+        for judge in judges:
+            s.peers[judge].convictions.convicted.add(liar)
+        header = pack(ShowEvidence(run=terms.id, evidence=lie))
+        await s.network.peers[judges[0]].transport.call(TRAINER, "evidence", header, deadline_s=5.0)
+        convicted = [trainer.verdicts.convicted for trainer in trainers.trainers]
+        assert convicted == [{liar} if number == island else set() for number in range(2)]
 
 
 COMMANDS = ("pause", "leave", "pause and resume at once")

@@ -393,7 +393,7 @@ async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_
         await s.until(lambda: all(peer.core.version >= run.steps for peer in honest), limit_s=200.0)
         assert auditor.found == {"s1p1"}
         assert all(peer.convictions.convicted == {"s1p1"} for peer in honest)
-        assert trainer._verdicts.convicted == {"s1p1"}  # type: ignore
+        assert trainer.verdicts.convicted == {"s1p1"}
 
 
 def take_steps_alone(s: Swarm, liar: str, other: str) -> None:

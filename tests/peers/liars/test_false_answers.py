@@ -576,7 +576,7 @@ async def test_a_trainer_vouches_for_nobody_that_a_stage_has_convicted() -> None
         honest = [peer for name, peer in s.peers.items() if name not in ("s0p1", "s1p1")]
         await s.until(lambda: all(p.core.version >= RENEW_EVERY + 1 for p in honest), limit_s=60.0)
         assert [n for n in s.peers if not s.network.records[n].voucher] == ["s1p1"]
-        assert trainer._verdicts.convicted == {"s1p1"}  # type: ignore
+        assert trainer.verdicts.convicted == {"s1p1"}
 
 
 class Counting:

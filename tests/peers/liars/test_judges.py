@@ -484,7 +484,7 @@ async def test_who_hears_that_a_peer_lied_waits_for_none_of_its_answers_any_more
             s.peers[name].convictions.pass_on(added_falsely(liar, stage), [])
         honest = [peer for name, peer in s.peers.items() if name != liar]
         await s.until(lambda: all(peer.core.version >= 2 for peer in honest), limit_s=2.0)
-        assert trainer._verdicts.convicted == {liar}  # type: ignore
+        assert trainer.verdicts.convicted == {liar}
 
 
 @pytest.mark.parametrize("what", ["answer", "contribution"])
@@ -516,7 +516,7 @@ async def test_a_trainer_is_told_nothing_by_strangers() -> None:
         call = s.network.peers["stranger"].transport.call
         with pytest.raises(Refused, match="a replica of that stage has to say it"):
             await call(TRAINER[:-1] + "U", "evidence", show, deadline_s=1.0)
-        assert not trainer._verdicts.convicted  # type: ignore
+        assert not trainer.verdicts.convicted
 
 
 @pytest.mark.parametrize("fits", some([True, False], quick=[True]))

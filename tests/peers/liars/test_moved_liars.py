@@ -86,8 +86,8 @@ async def test_newcomers_and_trainers_know_who_lied_at_another_stage_before() ->
         newcomer = s.add_peer("n", 3)
         trainer = s.add_trainer(TRAINER)
         await s.until(lambda: newcomer.convictions.convicted == {LIAR}, limit_s=30.0)
-        await trainer._verdicts.ask()  # type: ignore
-        assert trainer._verdicts.convicted == {LIAR}  # type: ignore
+        await trainer.verdicts.ask()
+        assert trainer.verdicts.convicted == {LIAR}
 
 
 async def test_one_alone_convicts_nobody_that_was_at_its_stage_before() -> None:
@@ -137,7 +137,7 @@ async def test_trainers_ask_no_stage_about_what_a_peer_did_not_sign() -> None:
             transport = s.network.peers["s1p0"].transport
             with contextlib.suppress(Refused):
                 await transport.call(TRAINER, "evidence", header, deadline_s=30.0)
-        assert trainer._verdicts.convicted == {LIAR}  # type: ignore
+        assert trainer.verdicts.convicted == {LIAR}
 
 
 async def test_what_nobody_has_to_be_believed_for_convicts_one_of_two_in_all_stages() -> None:

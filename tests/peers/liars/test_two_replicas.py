@@ -50,8 +50,8 @@ async def test_of_two_replicas_the_one_that_lies_is_left_out_by_all(
         await s.until(lambda: all(peer.core.version >= s.run.steps for peer in honest), limit_s=200.0)
         around = [peer for peer in honest if abs(peer.stage - stage) <= 1]
         assert all(peer.convictions.convicted == {liar} for peer in around)
-        await trainer._verdicts.ask()  # type: ignore
-        assert trainer._verdicts.convicted == {liar}  # type: ignore
+        await trainer.verdicts.ask()
+        assert trainer.verdicts.convicted == {liar}
 
 
 @pytest.mark.parametrize(("stage", "voice"), some([(0, 30), (1, 100), (2, 30)], quick=[(0, 30)]))
@@ -123,5 +123,5 @@ async def test_a_trainer_asks_about_a_peer_that_tells_it_old_news() -> None:
 
         s.network.transports["s0p0"].serve("watch", tell_old_news)
         trainer = s.add_trainer(TRAINER)
-        verdicts = trainer._verdicts  # type: ignore
+        verdicts = trainer.verdicts
         await s.until(lambda: verdicts.convicted == {"s0p0"}, limit_s=60.0)
