@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from peers.islands.directory import Islands
 from peers.ports import Directory, Transport
-from peers.voices import Voices
 from peers.waiting import end_tasks
 from swarm.errors import BadAnswer, PeerGone, Refused, SwarmError, clean, short
 from swarm.ids import PeerId
@@ -60,7 +60,7 @@ class Monitor:
         """
         self._run, self._transport, self._directory = run, transport, directory
         self._take, self._refused, self._pace = take, refused, pace
-        self._voices = Voices(run, transport.signer, directory)
+        self._islands = Islands(run, transport.signer, directory, lambda: 0)
         self._voice: Mapping[PeerId, int] = {}
         self._listed: Sequence[PeerRecord] = ()
         self._records: dict[PeerId, PeerRecord] = {}
@@ -91,7 +91,7 @@ class Monitor:
         """
         await self._directory.lookup_all()
         if calls:
-            voice, askable = self._voices.of_all(), self._askable()
+            voice, askable = self._islands.voice(), self._askable()
             asked = sorted(askable, key=lambda peer: peer not in voice)[:MAX_ASKED_ONCE]
             await asyncio.gather(*(self._ask(askable[peer]) for peer in asked))
         return self._observe()
@@ -115,7 +115,7 @@ class Monitor:
         self._reasons = reasons
         statuses, self._statuses = tuple(self._statuses), []
         silent, self._silent = self._silent, {}
-        voice, before = self._voices.of_all(), self._voice
+        voice, before = self._islands.voice(), self._voice
         self._voice = voice
         return Observation(
             at=time.time(), records=changed, gone=gone, statuses=statuses, silent=silent, refused=refused,

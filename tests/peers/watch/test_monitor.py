@@ -16,12 +16,13 @@ from peers.ports import Answer, Request
 from peers.watch import monitor
 from peers.watch.monitor import Monitor, WatchPace
 from swarm.errors import PeerGone
-from swarm.manifest import AdmissionSpec, Run, demo_run
+from swarm.manifest import AdmissionSpec, IslandsSpec, Run, demo_run
 from swarm.monitoring.aggregator import Aggregator
 from swarm.monitoring.health import Observation, PeerHealth, SwarmHealth
 from swarm.records import NO_STAGE, PeerRecord
 from swarm.wire.messages import AskStatus, LedgerCounts, PastStep, PeerStatus, pack, unpack
 from tests.peers.network import CalmNetwork
+from tests.peers.sybils import admitting, voucher
 
 pytestmark = pytest.mark.virtual_time
 
@@ -154,6 +155,22 @@ async def test_of_many_peers_a_few_are_asked_per_look_and_all_have_their_turn(sc
     assert max(len(look.statuses) for look in scene.looks) <= monitor.MAX_ASKED_EACH
     assert len(scene.looks) >= 103 // monitor.MAX_ASKED_EACH
     assert max(scene.asked.values()) <= 2
+
+
+async def test_the_word_of_those_that_worked_for_any_island_counts() -> None:
+    """Trainers vouch for them under the id of their island."""
+    network = CalmNetwork(silence_s=0.05)
+    run = admitting(replace(RUN, islands=IslandsSpec(count=2, local_steps=3)))
+    for cell in range(run.cells):
+        for name in (f"worker {cell}", f"stranger {cell}"):
+            said = msgspec.structs.replace(record(name, cell), run=run.id)
+            if name[0] == "w":
+                said = msgspec.structs.replace(said, voucher=voucher(run.island(cell // run.S), name))
+            await network.join(name).directory.announce(said)
+    watcher = network.join("watcher")
+    look = await Monitor(run, watcher.transport, watcher.directory).once(calls=False)
+    assert look.voice == {f"worker {cell}": 30 for cell in range(4)}
+    await network.close()
 
 
 async def test_of_a_crowd_those_whose_word_counts_are_asked_first() -> None:
