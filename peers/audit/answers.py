@@ -179,8 +179,9 @@ class AnswerAudits:
         mb = Microbatch(said.t, said.m)
         try:
             shown = await self._kept.of(ask.peer, mb, made=made, inputs=said.inputs)
-            if not made and digest(shown.forth) != said.inputs:
-                raise BadAnswer(ask.peer, "shows other inputs than it signed")
+            forth, back = (said.outputs, said.input_grads) if made else (said.inputs, digest(shown.back))
+            if (digest(shown.forth), digest(shown.back)) != (forth, back):
+                raise BadAnswer(ask.peer, "shows something else than it signed")
             return shown._replace(back=[]) if said.is_half else shown
         except (NotNow, Stale, Refused) as why:
             if self._core.version > said.t:

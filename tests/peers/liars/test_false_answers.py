@@ -354,6 +354,30 @@ async def test_a_peer_that_shows_nothing_of_what_it_keeps_is_left_alone_by_its_c
         assert liar.microbatches.answered < run.steps * run.M / 3
 
 
+async def test_a_peer_that_shows_something_else_than_it_answered_is_left_alone_by_its_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It shows truly what came in, and of what it made nothing: no judge found that its answer is another."""
+    audit(monkeypatch, share=1.0)
+    run = audited_run(steps=2)
+    async with swarm(run, replicas=(1, 3, 1)) as s:
+        await s.until_serving()
+        liar = s.peers["s1p1"]
+        lie(liar, LIES["zero"])
+        honest, _ = liar.core.transport.handlers["kept"]
+
+        async def others(request: Request) -> Answer:
+            is_made = unpack(request.header, AskKept).made
+            return Answer(pack(KeptTensors(forth=(), back=()))) if is_made else await honest(request)
+
+        liar.core.transport.serve("kept", others)
+        s.add_trainer(TRAINER, steps=1)
+        await s.until_version(1)
+        lost = [event for event in s.seen(PeerLost) if event.peer == "s1p1"]
+        assert lost and "its answer was computed again, and is another" in lost[0].why
+        assert not accused(s)
+
+
 Call = Callable[[Any, Any, Any, bytes], Awaitable[tuple[str, Any, list[Encoded]]]]
 """How a peer has a microbatch done by the next stage: who did, what it said, and the gradients."""
 MakeUp = Callable[[StagePeer, Call, Any, Any, Any, bytes], Awaitable[tuple[str, Any, list[Encoded]]]]
