@@ -153,7 +153,7 @@ class ContributionAudits:
 
     def _suspect(self, peer: PeerId) -> None:
         if peer in self._own:  # the other one looks no more, and may have left it out
-            self._convict(self._own[peer])
+            self._convictions.found(self._own[peer], [])
         self._doubted[peer] = CHUNKS
         self.audit_next(peer)
 
@@ -234,14 +234,10 @@ class ContributionAudits:
 
     def _found(self, claim: SignedContribution) -> None:
         if claim.member in self._doubted:
-            self._convict(claim.accusation)
+            self._convictions.found(claim.accusation, [])
         else:
             self._doubted[claim.member], self._own[claim.member] = CHUNKS, claim.accusation
             self._audit_again(claim)
-
-    def _convict(self, accusation: WrongContribution) -> None:
-        if self._convictions.convict(accusation):
-            self._convictions.pass_on(accusation, [])
 
     def _audit_again(self, claim: SignedContribution) -> None:
         """With the others, which have one round to hear of it."""

@@ -91,6 +91,11 @@ class Convictions(Verdicts):
         self.leave_out(accused, f"its signed {what} of step {evidence.statement.t} is false")
         return True
 
+    def found(self, evidence: Evidence, body: Sequence[Buffer]) -> None:
+        """Leave a peer out, and have others hear of it, if that is news."""
+        if self.convict(evidence):
+            self.pass_on(evidence, body)
+
     def pass_on(self, evidence: Evidence, body: Sequence[Buffer], *, to_all: bool = True) -> None:
         """Show it to the other replicas of this stage. `to_all`: other stages are told of it and ask them,
         first those around this one, and stage 0, which coordinates the run; and trainers. Some times of each

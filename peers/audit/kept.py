@@ -144,9 +144,8 @@ def serve_kept(core: StageCore) -> None:
         kept = None if step is None else step.shown(ask.m, ask.inputs)
         if kept is None:
             raise Stale(f"microbatch ({ask.t}, {ask.m}) is not kept here", version=core.version)
-        forth, back = (kept.outputs, kept.grads_in) if ask.made else (kept.inputs, kept.grads_out)
-        if is_fed:
-            back = ()
+        made = (kept.outputs, () if is_fed else kept.grads_in)
+        forth, back = made if ask.made else (kept.inputs, kept.grads_out)
         body = [buffer for one in (*forth, *back) for buffer in one.buffers]
         for place in [place for place, part in enumerate(body) if memoryview(part).nbytes][:1]:
             array = np.frombuffer(body[place], np.uint8)

@@ -293,7 +293,7 @@ class SumAudits:
             accusations.append((wrong_product, body))
         for evidence, body in accusations:
             if await asyncio.to_thread(proves, self._transport.signer, self._run, evidence, body):
-                self._found(evidence, body)
+                self._convictions.found(evidence, body)
                 return True
         return False
 
@@ -351,9 +351,5 @@ class SumAudits:
         me = check.plan.members.index(self._transport.peer_id)
         evidence = FalseContribution(accused=owner, statement=reduced, signature=signature, place=me)
         if proves(self._transport.signer, self._run, evidence, []):
-            self._found(evidence, [])
+            self._convictions.found(evidence, [])
         return BadAnswer(owner, "names a contribution that this peer did not send")
-
-    def _found(self, evidence: Evidence, body: list[Buffer]) -> None:
-        if self._convictions.convict(evidence):
-            self._convictions.pass_on(evidence, body)

@@ -81,6 +81,8 @@ class OpenStep(ReplicaStep):
         self.jobs: dict[int, Job] = {}
         self.kept: dict[int, KeptMicrobatch] = {}
         """Where answers are audited it goes with the next step that is taken, else with this one."""
+        self.given: dict[int, KeptMicrobatch] = {}
+        """Of the last round of which it said its products: it is audited by these, whatever came since."""
         self.sent_on: dict[tuple[int, Digest], KeptMicrobatch] = {}
         """Where answers are audited, by what went in: that of those that were sent on, answered or not; of
         those that were answered and do not count, all. The latest two for each microbatch of the step.
@@ -136,11 +138,15 @@ class OpenStep(ReplicaStep):
             self.send_on(kept.asked[1].m, kept.inputs_digest, kept)
 
     def shown(self, m: int, inputs: Digest) -> KeptMicrobatch | None:
-        """What this peer shows of a microbatch: what counts, or, made of these `inputs`, anything."""
+        """What this peer shows: what it gave, or what counts; or anything that was made of these `inputs`."""
         kept = self.kept.get(m)
-        if not inputs or (kept and kept.inputs_digest == inputs):
-            return kept
-        return self.sent_on.get((m, inputs))
+        if not inputs:
+            return self.given.get(m, kept)
+        return kept if kept and kept.inputs_digest == inputs else self.sent_on.get((m, inputs))
+
+    def give_all(self, name: str) -> None:
+        super().give_all(name)
+        self.given = {m: kept for m, kept in self.kept.items() if kept.asked is not None}
 
     def work_of(self, peer: PeerId) -> int:
         """What is in the sum of a peer's work. In a job that holds the books."""

@@ -7,7 +7,7 @@ import struct
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from swarm.protocol.ledger import Bitmap, Ledger
 from swarm.protocol.messages import Directive, StepDirective
 from swarm.protocol.rounds import Plan, Prepared, round_id
 from swarm.wire.codec import TensorMeta
-from swarm.wire.messages import Part, PartDone, WorkDone, as_bad_answer, pack
+from swarm.wire.messages import Part, PartDone, Work, WorkDone, as_bad_answer, pack
 from tests.peers.loops import obey, swarm
 from tests.peers.network import CalmNetwork, calm
 
@@ -582,6 +582,25 @@ def test_a_step_keeps_two_inputs_for_each_of_its_microbatches_the_latest() -> No
     for n in range(5):
         step.send_on(0, bytes([n]), KeptMicrobatch([], (), answer, ()))
     assert [inputs for _, inputs in step.sent_on] == [b"\1", b"\2", b"\3", b"\4"]
+
+
+def test_a_step_is_audited_by_what_it_gave_though_another_came_since() -> None:
+    """A coordinator has an honest peer take a microbatch out after it has said its products, and accomplices
+    feed it something else: with that its sum looked false.
+    """
+    step = OpenStep(0, Ledger(0, 2))
+    gave, came, other = (
+        KeptMicrobatch([], (), WorkDone(loss=float(n)), (), asked=("feeder", cast(Work, None)))
+        for n in range(3)
+    )
+    step.kept[0] = gave
+    step.give_all("round")
+    step.kept[0], step.kept[1] = came, other
+    assert step.shown(0, b"") is gave and step.shown(1, b"") is other
+    step.drop()
+    assert step.shown(0, b"") is gave
+    step.give_all("another")
+    assert step.shown(0, b"") is None
 
 
 async def test_a_closed_step_waits_for_all_that_it_stopped() -> None:
