@@ -299,7 +299,7 @@ class Auditor:
         except SwarmError as error:
             if await self._is_over(stage, t, besides=member):
                 return False
-            await self._tell(claim, f"does not show what it added: {error.text}")
+            await self._tell(claim, f"does not show what it added: {error.text}", is_false=False)
             return True
         if 2 * found.bound <= len(claim.microbatches):
             return True  # its neighbours may be itself
@@ -344,16 +344,16 @@ class Auditor:
             text = f"stage {stage}: peer {member} answered microbatch ({mb.t}, {mb.m}) with something else"
             self._emit(events.Trouble(text=f"{text} than it computes"))
 
-    async def _tell(self, claim: SignedContribution, what: str) -> None:
+    async def _tell(self, claim: SignedContribution, what: str, *, is_false: bool = True) -> None:
         """Have the replicas of its stage look at what a member adds next, and say so here. Where that is one,
-        others believe it with this one's word.
+        others believe it with this one's word on what `is_false`: one that shows nothing may have paused.
         """
         said, member = claim.said, claim.member
         text = f"stage {said.stage}, step {said.t}: peer {member} {what}; its stage was told"
         self._emit(events.Trouble(text=text))
         show = pack(ShowEvidence(run=self._run.id, evidence=claim.accusation))
         told = self._voices.counted(said.stage)[:MAX_TOLD]
-        if len(told) == 2:
+        if is_false and len(told) == 2:
             await self._directory.lookup_all()
             others = set(range(self._run.S)) - {said.stage}
             judges = [peer for stage in others for peer in self._voices.counted(stage)[:MAX_TOLD]]

@@ -25,7 +25,15 @@ from swarm.protocol.proofs import signed_report
 from swarm.protocol.rounds import Proof, StepReport
 from swarm.protocol.statements import sign
 from swarm.protocol.sums import Projected
-from swarm.wire.evidence import AskKept, AskProducts, Products, ShowEvidence, WrongContribution
+from swarm.wire.evidence import (
+    AskConvicted,
+    AskKept,
+    AskProducts,
+    Convicted,
+    Products,
+    ShowEvidence,
+    WrongContribution,
+)
 from swarm.wire.messages import OpenHeld, PeerStatus, pack, unpack
 from tests.peers import sybils
 from tests.peers.admitted import OTHER as AUDITOR
@@ -394,6 +402,28 @@ async def test_of_two_one_whose_sum_the_other_and_an_auditor_find_false_is_left_
         assert auditor.found == {"s1p1"}
         assert all(peer.convictions.convicted == {"s1p1"} for peer in honest)
         assert trainer.verdicts.convicted == {"s1p1"}
+
+
+async def test_of_two_an_honest_one_that_shows_an_auditor_nothing_is_left_out_by_nobody() -> None:
+    """It may have paused, or lost its sum: with the word of the other one all others left it out for good."""
+    run = admitting(audited_run(steps=2, microbatches=4), sybils.TRAINER, AUDITOR)
+    async with swarm(run, replicas=(1, 2, 1)) as s:
+        sybils.give_voice(s, *s.peers)
+        await s.until_serving()
+
+        async def paused(request: Request) -> Answer:
+            raise NotNow("this peer is paused", retry_after_s=1.0)
+
+        async def accuses(request: Request) -> Answer:
+            return Answer(pack(Convicted(yes=unpack(request.header, AskConvicted).peer == "s1p1")))
+
+        s.network.peers["s1p1"].transport.serve("kept", paused)
+        s.network.peers["s1p0"].transport.serve("convicted", accuses)
+        trainer = s.add_trainer(sybils.TRAINER, window=1)
+        add_auditor(s, 1)
+        await s.until_finished(limit_s=120.0)
+        assert any("s1p1 does not show what it added" in said.text for said in s.seen(Trouble))
+        assert not accused(s) and not trainer.verdicts.convicted
 
 
 def take_steps_alone(s: Swarm, liar: str, other: str) -> None:
