@@ -64,10 +64,9 @@ class AuditCaller:
         return Coin(self._transport.signer, self._run.id, toss).falls(share)
 
     def _ask_again(self, stage: Stage, mb: Microbatch, done: WorkDone, honest: Honest | None) -> None:
-        hop = done.hops[0] if done.hops else None
-        if hop is not None and hop.receipt is not None:
-            said = hop.receipt.statement(stage, mb, done.loss)
-            self._ask(hop.peer, said, hop.receipt.signature, honest)
+        if done.hops and (receipt := done.hops[0].receipt) is not None:
+            said = receipt.statement(stage, mb, done.loss)
+            self._ask(done.hops[0].peer, said, receipt.signature, honest)
 
     def _ask(
         self, accused: PeerId, said: Answered, signature: Signature, honest: Honest | None,

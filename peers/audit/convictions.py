@@ -137,12 +137,9 @@ class Convictions(Verdicts):
         return self._in_order({record.peer for stage in stages for record in self._directory.at(stage)})
 
     async def _serve_evidence(self, request: Request) -> Answer:
-        shown = unpack(request.header, ShowEvidence, self._run.id)
-        evidence = shown.evidence
+        _, evidence = self._evidence_in(request)
         if evidence.accused in self.convicted:
             return Answer(pack(Heard()))
-        if not evidence.is_signed(self._transport.signer, self._run.id):
-            raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
         if self._directory.find(evidence.accused) is None:
             raise Refused(f"nobody knows peer {short(evidence.accused)}")
         teller, between = request.peer, self._is_between_two(request.peer, evidence)

@@ -57,8 +57,7 @@ class KeptWork:
         self.voices = Voices(run, transport.signer, directory, version)
         most = body_bytes(input_metas(run, stage))
         if stage < run.S - 1:
-            most += body_bytes(input_metas(run, stage + 1))
-            most += body_bytes(gradient_metas(run, stage))
+            most += body_bytes(input_metas(run, stage + 1)) + body_bytes(gradient_metas(run, stage))
         self._most_bytes = 2 * most
 
     async def of(self, peer: PeerId, mb: Microbatch, *, made: bool, inputs: Digest = b"") -> Shown:

@@ -18,6 +18,7 @@ from swarm.errors import PeerGone, Refused, short
 from swarm.ids import PeerId, Stage
 from swarm.manifest import Run
 from swarm.protocol.voice import heard
+from swarm.records import NO_STAGE
 from swarm.wire.evidence import Evidence, Heard, ShowEvidence, WrongContribution
 from swarm.wire.messages import pack, unpack
 
@@ -34,9 +35,8 @@ class Verdicts:
     """The peers that were shown to lie, as far as this one knows, for the rest of its life."""
 
     def __init__(self, run: Run, transport: Transport, directory: Directory, emit: events.Emit) -> None:
-        self._run, self._emit = run, emit
+        self._run, self._emit, self._transport, self._directory = run, emit, transport, directory
         self.of_runs = {run.id: self}  # of all islands, in a process that is the trainer of them
-        self._transport, self._directory = transport, directory
         self._voices = Voices(run, transport.signer, directory)
         self._dice = random.Random(transport.peer_id)
         self.convicted: set[PeerId] = set()
@@ -99,7 +99,7 @@ class Verdicts:
         for lie in (one.evidence for one in told.values()):
             if lie and lie.accused == accused and lie.is_signed(self._transport.signer, self._run.id):
                 stages.add(lie.statement.stage)
-        for stage in sorted(stages):
+        for stage in sorted(stages.intersection(range(self._run.S))):
             if await self.most_have_convicted(stage, accused):
                 self.leave_out(accused, "its stage has convicted it")
 
@@ -151,13 +151,18 @@ class Verdicts:
 
     async def hear(self, request: Request) -> Answer:
         """Be told which peers their stages convict: by those, as a trainer is shown no evidence."""
-        shown = unpack(request.header, ShowEvidence, *self.of_runs)
-        own, evidence = self.of_runs[shown.run], shown.evidence
-        if not evidence.is_signed(self._transport.signer, shown.run):
-            raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
+        own, evidence = self._evidence_in(request)
         if evidence.accused not in own.convicted and await own.stage_says(request.peer, evidence):
             own.leave_out(evidence.accused, "its stage has convicted it")
         return Answer(pack(Heard()))
+
+    def _evidence_in(self, request: Request) -> tuple[Verdicts, Evidence]:
+        shown = unpack(request.header, ShowEvidence, *self.of_runs)
+        own, evidence = self.of_runs[shown.run], shown.evidence
+        is_stage = evidence.statement.stage in range(NO_STAGE, self._run.S)  # each is remembered
+        if not is_stage or not evidence.is_signed(self._transport.signer, shown.run):
+            raise Refused(f"peer {short(evidence.accused)} did not sign what it is accused of")
+        return own, evidence
 
     def _there(self, stage: Stage) -> list[PeerId]:
         there = [r.peer for r in self._directory.at(stage) if r.state in ("serving", "leaving")]

@@ -6580,8 +6580,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "trainers-believe-what-the-accused-did-not-sign",
         VERDICTS,
-        "if not evidence.is_signed(self._transport.signer, shown.run):",
-        "if False:",
+        "not evidence.is_signed(self._transport.signer, shown.run):",
+        "False:",
         "Two with voice, most of one stage, take all peers of the other stages from all trainers.",
         ("test_moved_liars",),
     ),

@@ -319,6 +319,23 @@ async def test_no_evidence_is_kept_against_who_is_in_no_record() -> None:
         assert not s.peers["s0p0"].convictions.convicted
 
 
+async def test_no_evidence_is_heard_of_a_stage_that_there_is_not() -> None:
+    """Peers remember of each stage who has voice there: a stranger could name one after the other."""
+    async with swarm(RUN, replicas=3) as s:
+        await begun(s)
+        stranger, *_ = await crowd(s, 1, 1)
+        known = s.peers["s0p0"].convictions._voices._electorate._known  # type: ignore
+        for stage in (RUN.S, -5, 1 << 40):
+            said = Projected(stage, 0, "r", (), (), ())
+            evidence = WrongContribution(
+                accused=stranger, statement=said, signature=sign(SimSigner(stranger), RUN.id, said)
+            )
+            show = pack(ShowEvidence(run=RUN.id, evidence=evidence))
+            with pytest.raises(Refused, match="did not sign what it is accused of"):
+                await s.network.peers[stranger].transport.call("s0p0", "evidence", show)
+        assert set(known) <= {NO_STAGE, *range(RUN.S)}
+
+
 async def test_one_of_two_that_convicts_itself_towards_the_other_holds_nothing_up() -> None:
     """The other one would make no step with it any more, and nobody else know why."""
     async with swarm(RUN, replicas=2) as s:
