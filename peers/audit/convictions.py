@@ -68,7 +68,7 @@ class Convictions(Verdicts):
         self._shown: dict[PeerId, Evidence] = {}
         """What convicted each; of very many, the first and those with voice."""
         self._suspected_by: dict[PeerId, int] = {}
-        """The last step of which each replica said so."""
+        """The step in which each replica said so last."""
         self.last_added: Callable[[PeerId], int | None] = lambda peer: None
         """The last step that a replica of this stage contributed to."""
         self.judge: Callable[[WrongAnswer, Sequence[Buffer]], Awaitable[bool]]
@@ -181,11 +181,11 @@ class Convictions(Verdicts):
 
     def _note_suspect(self, teller: PeerId, evidence: WrongContribution) -> None:
         """It costs this peer an audit, so an auditor or a replica may say it once in a while."""
-        said = evidence.statement
+        t = self.last_added(self._transport.peer_id) or 0  # of what was signed any may be shown, long after
         may = self._voices.counts(teller, self._stage) or self._run.admission.may_audit(teller)
-        if not may or said.t - self._suspected_by.get(teller, -SUSPECTS_STEPS) < SUSPECTS_STEPS:
+        if not may or t - self._suspected_by.get(teller, -SUSPECTS_STEPS) < SUSPECTS_STEPS:
             raise Refused(f"peer {short(teller)} may name a suspect once in {SUSPECTS_STEPS} steps")
-        self._suspected_by[teller] = said.t
+        self._suspected_by[teller] = t
         self.suspect(evidence.accused)
 
     async def _follow(self, teller: PeerId, evidence: WrongContribution) -> None:

@@ -257,12 +257,12 @@ async def test_only_replicas_with_voice_have_others_looked_at_and_once_in_a_whil
         looked: list[str] = []
         s.network.join("stranger")
         s.peers["s1p0"].convictions.suspect = looked.append
-        said = Projected(1, 0, "r", (), (), ())
         for t, teller, why in (
             (0, "s1p1", None), (19, "s1p1", "may name a suspect once in 20 steps"), (20, "s1p1", None),
             (20, "s0p0", "may name a suspect"), (40, "stranger", "may name a suspect"),
         ):  # fmt: skip
-            said = Projected(1, t, "r", (), (), ())
+            s.peers["s1p0"].convictions.last_added = lambda _, t=t: t
+            said = Projected(1, 100 * t + len(looked), "r", (), (), ())  # any that it has signed is shown
             evidence = WrongContribution(
                 accused="s1p2", statement=said, signature=sign(SimSigner("s1p2"), s.run.id, said)
             )
